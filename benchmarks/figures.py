@@ -1,0 +1,127 @@
+"""From arrival times to figures; plain arithmetic on records.
+
+A gap is the time between two arrivals of one stream. It belongs to an update if any
+part of it lies between the call and `AFTER_S` past its return, and to steady decoding
+if it lies wholly outside of every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from benchmarks.record import Record, Update
+
+AFTER_S = 0.25
+"""What follows this soon after an update is counted as its doing."""
+
+Gap = tuple[float, float]
+
+
+@dataclass
+class UpdateFigures:
+    """One update beside the decoding around it."""
+
+    seconds: float
+    gap_max_ms: float
+    gap_alone_ms: float
+    """Largest gap of a stretch as long as the update, just before it."""
+    tokens_share: float
+    """Tokens per second from call to return, as a share of those around it."""
+    lost_s: float
+    """Seconds of decoding that the update cost."""
+
+
+def gaps(record: Record) -> Iterator[Gap]:
+    """Every gap of every stream, as its two ends."""
+    for arrivals in record.arrivals:
+        times = [at for at, _ in arrivals]
+        yield from pairwise(times)
+
+
+def update_figures(record: Record) -> list[UpdateFigures]:
+    """The figures of every update of a round."""
+    figures = []
+    around = pairwise(_stretches(record))
+    for update, (before, after) in zip(record.updates, around, strict=True):
+        seconds = update.end - update.start
+        alone_s = sum(end - start for start, end in (before, after))
+        rate = (_tokens(record, before) + _tokens(record, after)) / alone_s
+        share = _tokens(record, (update.start, update.end)) / seconds / rate
+        # The decode-only stretch ends where the update begins; it is shorter than
+        # the update only if the whole stretch is.
+        alone = (max(before[0], update.start - seconds), update.start)
+        figures.append(
+            UpdateFigures(
+                seconds=seconds,
+                gap_max_ms=_longest(g for g in gaps(record) if _touches(g, update)),
+                gap_alone_ms=_longest(g for g in gaps(record) if _within(g, alone)),
+                tokens_share=share,
+                lost_s=seconds * (1 - share),
+            )
+        )
+    return figures
+
+
+def steady_gaps_ms(record: Record) -> list[float]:
+    """The gaps of decoding alone, in milliseconds."""
+    stretches = _stretches(record)
+    return [
+        1e3 * (gap[1] - gap[0])
+        for gap in gaps(record)
+        if any(_within(gap, stretch) for stretch in stretches)
+    ]
+
+
+def summary(records: list[Record]) -> dict[str, Any]:
+    """The figures of one arm, over all of its rounds."""
+    steady = sorted(gap for record in records for gap in steady_gaps_ms(record))
+    updates = [figures for record in records for figures in update_figures(record)]
+    stretches = [(r, s) for r in records for s in _stretches(r)]
+    tokens = sum(_tokens(record, stretch) for record, stretch in stretches)
+    seconds = sum(end - start for _, (start, end) in stretches)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "gap_steady_p50_ms": percentile(steady, 50),
+        "gap_steady_p99_ms": percentile(steady, 99),
+        "gap_steady_max_ms": steady[-1],
+        "gap_alone_median_ms": median(u.gap_alone_ms for u in updates),
+        "gap_update_median_ms": median(u.gap_max_ms for u in updates),
+        "gap_update_max_ms": max(u.gap_max_ms for u in updates),
+        "tokens_share": median(u.tokens_share for u in updates),
+        "update_s": median(u.seconds for u in updates),
+        "lost_s": median(u.lost_s for u in updates),
+        "updates": [asdict(u) for u in updates],
+    }
+
+
+def percentile(ordered: list[float], percent: float) -> float:
+    """The value that `percent` of all do not exceed."""
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def _stretches(record: Record) -> list[Gap]:
+    """Decoding alone: before the first update, between any two, after the last."""
+    starts = [record.begun, *(u.end + AFTER_S for u in record.updates)]
+    ends = [*(u.start for u in record.updates), record.ended]
+    return list(zip(starts, ends, strict=True))
+
+
+def _tokens(record: Record, stretch: Gap) -> int:
+    start, end = stretch
+    return sum(n for a in record.arrivals for at, n in a if start < at <= end)
+
+
+def _touches(gap: Gap, update: Update) -> bool:
+    return gap[1] > update.start and gap[0] < update.end + AFTER_S
+
+
+def _within(gap: Gap, stretch: Gap) -> bool:
+    return stretch[0] <= gap[0] and gap[1] <= stretch[1]
+
+
+def _longest(chosen: Iterable[Gap]) -> float:
+    return max((1e3 * (end - start) for start, end in chosen), default=0.0)

@@ -1,0 +1,40 @@
+// Counts infinities and NaNs in any float format whose exponent, when all ones,
+// says so (and fp8 e4m3fn, whose one NaN is all ones below the sign).
+//
+// With `mask` selecting those bits of every element in 8 bytes and `carry` their
+// lowest bit, (x & mask) + carry reaches an element's sign bit exactly when all
+// the selected bits are set, and never leaves the element.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace inflight {
+
+// How many bytes have their top bit set, given that no other bit is.
+inline uint64_t count_signs(uint64_t hits) {
+  return (hits >> 7) * 0x0101010101010101u >> 56;
+}
+
+inline uint64_t nonfinite_run(const unsigned char* data, uint64_t length, uint64_t mask,
+                              uint64_t carry) {
+  const uint64_t signs = mask + carry;
+  const auto hits = [=](const unsigned char* at, uint64_t num_bytes) {
+    uint64_t word = 0;  // zeros are finite
+    std::memcpy(&word, at, num_bytes);
+    return ((word & mask) + carry) & signs;
+  };
+  uint64_t count = 0;
+  for (; length >= 512; data += 512, length -= 512) {
+    // Most steps have none, and telling so vectorises: one OR, then one branch.
+    uint64_t any = 0;
+    for (uint64_t i = 0; i < 512; i += 8) any |= hits(data + i, 8);
+    if (any == 0) continue;
+    for (uint64_t i = 0; i < 512; i += 8) count += count_signs(hits(data + i, 8));
+  }
+  for (; length >= 8; data += 8, length -= 8) count += count_signs(hits(data, 8));
+  if (length != 0) count += count_signs(hits(data, length));
+  return count;
+}
+
+}  // namespace inflight

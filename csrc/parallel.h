@@ -1,0 +1,65 @@
+// Blocks of memory, cut into pieces and shared out among threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <thread>
+#include <vector>
+
+namespace inflight {
+
+// `rows` runs of `row_bytes`, as ops.py packs them. `x` and `y` belong to the
+// kernel: the digest's offset of the first row and step from row to row, or the
+// mask and carry of nonfinite.h.
+struct Block {
+  uint64_t data, rows, row_bytes, row_stride, x, y, owner;
+};
+
+struct Piece {
+  const Block* block;
+  uint64_t row, num_rows, first_byte, num_bytes;
+};
+
+constexpr uint64_t kPieceBytes = uint64_t(1) << 20;
+
+inline std::vector<Piece> cut(const Block* blocks, uint64_t num_blocks) {
+  std::vector<Piece> pieces;
+  for (const Block* block = blocks; block != blocks + num_blocks; ++block) {
+    if (block->row_bytes == 0) continue;
+    const uint64_t rows = std::max<uint64_t>(1, kPieceBytes / block->row_bytes);
+    for (uint64_t row = 0; row < block->rows; row += rows) {
+      const uint64_t num_rows = std::min(rows, block->rows - row);
+      // Several rows in a piece, or several pieces in a row.
+      const uint64_t step = num_rows > 1 ? block->row_bytes : kPieceBytes;
+      for (uint64_t byte = 0; byte < block->row_bytes; byte += step)
+        pieces.push_back(
+            {block, row, num_rows, byte, std::min(step, block->row_bytes - byte)});
+    }
+  }
+  return pieces;
+}
+
+// Calls work(piece) once for every piece, on the calling thread and up to
+// num_threads - 1 others.
+template <class Work>
+void share_out(const std::vector<Piece>& pieces, uint64_t num_threads,
+               const Work& work) {
+  std::atomic<uint64_t> next{0};
+  const auto take = [&] {
+    for (uint64_t i; (i = next.fetch_add(1)) < pieces.size();) work(pieces[i]);
+  };
+  std::vector<std::thread> helpers;
+  const uint64_t wanted = std::min<uint64_t>(num_threads, pieces.size());
+  try {
+    helpers.reserve(wanted);
+    while (helpers.size() + 1 < wanted) helpers.emplace_back(take);
+  } catch (const std::exception&) {
+    // No thread or no memory for one to spare: the work is shared among fewer.
+  }
+  take();
+  for (std::thread& helper : helpers) helper.join();
+}
+
+}  // namespace inflight

@@ -1,0 +1,223 @@
+"""Writes the tables of docs/ that are facts of the code.
+
+A page is written by hand and holds its tables between `<!-- name: generated -->`
+and `<!-- end -->`. `python -m docs.generate` fills them in; `--check` says which
+are out of date and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from vllm.inflight import cli, patch
+from vllm.inflight.api.flags import GROUP, add_flags
+from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig
+from vllm.inflight.errors import BY_CODE, ConfigError, InflightError, UpstreamChanged
+from vllm.inflight.patch import api as doors
+from vllm.inflight.update import ACTIVE, MOVES
+
+DOCS = Path(__file__).parent
+
+AT_START_UP = (ConfigError, UpstreamChanged)
+"""Errors that stop a start and that nobody meets over HTTP."""
+
+ENVIRONMENT = {
+    ADMIN_KEY_ENV: "Key of the control routes; "
+    "[who may call](http.md#who-may-call) tells what it opens.",
+    patch.ALLOW_UNTESTED_ENV: "Start on a release of vLLM that was not tested.",
+    doors.ALLOW_RUST_ENV: f"Start with {doors.RUST_ENV} set, although that front "
+    "end has none of our routes.",
+}
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table; a `|` inside a cell is escaped."""
+    titles = list(header)
+    lines = [titles, ["---"] * len(titles), *map(list, rows)]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+        for line in lines
+    )
+
+
+def first_line(text: str | None) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join(inspect.cleandoc(text or "").split("\n\n")[0].split())
+
+
+def code(text: object) -> str:
+    """`text` in code quotes."""
+    return f"`{text}`"
+
+
+def flags() -> str:
+    """The flags that `vllm serve` gains."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--additional-config")
+    add_flags(parser)
+    (group,) = (g for g in parser._action_groups if g.title == GROUP)
+    rows = (
+        [code(f"{a.option_strings[0]} {a.metavar or 'KEY'}"), str(a.help)]
+        for a in group._group_actions
+    )
+    return table(["flag", "what it does"], rows)
+
+
+def commands() -> str:
+    """The subcommands of `vllm-inflight` and their options."""
+    subparsers = next(
+        action
+        for action in cli.parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    rows = (
+        [code(f"vllm-inflight {name} {option}".strip()), str(what)]
+        for name, parser in subparsers.choices.items()
+        for option, what in [
+            ("", parser.description),
+            *((a.option_strings[-1], a.help) for a in parser._actions),
+        ]
+        if option != "--help"
+    )
+    return table(["command", "what it does"], rows)
+
+
+def fields() -> str:
+    """The fields of `InflightConfig`."""
+    rows = (
+        [
+            code(knob.name),
+            ", ".join(map(code, knob.metadata["choices"])) or code(knob.type),
+            code(knob.default),
+            knob.metadata["doc"],
+        ]
+        for knob in dataclasses.fields(InflightConfig)
+    )
+    return table(["field", "values", "default", "what it does"], rows)
+
+
+def environment() -> str:
+    """The environment variables that we read."""
+    rows = ([code(name), what] for name, what in ENVIRONMENT.items())
+    return table(["variable", "what it does"], rows)
+
+
+def errors() -> str:
+    """Every error a caller can meet."""
+    rows = (
+        [
+            code(kind.code),
+            "start-up" if issubclass(kind, AT_START_UP) else str(kind.status),
+            first_line(kind.__doc__),
+            kind.remedy,
+        ]
+        for kind in BY_CODE.values()
+        if kind is not InflightError
+    )
+    return table(["code", "HTTP", "what happened", "what to do"], rows)
+
+
+def patches() -> str:
+    """Every change to upstream, by the place where it is made."""
+    header = ["target", "parameters expected", "why", "goes when"]
+    parts = [f"{len(patch.all_patches())} records."]
+    for room in patch.rooms():
+        rows = (
+            [
+                code(record.target),
+                "none: a new name"
+                if record.expects is None
+                else code(", ".join(record.expects)),
+                record.why,
+                record.remove_when,
+            ]
+            for record in room.PATCHES
+        )
+        title = first_line(room.__doc__).rstrip(".")
+        parts.append(f"## {title}\n\n{table(header, rows)}")
+    return "\n\n".join(parts)
+
+
+def routes() -> str:
+    """Method, path and purpose of every control route."""
+    rows = (
+        [method, code(path), first_line(handler.__doc__)]
+        for (method, path), handler in ROUTES.items()
+    )
+    return table(["method", "path", "what it does"], rows)
+
+
+def moves() -> str:
+    """Every legal move of an update."""
+    rows = (
+        [
+            code(phase.value),
+            ", ".join(sorted(code(p.value) for p in to)) or "nothing",
+            "yes" if phase in ACTIVE else "no",
+        ]
+        for phase, to in MOVES.items()
+    )
+    return table(["phase", "what can follow", "holds the second set"], rows)
+
+
+TABLES: dict[str, list[Callable[[], str]]] = {
+    "cli.md": [flags, commands],
+    "config.md": [fields, environment],
+    "errors.md": [errors],
+    "how-it-works.md": [moves],
+    "http.md": [routes],
+    "patches.md": [patches],
+}
+"""Page → what is generated into it, each in a block of its own name."""
+
+
+def pages() -> Iterator[tuple[Path, str, str]]:
+    """(path, text as it is, text as it should be) of every page with tables."""
+    for name, made in TABLES.items():
+        before = after = (DOCS / name).read_text()
+        for content in made:
+            after = _filled(name, after, content.__name__, content())
+        yield DOCS / name, before, after
+
+
+def stale() -> Iterator[str]:
+    """A diff of every page that is out of date."""
+    for path, before, after in pages():
+        if before != after:
+            lines = (text.splitlines(keepends=True) for text in (before, after))
+            yield "".join(difflib.unified_diff(*lines, f"docs/{path.name}", "the code"))
+
+
+def _filled(page: str, text: str, label: str, content: str) -> str:
+    begin, end = f"<!-- {label}: generated -->", "<!-- end -->"
+    block = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if len(block.findall(text)) != 1:
+        raise SystemExit(f"docs/{page} needs one block {begin} ... {end}")
+    return block.sub(lambda _: f"{begin}\n\n{content}\n\n{end}", text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the pages, or check them."""
+    parser = argparse.ArgumentParser(description=first_line(__doc__))
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    if parser.parse_args(argv).check:
+        diffs = list(stale())
+        print("\n".join(diffs), end="")
+        return 1 if diffs else 0
+    for path, before, after in pages():
+        if before != after:
+            path.write_text(after)
+            print(f"docs/{path.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

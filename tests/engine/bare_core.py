@@ -1,0 +1,95 @@
+"""An engine core without a front end: how the tests drive one, and read it."""
+
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+
+from vllm.inflight.engine.stamp import Stamp
+
+
+def call(core: EngineCore, method: str, **body: Any) -> Any:
+    """The reply of a control call that is not refused."""
+    answer = core.inflight(method, body)
+    if isinstance(answer, Future):
+        answer = answer.result(timeout=30)
+    assert "error" not in answer, answer
+    return answer["ok"]
+
+
+def publish(core: EngineCore, folder: Path, label: str, **commit: Any) -> Any:
+    """Stage a checkpoint and commit it."""
+    stage(core, folder)
+    return call(core, "commit", weight_version=label, **commit)
+
+
+def stage(core: EngineCore, folder: Path) -> None:
+    """Bring a checkpoint to the vote, and no further."""
+    call(core, "begin", transport="local")
+    call(core, "receive", update_info={"path": str(folder)})
+    call(core, "seal")
+
+
+def request(name: str, prompt: list[int], **params: Any) -> EngineCoreRequest:
+    """A request as a front end would send it."""
+    sampling = SamplingParams(
+        **({"temperature": 0, "max_tokens": 40, "ignore_eos": True} | params)
+    )
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def add(core: EngineCore, name: str, prompt: list[int], **params: Any) -> None:
+    """Hand a request to the core."""
+    core.add_request(*core.preprocess_add_request(request(name, prompt, **params)))
+
+
+class Streams:
+    """What came out of a core: tokens with the stamp of their step."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.tokens: dict[str, list[int]] = {}
+        self.stamps: dict[str, list[str]] = {}
+        self.finished: dict[str, str] = {}
+
+    def step(self, times: int = 1) -> "Streams":
+        for _ in range(times):
+            outputs, executed = self.core.step_fn()
+            self.core.post_step(executed)
+            for group in (outputs or {}).values():
+                label = Stamp.decode(group.weight_version).label
+                for output in group.outputs:
+                    new = list(output.new_token_ids)
+                    self.tokens.setdefault(output.request_id, []).extend(new)
+                    self.stamps.setdefault(output.request_id, []).extend(
+                        [label] * len(new)
+                    )
+                    if output.finish_reason is not None:
+                        self.finished[output.request_id] = str(output.finish_reason)
+        return self
+
+    def run(self, most: int = 400) -> "Streams":
+        for _ in range(most):
+            if not self.core.scheduler.has_unfinished_requests():
+                return self
+            self.step()
+        raise AssertionError("requests did not finish")
+
+
+def prompt(seed: int, length: int = 40) -> list[int]:
+    """Token ids that differ from seed to seed."""
+    return [(11 * seed + 5 * i) % 250 for i in range(length)]

@@ -1,0 +1,147 @@
+"""Fixtures around real engines: checkpoints of the session, engines of a module.
+
+Engines here run in this process (seconds to start). Those with processes of
+their own are servers (tests/serving.py) or scripts run as subprocesses, because
+vLLM freezes that choice once an engine exists.
+"""
+
+import os
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# One core decodes, the other is free for what stages: the models are tiny.
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(min(os.sched_getaffinity(0)))
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+
+import tests.engine.transport  # noqa: F401 (registers the transport "other")
+from tests.engine.bare_core import call, publish
+from tests.engine.probe import greedy
+from tests.tiny import make_checkpoint
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint(seed, **shape)`: the folder of a tiny random model, made once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made: dict[str, Path] = {}
+
+    def make(seed: int, **shape: Any) -> Path:
+        key = "-".join([str(seed), *(f"{k}={v}" for k, v in sorted(shape.items()))])
+        if key not in made:
+            made[key] = make_checkpoint(root / key, seed, **shape)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Any]]:
+    """`start(folder, **options)`: an `LLM` in this process, ended with the module."""
+    alive: list[Any] = []
+
+    def llm(folder: Path, **options: Any) -> Any:
+        from vllm import LLM
+
+        stop(alive)
+        defaults = {
+            "max_model_len": 1024,
+            "block_size": 32,
+            "max_num_seqs": 16,
+            "enforce_eager": True,
+            "disable_log_stats": True,
+        }
+        alive.append(LLM(str(folder), **(defaults | options)))
+        return alive[-1]
+
+    yield llm
+    stop(alive)
+
+
+@pytest.fixture(scope="module")
+def old(checkpoint: Callable[..., Path]) -> Path:
+    """The weights that engines start with."""
+    return checkpoint(0)
+
+
+@pytest.fixture(scope="module")
+def new(checkpoint: Callable[..., Path]) -> Path:
+    """The weights that they are updated to."""
+    return checkpoint(1)
+
+
+@pytest.fixture(scope="module")
+def fresh(start: Callable[..., Any], new: Path) -> list[list[int]]:
+    """What an engine started on the new weights says."""
+    return greedy(start(new))
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
+    """An engine on the old weights, with a transport of somebody else."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    return start(old, weight_transfer_config=WeightTransferConfig(backend="other"))
+
+
+@pytest.fixture
+def llm(engine: Any, old: Path) -> Iterator[Any]:
+    """The engine, on the old weights, with no update under way."""
+    engine.update_weights_from_disk(str(old), "old")
+    yield engine
+    if engine.weight_update_status()["active"] is not None:
+        engine.abort_weight_update()
+
+
+@pytest.fixture(scope="module")
+def folders(old: Path, new: Path) -> dict[str, Path]:
+    """Both checkpoints by their labels."""
+    return {"old": old, "new": new}
+
+
+@pytest.fixture(scope="module")
+def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
+    """An engine core, and nothing in front of it."""
+    config = EngineArgs(
+        model=str(folders["old"]),
+        dtype="float32",
+        enforce_eager=True,
+        block_size=32,
+        max_model_len=1024,
+        max_num_seqs=4,
+    ).create_engine_config()
+    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    yield core
+    core.shutdown()
+
+
+@pytest.fixture
+def core(booted: EngineCore, folders: dict[str, Path]) -> Iterator[EngineCore]:
+    """The core on the old weights, without requests and without a pause."""
+    publish(booted, folders["old"], "old")
+    booted.reset_prefix_cache()
+    yield booted
+    call(booted, "resume")
+    if call(booted, "status")["active"] is not None:
+        call(booted, "abort")
+    booted.abort_requests(list(booted.scheduler.requests))
+    while booted.scheduler.has_requests():
+        booted.step_fn()
+
+
+def stop(alive: list[Any]) -> None:
+    """End the engines in `alive`: one at a time fits a process."""
+    while alive:
+        alive.pop().llm_engine.engine_core.shutdown()
+        gc.collect()

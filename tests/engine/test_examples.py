@@ -1,0 +1,57 @@
+"""The examples run as they are, and show what they promise."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+LEARNED = "weights change while tokens flow, weights change"
+
+
+def run(example: str) -> str:
+    """What an example prints."""
+    environment = dict(os.environ)
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # these tests' own
+    done = subprocess.run(
+        [sys.executable, "-m", f"examples.{example}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
+    return done.stdout
+
+
+def test_a_trainer_and_an_llm_in_one_script():
+    shown = run("llm_in_one_script")
+    said = re.findall(r"\[(\S+)\] '(.*)'", shown)
+    assert [version for version, _ in said] == [
+        *("default", "step-15", "step-30", "step-45", "step-60")
+    ]
+    assert LEARNED not in said[0][1]
+    assert LEARNED in said[-1][1]
+    assert "'step': 60" in shown
+
+
+def test_an_async_llm_streams_while_a_trainer_publishes():
+    shown = run("async_llm_in_flight")
+    streams = shown.split("stream ")[1:]
+    spans = [re.findall(r"^ +(\d+)-(\d+) +(\S+)", one, re.M) for one in streams]
+    assert any(len(versions) > 1 for versions in spans)
+    assert all(versions[-1][1] == "504" for versions in spans)
+    assert [version for _, _, version in spans[-1]] == ["step-60"]
+
+
+def test_a_trainer_process_and_a_server_over_http():
+    shown = run("serve_over_http")
+    assert f"['step-60'] '{LEARNED}" in shown
+    assert "'weight_version': 'step-60'" in shown

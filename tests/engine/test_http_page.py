@@ -1,0 +1,61 @@
+"""Every call of docs/http.md is answered with the fields that the page shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving import Server
+from vllm.inflight.api.routes import ROUTES
+
+pytestmark = pytest.mark.engine
+
+PAGE = Path(__file__).parents[2] / "docs" / "http.md"
+EXAMPLE = re.compile(r"```bash\n(curl.*?)```\n\n```json\n(.*?)```", re.DOTALL)
+BACKEND = ("--weight-transfer-config", '{"backend": "local"}')
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Callable[..., Path], tmp_path_factory: Any) -> Path:
+    """`/models` of the page."""
+    models = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("qwen", "qwen-step-100", "qwen-step-200")):
+        (models / name).symlink_to(checkpoint(seed))
+    return models
+
+
+@pytest.fixture(scope="module")
+def server(folders: Path) -> Iterator[Server]:
+    with Server(folders / "qwen", *BACKEND) as running:
+        yield running
+
+
+def shape(value: Any) -> Any:
+    """Keys and types of a reply; of a list, those of its first entry."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value[:1]]
+    return "number" if isinstance(value, int | float) else type(value).__name__
+
+
+def test_every_example_gets_the_reply_on_the_page(server: Server, folders: Path):
+    examples = EXAMPLE.findall(PAGE.read_text())
+    assert len(examples) >= len(ROUTES)
+    for commands, expected in examples:
+        told = commands.replace("localhost:8000", server.url)
+        told = told.replace("/models/", f"{folders}/")
+        done = subprocess.run(
+            ["bash", "-ec", told.replace("curl ", "curl -sS -w '\\n' ")],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        reply = json.loads(done.stdout.splitlines()[-1])
+        assert shape(reply) == shape(json.loads(expected)), commands

@@ -1,0 +1,81 @@
+"""Families, tied embeddings and compiled models; what cannot be swapped is named."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.probe import greedy
+from vllm.inflight.errors import ConfigError, StagingUnavailable
+from vllm.inflight.stage import swappable
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"family": "qwen3", "tied": True}, {}),
+        ({"family": "llama", "tied": False}, {}),
+        ({"family": "llama", "tied": True, "vocab": 300}, {}),
+        ({"family": "qwen3"}, {"enforce_eager": False}),
+    ],
+    ids=["qwen3-tied", "llama", "llama-tied-padded-vocabulary", "qwen3-compiled"],
+)
+def test_every_shape_equals_a_fresh_engine_after_a_commit_and_a_rollback(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    shape: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    old, new = checkpoint(0, **shape), checkpoint(1, **shape)
+    fresh = greedy(start(new, **options))
+    llm = start(old, **options)
+    before = greedy(llm)
+    assert before != fresh
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) == before
+
+
+def test_staging_off_refuses_updates_and_serves(
+    start: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    llm = start(checkpoint(0), additional_config={"inflight": {"staging": "off"}})
+    with pytest.raises(StagingUnavailable, match="off"):
+        llm.update_weights_from_disk(str(checkpoint(1)))
+    assert len(greedy(llm)) == 8
+
+
+def test_a_bad_knob_is_refused_before_anything_starts(
+    start: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    with pytest.raises(ConfigError, match="verify must be one of digest, off"):
+        start(checkpoint(0), additional_config={"inflight": {"verify": "maybe"}})
+
+
+class Hoarder(torch.nn.Module):
+    """A layer that keeps packed weights where no parameter shows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = [torch.zeros(4, 4)]
+
+
+def test_a_layer_that_hides_weights_is_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Identity(), Hoarder())
+    config = SimpleNamespace(
+        lora_config=None,
+        speculative_config=None,
+        parallel_config=SimpleNamespace(enable_eplb=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False, quantization=None),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    reason = swappable.obstacle(model, config)
+    assert reason is not None
+    assert "layer 1 (Hoarder)" in reason
+    assert "'packed'" in reason

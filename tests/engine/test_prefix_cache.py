@@ -1,0 +1,89 @@
+"""The versioned prefix cache: no request reads KV that other weights computed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from tests.engine.bare_core import Streams, add, call, prompt, publish, request
+
+pytestmark = pytest.mark.engine
+
+
+def hit_tokens(core: EngineCore, name: str, tokens: list[int]) -> int:
+    """Run a request to its end; tokens it found in the prefix cache."""
+    request_hits: list[int] = []
+    manager = core.scheduler.kv_cache_manager
+    look_up = manager.get_computed_blocks
+
+    def counting(request: Any) -> Any:
+        found = look_up(request)
+        if request.request_id == name:
+            request_hits.append(found[1])
+        return found
+
+    manager.get_computed_blocks = counting
+    try:
+        add(core, name, tokens, max_tokens=2)
+        Streams(core).run()
+    finally:
+        manager.get_computed_blocks = look_up
+    return request_hits[0]
+
+
+def test_kv_of_the_same_weights_is_shared(core: EngineCore) -> None:
+    assert hit_tokens(core, "first", prompt(30, 100)) == 0
+    assert hit_tokens(core, "second", prompt(30, 100)) == 96
+
+
+def test_kv_of_other_weights_is_never_read(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    assert hit_tokens(core, "first", prompt(31, 100)) == 0
+    publish(core, folders["new"], "new")
+    assert hit_tokens(core, "second", prompt(31, 100)) == 0
+    publish(core, folders["old"], "old")  # the label comes back, its KV does not
+    assert hit_tokens(core, "third", prompt(31, 100)) == 0
+    call(core, "rollback")
+    assert hit_tokens(core, "fourth", prompt(31, 100)) == 0
+
+
+def test_without_our_salt_the_same_sequence_reads_stale_kv(
+    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core.inflight_gate._served, "_versioned_cache", False)
+    assert hit_tokens(core, "first", prompt(32, 100)) == 0
+    publish(core, folders["new"], "new")
+    assert hit_tokens(core, "second", prompt(32, 100)) == 96
+
+
+def test_a_request_hashed_before_a_commit_and_admitted_after_it_reads_none(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    assert hit_tokens(core, "first", prompt(33, 100)) == 0
+    hashed = core.preprocess_add_request(request("late", prompt(33, 100)))
+    publish(core, folders["new"], "new")
+    core.add_request(*hashed)
+    manager = core.scheduler.kv_cache_manager
+    core.scheduler._get_local_prefix_cache_hit(hashed[0])
+    assert manager.get_computed_blocks(hashed[0])[1] == 0
+
+
+def test_blocks_filled_across_a_commit_are_out_of_reach(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    add(core, "mixed", prompt(34, 64), max_tokens=70)
+    streams = Streams(core).step(10)
+    publish(core, folders["new"], "new")
+    streams.run()
+    text = prompt(34, 64) + streams.tokens["mixed"]
+    assert hit_tokens(core, "next", text) == 0
+
+
+def test_a_salt_of_the_user_still_separates(core: EngineCore) -> None:
+    from vllm.inflight.engine.cache import salted
+
+    assert salted("x", 0) == "x"
+    salts = {salted(user, epoch) for user in (None, "x", "w1\x1f") for epoch in (1, 2)}
+    assert len(salts) == 6

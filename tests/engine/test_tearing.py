@@ -1,0 +1,130 @@
+"""Tearing: every step's logits are those of exactly one version, the stamped one.
+
+The versions differ by far more than the numerical noise between the engine and
+the reference, so a step that mixed two of them would match none.
+"""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.probe import prompts
+from tests.engine.reference import Reference, labels_of
+from vllm.inflight.commit.flip import Flip
+
+pytestmark = pytest.mark.engine
+
+SEEDS = {"a": 0, "b": 1, "c": 2}
+NOISE = 2e-3
+"""Largest difference seen between engine and reference, with room."""
+
+
+def stream_under_commits(llm: Any, paths: dict[str, Path], num_commits: int) -> Any:
+    """Decode in this thread while another commits; returns all outputs."""
+    labels = list(paths)
+    failures: list[BaseException] = []
+    finished = threading.Event()
+
+    def commit_all() -> None:
+        try:
+            for index in range(num_commits):
+                label = labels[(index + 1) % len(labels)]
+                llm.update_weights_from_disk(str(paths[label]), label)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            finished.set()
+
+    committer = threading.Thread(target=commit_all)
+    outputs = []
+    committer.start()
+    seed = 0
+    while not finished.is_set():
+        seed += 1
+        params = SamplingParams(
+            temperature=1.0, seed=seed, max_tokens=120, ignore_eos=True, logprobs=0
+        )
+        outputs += llm.generate(prompts(4), params, use_tqdm=False)
+    committer.join()
+    if failures:
+        raise failures[0]
+    return outputs
+
+
+def mismatches(outputs: Any, reference: Reference, first_label: str) -> list[str]:
+    """Steps whose log-probability is not that of their version and no other."""
+    wrong = []
+    for request in outputs:
+        output = request.outputs[0]
+        labels = [first_label if n == "default" else n for n in labels_of(output)]
+        steps = reference.replay(request.prompt_token_ids, output.token_ids, labels)
+        for index, logprobs in enumerate(steps):
+            token = output.token_ids[index]
+            got = output.logprobs[index][token].logprob
+            near = [
+                name
+                for name, values in logprobs.items()
+                if abs(values[token].item() - got) < NOISE
+            ]
+            if labels[index] not in near:
+                wrong.append(f"token {index} is not of {labels[index]}: {got:.4f}")
+            elif len(near) > 1 and apart(logprobs) < 10 * NOISE:
+                wrong.append(f"token {index} cannot be told apart")
+    return wrong
+
+
+def apart(logprobs: dict[str, torch.Tensor]) -> float:
+    """Smallest of the largest differences between two versions' distributions."""
+    values = list(logprobs.values())
+    return min(
+        (x - y).abs().max().item()
+        for i, x in enumerate(values)
+        for y in values[i + 1 :]
+    )
+
+
+@pytest.fixture(scope="module")
+def versions(checkpoint: Callable[..., Path]) -> dict[str, Path]:
+    return {label: checkpoint(seed) for label, seed in SEEDS.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(versions: dict[str, Path]) -> Reference:
+    return Reference(versions, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[..., Any], versions: dict[str, Path]) -> Any:
+    return start(versions["a"], dtype="float32")
+
+
+def test_every_step_of_300_commits_under_load_is_of_one_version(
+    llm: Any, versions: dict[str, Path], reference: Reference
+) -> None:
+    outputs = stream_under_commits(llm, versions, 300)
+    assert llm.weight_info()["epoch"] >= 300
+    spanning = sum(len(o.outputs[0].weight_versions) > 1 for o in outputs)
+    assert spanning > len(outputs) // 2, "the commits did not come under load"
+    assert mismatches(outputs, reference, "a") == []
+
+
+def test_a_torn_flip_is_found_by_the_test_above(
+    llm: Any,
+    versions: dict[str, Path],
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = Flip.__init__
+
+    def half(self: Flip, *args: Any) -> None:
+        whole(self, *args)
+        del self._packed[len(self._packed) // 2 :]
+
+    monkeypatch.setattr(Flip, "__init__", half)
+    outputs = stream_under_commits(llm, versions, 4)
+    assert len(mismatches(outputs, reference, "a")) > 10

@@ -1,0 +1,61 @@
+"""Tensor parallelism: all ranks change, or none."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def seen(checkpoint: Callable[..., Path]) -> dict[str, Any]:
+    """One run of the script, for all tests of this module."""
+    command = [sys.executable, "-m", "tests.engine.two_ranks"]
+    run = subprocess.run(
+        [*command, str(checkpoint(0)), str(checkpoint(1))],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    lines = [x for x in run.stdout.splitlines() if x.startswith("RESULT ")]
+    assert lines, run.stdout[-4000:] + run.stderr[-4000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def test_two_ranks_commit_together_and_equal_a_fresh_engine(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["whole"] == "committed"
+    assert seen["after commit"] == seen["expected"] != seen["before"]
+
+
+def test_two_ranks_roll_back_together(seen: dict[str, Any]) -> None:
+    assert seen["after rollback"] == seen["before"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_fails_lets_no_rank_commit(
+    seen: dict[str, Any], rank: int
+) -> None:
+    assert seen[f"rank {rank} broken"] == "engine_fault"
+    assert seen[f"rank {rank} short"] == "weights_mismatch"
+    assert seen[f"rank {rank} poisoned"] == "weights_mismatch"
+    assert seen[f"after rank {rank}"] == seen["before"]
+    assert seen[f"label after rank {rank}"] == "default"
+
+
+def test_updates_from_another_thread_reach_an_engine_of_its_own_process(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["lengths in flight"] == [300] * 6
+    assert seen["versions in flight"] > 1

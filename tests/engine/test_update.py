@@ -1,0 +1,187 @@
+"""Updates of an engine in this process: what is served before, during and after."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.probe import greedy, prompts, send, state
+from vllm.inflight.errors import (
+    Conflict,
+    Malformed,
+    NothingToRollBack,
+    UnknownUpdate,
+    UpdateBusy,
+    VersionConflict,
+    WrongPhase,
+)
+
+pytestmark = pytest.mark.engine
+
+
+# ------------------------------------------------------------------ success
+def test_after_a_commit_new_requests_equal_a_fresh_engine(
+    llm: Any, new: Path, fresh: Any
+) -> None:
+    assert greedy(llm) != fresh
+    reply = llm.update_weights_from_disk(str(new), "v1")
+    assert greedy(llm) == fresh
+    assert (reply["weight_version"], llm.get_weight_version()) == ("v1", "v1")
+
+
+def test_a_transport_of_somebody_else_receives_into_the_second_set(
+    llm: Any, new: Path, fresh: Any
+) -> None:
+    before = greedy(llm)
+    llm.init_weight_transfer_engine({"init_info": {"tag": "x"}})
+    llm.start_weight_update()
+    send(llm, new)
+    assert greedy(llm) == before, "the live weights changed before the commit"
+    llm.finish_weight_update("theirs")
+    assert greedy(llm) == fresh
+    assert llm.get_weight_version() == "theirs"
+
+
+def test_an_update_may_come_in_several_chunks(llm: Any, new: Path, fresh: Any) -> None:
+    from safetensors import safe_open
+
+    with safe_open(new / "model.safetensors", "pt") as file:
+        names = sorted(file.keys())
+    llm.start_weight_update()
+    for start in range(0, len(names), 5):
+        send(llm, new, names=names[start : start + 5])
+    llm.finish_weight_update()
+    assert greedy(llm) == fresh
+
+
+def test_a_version_without_a_label_is_named_after_its_epoch(
+    llm: Any, new: Path
+) -> None:
+    reply = llm.update_weights_from_disk(str(new))
+    assert reply["weight_version"] == f"update-{reply['epoch']}"
+
+
+def test_a_rollback_serves_the_version_before_and_back_again(
+    llm: Any, new: Path, fresh: Any
+) -> None:
+    before = state(llm)
+    epoch = llm.update_weights_from_disk(str(new), "v1")["epoch"]
+    assert llm.rollback_weights()["epoch"] == epoch + 1
+    assert state(llm) == before
+    assert llm.rollback_weights("v1")["weight_version"] == "v1"
+    assert greedy(llm) == fresh
+
+
+def test_the_phases_called_on_the_workers_are_the_same_transaction(
+    llm: Any, new: Path, fresh: Any
+) -> None:
+    llm.collective_rpc("start_weight_update")
+    llm.collective_rpc("update_weights", kwargs={"update_info": {"path": str(new)}})
+    llm.collective_rpc("finish_weight_update")
+    assert greedy(llm) == fresh
+
+
+def test_renaming_changes_the_label_and_nothing_else(llm: Any) -> None:
+    tokens, _ = state(llm)
+    info = llm.weight_info()
+    llm.update_weight_version("renamed")
+    after = llm.weight_info()
+    assert state(llm) == (tokens, "renamed")
+    assert (after["digest"], after["epoch"]) == (info["digest"], info["epoch"] + 1)
+
+
+def test_updates_from_another_thread_run_between_the_steps_of_generate(
+    llm: Any, old: Path, new: Path
+) -> None:
+    failures: list[BaseException] = []
+
+    def update() -> None:
+        try:
+            for index in range(6):
+                path = (new, old)[index % 2]
+                llm.update_weights_from_disk(str(path), f"t{index}")
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    outputs = llm.generate(prompts(4), params, use_tqdm=False)
+    thread.join()
+    assert not failures
+    assert all(len(o.outputs[0].token_ids) == 400 for o in outputs)
+    assert any(len(o.outputs[0].weight_versions) > 1 for o in outputs)
+
+
+# ------------------------------------------------------------- ids and phases
+def test_the_same_id_and_body_is_the_same_update(llm: Any, new: Path) -> None:
+    first = llm.update_weights_from_disk(str(new), "v1", update_id="once")
+    again = llm.update_weights_from_disk(str(new), "v1", update_id="once")
+    assert again == first
+    with pytest.raises(Conflict, match="another body"):
+        llm.update_weights_from_disk(str(new), "v2", update_id="once")
+
+
+def test_a_numbered_chunk_is_received_once(llm: Any, new: Path, fresh: Any) -> None:
+    llm.start_weight_update(update_id="chunks")
+    info = {"update_info": {"path": str(new)}}
+    for _ in range(3):
+        llm.update_weights(info, "chunks", chunk=0)
+    llm.finish_weight_update()
+    assert greedy(llm) == fresh
+
+
+def test_there_is_one_update_at_a_time(llm: Any) -> None:
+    llm.start_weight_update(update_id="first")
+    with pytest.raises(UpdateBusy, match="first"):
+        llm.start_weight_update(update_id="second")
+    with pytest.raises(UpdateBusy):
+        llm.rollback_weights()
+
+
+def test_a_call_in_the_wrong_phase_is_a_conflict(llm: Any, new: Path) -> None:
+    llm.update_weights_from_disk(str(new), update_id="over")
+    with pytest.raises(WrongPhase):
+        send(llm, new)
+    with pytest.raises(WrongPhase):
+        llm.abort_weight_update("over")
+    with pytest.raises(UnknownUpdate):
+        llm.finish_weight_update(update_id="never")
+    with pytest.raises(Conflict, match="draft"):
+        llm.start_draft_weight_update()
+
+
+def test_start_and_finish_must_agree_on_the_version(llm: Any, new: Path) -> None:
+    llm.start_weight_update(weight_version="a")
+    send(llm, new)
+    with pytest.raises(VersionConflict):
+        llm.finish_weight_update("b")
+    assert llm.finish_weight_update("a")["weight_version"] == "a"
+
+
+def test_an_update_based_on_another_version_is_refused(llm: Any, new: Path) -> None:
+    with pytest.raises(VersionConflict, match="base_version"):
+        llm.start_weight_update(base_version="elsewhere")
+    llm.start_weight_update(base_version="old")
+    send(llm, new)
+    with pytest.raises(VersionConflict, match="expect_version"):
+        llm.finish_weight_update(expect_version="elsewhere")
+    llm.finish_weight_update(expect_version="old")
+
+
+def test_the_first_write_of_an_update_ends_the_rollback_window(
+    llm: Any, new: Path
+) -> None:
+    llm.update_weights_from_disk(str(new), "v1")
+    llm.start_weight_update()
+    llm.abort_weight_update()
+    with pytest.raises(NothingToRollBack):
+        llm.rollback_weights()
+
+
+def test_a_bad_transport_payload_names_the_field(llm: Any) -> None:
+    llm.start_weight_update()
+    with pytest.raises(Malformed, match="unknown_field"):
+        llm.update_weights({"update_info": {"path": "/", "unknown_field": 1}})

@@ -1,0 +1,99 @@
+"""A transport of somebody else, registered as vLLM documents it, that misbehaves
+on demand: it knows nothing of vLLM in-flight and loads as upstream's own do.
+
+In a process of its own a worker imports this module through
+`--worker-extension-cls tests.engine.transport.Extension`.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What the trainer and the engine agree on: nothing."""
+
+    tag: str = ""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Where the weights are, and what goes wrong with them."""
+
+    path: str
+    names: list[str] | None = None
+    skip: list[str] = field(default_factory=list)
+    rename: dict[str, str] = field(default_factory=dict)
+    poison: str | None = None
+    reshape: str | None = None
+    fail_after: int | None = None
+    fail_rank: int | None = None
+    sleep_s: float = 0.0
+
+
+class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads a safetensors file into whatever model it was given."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.tag = init_info.tag
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self.model.load_weights(self.stream(update_info))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self.tag = None
+
+    def stream(self, info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        rank = get_tensor_model_parallel_rank()
+        here = info.fail_rank in (None, rank)
+        tensors = load_file(Path(info.path) / "model.safetensors")
+        for index, (name, tensor) in enumerate(tensors.items()):
+            if info.names is not None and name not in info.names:
+                continue
+            if name in info.skip and here:
+                continue
+            if info.fail_after == index and here:
+                raise RuntimeError("the wire broke")
+            time.sleep(info.sleep_s)
+            if name == info.poison and here:
+                tensor = torch.full_like(tensor, float("nan"))
+            if name == info.reshape and here:
+                tensor = tensor[:-1]
+            yield info.rename.get(name, name), tensor
+
+
+class Extension:
+    """Nothing to add: importing this module has registered the transport."""
+
+    def tests_probe(self) -> Any:
+        return None
+
+
+if "other" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("other", OtherEngine)

@@ -1,0 +1,80 @@
+"""Two tensor-parallel ranks, run as a script: prints what happened as JSON.
+
+Usage: python -m tests.engine.two_ranks OLD NEW
+"""
+
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+from tests.engine.probe import prompts
+
+
+def main(old: str, new: str) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    from vllm.inflight.errors import InflightError
+
+    def start(folder: str) -> Any:
+        return LLM(
+            folder,
+            tensor_parallel_size=2,
+            max_model_len=512,
+            block_size=32,
+            max_num_seqs=8,
+            enforce_eager=True,
+            disable_log_stats=True,
+            weight_transfer_config=WeightTransferConfig(backend="other"),
+            worker_extension_cls="tests.engine.transport.Extension",
+        )
+
+    def greedy(llm: Any) -> Any:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        outputs = llm.generate(prompts(6), params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def send(llm: Any, **faults: Any) -> str:
+        llm.start_weight_update()
+        try:
+            llm.update_weights({"update_info": {"path": new, **faults}})
+            llm.finish_weight_update("both")
+        except InflightError as error:
+            return error.code
+        return "committed"
+
+    fresh = start(new)
+    expected = greedy(fresh)
+    fresh.llm_engine.engine_core.shutdown()
+    llm = start(old)
+    seen: dict[str, Any] = {"before": greedy(llm), "expected": expected}
+    name = "model.layers.0.mlp.down_proj.weight"
+    for rank in (0, 1):
+        seen[f"rank {rank} broken"] = send(llm, fail_after=9, fail_rank=rank)
+        seen[f"rank {rank} short"] = send(llm, skip=[name], fail_rank=rank)
+        seen[f"rank {rank} poisoned"] = send(llm, poison=name, fail_rank=rank)
+        seen[f"after rank {rank}"] = greedy(llm)
+        seen[f"label after rank {rank}"] = llm.get_weight_version()
+    seen["whole"] = send(llm)
+    seen["after commit"] = greedy(llm)
+    llm.rollback_weights()
+    seen["after rollback"] = greedy(llm)
+    committer = threading.Thread(
+        target=lambda: [llm.update_weights_from_disk(f) for f in (new, old) * 3]
+    )
+    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    committer.start()
+    streams = llm.generate(prompts(6), params, use_tqdm=False)
+    committer.join()
+    seen["lengths in flight"] = [len(s.outputs[0].token_ids) for s in streams]
+    seen["versions in flight"] = max(len(s.outputs[0].weight_versions) for s in streams)
+    llm.llm_engine.engine_core.shutdown()
+    print("RESULT " + json.dumps(seen))
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,178 @@
+"""`vllm-inflight doctor` says what is missing, and never what is secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.inflight import cli, doctor, patch
+from vllm.inflight.config import ADMIN_KEY_ENV
+from vllm.inflight.doctor import Finding, Report, State
+from vllm.inflight.patch import api as doors
+
+COMMAND = Path(sys.executable).with_name("vllm-inflight")
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+def named(report: dict, name: str) -> dict:
+    (finding,) = [f for f in report["findings"] if f["name"] == name]
+    return finding
+
+
+def test_a_good_installation_is_reported_as_one():
+    done = run("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["ok"]) == (0, True), done.stdout
+    assert len(report["patches"]) == len(patch.all_patches())
+    assert {p["state"] for p in report["patches"]} == {"ok", "added"}
+    assert named(report, "vLLM")["found"].startswith("0.32.0")
+
+
+def test_everything_that_is_missing_is_named_with_its_remedy():
+    done = run(
+        "doctor",
+        VLLM_PLUGINS="lora_filesystem_resolver",
+        VLLM_USE_RUST_FRONTEND="1",
+        VLLM_SERVER_DEV_MODE="1",
+        **{ADMIN_KEY_ENV: "s3cret"},
+    )
+    assert done.returncode == 1
+    assert "cannot be updated in flight" in done.stdout
+    assert "Unset VLLM_PLUGINS, or add 'inflight' to it." in done.stdout
+    assert "VLLM_USE_RUST_FRONTEND is set" in done.stdout
+    assert "Unset it: it opens upstream routes that ask for no key" in done.stdout
+    assert f"{ADMIN_KEY_ENV}  set" in done.stdout
+    assert "s3cret" not in done.stdout + done.stderr
+
+
+# Single findings
+
+
+def test_another_release_is_wrong_unless_it_is_allowed(monkeypatch):
+    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
+    monkeypatch.delenv(patch.ALLOW_UNTESTED_ENV, raising=False)
+    finding = doctor._release()
+    assert finding.state is State.WRONG
+    assert "0.33.0" in (finding.remedy or "") and "0.32.0" in (finding.remedy or "")
+    monkeypatch.setenv(patch.ALLOW_UNTESTED_ENV, "1")
+    assert doctor._release().state is State.NOTE
+
+
+def test_a_patch_that_does_not_fit_is_wrong():
+    fits = doctor.PatchState("a:b", "ok", "why")
+    moved = doctor.PatchState("a:c", "changed", "why", "a:c is gone from vLLM 9")
+    assert doctor._patches([fits]).state is State.GOOD
+    finding = doctor._patches([fits, moved])
+    assert finding.state is State.WRONG
+    assert finding.found == "1 of 2 do not fit"
+    assert "a:c is gone from vLLM 9" in (finding.remedy or "")
+
+
+def test_a_module_that_fails_in_its_own_way_is_a_changed_patch(monkeypatch, tmp_path):
+    (tmp_path / "broken_upstream.py").write_text("raise RuntimeError('no libtorch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    record = patch.Patch(
+        target="broken_upstream:f",
+        expects=(),
+        why="a test",
+        remove_when="never",
+        around=lambda f: f,
+    )
+    state = doctor._patch_state(record)
+    assert state.state == "changed"
+    assert "RuntimeError: no libtorch" in (state.problem or "")
+
+
+def test_a_missing_native_core_is_wrong_with_the_command_that_builds_it(monkeypatch):
+    monkeypatch.setattr("vllm.inflight.ops.NATIVE", False)
+    finding = doctor._native_core()
+    assert finding.state is State.WRONG
+    assert "make build" in (finding.remedy or "")
+
+
+@pytest.mark.parametrize(
+    "plugins, state",
+    [("inflight", State.GOOD), ("a,inflight", State.GOOD), ("", State.WRONG)],
+)
+def test_vllm_plugins_must_not_leave_us_out(monkeypatch, plugins, state):
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    assert doctor._entry_point().state is state
+
+
+def test_a_gpu_build_is_told_that_it_is_not_in_this_release(monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    finding = doctor._staging()
+    assert finding.state is State.WRONG
+    assert "CPU build only" in (finding.remedy or "")
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert doctor._staging().state is State.GOOD
+
+
+@pytest.mark.parametrize("free, state", [(1 << 26, State.NOTE), (1 << 34, State.GOOD)])
+def test_little_shared_memory_is_worth_a_word(monkeypatch, free, state):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert doctor._shared_memory().state is state
+
+
+def test_no_shared_memory_is_wrong(monkeypatch):
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", "/no/such/place")
+    assert doctor._shared_memory().state is State.WRONG
+
+
+@pytest.mark.parametrize(
+    "rust, allowed, state",
+    [("0", "", State.GOOD), ("1", "", State.WRONG), ("1", "1", State.NOTE)],
+)
+def test_the_rust_front_end_is_judged_as_at_start_up(monkeypatch, rust, allowed, state):
+    monkeypatch.setenv(doors.RUST_ENV, rust)
+    monkeypatch.setenv(doors.ALLOW_RUST_ENV, allowed)
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
+    assert [finding.state for finding in doctor._environment()] == [state]
+
+
+@pytest.mark.parametrize("admin, api", [("s3cret", ""), ("", "s3cret"), ("", "")])
+def test_a_key_is_reported_as_set_and_never_shown(monkeypatch, admin, api):
+    monkeypatch.setenv(ADMIN_KEY_ENV, admin)
+    monkeypatch.setenv("VLLM_API_KEY", api)
+    finding = doctor._admin_key()
+    assert finding.found.startswith("set" if admin else "not set")
+    assert "s3cret" not in finding.found
+
+
+# The command line
+
+
+def test_one_wrong_finding_spoils_the_report_and_a_note_does_not():
+    note = Finding("a", "b", State.NOTE, "c")
+    assert Report([], [note]).is_good
+    assert not Report([], [note, Finding("a", "b", State.WRONG, "c")]).is_good
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"]])
+def test_without_a_known_command_the_usage_is_shown(capsys, words):
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(words)
+    assert leaving.value.code == 2
+    assert "usage: vllm-inflight" in capsys.readouterr().err
+
+
+def test_the_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert "doctor" in capsys.readouterr().out

@@ -1,0 +1,220 @@
+"""Knobs: each has one name, one range, and one way into every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.inflight.api.flags import GROUP, add_flags
+from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig, admin_key
+from vllm.inflight.errors import ConfigError
+
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+KNOBS = dataclasses.fields(InflightConfig)
+
+BAD = [
+    ("staging", "device", "one of auto, host, off"),
+    ("staging", None, "one of auto, host, off"),
+    ("prefix_cache", "Versioned", "one of versioned, shared"),
+    ("prefix_cache", ["shared"], "one of versioned, shared"),
+    ("verify", True, "one of digest, off"),
+    ("update_deadline_s", 0.0, "a number from 0.1 to 86400"),
+    ("update_deadline_s", -1, "a number from 0.1 to 86400"),
+    ("update_deadline_s", 86401, "a number from 0.1 to 86400"),
+    ("update_deadline_s", float("nan"), "a number from 0.1 to 86400"),
+    ("update_deadline_s", float("inf"), "a number from 0.1 to 86400"),
+    ("update_deadline_s", True, "a number from 0.1 to 86400"),
+    ("update_deadline_s", "600", "a number from 0.1 to 86400"),
+]
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner)
+    ),
+    max_leaves=8,
+)
+
+
+# The configuration itself
+
+
+def test_nothing_given_is_the_default():
+    assert InflightConfig.parse(None) == InflightConfig.parse({}) == InflightConfig()
+
+
+@pytest.mark.parametrize("field, value, allowed", BAD)
+def test_a_bad_value_is_refused_with_field_and_range(field, value, allowed):
+    with pytest.raises(ConfigError) as refusal:
+        InflightConfig.parse({field: value})
+    assert f"inflight {field} must be" in str(refusal.value)
+    assert allowed in str(refusal.value)
+    assert repr(value) in str(refusal.value)
+
+
+def test_an_unknown_field_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError) as refusal:
+        InflightConfig.parse({"stagging": "host"})
+    for knob in KNOBS:
+        assert knob.name in str(refusal.value)
+
+
+@given(st.dictionaries(st.sampled_from([k.name for k in KNOBS]), JSON) | JSON)
+def test_any_other_json_is_refused_as_a_configuration(values):
+    try:
+        config = InflightConfig.parse(values)
+    except ConfigError:
+        return
+    assert 0.1 <= config.update_deadline_s <= 86400
+    assert config.staging in ("auto", "host", "off")
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.name)
+def test_every_knob_says_what_it_is_and_what_it_may_be(knob):
+    assert knob.metadata["doc"].endswith(".")
+    for choice in knob.metadata["choices"]:
+        assert choice == "auto" or f"'{choice}'" in knob.metadata["doc"]
+
+
+# The flags, in upstream's own parser
+
+
+@pytest.fixture
+def parser() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    add_flags(parser)
+    return parser
+
+
+def bad_words() -> list[Any]:
+    return [row for row in BAD if row[0] != "update_deadline_s" and type(row[1]) is str]
+
+
+def bad_numbers() -> list[Any]:
+    return [row for row in BAD if type(row[1]) in (int, float)]
+
+
+def flag(field: str) -> str:
+    return "--inflight-" + field.replace("_", "-")
+
+
+def test_every_knob_has_a_flag_and_the_group_is_there_once(parser):
+    add_flags(parser)
+    assert [g.title for g in parser._action_groups].count(GROUP) == 1
+    assert {flag(knob.name) for knob in KNOBS} <= parser._option_string_actions.keys()
+
+
+def test_a_flag_is_carried_in_additional_config(parser):
+    args = parser.parse_args(
+        ["--inflight-staging", "host", "--inflight-update-deadline-s", "30"]
+    )
+    assert args.additional_config == {
+        "inflight": {"staging": "host", "update_deadline_s": 30.0}
+    }
+
+
+def test_without_a_flag_nothing_is_carried(parser):
+    assert not parser.parse_args([]).additional_config
+
+
+@pytest.mark.parametrize("field, value, allowed", [*bad_words(), *bad_numbers()])
+def test_a_flag_with_a_bad_value_is_refused_with_its_range(
+    parser, capsys, field, value, allowed
+):
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"{flag(field)}={value}"])
+    message = capsys.readouterr().err
+    assert flag(field) in message
+    assert allowed in message
+
+
+def test_a_word_where_a_number_belongs_is_refused(parser, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--inflight-update-deadline-s", "soon"])
+    assert "--inflight-update-deadline-s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given_args",
+    [
+        '--additional-config {"a":1,"inflight":{"verify":"off"}} '
+        "--inflight-staging host",
+        "--inflight-staging host --additional-config "
+        '{"a":1,"inflight":{"verify":"off"}}',
+        "--inflight-staging host --additional-config.a 1 "
+        "--additional-config.inflight.verify off",
+        '--additional-config {"a":1,"inflight":{"verify":"off","staging":"off"}} '
+        "--inflight-staging host",
+        "--inflight-staging host --additional-config "
+        '{"a":1,"inflight":{"verify":"off","staging":"off"}}',
+    ],
+)
+def test_flags_and_additional_config_add_up_and_the_flag_wins(parser, given_args):
+    args = parser.parse_args(given_args.split())
+    assert args.additional_config == {
+        "a": 1,
+        "inflight": {"verify": "off", "staging": "host"},
+    }
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_additional_config_that_is_no_object_is_refused(parser, capsys, order):
+    pairs = [
+        ["--inflight-staging", "host"],
+        ["--additional-config", '{"inflight": 3}'],
+    ]
+    with pytest.raises(SystemExit):
+        parser.parse_args([word for pair in pairs[::order] for word in pair])
+    assert "must be an object, got 3" in capsys.readouterr().err
+
+
+def test_one_command_line_leaves_nothing_to_the_next(parser):
+    parser.parse_args(["--inflight-staging", "host"])
+    assert not parser.parse_args([]).additional_config
+
+
+# The admin key
+
+
+def test_the_admin_key_goes_into_the_environment_and_nowhere_else(parser, monkeypatch):
+    monkeypatch.setenv(ADMIN_KEY_ENV, "from before")
+    args = parser.parse_args(["--inflight-admin-key", "s3cret", "--seed", "1"])
+    assert os.environ[ADMIN_KEY_ENV] == "s3cret"
+    assert admin_key() == "s3cret"
+    assert "s3cret" not in repr(vars(args))
+
+
+def test_an_empty_admin_key_is_refused(parser, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--inflight-admin-key", ""])
+    assert "the key is empty" in capsys.readouterr().err
+
+
+def test_an_empty_variable_is_no_key(monkeypatch):
+    monkeypatch.setenv(ADMIN_KEY_ENV, "")
+    assert admin_key() is None
+
+
+def test_vllm_serve_shows_the_group():
+    done = subprocess.run(
+        [*VLLM, "serve", f"--help={GROUP}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for knob in KNOBS:
+        assert flag(knob.name) in done.stdout
+    assert "--inflight-admin-key" in done.stdout
+    # What a knob is when it is not given stands in its help, once.
+    assert "(default: None)" not in done.stdout

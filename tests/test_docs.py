@@ -1,0 +1,105 @@
+"""The pages are true: generated tables are fresh, snippets parse, links hold."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docs import generate
+from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.errors import BY_CODE
+from vllm.inflight.update import Phase
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def snippets(language: str) -> list[tuple[str, str]]:
+    return [
+        (f"{page.name}#{number}", body)
+        for page in PAGES
+        for number, (kind, body) in enumerate(FENCE.findall(page.read_text()))
+        if kind == language
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """What can stand behind `#` in a link to `page`, as GitHub makes it."""
+    text = FENCE.sub("", page.read_text())
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", t).strip().lower().replace(" ", "-") for t in titles
+    }
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        for target in LINK.findall(FENCE.sub("", page.read_text())):
+            if not target.startswith(("http://", "https://", "mailto:")):
+                yield page, target
+
+
+def test_generated_pages_are_up_to_date():
+    assert "\n".join(generate.stale()) == "", "run: make docs"
+
+
+@pytest.mark.parametrize("name, body", snippets("python"))
+def test_python_in_the_pages_compiles(name, body):
+    compile(body, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("name, body", snippets("bash"))
+def test_shell_in_the_pages_parses(name, body):
+    done = subprocess.run(
+        ["bash", "-n"], input=body, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name, body", snippets("json"))
+def test_json_in_the_pages_is_json(name, body):
+    json.loads(body)
+
+
+def test_links_lead_somewhere():
+    broken = []
+    for page, target in links():
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{page.name}: {target}")
+    assert broken == []
+
+
+def test_the_index_leads_to_every_page():
+    listed = {target for page, target in links() if page.name == "index.md"}
+    assert {page.name for page in DOCS.glob("*.md")} - {"index.md"} <= listed
+
+
+def test_every_route_has_an_example():
+    calls = " ".join(body for name, body in snippets("bash") if "http.md" in name)
+    for method, path in ROUTES:
+        plain = path.partition("/{")[0]
+        verb = "curl -X POST" if method == "POST" else "curl"
+        assert re.search(rf"{verb} '?localhost:8000{plain}\b", calls), (method, path)
+
+
+def test_every_error_and_every_phase_is_explained():
+    errors, phases = ((DOCS / n).read_text() for n in ("errors.md", "how-it-works.md"))
+    assert [code for code in BY_CODE if f"`{code}`" not in errors] == ["inflight_error"]
+    assert [p for p in Phase if f"`{p.value}`" not in phases] == []
+
+
+def test_no_page_has_a_hole():
+    for page in PAGES:
+        for word in ("TODO", "TBD", "FIXME", "XXX", "lorem"):
+            assert word not in page.read_text(), f"{page.name}: {word}"

@@ -1,0 +1,270 @@
+"""The ledger: one update at a time, each id once, the last outcomes kept."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from vllm.inflight.commit.transaction import NUM_OUTCOMES_KEPT, Ledger, Update
+from vllm.inflight.errors import (
+    Conflict,
+    DeadlineExceeded,
+    Malformed,
+    UnknownUpdate,
+    UpdateBusy,
+    WrongPhase,
+)
+from vllm.inflight.update import MOVES, Phase
+
+PATH = {
+    Phase.OPEN: [],
+    Phase.STAGING: [Phase.STAGING],
+    Phase.STAGED: [Phase.STAGING, Phase.STAGED],
+    Phase.COMMITTED: [Phase.STAGING, Phase.STAGED, Phase.COMMITTED],
+    Phase.ABORTED: [Phase.ABORTED],
+    Phase.ROLLED_BACK: [
+        *(Phase.STAGING, Phase.STAGED, Phase.COMMITTED, Phase.ROLLED_BACK)
+    ],
+}
+
+
+def begun(ledger: Ledger, update_id: str = "u", **body: Any) -> Update:
+    return ledger.begin({"update_id": update_id} | body, 60.0)[0]
+
+
+def brought_to(ledger: Ledger, phase: Phase, update_id: str = "u") -> Update:
+    update = begun(ledger, update_id)
+    for step in PATH[phase]:
+        assert ledger.move(update, step)
+    return update
+
+
+# Ids
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_the_same_id_and_body_is_the_same_update_however_it_stands(phase):
+    ledger = Ledger()
+    update = brought_to(ledger, phase)
+    again, is_new = ledger.begin({"update_id": "u"}, 1.0)
+    assert again is update
+    assert not is_new
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_the_same_id_with_another_body_is_a_conflict(phase):
+    ledger = Ledger()
+    brought_to(ledger, phase)
+    with pytest.raises(Conflict) as refusal:
+        begun(ledger, weight_version="v2")
+    assert refusal.value.phase == phase
+    assert "another body" in str(refusal.value)
+
+
+def test_an_update_without_an_id_gets_one_of_its_own():
+    ledger = Ledger()
+    ids = set()
+    for _ in range(3):
+        update, is_new = ledger.begin({}, 60.0)
+        assert is_new
+        ids.add(update.update_id)
+        ledger.move(update, Phase.ABORTED)
+    assert len(ids) == 3
+
+
+@pytest.mark.parametrize("update_id", [3, ["u"], {"u": 1}, True, "x" * 129])
+def test_an_id_that_cannot_be_one_is_refused(update_id):
+    with pytest.raises(Malformed, match="update_id"):
+        Ledger().begin({"update_id": update_id}, 60.0)
+
+
+def test_a_body_that_is_refused_leaves_no_trace():
+    ledger = Ledger()
+    for body in ({"weight_version": ""}, {"manifest": []}):
+        with pytest.raises(Malformed):
+            ledger.begin({"update_id": "u"} | body, 60.0)
+    assert ledger.outcomes() == []
+    assert begun(ledger).phase is Phase.OPEN
+
+
+# One at a time
+
+
+@pytest.mark.parametrize("phase", [Phase.OPEN, Phase.STAGING, Phase.STAGED])
+def test_while_one_is_under_way_no_other_begins(phase):
+    ledger = Ledger()
+    first = brought_to(ledger, phase)
+    with pytest.raises(UpdateBusy) as refusal:
+        begun(ledger, "other")
+    assert refusal.value.update_id == "u"
+    assert ledger.active is first
+
+
+@pytest.mark.parametrize("phase", [Phase.COMMITTED, Phase.ABORTED, Phase.ROLLED_BACK])
+def test_after_the_end_the_next_begins(phase):
+    ledger = Ledger()
+    brought_to(ledger, phase)
+    assert ledger.active is None
+    other = begun(ledger, "other")
+    assert ledger.active is ledger.last() is other
+
+
+def test_of_many_that_begin_at_once_one_does():
+    ledger = Ledger()
+    barrier = threading.Barrier(8)
+    outcomes: list[str] = []
+
+    def begin(number: int) -> None:
+        barrier.wait()
+        try:
+            outcomes.append(begun(ledger, str(number)).update_id)
+        except UpdateBusy:
+            outcomes.append("busy")
+
+    threads = [threading.Thread(target=begin, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count("busy") == 7
+
+
+def test_serials_grow_and_are_never_used_twice():
+    ledger = Ledger()
+    serials = []
+    for number in range(5):
+        serials.append(brought_to(ledger, Phase.ABORTED, str(number)).serial)
+        serials.append(ledger.next_serial())
+    assert serials == list(range(1, 11))
+
+
+# Moves
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("to", Phase)
+def test_a_move_is_made_if_and_only_if_it_is_in_the_table(phase, to):
+    ledger = Ledger()
+    update = brought_to(ledger, phase)
+    assert ledger.move(update, to) is (to in MOVES[phase])
+    assert update.phase is (to if to in MOVES[phase] else phase)
+
+
+def test_a_move_that_is_not_made_changes_nothing():
+    ledger = Ledger()
+    update = brought_to(ledger, Phase.COMMITTED)
+    before = update.to_dict()
+    assert not ledger.move(update, Phase.ABORTED, DeadlineExceeded("late"))
+    assert update.to_dict() == before
+
+
+def test_a_failure_is_told_to_whoever_goes_on():
+    ledger = Ledger()
+    update = brought_to(ledger, Phase.STAGING)
+    ledger.move(update, Phase.ABORTED, DeadlineExceeded("late"))
+    with pytest.raises(DeadlineExceeded) as refusal:
+        ledger.require("u", Phase.STAGED)
+    assert refusal.value.to_dict() == {
+        "code": "deadline_exceeded",
+        "message": "late",
+        "phase": "aborted",
+        "update_id": "u",
+    }
+
+
+def test_a_call_in_the_wrong_phase_says_which_it_needs():
+    ledger = Ledger()
+    brought_to(ledger, Phase.STAGING)
+    with pytest.raises(WrongPhase, match=r"is staging.*needs it staged or committed"):
+        ledger.require("u", Phase.STAGED, Phase.COMMITTED)
+
+
+# Memory
+
+
+def test_the_last_outcomes_are_kept_the_newest_first():
+    ledger = Ledger()
+    for number in range(NUM_OUTCOMES_KEPT + 6):
+        brought_to(ledger, Phase.ABORTED, str(number))
+    kept = [outcome["update_id"] for outcome in ledger.outcomes()]
+    assert kept == [str(n) for n in range(NUM_OUTCOMES_KEPT + 5, 5, -1)]
+    assert ledger.find("6").phase is Phase.ABORTED
+    with pytest.raises(UnknownUpdate):
+        ledger.find("5")
+
+
+def test_without_an_id_the_active_update_is_meant_else_the_last():
+    ledger = Ledger()
+    with pytest.raises(WrongPhase, match="no weight update was started"):
+        ledger.find(None)
+    first = brought_to(ledger, Phase.ABORTED, "first")
+    assert ledger.find(None) is first
+    second = begun(ledger, "second")
+    begun(ledger, "second")
+    assert ledger.find(None) is second
+
+
+def test_an_ended_update_does_not_keep_its_manifest():
+    """One of 100,000 tensors takes about 75 MB, and 64 updates are remembered."""
+    entry = {"name": "w", "shape": [1], "dtype": "int8"}
+    manifest = {"format": 1, "tensors": [entry], "step": 7}
+    for end in (Phase.ABORTED, Phase.COMMITTED):
+        ledger = Ledger()
+        update = begun(ledger, manifest=manifest)
+        for step in PATH[end]:
+            ledger.move(update, step)
+        held = [getattr(update, name) for name in Update.__slots__]
+        assert "'w'" not in repr(held)
+        assert update.to_dict()["step"] == 7
+        assert begun(ledger, manifest=manifest) is update
+        with pytest.raises(Conflict):
+            begun(ledger, manifest=manifest | {"step": 8})
+
+
+@given(st.floats(0.001, 1e6), st.sampled_from(list(Phase)))
+def test_a_report_is_json_and_its_times_run_forward(deadline_s, phase):
+    ledger = Ledger()
+    update, _ = ledger.begin({"update_id": "u"}, deadline_s)
+    for step in PATH[phase]:
+        ledger.move(update, step)
+    seconds = update.to_dict()["seconds"]
+    assert 0 <= seconds.get("staging", 0.0) <= seconds["total"]
+
+
+class Life(RuleBasedStateMachine):
+    """Any order of calls leaves at most one update under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+
+    @rule(update_id=st.sampled_from("abc"), label=st.none() | st.sampled_from("xy"))
+    def begin(self, update_id: str, label: str | None) -> None:
+        body = {"update_id": update_id} | ({} if label is None else {"step": label})
+        try:
+            update, is_new = self.ledger.begin(body, 60.0)
+        except Conflict:
+            return
+        assert not is_new or update.phase is Phase.OPEN
+
+    @rule(update_id=st.sampled_from("abc"), phase=st.sampled_from(list(Phase)))
+    def move(self, update_id: str, phase: Phase) -> None:
+        try:
+            update = self.ledger.find(update_id)
+        except UnknownUpdate:
+            return
+        before = update.phase
+        assert self.ledger.move(update, phase) is (phase in MOVES[before])
+
+    @invariant()
+    def one_at_most_is_active(self) -> None:
+        phases = [o["phase"] for o in self.ledger.outcomes()]
+        assert sum(p in ("open", "staging", "staged") for p in phases) <= 1
+
+
+TestLife = Life.TestCase

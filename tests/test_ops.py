@@ -1,0 +1,100 @@
+"""Counts of non-finite values, what the ops refuse, and the small Digest type."""
+
+import sys
+
+import pytest
+import torch
+
+from vllm.inflight import ops
+from vllm.inflight.ops import Digest, digest, digest_reference, digest_slice
+
+
+def random_bits(dtype: torch.dtype, size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    size *= dtype.itemsize
+    data = torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
+    return data.view(dtype)
+
+
+# Values that are not finite
+
+
+@pytest.mark.parametrize("dtype", ops.NONFINITE_MASKS, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 255, 4099])
+def test_nonfinite_values_are_counted_as_torch_does(dtype, size):
+    tensor = random_bits(dtype, size)
+    wide = tensor if dtype.itemsize > 1 else tensor.float()
+    expected = int((~wide.isfinite()).sum())
+    assert ops.count_nonfinite([tensor]) == [expected]
+    assert ops._nonfinite_reference(tensor) == expected
+
+
+def test_every_fp8_pattern_is_judged():
+    every = torch.arange(256).to(torch.uint8)
+    fp8 = [every.view(torch.float8_e4m3fn), every.view(torch.float8_e5m2)]
+    assert ops.count_nonfinite(fp8) == [2, 8]
+
+
+def test_nonfinite_values_are_found_in_views_and_by_threads():
+    tensor = torch.zeros(700, 1031, dtype=torch.bfloat16)
+    tensor[3::7, 5] = float("nan")
+    tensor[:, 1030] = float("-inf")
+    views = [tensor, tensor.t(), tensor[:, 1:], tensor[::7], torch.ones(3).int()]
+    expected = [800, 800, 800, 100, 0]
+    assert ops.count_nonfinite(views) == expected
+    assert ops.count_nonfinite(views, num_threads=3) == expected
+
+
+# Refusals and the small type
+
+
+@pytest.mark.parametrize(
+    "tensor, remedy",
+    [
+        (torch.zeros(2, dtype=torch.complex64), "complex64.*view_as_real"),
+        (torch.zeros(2, 2).to_sparse(), "sparse.*to_dense"),
+        (torch.zeros(2, device="meta"), "meta.*load it"),
+    ],
+)
+def test_what_has_no_digest_is_refused_with_the_remedy(tensor, remedy):
+    for function in (lambda t: digest([t]), digest_reference):
+        with pytest.raises(TypeError, match=remedy):
+            function(tensor)
+
+
+def test_a_slice_outside_the_whole_is_refused():
+    with pytest.raises(ValueError, match=r"\(4,\) at \(3,\) is not inside .*\(6,\)"):
+        digest_slice(torch.zeros(4), (6,), (3,))
+    with pytest.raises(ValueError, match="not inside"):
+        digest_slice(torch.zeros(4), (6, 1), (0, 0))
+    with pytest.raises(ValueError, match="num_threads"):
+        digest([torch.zeros(4)], num_threads=0)
+
+
+def test_without_the_native_core_the_error_names_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.inflight._C", None)
+    with pytest.raises(ImportError, match="make build"):
+        digest([torch.zeros(4)])
+
+
+def test_a_digest_reads_back_what_it_writes():
+    (found,) = digest([torch.ones(3)])
+    assert Digest.from_hex(found.hex()) == found
+    assert found - found == Digest.ZERO
+    for wrong in ("", "0" * 31, "G" * 32, "A" * 32):
+        with pytest.raises(ValueError, match="32 lower-case hex"):
+            Digest.from_hex(wrong)
+
+
+def test_a_manifest_digest_depends_on_all_it_names():
+    one = ("w", "bfloat16", (2, 3), Digest(1, 2))
+    others = [
+        ("v", "bfloat16", (2, 3), Digest(1, 2)),
+        ("w", "float16", (2, 3), Digest(1, 2)),
+        ("w", "bfloat16", (3, 2), Digest(1, 2)),
+        ("w", "bfloat16", (2, 3), Digest(2, 1)),
+    ]
+    found = {ops.manifest_digest([entry]) for entry in (one, *others)}
+    assert len(found | {ops.manifest_digest([]), ops.manifest_digest(others[:2])}) == 7
+    with pytest.raises(ValueError, match="'w' is in the manifest twice"):
+        ops.manifest_digest([one, one])

@@ -1,0 +1,114 @@
+"""Whatever is sent to a control route, the reply is a typed one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from tests.door import Engine, served
+from vllm.inflight.api.routes import ROUTES
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+POSTS = [path for method, path in ROUTES if method == "POST"]
+FIELDS = st.sampled_from(
+    [
+        *("path", "update_info", "init_info", "update_id", "weight_version", "mode"),
+        *("clear_cache", "flush_cache", "chunk", "manifest", "new_version"),
+    ]
+)
+
+
+def client(engine: Engine | None = None) -> TestClient:
+    return TestClient(served(engine or Engine()), client=("127.0.0.1", 1))
+
+
+def refusal(reply: Any) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{",
+        b"[1]",
+        b"null",
+        b'"pause"',
+        b"\xff\xfe",
+        b'{"update_id": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
+    ids=lambda raw: repr(raw[:12]),
+)
+def test_a_body_that_cannot_be_read_is_refused(raw):
+    engine = Engine()
+    reply = client(engine).post("/start_weight_update", content=raw)
+    assert refusal(reply) == (400, "malformed")
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/start_weight_update", {"weight_vresion": "v"}),
+        ("/finish_weight_update", {"path": "x"}),
+        ("/update_weights", {}),
+        ("/update_weights", {"update_info": "x"}),
+        ("/update_weights_from_disk", {}),
+        ("/update_weights_from_disk", {"path": 3}),
+        ("/update_weights_from_disk", {"path": "x", "load_format": "auto"}),
+        ("/init_weight_transfer_engine", {}),
+        ("/rollback_weights", {"version": "v"}),
+        ("/update_weight_version", {}),
+        ("/pause_generation", {"flush_cache": "yes"}),
+        ("/pause", {"clear_cache": 1}),
+    ],
+)
+def test_a_field_that_is_missing_unknown_or_wrong_is_refused(path, body):
+    engine = Engine()
+    assert refusal(client(engine).post(path, json=body)) == (400, "malformed")
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("path", POSTS)
+@settings(max_examples=15)
+@given(st.dictionaries(FIELDS, JSON, max_size=4))
+def test_no_body_makes_a_route_fail(path, body):
+    reply = client().post(path, content=json.dumps(body))
+    assert reply.status_code in (200, 400)
+    assert isinstance(reply.json(), dict)
+
+
+def test_a_body_that_is_too_large_is_refused_while_it_arrives(monkeypatch):
+    monkeypatch.setattr("vllm.inflight.api.routes.MAX_MANIFEST_BYTES", 1000)
+    reply = client().post("/start_weight_update", content=b" " * 1001)
+    assert refusal(reply) == (400, "malformed")
+
+
+def test_query_and_path_are_fields_too():
+    engine = Engine()
+    door = client(engine)
+    assert door.get("/weight_update/u").json()["update_id"] == "u"
+    assert door.post("/pause?mode=keep&clear_cache=false").json()["status"] == "paused"
+    assert engine.asked == ["status", "pause"]
+
+
+def test_an_error_of_the_engine_keeps_its_status():
+    class Busy(Engine):
+        async def call_utility_all_async(self, *call: Any) -> list[dict[str, Any]]:
+            return [{"error": {"code": "update_in_progress", "message": "wait"}}]
+
+    reply = client(Busy()).post("/start_weight_update", json={})
+    assert refusal(reply) == (409, "update_in_progress")

@@ -1,0 +1,238 @@
+"""The vocabulary of an update: labels, manifests, modes, phases and their moves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.inflight.errors import BY_CODE, EngineFault, InflightError, Malformed
+from vllm.inflight.update import (
+    ACTIVE,
+    MAX_LABEL_CHARS,
+    MOVES,
+    Manifest,
+    PauseMode,
+    Phase,
+    TensorSpec,
+    Version,
+    check_label,
+    fingerprint,
+    renamer,
+)
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+SPECS = st.builds(
+    TensorSpec,
+    st.text(min_size=1, max_size=8),
+    st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
+    st.sampled_from(["bfloat16", "float32"]),
+    st.none() | st.text("0123456789abcdef", min_size=32, max_size=32),
+)
+ENTRY = {"name": "w", "shape": [2, 3], "dtype": "bfloat16"}
+
+
+def manifest(*entries: Any, **fields: Any) -> dict[str, Any]:
+    return {"format": 1, "tensors": list(entries)} | fields
+
+
+# Manifests
+
+
+@given(
+    st.lists(SPECS, unique_by=lambda spec: spec.name, max_size=5),
+    st.none() | st.integers(),
+)
+def test_a_manifest_survives_the_journey(specs, step):
+    sent = Manifest.of(specs, step=step)
+    assert Manifest.parse(json.loads(json.dumps(sent.to_dict()))) == sent
+
+
+def test_a_dtype_may_carry_torchs_prefix():
+    parsed = Manifest.parse(manifest(ENTRY | {"dtype": "torch.bfloat16"}))
+    assert parsed.tensors["w"] == TensorSpec("w", (2, 3), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "body, named",
+    [
+        (None, '"format": 1'),
+        ([], '"format": 1'),
+        ({}, '"format": 1'),
+        ({"format": 2}, '"format": 1'),
+        ({"format": "1"}, '"format": 1'),
+        (manifest(tensors={}), "'tensors'"),
+        (manifest("w"), "tensor #0"),
+        (manifest(ENTRY, {"shape": [1], "dtype": "int8"}), "tensor #1: 'name'"),
+        (manifest(ENTRY | {"name": ""}), "'name'"),
+        (manifest(ENTRY | {"name": 3}), "'name'"),
+        (manifest(ENTRY | {"shape": "2x3"}), r"\(w\): 'shape'"),
+        (manifest(ENTRY | {"shape": [2, -3]}), r"\(w\): 'shape'"),
+        (manifest(ENTRY | {"shape": [2.0, 3]}), r"\(w\): 'shape'"),
+        (manifest(ENTRY | {"shape": [True]}), r"\(w\): 'shape'"),
+        (manifest(ENTRY | {"dtype": None}), r"\(w\): 'dtype'"),
+        (manifest(ENTRY | {"digest": "F" * 32}), r"\(w\): 'digest'"),
+        (manifest(ENTRY | {"digest": "0" * 31}), r"\(w\): 'digest'"),
+        (manifest(ENTRY | {"digest": 0}), r"\(w\): 'digest'"),
+        (manifest(ENTRY, ENTRY), "'w' twice"),
+        (manifest(step="3"), "'step'"),
+        (manifest(step=True), "'step'"),
+        (manifest(name_map=[1]), "'name_map'"),
+        (manifest(name_map={"a": 1}), "'name_map'"),
+        (manifest(name_map={"a": "w", "b": "w"}), "'name_map' maps two"),
+        (manifest(subset=["layers.0"]), "'subset' is not supported"),
+        (manifest(base="0" * 32), "'base' is not supported"),
+        (manifest(draft=True), "'draft' is not supported"),
+    ],
+)
+def test_a_manifest_that_is_wrong_is_refused_by_the_entry(body, named):
+    with pytest.raises(Malformed, match=named):
+        Manifest.parse(body)
+
+
+@given(
+    JSON | st.builds(lambda tensors: {"format": 1, "tensors": tensors}, JSON),
+    st.dictionaries(
+        st.sampled_from(["name", "shape", "dtype", "digest", "step", "name_map"]), JSON
+    ),
+)
+def test_hostile_json_is_refused_or_read_and_nothing_else_happens(body, entry):
+    for candidate in (body, manifest(entry), manifest(ENTRY, **entry)):
+        try:
+            parsed = Manifest.parse(candidate)
+        except Malformed:
+            continue
+        assert Manifest.parse(parsed.to_dict()) == parsed
+
+
+def test_names_are_turned_into_the_models():
+    specs = [TensorSpec("module.w", (1,), "int8")]
+    assert list(Manifest.of(specs, name_map={"module.w": "w"}).tensors) == ["w"]
+    cut = Manifest.of(specs, name_map=lambda name: name.removeprefix("module."))
+    assert list(cut.tensors) == ["w"]
+    assert renamer({"a": "b"})("c") == "c"
+
+
+def test_two_tensors_that_get_one_name_are_refused():
+    specs = [TensorSpec(name, (1,), "int8") for name in ("a", "b")]
+    with pytest.raises(Malformed, match="'w'"):
+        Manifest.of(specs, name_map=lambda _: "w")
+
+
+# Labels, versions, bodies
+
+
+@pytest.mark.parametrize("label", ["1", "step-12", "ε\n\x1f ", "x" * MAX_LABEL_CHARS])
+def test_a_label_is_any_string(label):
+    assert check_label(label) == label
+
+
+def test_no_label_is_no_label():
+    assert check_label(None) is None
+
+
+@pytest.mark.parametrize("label", ["", 3, True, ["a"], "x" * (MAX_LABEL_CHARS + 1)])
+def test_what_cannot_be_a_label_is_refused(label):
+    with pytest.raises(Malformed, match="weight_version"):
+        check_label(label)
+
+
+def test_the_weights_of_the_start_have_a_name_and_no_history():
+    assert Version().to_dict() == {
+        "weight_version": "default",
+        "epoch": 0,
+        "digest": None,
+        "step": None,
+        "committed_at": None,
+    }
+
+
+def test_bodies_are_equal_whatever_the_order_of_their_fields():
+    assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
+    assert fingerprint({"a": [1, 2]}) != fingerprint({"a": [2, 1]})
+
+
+# Modes and phases
+
+
+@pytest.mark.parametrize("mode", PauseMode)
+def test_every_mode_is_read_by_its_name(mode):
+    assert PauseMode.parse(mode.value) is mode
+
+
+def test_upstreams_keep_is_in_place():
+    assert PauseMode.parse("keep") is PauseMode.IN_PLACE
+
+
+@pytest.mark.parametrize("mode", ["", "KEEP", "stop", 3, None, ["abort"], {}])
+def test_an_unknown_mode_is_refused_with_the_known_ones(mode):
+    with pytest.raises(Malformed) as refusal:
+        PauseMode.parse(mode)
+    assert "in_place, retract, abort, wait (or keep)" in str(refusal.value)
+
+
+def test_every_phase_has_its_moves():
+    assert MOVES.keys() == set(Phase)
+
+
+def test_an_active_update_can_be_aborted_and_an_ended_one_cannot():
+    assert {p for p, to in MOVES.items() if Phase.ABORTED in to} == ACTIVE
+
+
+def test_only_a_staged_update_commits_and_only_a_committed_one_rolls_back():
+    sources = {to: {p for p, moves in MOVES.items() if to in moves} for to in Phase}
+    assert sources[Phase.COMMITTED] == {Phase.STAGED}
+    assert sources[Phase.ROLLED_BACK] == {Phase.COMMITTED}
+    assert sources[Phase.OPEN] == set()
+
+
+def test_nothing_comes_after_the_end():
+    assert not MOVES[Phase.ABORTED] and not MOVES[Phase.ROLLED_BACK]
+
+
+def test_every_phase_can_be_reached_and_none_twice():
+    seen, ahead = set(), [Phase.OPEN]
+    while ahead:
+        phase = ahead.pop()
+        seen.add(phase)
+        assert not MOVES[phase] & (seen - {Phase.ABORTED})
+        ahead += MOVES[phase] - seen
+    assert seen == set(Phase)
+
+
+# Errors, which travel as data
+
+
+@pytest.mark.parametrize("kind", BY_CODE.values(), ids=lambda kind: kind.code)
+def test_an_error_keeps_its_type_and_its_facts_on_the_way(kind):
+    sent = kind("why", tensors=["a", "b"], phase="staging", update_id="u")
+    got = InflightError.from_dict(json.loads(json.dumps(sent.to_dict())))
+    assert type(got) is kind
+    assert got.to_dict() == sent.to_dict()
+    assert 400 <= kind.status < 600
+    assert kind.remedy.endswith(".")
+
+
+def test_an_error_of_an_unknown_kind_stays_readable():
+    got = InflightError.from_dict({"code": "from_the_future", "message": "why"})
+    assert type(got) is EngineFault
+    assert str(got) == "why"
+
+
+def test_a_long_list_of_tensors_is_cut_and_counted():
+    body = InflightError("why", tensors=[str(n) for n in range(100)]).to_dict()
+    assert (len(body["tensors"]), body["num_tensors"]) == (64, 100)

@@ -1,0 +1,1 @@
+"""Tests of the trainer's side, without an engine."""

@@ -1,0 +1,41 @@
+"""Fixtures: stand-ins for engines, and a look for parcels that were left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.stand_in import StandIn
+from vllm.inflight.trainer import parcel
+from vllm.inflight.trainer.parcel import SHARED_MEMORY
+
+
+@pytest.fixture
+def engine() -> Iterator[StandIn]:
+    """A stand-in for an engine."""
+    with StandIn() as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def other() -> Iterator[StandIn]:
+    """A second one."""
+    with StandIn() as stand_in:
+        yield stand_in
+
+
+def parcels(folder: Path = SHARED_MEMORY) -> set[Path]:
+    """The parcels of these tests that lie in a folder."""
+    return set(folder.glob(parcel.PREFIX + "*"))
+
+
+@pytest.fixture(autouse=True)
+def no_parcel_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test does, its parcels in shared memory are gone afterwards."""
+    # Apart from those of other processes of this machine.
+    monkeypatch.setattr(parcel, "PREFIX", f"{parcel.PREFIX}tests-{os.getpid()}-")
+    yield
+    assert parcels() == set()

@@ -1,0 +1,256 @@
+"""A stand-in for an engine: its control routes and its ledger, but no model.
+
+It serves files as it is given them, and it misbehaves on demand: connections
+that break before or after a call took effect, late replies, refusals.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from vllm.inflight.commit.transaction import Ledger, Update
+from vllm.inflight.errors import (
+    InflightError,
+    NothingToRollBack,
+    WeightsMismatch,
+    WrongPhase,
+)
+from vllm.inflight.trainer import Publisher
+from vllm.inflight.update import Phase
+
+START, UPDATE, FINISH = (
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
+ABORT, ROLLBACK = "/abort_weight_update", "/rollback_weights"
+
+DROP, LOSE, STARTING, PAGE = "drop", "lose", "starting", "page"
+"""The connection breaks before the call, or after it; 503; a page of HTML."""
+
+
+def weights(value: float = 1.0) -> dict[str, torch.Tensor]:
+    """A version of 76 bytes in two tensors."""
+    return {"a.weight": torch.full((4, 4), value), "b.weight": torch.full((3,), value)}
+
+
+def publisher(
+    engine: StandIn | list[StandIn], source: Any = None, **options: Any
+) -> Publisher:
+    """A publisher of `weights()` to one or more stand-ins."""
+    options = {"timeout_s": 20} | options  # a test that hangs helps nobody
+    urls = [one.url for one in engine] if isinstance(engine, list) else engine.url
+    return Publisher(urls, weights() if source is None else source, **options)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what another thread will bring about."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+class StandIn:
+    """An engine that answers on `url` for the length of a `with`.
+
+    Attributes:
+        calls: (path, body) of every call that arrived, in order.
+        faults: what goes wrong with the next calls of a path, first first.
+        delays: seconds by which every reply of a path is late.
+        held: paths whose replies wait for an event.
+        known: names of the model, if it is to refuse others.
+        served: the tensors that were committed last.
+
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.faults: dict[str, list[str | InflightError]] = defaultdict(list)
+        self.delays: dict[str, float] = {}
+        self.held: dict[str, threading.Event] = {}
+        self.known: set[str] | None = None
+        self.served: dict[str, torch.Tensor] = {}
+        self.key: str | None = None
+        self.version: dict[str, Any] = {"weight_version": "default", "epoch": 0}
+        self.num_staging = 0
+        self.most_staging = 0
+        self._before: Any = None
+        self._staged: dict[str, torch.Tensor] = {}
+        self._bytes = 0
+        self._ledger = Ledger()
+        self._lock = threading.Lock()
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                stand_in._answer(self, {})
+
+            def do_POST(self) -> None:
+                length = int(self.headers["Content-Length"])
+                stand_in._answer(self, json.loads(self.rfile.read(length)))
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> StandIn:
+        threading.Thread(target=self._server.serve_forever, args=(0.01,)).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        """What arrived at `path`."""
+        return [body for asked, body in self.calls if asked == path]
+
+    def begin_elsewhere(self) -> str:
+        """Another trainer's update, which makes this engine busy."""
+        update, _ = self._ledger.begin({"update_id": "elsewhere"}, 60.0)
+        return update.update_id
+
+    def end_elsewhere(self) -> None:
+        """The end of that."""
+        self._ledger.move(self._ledger.find("elsewhere"), Phase.ABORTED)
+
+    # ------------------------------------------------------------- the server
+    def _answer(self, handler: Any, body: dict[str, Any]) -> None:
+        path = handler.path
+        self.calls.append((path, body))
+        self.key = handler.headers.get("Authorization")
+        fault = self.faults[path].pop(0) if self.faults[path] else None
+        if fault == DROP:
+            handler.close_connection = True
+            return
+        if fault in (STARTING, PAGE):
+            status = 503 if fault == STARTING else 404
+            return _reply(handler, status, b"<html>nobody here</html>")
+        try:
+            if isinstance(fault, InflightError):
+                raise fault
+            with self._lock if path != UPDATE else _Open():
+                reply = self._route(path, body)
+            status = 200
+        except InflightError as error:
+            reply, status = {"error": error.to_dict()}, error.status
+        if fault == LOSE:
+            handler.close_connection = True
+            return
+        time.sleep(self.delays.get(path, 0))
+        if path in self.held:
+            self.held[path].wait(20)
+        _reply(handler, status, json.dumps(reply).encode())
+
+    def _route(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        update_id = body.get("update_id")
+        if path == START:
+            update, is_new = self._ledger.begin(body, 60.0)
+            if is_new:
+                self._ledger.move(update, Phase.STAGING)
+                self._bytes = 0
+            return _state(update)
+        if path == UPDATE:
+            return self._stage(update_id, body)
+        if path == FINISH:
+            return self._commit(self._ledger.find(update_id), body)
+        if path == ABORT:
+            update = self._ledger.find(update_id)
+            if not self._ledger.move(update, Phase.ABORTED) and (
+                update.phase is not Phase.ABORTED
+            ):
+                raise WrongPhase(f"it is {update.phase.value}")
+            return _state(update)
+        if path == ROLLBACK:
+            if self._before is None:
+                raise NothingToRollBack("there was none before")
+            epoch = self.version["epoch"] + 1
+            self.version, self.served = self._before
+            self.version = self.version | {"epoch": epoch}
+            return self.version
+        if path == "/weight_info":
+            return self.version
+        report = self._ledger.find(path.rpartition("/")[2]).to_dict()
+        return report | {"ranks": [{"bytes": self._bytes}, {"bytes": self._bytes + 1}]}
+
+    def _stage(self, update_id: Any, body: dict[str, Any]) -> dict[str, Any]:
+        update = self._ledger.require(update_id, Phase.STAGING)
+        if body["chunk"] < update.num_chunks:
+            return _state(update)
+        assert update.manifest is not None
+        info = body["update_info"]
+        path = Path(info["path"]) if "path" in info else Path("/dev/shm") / info["shm"]
+        self.num_staging += 1
+        self.most_staging = max(self.most_staging, self.num_staging)
+        staged = load_file(path)
+        for name, tensor in staged.items():
+            spec = update.manifest.tensors[name]
+            assert (list(spec.shape), spec.dtype) == (
+                list(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+            )
+            if self.known is not None and name not in self.known:
+                self.num_staging -= 1
+                self._ledger.move(update, Phase.ABORTED)
+                raise WeightsMismatch(f"unknown: {name}", tensors=[name])
+            time.sleep(self.delays.get("tensor", 0))
+            self._bytes += tensor.nbytes
+        self._staged = {name: tensor.clone() for name, tensor in staged.items()}
+        self.num_staging -= 1
+        update.num_chunks += 1
+        return _state(update)
+
+    def _commit(self, update: Update, body: dict[str, Any]) -> dict[str, Any]:
+        if update.phase is Phase.COMMITTED:
+            assert update.result is not None
+            return update.result
+        self._ledger.require(update.update_id, Phase.STAGING)
+        self._ledger.move(update, Phase.STAGED)
+        self._ledger.move(update, Phase.COMMITTED)
+        epoch = self.version["epoch"] + 1
+        assert update.manifest is not None
+        self._before = (self.version, self.served)
+        self.served = self._staged
+        self.version = {
+            "weight_version": update.label or f"update-{epoch}",
+            "epoch": epoch,
+            "digest": "0" * 32,
+            "step": update.manifest.step,
+        }
+        update.result = self.version | {"gap_ms": 0.5, "mode": body["mode"]}
+        return update.result
+
+
+class _Open:
+    """No lock: staging goes on beside all other calls."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _state(update: Update) -> dict[str, Any]:
+    return {"update_id": update.update_id, "phase": update.phase.value}
+
+
+def _reply(handler: Any, status: int, text: bytes) -> None:
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(text)))
+    handler.end_headers()
+    handler.wfile.write(text)

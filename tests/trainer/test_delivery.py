@@ -1,0 +1,139 @@
+"""A delivery: repeated until it is there, on every engine or on none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.stand_in import (
+    ABORT,
+    DROP,
+    FINISH,
+    LOSE,
+    PAGE,
+    ROLLBACK,
+    START,
+    STARTING,
+    UPDATE,
+    publisher,
+    until,
+    weights,
+)
+from vllm.inflight.errors import (
+    EngineFault,
+    NoTransport,
+    PauseConflict,
+    WeightsMismatch,
+)
+from vllm.inflight.trainer import Publisher, engines
+from vllm.inflight.trainer.patience import EngineUnreachable
+
+
+@pytest.mark.parametrize("fault", [DROP, LOSE, STARTING])
+@pytest.mark.parametrize("path", [START, UPDATE, FINISH])
+def test_a_call_whose_reply_is_lost_is_made_again_under_the_same_id(
+    engine, path, fault
+):
+    engine.faults[path] = [fault, fault]
+    with publisher(engine) as to:
+        outcome = to.publish("v")
+    assert len(engine.bodies(path)) == 3
+    assert all(body == engine.bodies(path)[0] for body in engine.bodies(path))
+    assert engine.bodies(path)[0]["update_id"] == outcome.update_id
+    assert engine.version["epoch"] == 1, "it was committed more than once"
+
+
+def test_a_call_that_is_not_answered_in_time_is_made_again(engine, monkeypatch):
+    monkeypatch.setattr(engines, "REPLY_S", 0.1)
+    engine.delays[START] = 0.25
+    to = publisher(engine, timeout_s=1.5)
+    with to, pytest.raises(EngineUnreachable):
+        to.publish()
+    assert len(engine.bodies(START)) > 1
+    assert len({body["update_id"] for body in engine.bodies(START)}) == 1
+
+
+def test_an_engine_that_is_not_there_is_named_when_patience_ends(engine):
+    to = Publisher("http://127.0.0.1:9", weights(), timeout_s=0.3)
+    with to, pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9: no answer"):
+        to.publish()
+
+
+def test_an_answer_of_somebody_else_is_not_retried(engine):
+    engine.faults[START] = [PAGE]
+    with publisher(engine) as to, pytest.raises(EngineFault, match="is this a vLLM"):
+        to.publish()
+    assert len(engine.bodies(START)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        (
+            START,
+            NoTransport("no weight transfer backend; see --weight-transfer-config"),
+        ),
+        (UPDATE, WeightsMismatch("2 tensors of the update", tensors=["a", "b"])),
+        (FINISH, PauseConflict("use mode 'retract'")),
+    ],
+)
+def test_what_an_engine_refuses_is_raised_as_that_and_nothing_stays(
+    engine, path, error
+):
+    engine.faults[path] = [error]
+    with publisher(engine) as to:
+        with pytest.raises(type(error)) as raised:
+            to.publish("v")
+        assert engine.url in str(raised.value)
+        assert error.message.split(": ")[-1] in str(raised.value)
+        assert raised.value.tensors == error.tensors
+        assert raised.value.__notes__ == [error.remedy]
+        assert len(engine.bodies(path)) == 1, "it was tried again"
+        assert engine.version["epoch"] == 0
+        assert to.publish("w").epoch == 1, "the failed one is still in the way"
+
+
+# -------------------------------------------------------------- several engines
+def test_several_engines_serve_the_version_or_none_does(engine, other):
+    with publisher([engine, other]) as to:
+        outcome = to.publish("v")
+    assert outcome.epochs == {engine.url: 1, other.url: 1}
+    assert engine.served.keys() == other.served.keys() == weights().keys()
+
+
+@pytest.mark.parametrize("path", [START, UPDATE])
+def test_if_one_engine_cannot_stage_no_engine_commits(engine, other, path):
+    other.faults[path] = [WeightsMismatch("not mine")]
+    with publisher([engine, other]) as to:
+        with pytest.raises(WeightsMismatch, match=other.url):
+            to.publish("v")
+        assert engine.bodies(FINISH) == other.bodies(FINISH) == []
+        assert to.publish("w").epochs == {engine.url: 1, other.url: 1}
+
+
+def test_if_one_engine_cannot_commit_those_that_did_go_back(engine, other):
+    with publisher([engine, other]) as to:
+        to.publish("good")
+        other.faults[FINISH] = [PauseConflict("not now")]
+        with pytest.raises(PauseConflict, match=other.url):
+            to.publish("bad")
+        assert engine.version["weight_version"] == "good"
+        assert other.version["weight_version"] == "good"
+        assert (len(engine.bodies(ROLLBACK)), len(other.bodies(ROLLBACK))) == (1, 0)
+        to.publish("next")
+
+
+def test_what_could_not_be_taken_back_is_told(engine, other):
+    with publisher([engine, other]) as to:
+        other.faults[FINISH] = [PauseConflict("not now")]
+        engine.faults[ROLLBACK] = [EngineFault("stuck")]
+        with pytest.raises(PauseConflict, match=r"could not be taken back: stuck"):
+            to.publish("bad")
+
+
+def test_one_busy_engine_does_not_hold_the_others_up(engine, other):
+    other.begin_elsewhere()
+    with publisher([engine, other]) as to:
+        future = to.publish(block=False)
+        until(lambda: engine.bodies(ABORT))
+        other.end_elsewhere()
+        assert future.result().epochs == {engine.url: 1, other.url: 1}

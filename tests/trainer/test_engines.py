@@ -1,0 +1,139 @@
+"""Engines of the trainer's own process: an `LLM`, an `AsyncLLM` and its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from tests.trainer.stand_in import weights
+from vllm.inflight.errors import ConfigError, NoTransport
+from vllm.inflight.trainer import Publisher
+from vllm.inflight.trainer.patience import EngineUnreachable
+
+
+class Sync:
+    """Has the methods of an `LLM` that a publisher calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.refuses = False
+
+    def start_weight_update(self, **body: Any) -> dict[str, Any]:
+        if self.refuses:
+            raise NoTransport("no weight transfer backend is configured")
+        self.calls.append(("start", body))
+        return {"update_id": body["update_id"], "phase": "staging"}
+
+    def update_weights(
+        self, request: dict[str, Any], update_id: str, chunk: int
+    ) -> dict[str, Any]:
+        self.calls.append(("update", (request, chunk)))
+        return {"update_id": update_id, "phase": "staging"}
+
+    def finish_weight_update(self, *, update_id: str, mode: str) -> dict[str, Any]:
+        self.calls.append(("finish", mode))
+        return {"weight_version": "v", "epoch": 1, "digest": "d", "gap_ms": 0.1}
+
+    def abort_weight_update(self, update_id: str) -> dict[str, Any]:
+        self.calls.append(("abort", update_id))
+        return {"update_id": update_id, "phase": "aborted"}
+
+
+class Async:
+    """The same as coroutines, as an `AsyncLLM` has them."""
+
+    def __init__(self) -> None:
+        self.inner = Sync()
+        self.threads: set[str] = set()
+
+    async def start_weight_update(self, **body: Any) -> dict[str, Any]:
+        self.threads.add(threading.current_thread().name)
+        await asyncio.sleep(0)
+        return self.inner.start_weight_update(**body)
+
+    async def update_weights(self, *args: Any, **ids: Any) -> dict[str, Any]:
+        return self.inner.update_weights(*args, **ids)
+
+    async def finish_weight_update(self, **body: Any) -> dict[str, Any]:
+        return self.inner.finish_weight_update(**body)
+
+    async def abort_weight_update(self, update_id: str) -> dict[str, Any]:
+        return self.inner.abort_weight_update(update_id)
+
+
+def test_an_llm_is_called_by_its_methods():
+    llm = Sync()
+    with Publisher(llm, weights()) as to:
+        outcome = to.publish("v", step=1, mode="retract")
+    assert [name for name, _ in llm.calls] == ["start", "update", "finish"]
+    (request, chunk), mode = llm.calls[1][1], llm.calls[2][1]
+    assert (request["update_info"].keys(), chunk, mode) == ({"shm"}, 0, "retract")
+    assert (outcome.epochs, outcome.version) == ({"Sync": 1}, "v")
+
+
+def test_what_an_llm_raises_is_raised_with_its_name_and_its_remedy():
+    llm = Sync()
+    llm.refuses = True
+    with (
+        Publisher(llm, weights()) as to,
+        pytest.raises(NoTransport, match="Sync: ") as raised,
+    ):
+        to.publish()
+    assert "--weight-transfer-config" in "".join(raised.value.__notes__)
+
+
+def test_two_llms_are_told_apart():
+    with Publisher([Sync(), Sync()], weights()) as to:
+        assert to.publish().epochs == {"Sync 0": 1, "Sync 1": 1}
+
+
+async def test_an_async_llm_is_called_on_its_own_loop():
+    engine = Async()
+    with Publisher(engine, weights()) as to:
+        outcome = await asyncio.to_thread(to.publish, "v")
+    assert outcome.epoch == 1
+    assert engine.threads == {threading.current_thread().name}
+
+
+async def test_a_future_of_a_publish_can_be_awaited():
+    with Publisher(Async(), weights()) as to:
+        future = await asyncio.to_thread(to.publish, block=False)
+        assert (await asyncio.wrap_future(future)).epoch == 1
+
+
+async def test_a_publish_that_would_block_the_engines_loop_is_refused():
+    with (
+        Publisher(Async(), weights()) as to,
+        pytest.raises(RuntimeError, match=r"asyncio\.to_thread"),
+    ):
+        to.publish(block=False)
+
+
+async def test_the_loop_may_be_given_from_another_thread():
+    loop = asyncio.get_running_loop()
+
+    def train() -> int | None:
+        with Publisher(Async(), weights(), loop=loop) as to:
+            return to.publish().epoch
+
+    assert await asyncio.to_thread(train) == 1
+
+
+def test_an_async_llm_without_a_loop_is_refused():
+    with pytest.raises(ConfigError, match="loop="):
+        Publisher(Async(), weights())
+
+
+def test_a_loop_that_does_not_run_ends_the_patience():
+    loop = asyncio.new_event_loop()
+    with (
+        Publisher(Async(), weights(), loop=loop, timeout_s=0.2) as to,
+        pytest.raises(EngineUnreachable, match="loop running"),
+    ):
+        to.publish()
+    # What was handed to it must still be run, or it is never awaited.
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()

@@ -1,0 +1,186 @@
+"""The publisher: what one publish sends, takes along and cleans up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.conftest import parcels
+from tests.trainer.stand_in import (
+    ABORT,
+    FINISH,
+    START,
+    UPDATE,
+    publisher,
+    until,
+    weights,
+)
+from vllm.inflight.errors import ConfigError, Malformed
+from vllm.inflight.trainer import Publisher
+from vllm.inflight.trainer.parcel import SHARED_MEMORY
+
+
+def test_a_publish_brings_every_tensor_its_version_and_its_step(engine):
+    with publisher(engine) as to:
+        outcome = to.publish(version="step-7", step=7, mode="retract")
+    assert engine.version["weight_version"] == "step-7"
+    assert engine.version["step"] == 7
+    assert engine.served.keys() == weights().keys()
+    assert torch.equal(engine.served["a.weight"], weights()["a.weight"])
+    assert engine.bodies(FINISH)[0]["mode"] == "retract"
+    assert (outcome.version, outcome.epoch, outcome.step) == ("step-7", 1, 7)
+    assert (outcome.num_bytes, outcome.gap_ms) == (64 + 12, 0.5)
+    assert outcome.update_id == engine.bodies(START)[0]["update_id"]
+    assert outcome.seconds.keys() == {"snapshot", "transfer", "commit", "total"}
+    assert not outcome.skipped
+
+
+def test_the_weights_are_those_of_the_call_whatever_the_optimiser_does_next(engine):
+    source = weights(1.0)
+    engine.delays[START] = 0.2
+    with publisher(engine, source) as to:
+        future = to.publish(block=False)
+        source["a.weight"].fill_(2.0)
+        assert future.result().version == "update-1"
+    assert torch.all(engine.served["a.weight"] == 1.0)
+
+
+def test_the_source_is_read_anew_at_every_publish(engine):
+    source = weights(1.0)
+    with publisher(engine, source) as to:
+        to.publish()
+        source["a.weight"].fill_(2.0)
+        to.publish()
+    assert torch.all(engine.served["a.weight"] == 2.0)
+
+
+@pytest.mark.parametrize(
+    "name_map", [{"a.weight": "model.a.weight"}, lambda n: n.replace("a.", "model.a.")]
+)
+def test_names_are_those_of_the_model_in_manifest_and_parcel(engine, name_map):
+    with publisher(engine, name_map=name_map) as to:
+        to.publish()
+    assert sorted(engine.served) == ["b.weight", "model.a.weight"]
+    told = engine.bodies(START)[0]["manifest"]["tensors"]
+    assert sorted(entry["name"] for entry in told) == sorted(engine.served)
+
+
+def test_two_names_that_become_one_are_refused(engine):
+    with publisher(engine, name_map=lambda _: "x") as to, pytest.raises(Malformed):
+        to.publish()
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_every_tensor_has_its_digest_unless_told_otherwise(engine, digests):
+    with publisher(engine, digests=digests) as to:
+        to.publish()
+    told = engine.bodies(START)[0]["manifest"]["tensors"]
+    assert [("digest" in entry) for entry in told] == [digests] * 2
+
+
+def test_the_disk_wire_uses_its_directory_and_cleans_it(engine, tmp_path):
+    with publisher(engine, wire="disk", directory=tmp_path) as to:
+        to.publish()
+    path = Path(engine.bodies(UPDATE)[0]["update_info"]["path"])
+    assert path.parent == tmp_path
+    assert parcels(tmp_path) == set()
+
+
+def test_the_parcel_is_gone_before_the_commit(engine):
+    with publisher(engine) as to:
+        engine.delays[FINISH] = 0.3
+        future = to.publish(block=False)
+        until(lambda: engine.bodies(FINISH))
+        info = engine.bodies(UPDATE)[0]["update_info"]
+        assert not (SHARED_MEMORY / info["shm"]).exists()
+        future.result()
+
+
+def test_progress_goes_from_nothing_to_all_bytes(engine):
+    told: list[tuple[str, int, int]] = []
+    engine.delays["tensor"] = 0.3
+    with publisher(engine, progress=lambda *it: told.append(it)) as to:
+        to.publish()
+    assert {total for _, _, total in told} == {76}
+    assert [phase for phase, _, _ in told if phase != "transfer"] == [
+        *("snapshot", "commit")
+    ]
+    transfer = [done for phase, done, _ in told if phase == "transfer"]
+    assert transfer == sorted(transfer)
+    assert len(set(transfer)) > 1
+    assert transfer[-1] == 76
+
+
+def test_an_error_in_the_progress_callback_gives_the_update_up(engine):
+    def fail(phase: str, *_: int) -> None:
+        if phase == "transfer":
+            raise RuntimeError("no such widget")
+
+    with (
+        publisher(engine, progress=fail) as to,
+        pytest.raises(RuntimeError, match="no such widget"),
+    ):
+        to.publish()
+    assert (engine.bodies(FINISH), len(engine.bodies(ABORT))) == ([], 1)
+
+
+# ---------------------------------------------------------------------- the door
+def test_the_key_is_the_one_given_or_that_of_the_environment(engine, monkeypatch):
+    for key, admin, api, sent in (
+        ("given", "admin", "api", "given"),
+        (None, "admin", "api", "admin"),
+        (None, "", "api", "api"),
+    ):
+        monkeypatch.setenv("VLLM_INFLIGHT_ADMIN_KEY", admin)
+        monkeypatch.setenv("VLLM_API_KEY", api)
+        with publisher(engine, api_key=key) as to:
+            to.publish()
+        assert engine.key == f"Bearer {sent}"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"wire": "nccl"}, "wire must be one of"),
+        ({"on_busy": "panic"}, "on_busy must be one of"),
+        ({"wire": "disk"}, "directory="),
+        ({"directory": "/tmp"}, "directory="),
+        ({"source": iter([])}, "only once"),
+        ({"engines": []}, "no engine"),
+        ({"engines": "localhost:8000"}, "begins with http://"),
+        ({"engines": ["http://a", "http://a/"]}, "named twice"),
+        ({"engines": object()}, "not an engine with vllm-inflight"),
+    ],
+)
+def test_a_wrong_argument_is_named_at_once(options, named):
+    given = {"engines": "http://127.0.0.1:1", "source": weights()} | options
+    with pytest.raises(ConfigError, match=named):
+        Publisher(**given)
+
+
+def test_a_wrong_mode_or_label_is_refused_before_anything_is_sent(engine):
+    with publisher(engine) as to:
+        with pytest.raises(Malformed, match="mode"):
+            to.publish(mode="now")
+        with pytest.raises(Malformed, match="weight_version"):
+            to.publish(version="")
+    assert engine.calls == []
+
+
+def test_the_trainers_side_imports_nothing_of_the_engine():
+    code = """if True:
+        import sys
+        import vllm.inflight.trainer
+        heavy = ("v1", "config", "engine", "entrypoints", "model_executor",
+                 "distributed", "platforms", "inflight.stage", "inflight.engine",
+                 "inflight.api", "inflight.patch", "inflight.upstream")
+        print([m for m in heavy if f"vllm.{m}" in sys.modules])
+    """
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,122 @@
+"""Sources: whatever holds weights is one stream of named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vllm.inflight.errors import ConfigError, Malformed
+from vllm.inflight.trainer.source import check, tensors
+
+
+class Model(nn.Module):
+    """An embedding, a head that may be tied to it, and two buffers."""
+
+    def __init__(self, *, tied: bool = False, head_first: bool = False) -> None:
+        super().__init__()
+        if head_first:
+            self.lm_head = nn.Linear(4, 8, bias=False)
+        self.embed = nn.Embedding(8, 4)
+        if not head_first:
+            self.lm_head = nn.Linear(4, 8, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+        self.register_buffer("mean", torch.ones(3))
+        self.register_buffer("scratch", torch.ones(3), persistent=False)
+
+
+def names(source: Any) -> list[str]:
+    check(source)
+    return sorted(name for name, _ in tensors(source))
+
+
+PAIRS = [("a", torch.ones(2)), ("b", torch.zeros(3))]
+
+
+def stream() -> Iterator[tuple[str, torch.Tensor]]:
+    yield from PAIRS
+
+
+@pytest.mark.parametrize(
+    "source",
+    [dict(PAIRS), PAIRS, tuple(PAIRS), stream, lambda: dict(PAIRS), lambda: PAIRS],
+    ids=["dict", "list", "tuple", "generator", "callable-dict", "callable-list"],
+)
+def test_every_kind_of_source_is_the_same_stream_again_and_again(source):
+    check(source)
+    for _ in range(2):
+        found = list(tensors(source))
+        assert [name for name, _ in found] == ["a", "b"]
+        assert all(
+            torch.equal(x, y) for (_, x), (_, y) in zip(found, PAIRS, strict=True)
+        )
+
+
+def test_a_module_gives_its_parameters_and_its_persistent_buffers():
+    assert names(Model()) == ["embed.weight", "lm_head.weight", "mean"]
+
+
+def test_what_comes_out_is_detached_and_still_the_modules_own_memory():
+    model = Model()
+    found = dict(tensors(model))
+    assert not found["embed.weight"].requires_grad
+    assert found["embed.weight"].data_ptr() == model.embed.weight.data_ptr()
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("of", [lambda m: m, lambda m: m.state_dict()])
+def test_a_tied_head_is_left_out_whichever_comes_first(
+    of: Callable[[nn.Module], Any], head_first: bool
+):
+    source = of(Model(tied=True, head_first=head_first))
+    assert names(source) == ["embed.weight", "mean"]
+
+
+def test_tied_layers_of_a_module_are_sent_once():
+    block = nn.Linear(2, 2, bias=False)
+    assert names(nn.Sequential(block, nn.ReLU(), block)) == ["0.weight"]
+
+
+def test_entries_of_a_state_dict_that_share_memory_are_both_sent():
+    zeros = torch.zeros(4)
+    assert names({"a.bias": zeros, "b.bias": zeros}) == ["a.bias", "b.bias"]
+
+
+def test_views_of_one_memory_are_not_the_same_tensor():
+    whole = torch.arange(8.0)
+    source = {"lm_head.weight": whole[:4], "embed.weight": whole[4:], "all": whole}
+    assert names(source) == ["all", "embed.weight", "lm_head.weight"]
+
+
+def test_names_lose_what_wrappers_of_torch_wrote_into_them():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    compiled = torch.compile(model)  # compiles nothing until it is called
+    assert names(compiled) == names(compiled.state_dict()) == ["0.weight"]
+    assert names({"a._checkpoint_wrapped_module.w": torch.ones(1)}) == ["a.w"]
+
+
+def test_a_sharded_tensor_is_gathered():
+    class Sharded(torch.Tensor):
+        def full_tensor(self) -> torch.Tensor:
+            return torch.ones(4)
+
+    shard = torch.zeros(1).as_subclass(Sharded)
+    ((_, whole),) = tensors({"w": shard})
+    assert torch.equal(whole, torch.ones(4))
+
+
+def test_extra_state_is_left_out_and_other_strangers_are_refused():
+    assert names({"a": torch.ones(1), "block._extra_state": b"x"}) == ["a"]
+    with pytest.raises(Malformed, match="'b' is a list"):
+        names({"b": [1.0]})
+
+
+def test_a_source_that_can_be_read_only_once_is_refused():
+    with pytest.raises(ConfigError, match="give the callable"):
+        check(stream())
+    with pytest.raises(ConfigError, match="got int"):
+        check(3)

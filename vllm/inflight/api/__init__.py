@@ -1,0 +1,1 @@
+"""The doors: flags, HTTP routes, methods of LLM and AsyncLLM."""

@@ -1,0 +1,212 @@
+"""The control calls of an engine, or of all engines of a data-parallel group.
+
+Written once, for every door: HTTP, `AsyncLLM` and `LLM`. A call goes to every
+engine behind the door; an update is prepared on all before it is committed on
+any, and if one engine cannot commit, those that did go back.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from vllm.inflight.errors import InflightError, Malformed
+
+T = TypeVar("T")
+Reply = dict[str, Any]
+
+
+class Door(Protocol):
+    """How calls reach the engine cores."""
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+        """The envelopes of every engine, in engine order."""
+        ...
+
+
+class AsyncDoor:
+    """To engine cores in processes of their own, from an event loop."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+        """One utility call per engine, at the same time."""
+        replies: list[Reply] = await self._client.call_utility_all_async(
+            "inflight", method, body
+        )
+        return replies
+
+
+class SyncDoor:
+    """From `LLM`: to a core in this process, or in one of its own."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+        """Blocks; awaits nothing, so `run_sync` can drive it."""
+        core = getattr(self._client, "engine_core", None)
+        if core is None:
+            return [self._client.call_utility("inflight", method, body)]
+        gate = core.inflight_gate
+        answer = gate.turns.run(lambda: gate.call(method, body))
+        # A Future is completed by the watch, while whoever steps goes on.
+        return [answer.result() if hasattr(answer, "result") else answer]
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that awaits nothing but other such coroutines."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a blocking door has awaited something")
+
+
+class Control:
+    """What can be asked of the engines behind one door."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    async def start(self, **body: Any) -> Reply:
+        """Open an update on every engine, or on none."""
+        update_id = body.get("update_id")
+        if update_id is None:
+            # One id for all engines, so that each can be asked about it.
+            body["update_id"] = update_id = uuid.uuid4().hex
+        return await self._all_or_none("begin", body, update_id)
+
+    async def update(
+        self, update_info: Any, update_id: str | None = None, chunk: int | None = None
+    ) -> Reply:
+        """Have a chunk received; returns when every rank has loaded it.
+
+        A caller that numbers its chunks may repeat a call safely.
+        """
+        if not isinstance(update_info, dict | list):
+            raise Malformed("update_info must be an object, or a list of them")
+        body = {"update_info": update_info, "update_id": update_id, "chunk": chunk}
+        return await self._all_or_none("receive", body, update_id)
+
+    async def finish(
+        self,
+        weight_version: str | None = None,
+        *,
+        mode: str = "in_place",
+        flush_cache: bool = False,
+        expect_version: str | None = None,
+        update_id: str | None = None,
+    ) -> Reply:
+        """Verify, vote, and switch between two steps."""
+        sealed = await self._all_or_none("seal", {"update_id": update_id}, update_id)
+        body = {
+            "update_id": sealed["update_id"],
+            "weight_version": weight_version,
+            "mode": mode,
+            "flush_cache": flush_cache,
+            "expect_version": expect_version,
+        }
+        envelopes = await self._door.call("commit", body)
+        failed = [i for i, e in enumerate(envelopes) if "error" in e]
+        if failed and len(failed) < len(envelopes):
+            # Engines that did not commit answer that there is nothing to undo.
+            await self._door.call("undo", {"update_id": sealed["update_id"]})
+        return _merged(envelopes)
+
+    async def from_disk(
+        self,
+        path: str,
+        weight_version: str | None = None,
+        *,
+        mode: str = "in_place",
+        flush_cache: bool = False,
+        **options: Any,
+    ) -> Reply:
+        """All four phases with files that every engine's host can read."""
+        if not isinstance(path, str) or not path:
+            raise Malformed("path must be the path of a safetensors checkpoint")
+        started = await self.start(
+            transport="local", weight_version=weight_version, **options
+        )
+        update_id = started["update_id"]
+        if started["phase"] == "staging":
+            await self.update({"path": path}, update_id, chunk=0)
+        return await self.finish(
+            mode=mode, flush_cache=flush_cache, update_id=update_id
+        )
+
+    async def abort(self, update_id: str | None = None) -> Reply:
+        """Give an update up; nothing that is served changes."""
+        return await self._call("abort", update_id=update_id)
+
+    async def rollback(
+        self, to_version: str | None = None, *, mode: str = "in_place"
+    ) -> Reply:
+        """Serve the version served before again."""
+        return await self._call("rollback", to_version=to_version, mode=mode)
+
+    async def status(self, update_id: str | None = None) -> Reply:
+        """Where an update stands, or all that is known."""
+        return await self._call("status", update_id=update_id)
+
+    async def info(self) -> Reply:
+        """What is served."""
+        return await self._call("info")
+
+    async def paused(self) -> Reply:
+        """Whether decoding stands still, and in which mode."""
+        return await self._call("paused")
+
+    async def rename(self, weight_version: Any) -> Reply:
+        """Call what is served something else: a version without bytes."""
+        return await self._call("rename", weight_version=weight_version)
+
+    async def init_transport(self, init_info: Any) -> Reply:
+        """Connect the configured transport to its trainer."""
+        return await self._call("transport", order="init", init_info=init_info)
+
+    async def shutdown_transport(self) -> Reply:
+        """Let the trainer's connection go."""
+        return await self._call("transport", order="shutdown")
+
+    async def pause(self, mode: str = "abort", *, flush_cache: bool = False) -> Reply:
+        """Stop decoding between two steps."""
+        return await self._call("pause", mode=mode, flush_cache=flush_cache)
+
+    async def resume(self) -> Reply:
+        """Go on after a pause."""
+        return await self._call("resume")
+
+    async def _call(self, method: str, **body: Any) -> Reply:
+        return _merged(await self._door.call(method, body))
+
+    async def _all_or_none(
+        self, method: str, body: dict[str, Any], update_id: str | None
+    ) -> Reply:
+        envelopes = await self._door.call(method, body)
+        failed = [e for e in envelopes if "error" in e]
+        if failed and len(failed) < len(envelopes):
+            await self._door.call("abort", {"update_id": update_id})
+        return _merged(envelopes)
+
+
+def _merged(envelopes: list[Reply]) -> Reply:
+    """One engine's reply; of several, the first's with all under `engines`.
+
+    Raises the first engine's error, if any has one.
+    """
+    for index, envelope in enumerate(envelopes):
+        if "error" in envelope:
+            error = InflightError.from_dict(envelope["error"])
+            if len(envelopes) > 1:
+                error.message = f"engine {index} of {len(envelopes)}: {error.message}"
+            raise error
+    replies: list[Reply] = [envelope["ok"] for envelope in envelopes]
+    if len(replies) == 1:
+        return replies[0]
+    return replies[0] | {"engines": replies}

@@ -1,0 +1,164 @@
+"""The methods that `AsyncLLM` and `LLM` gain, and those of upstream's that become
+transactional. Each asks the engine through `Control`; the blocking ones drive
+the same coroutines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.inflight.api.control import AsyncDoor, Control, Reply, SyncDoor, run_sync
+from vllm.inflight.errors import Conflict, Malformed
+
+
+def control_of(engine: Any) -> Control:
+    """The control of an `AsyncLLM` or an `LLM`."""
+    llm_engine = getattr(engine, "llm_engine", None)
+    if llm_engine is not None:
+        return Control(SyncDoor(llm_engine.engine_core))
+    return Control(AsyncDoor(engine.engine_core))
+
+
+def _field(request: Any, name: str) -> Any:
+    """`name` of a request given as upstream's class, as its dict, or bare."""
+    if isinstance(request, dict):
+        return request.get(name, request)
+    found = getattr(request, name, None)
+    if found is None:
+        raise Malformed(f"the request has no {name}")
+    return found
+
+
+# Methods of AsyncLLM. Those of LLM are made from them, in `blocking`.
+
+
+async def init_weight_transfer_engine(self: Any, request: Any) -> None:
+    """Connect the configured transport; in the staging thread, tokens flow on."""
+    await control_of(self).init_transport(_field(request, "init_info"))
+
+
+async def shutdown_weight_transfer_engine(self: Any) -> None:
+    """Release the trainer's connection."""
+    await control_of(self).shutdown_transport()
+
+
+async def start_weight_update(self: Any, **options: Any) -> Reply:
+    """Open an update.
+
+    Args:
+        self: the engine.
+        **options: `update_id`, `weight_version`, `base_version`, `manifest`,
+            `deadline_s` and `allow_nonfinite` of `POST /start_weight_update`.
+
+    Returns:
+        `{"update_id", "phase"}`.
+
+    """
+    return await control_of(self).start(**options)
+
+
+async def start_draft_weight_update(self: Any) -> None:
+    """Refused: a drafter's weights cannot be staged in this release."""
+    del self
+    raise Conflict("draft models cannot be updated in flight in this release")
+
+
+async def update_weights(
+    self: Any,
+    request: Any,
+    update_id: str | None = None,
+    chunk: int | None = None,
+) -> Reply:
+    """Have a chunk received into the second set; returns when every rank has it."""
+    return await control_of(self).update(
+        _field(request, "update_info"), update_id, chunk
+    )
+
+
+async def finish_weight_update(
+    self: Any, weight_version: str | None = None, **options: Any
+) -> Reply:
+    """Verify, vote and switch; options are `mode`, `expect_version`, `update_id`."""
+    return await control_of(self).finish(weight_version, **options)
+
+
+async def update_weights_from_disk(
+    self: Any,
+    path: str,
+    weight_version: str | None = None,
+    *,
+    mode: str = "in_place",
+    **options: Any,
+) -> Reply:
+    """Serve the checkpoint at `path`: stage, verify and commit in one call."""
+    return await control_of(self).from_disk(path, weight_version, mode=mode, **options)
+
+
+async def abort_weight_update(self: Any, update_id: str | None = None) -> Reply:
+    """Give an update up; what is served does not change."""
+    return await control_of(self).abort(update_id)
+
+
+async def rollback_weights(
+    self: Any, to_version: str | None = None, *, mode: str = "in_place"
+) -> Reply:
+    """Serve the version served before again, as fast as a commit."""
+    return await control_of(self).rollback(to_version, mode=mode)
+
+
+async def weight_update_status(self: Any, update_id: str | None = None) -> Reply:
+    """Phase, bytes staged and outcome of an update, or of all remembered."""
+    return await control_of(self).status(update_id)
+
+
+async def weight_info(self: Any) -> Reply:
+    """Version, digest and epoch that are served, and the version before."""
+    return await control_of(self).info()
+
+
+async def pause_generation(
+    self: Any,
+    *,
+    mode: str = "abort",
+    clear_cache: bool | None = None,
+    flush_cache: bool | None = None,
+) -> Reply:
+    """Pause between two steps; modes `in_place` (`keep`), `retract`, `abort`, `wait`.
+
+    `clear_cache` is upstream's argument with upstream's effect and default
+    (true): `keep` with it retracts and flushes. `flush_cache` is ours.
+    """
+    if flush_cache is None:
+        flush_cache = True if clear_cache is None else clear_cache
+        if mode == "keep" and flush_cache:
+            mode = "retract"
+    renderer = getattr(self, "renderer", None)
+    if flush_cache and renderer is not None:
+        await renderer.clear_mm_cache_async()
+    return await control_of(self).pause(mode, flush_cache=flush_cache)
+
+
+async def is_paused(self: Any) -> bool:
+    """Whether decoding stands still, in whatever mode."""
+    return bool((await control_of(self).paused())["is_paused"])
+
+
+async def continue_generation(self: Any) -> Reply:
+    """Go on after a pause; going on twice is going on once."""
+    return await control_of(self).resume()
+
+
+async def resume_generation(self: Any) -> None:
+    """Upstream's name for `continue_generation`."""
+    await control_of(self).resume()
+
+
+def blocking(method: Any) -> Any:
+    """The same method for `LLM`: it returns when the answer is there."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run_sync(method(self, *args, **kwargs))
+
+    call.__name__, call.__qualname__ = method.__name__, method.__qualname__
+    call.__doc__ = method.__doc__
+    return call

@@ -1,0 +1,250 @@
+"""The control routes of the HTTP server.
+
+They are attached to vLLM's own application, replace upstream's routes of the
+same path, and need a key or a caller on this host (see auth.py). Every error is
+`{"error": {"code", "message", …}}` with the status of its kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from vllm.inflight.api import auth
+from vllm.inflight.api.control import Control, Reply
+from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.methods import pause_generation as pause_engine
+from vllm.inflight.errors import InflightError, Malformed, UpstreamChanged
+from vllm.inflight.update import MAX_MANIFEST_BYTES
+
+Handler = Callable[[Any, dict[str, Any]], Awaitable[Reply]]
+
+
+def _control(engine: Any) -> Control:
+    return control_of(engine)
+
+
+async def _pause(engine: Any, body: dict[str, Any]) -> Reply:
+    """Upstream's `/pause?mode=&clear_cache=`, with all our modes."""
+    clear = body.get("clear_cache", True)
+    if isinstance(clear, str):  # a query parameter
+        clear = {"true": True, "1": True, "false": False, "0": False}.get(clear.lower())
+    if not isinstance(clear, bool):
+        raise Malformed("clear_cache must be true or false")
+    reply: Reply = await pause_engine(
+        engine, mode=body.get("mode", "abort"), clear_cache=clear
+    )
+    return reply | {"status": "paused"}
+
+
+async def _pause_generation(engine: Any, body: dict[str, Any]) -> Reply:
+    mode = body.get("mode", "abort")
+    flush = body.get("flush_cache", False)
+    if not isinstance(flush, bool):
+        raise Malformed("flush_cache must be true or false")
+    return await pause_engine(engine, mode=mode, flush_cache=flush)
+
+
+async def _resume(engine: Any, body: dict[str, Any]) -> Reply:
+    return await _control(engine).resume() | {"status": "resumed"}
+
+
+async def _is_paused(engine: Any, body: dict[str, Any]) -> Reply:
+    return await _control(engine).paused()
+
+
+async def _init(engine: Any, body: dict[str, Any]) -> Reply:
+    await _control(engine).init_transport(_needed(body, "init_info"))
+    return {"message": "Weight transfer initialized"}
+
+
+async def _shutdown(engine: Any, body: dict[str, Any]) -> Reply:
+    await _control(engine).shutdown_transport()
+    return {"message": "Weight transfer shut down"}
+
+
+async def _start(engine: Any, body: dict[str, Any]) -> Reply:
+    allowed = (
+        "update_id",
+        "weight_version",
+        "base_version",
+        "manifest",
+        "deadline_s",
+        "allow_nonfinite",
+    )
+    return await _control(engine).start(**_only(body, allowed))
+
+
+async def _update(engine: Any, body: dict[str, Any]) -> Reply:
+    info = _needed(body, "update_info")
+    return await _control(engine).update(info, body.get("update_id"), body.get("chunk"))
+
+
+async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
+    allowed = ("weight_version", "mode", "flush_cache", "expect_version", "update_id")
+    return await _control(engine).finish(**_only(body, allowed))
+
+
+async def _from_disk(engine: Any, body: dict[str, Any]) -> Reply:
+    """SGLang names the field `model_path`; `path` is ours."""
+    body = dict(body)
+    path = body.pop("path", None) or body.pop("model_path", None)
+    allowed = (
+        "weight_version",
+        "mode",
+        "flush_cache",
+        "update_id",
+        "base_version",
+        "manifest",
+        "deadline_s",
+        "allow_nonfinite",
+    )
+    reply = await _control(engine).from_disk(path, **_only(body, allowed))
+    return reply | {"success": True, "message": "weights updated"}
+
+
+async def _abort(engine: Any, body: dict[str, Any]) -> Reply:
+    return await _control(engine).abort(body.get("update_id"))
+
+
+async def _rollback(engine: Any, body: dict[str, Any]) -> Reply:
+    return await _control(engine).rollback(**_only(body, ("to_version", "mode")))
+
+
+async def _status(engine: Any, body: dict[str, Any]) -> Reply:
+    return await _control(engine).status(body.get("update_id"))
+
+
+async def _info(engine: Any, body: dict[str, Any]) -> Reply:
+    return await _control(engine).info()
+
+
+async def _rename(engine: Any, body: dict[str, Any]) -> Reply:
+    version = _needed(body, "new_version")
+    await _control(engine).rename(version)
+    return {"success": True, "new_version": version}
+
+
+async def _world_size(engine: Any, body: dict[str, Any]) -> Reply:
+    parallel = engine.vllm_config.parallel_config
+    across = str(body.get("include_dp", "true")).lower() != "false"
+    return {
+        "world_size": parallel.world_size_across_dp if across else parallel.world_size
+    }
+
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", "/pause"): _pause,
+    ("POST", "/resume"): _resume,
+    ("GET", "/is_paused"): _is_paused,
+    ("POST", "/pause_generation"): _pause_generation,
+    ("POST", "/continue_generation"): _resume,
+    ("POST", "/init_weight_transfer_engine"): _init,
+    ("POST", "/shutdown_weight_transfer_engine"): _shutdown,
+    ("POST", "/start_weight_update"): _start,
+    ("POST", "/update_weights"): _update,
+    ("POST", "/finish_weight_update"): _finish,
+    ("POST", "/abort_weight_update"): _abort,
+    ("POST", "/rollback_weights"): _rollback,
+    ("GET", "/weight_update"): _status,
+    ("GET", "/weight_update/{update_id}"): _status,
+    ("GET", "/weight_info"): _info,
+    ("POST", "/update_weights_from_disk"): _from_disk,
+    ("POST", "/update_weight_version"): _rename,
+    ("GET", "/get_world_size"): _world_size,
+}
+"""Every control route: method and path → handler."""
+
+
+class InflightEndpoints:
+    """The endpoint plugin that attaches the routes; see upstream's interface."""
+
+    name = "inflight"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add our routes; upstream then lets them replace its own."""
+        router = APIRouter(tags=["weight updates"])
+        for (method, path), handler in ROUTES.items():
+            router.add_api_route(
+                path,
+                _endpoint(handler),
+                methods=[method],
+                name=handler.__name__.strip("_"),
+                summary=(handler.__doc__ or "").strip() or None,
+            )
+        app.include_router(router)
+        self._app = app
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Make sure that upstream routes to us: its own routes need no key."""
+        check_routing(self._app)
+
+
+def check_routing(app: FastAPI) -> None:
+    """Raise unless every control path is answered by us first."""
+    for method, path in ROUTES:
+        for route in app.routes:
+            if getattr(route, "path", None) == path and method in (
+                getattr(route, "methods", None) or ()
+            ):
+                endpoint = getattr(route, "endpoint", None)
+                if getattr(endpoint, "__module__", None) != __name__:
+                    raise UpstreamChanged(
+                        f"{method} {path} is not answered by vllm-inflight: FastAPI "
+                        "no longer lets plugin routes replace earlier ones"
+                    )
+                break
+
+
+def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[JSONResponse]]:
+    async def endpoint(request: Request) -> JSONResponse:
+        try:
+            auth.check(request)
+            body = await _body(request)
+            engine = request.app.state.engine_client
+            return JSONResponse(await handler(engine, body))
+        except InflightError as error:
+            return JSONResponse({"error": error.to_dict()}, error.status)
+
+    return endpoint
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """Path, query and JSON body as one object."""
+    raw = b""
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise Malformed(f"the body is larger than {MAX_MANIFEST_BYTES} bytes")
+    body: Any = {}
+    if raw.strip():
+        try:
+            body = json.loads(raw)
+            if b"\\ud" in raw.lower():
+                # An escape of half a character cannot be said again in a reply.
+                json.dumps(body, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise Malformed(f"the body is not JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise Malformed("the body must be a JSON object")
+    return {**request.query_params, **body, **request.path_params}
+
+
+def _needed(body: dict[str, Any], field: str) -> Any:
+    if field not in body:
+        raise Malformed(f"the body needs the field {field!r}")
+    return body[field]
+
+
+def _only(body: dict[str, Any], allowed: tuple[str, ...]) -> dict[str, Any]:
+    for field in body:
+        if field not in allowed:
+            raise Malformed(
+                f"unknown field {field!r}; this route takes {', '.join(allowed)}"
+            )
+    return {field: body[field] for field in allowed if body.get(field) is not None}

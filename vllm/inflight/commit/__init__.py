@@ -1,0 +1,1 @@
+"""How the two sets change places, and the ledger of updates."""

@@ -1,0 +1,221 @@
+"""The ledger of an engine's updates: one active at a time, the last ones kept.
+
+Every move of an update goes through `Ledger.move` and so through the table in
+update.py. The ledger is plain data behind one lock: the engine core's main
+thread and the thread that watches the ranks both use it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.inflight.errors import (
+    Conflict,
+    InflightError,
+    Malformed,
+    UnknownUpdate,
+    UpdateBusy,
+    WrongPhase,
+)
+from vllm.inflight.update import (
+    ACTIVE,
+    MOVES,
+    Manifest,
+    Phase,
+    check_label,
+    fingerprint,
+)
+
+NUM_OUTCOMES_KEPT = 64
+
+
+@dataclass(slots=True)
+class Update:
+    """One update of one engine."""
+
+    update_id: str
+    serial: int
+    """Counts updates of this engine; ranks know an update by it."""
+    fingerprint: str
+    """Of the request that began it, to tell a repeated call from another one."""
+    label: str | None
+    manifest: Manifest | None
+    """What its trainer announced; let go when the update ends."""
+    step: int | None
+    deadline: float
+    """On the monotonic clock, in seconds."""
+    phase: Phase = Phase.OPEN
+    began: float = field(default_factory=time.monotonic)
+    staged: float | None = None
+    ended: float | None = None
+    num_orders: int = 0
+    num_chunks: int = 0
+    sealed: bool = False
+    digest: str | None = None
+    """What every rank staged, once they agree."""
+    error: InflightError | None = None
+    pending: Future[dict[str, Any]] | None = None
+    """Its commit, while that waits for running requests."""
+    result: dict[str, Any] | None = None
+    """The reply of its commit, given again to whoever asks again."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it holds the second set of weights."""
+        return self.phase in ACTIVE
+
+    def seconds(self) -> dict[str, float]:
+        """How long each part took, in seconds."""
+        end = self.ended or time.monotonic()
+        parts = {"total": end - self.began}
+        if self.staged is not None:
+            parts["staging"] = self.staged - self.began
+        return {name: round(value, 6) for name, value in parts.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `/weight_update` reports it."""
+        report: dict[str, Any] = {
+            "update_id": self.update_id,
+            "phase": self.phase.value,
+            "weight_version": self.label,
+            "seconds": self.seconds(),
+        }
+        if self.step is not None:
+            report["step"] = self.step
+        if self.error is not None:
+            report["error"] = self.error.to_dict()
+        if self.result is not None:
+            report["result"] = self.result
+        return report
+
+
+class Ledger:
+    """All updates of one engine."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._updates: OrderedDict[str, Update] = OrderedDict()
+        self._serial = 0
+
+    @property
+    def active(self) -> Update | None:
+        """The update that holds the second set, if any."""
+        with self._lock:
+            return self._active()
+
+    def last(self) -> Update | None:
+        """The update begun last, if any."""
+        with self._lock:
+            return next(reversed(self._updates.values()), None)
+
+    def next_serial(self) -> int:
+        """A number no order to the ranks has carried before."""
+        with self._lock:
+            self._serial += 1
+            return self._serial
+
+    def begin(self, body: dict[str, Any], deadline_s: float) -> tuple[Update, bool]:
+        """Open an update; (update, whether it is new).
+
+        The same id with the same body is the same update, however it stands.
+        """
+        update_id = body.get("update_id") or uuid.uuid4().hex
+        if not isinstance(update_id, str) or len(update_id) > 128:
+            raise Malformed("update_id must be a string of at most 128 characters")
+        label = check_label(body.get("weight_version"))
+        manifest = body.get("manifest")
+        parsed = None if manifest is None else Manifest.parse(manifest)
+        mark = fingerprint(body)
+        with self._lock:
+            known = self._updates.get(update_id)
+            if known is not None:
+                if known.fingerprint == mark:
+                    return known, False
+                raise Conflict(
+                    f"update {update_id!r} was begun with another body; "
+                    "use a new update_id",
+                    phase=known.phase.value,
+                    update_id=update_id,
+                )
+            if (active := self._active()) is not None:
+                raise UpdateBusy(
+                    f"update {active.update_id!r} is {active.phase.value}; it must "
+                    "finish or be aborted before another begins",
+                    phase=active.phase.value,
+                    update_id=active.update_id,
+                )
+            self._serial += 1
+            update = Update(
+                update_id,
+                self._serial,
+                mark,
+                label,
+                parsed,
+                None if parsed is None else parsed.step,
+                time.monotonic() + deadline_s,
+            )
+            self._updates[update_id] = update
+            while len(self._updates) > NUM_OUTCOMES_KEPT:
+                self._updates.popitem(last=False)
+            return update, True
+
+    def find(self, update_id: str | None) -> Update:
+        """The update with that id; with no id, the active or the last one."""
+        with self._lock:
+            if update_id is None:
+                found = self._active() or next(reversed(self._updates.values()), None)
+                if found is None:
+                    raise WrongPhase("no weight update was started")
+                return found
+            if update_id not in self._updates:
+                raise UnknownUpdate(
+                    f"no update {update_id!r} is known here", update_id=update_id
+                )
+            return self._updates[update_id]
+
+    def require(self, update_id: str | None, *phases: Phase) -> Update:
+        """`find`, in one of `phases`; raises `WrongPhase`, or its own failure."""
+        update = self.find(update_id)
+        if update.phase not in phases:
+            if update.error is not None:
+                raise update.error
+            raise WrongPhase(
+                f"update {update.update_id!r} is {update.phase.value}; this call "
+                f"needs it {' or '.join(p.value for p in phases)}",
+                phase=update.phase.value,
+                update_id=update.update_id,
+            )
+        return update
+
+    def move(
+        self, update: Update, phase: Phase, error: InflightError | None = None
+    ) -> bool:
+        """Make one move of the table; False if it is not legal from here."""
+        with self._lock:
+            if phase not in MOVES[update.phase]:
+                return False
+            update.phase = phase
+            now = time.monotonic()
+            if phase is Phase.STAGED:
+                update.staged = now
+            if phase in (Phase.COMMITTED, Phase.ABORTED):
+                update.ended = now
+                update.manifest = None
+            if error is not None:
+                error.update_id, error.phase = update.update_id, phase.value
+                update.error = error
+            return True
+
+    def outcomes(self) -> list[dict[str, Any]]:
+        """All that is remembered, the newest first."""
+        with self._lock:
+            return [update.to_dict() for update in reversed(self._updates.values())]
+
+    def _active(self) -> Update | None:
+        return next((u for u in self._updates.values() if u.is_active), None)

@@ -1,0 +1,126 @@
+"""The knobs, each once: dataclass field, `vllm serve` flag and documentation.
+
+`vllm serve --inflight-staging host` and
+`LLM(additional_config={"inflight": {"staging": "host"}})` are the same setting:
+both travel to every process in vLLM's `additional_config["inflight"]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.inflight.errors import ConfigError
+
+ADMIN_KEY_ENV = "VLLM_INFLIGHT_ADMIN_KEY"
+
+
+def _knob(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    limits: tuple[float, float] | None = None,
+) -> Any:
+    metadata = {"doc": doc, "choices": choices, "limits": limits}
+    return field(default=default, metadata=metadata)
+
+
+def _is_within(value: Any, low: float, high: float) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return low <= value <= high
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InflightConfig:
+    """Configuration of vLLM in-flight, equal in every process of an engine."""
+
+    staging: str = _knob(
+        "auto",
+        "Where a new version grows beside the one served: 'host' (a second set "
+        "of weights in host memory; the choice of 'auto' on the CPU build), "
+        "'off' (no second set: weight updates are refused).",
+        choices=("auto", "host", "off"),
+    )
+    prefix_cache: str = _knob(
+        "versioned",
+        "'versioned': a new request never reads KV that other weights computed. "
+        "'shared': it may, as in upstream vLLM.",
+        choices=("versioned", "shared"),
+    )
+    update_deadline_s: float = _knob(
+        600.0,
+        "Most seconds from the start of an update to its commit; after that it "
+        "is aborted and serving goes on with the old weights. 0.1 to 86400.",
+        limits=(0.1, 86400),
+    )
+    stage_share: float = _knob(
+        0.07,
+        "Share of one core that staging may take from each rank while it decodes; "
+        "1 stages as fast as it can. An idle rank stages at full speed, and so "
+        "does one with half of the deadline gone. 0.01 to 1.",
+        limits=(0.01, 1),
+    )
+    verify: str = _knob(
+        "digest",
+        "'digest': compute the content digest of every tensor, compare it with "
+        "the manifest's and refuse NaN and Inf. 'off': check names, shapes, "
+        "dtypes and completeness only.",
+        choices=("digest", "off"),
+    )
+
+    def __post_init__(self) -> None:
+        for knob in dataclasses.fields(self):
+            value = getattr(self, knob.name)
+            choices, limits = knob.metadata["choices"], knob.metadata["limits"]
+            if choices and value not in choices:
+                raise ConfigError(
+                    f"inflight {knob.name} must be one of {', '.join(choices)}, "
+                    f"got {value!r}"
+                )
+            if limits is not None and not _is_within(value, *limits):
+                raise ConfigError(
+                    f"inflight {knob.name} must be a number from {limits[0]} to "
+                    f"{limits[1]}, got {value!r}"
+                )
+
+    @classmethod
+    def parse(cls, values: Any) -> InflightConfig:
+        """The configuration in `additional_config["inflight"]`.
+
+        Raises:
+            ConfigError: naming the field and what it may be.
+
+        """
+        if values is None:
+            return cls()
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"additional_config['inflight'] must be an object, got {values!r}"
+            )
+        known = [knob.name for knob in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(
+                    f"inflight {name} is not a field; fields are {', '.join(known)}"
+                )
+        return cls(**values)
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> InflightConfig:
+        """The configuration that a `VllmConfig` carries."""
+        extra = vllm_config.additional_config
+        return cls.parse(extra.get("inflight") if isinstance(extra, Mapping) else None)
+
+
+def admin_key() -> str | None:
+    """The key of the control routes, from the environment; never in a config.
+
+    `additional_config` is logged at start-up and hashed into cache keys, so a
+    secret has no place there: `--inflight-admin-key` sets this variable too.
+    """
+    return os.environ.get(ADMIN_KEY_ENV) or None

@@ -1,0 +1,1 @@
+"""What EngineCore and Scheduler gain: gate, pause, versioned cache."""

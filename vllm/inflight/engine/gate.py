@@ -1,0 +1,243 @@
+"""The gate: where an engine core lets a new version in, between two steps.
+
+It answers the control calls of one engine. Staging runs elsewhere and is only
+watched; a commit is one turn of the engine core: every rank flips, the label
+and the epoch change, requests are treated as its mode says, and the next step
+is scheduled with the new version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine.pause import Pauses
+from vllm.inflight.engine.ranks import Ranks
+from vllm.inflight.engine.served import Served
+from vllm.inflight.engine.turn import Turns
+from vllm.inflight.engine.updates import Updates
+from vllm.inflight.errors import (
+    InflightError,
+    Malformed,
+    NothingToRollBack,
+    UpdateBusy,
+    VersionConflict,
+    WrongPhase,
+)
+from vllm.inflight.update import PauseMode, Phase, Version, check_label
+
+logger = upstream.init_logger(__name__)
+
+
+class Gate:
+    """Control of one engine core."""
+
+    def __init__(self, core: Any) -> None:
+        config = core.vllm_config
+        self._core = core
+        self._config = InflightConfig.of(config)
+        self.num_ranks = config.parallel_config.world_size
+        self._ranks = Ranks(core.model_executor, self.num_ranks)
+        self._served = Served(
+            core,
+            self._ranks,
+            versioned_cache=self._config.prefix_cache == "versioned",
+        )
+        self.updates = Updates(core, self._ranks, self._served)
+        self.in_process = not hasattr(core, "input_queue")
+        """Whether the engine steps in its caller's process, without a loop."""
+        self.farewells: list[str] = []
+        """Ids of requests aborted in an engine without an output queue."""
+        self.turns = Turns(self.rouse)
+        self.pauses = Pauses(core, self)
+        if self._ranks.reason is not None:
+            logger.error(
+                "weights of this engine cannot be updated in flight: %s",
+                self._ranks.reason,
+            )
+
+    # ------------------------------------------------------------ the calls
+    def call(self, method: str, body: dict[str, Any]) -> Any:
+        """Answer a control call: `{"ok": …}`, `{"error": …}`, or a Future of one.
+
+        Errors travel as data, so that they keep their type on the way out.
+        """
+        handler = _CALLS.get(method)
+        try:
+            if handler is None:
+                raise Malformed(f"no control call named {method!r}")
+            answer = handler(self, body)
+        except InflightError as error:
+            return {"error": error.to_dict()}
+        if not isinstance(answer, Future):
+            return {"ok": answer}
+        reply: Future[dict[str, Any]] = Future()
+        answer.add_done_callback(lambda done: reply.set_result(_envelope(done)))
+        return reply
+
+    def commit(self, body: dict[str, Any]) -> Any:
+        """Switch to the staged version; the reply of `/finish_weight_update`."""
+        update = self.updates.ledger.require(
+            body.get("update_id"), Phase.STAGED, Phase.COMMITTED
+        )
+        label = check_label(body.get("weight_version"))
+        if update.label is not None and label not in (None, update.label):
+            raise VersionConflict(
+                f"update {update.update_id!r} was begun for version "
+                f"{update.label!r}, finished as {label!r}; it stays staged",
+                update_id=update.update_id,
+            )
+        if update.phase is Phase.COMMITTED:
+            return update.result
+        if update.pending is not None and not update.pending.done():
+            return update.pending
+        self._served.expect(body.get("expect_version"), "expect_version")
+        mode = PauseMode.parse(body.get("mode") or "in_place")
+        flush_cache = bool(body.get("flush_cache"))
+        self.pauses.check_commit(mode, flush_cache=flush_cache)
+
+        def switch() -> dict[str, Any]:
+            # Running requests were waited for: it may have ended meanwhile.
+            self.updates.ledger.require(update.update_id, Phase.STAGED)
+            facts = self._served.advance(update.label or label, update)
+            facts |= self.pauses.treat(mode, flush_cache=flush_cache)
+            self.updates.ledger.move(update, Phase.COMMITTED)
+            update.label = self.version.label
+            seconds = update.seconds() | {"flip": facts.pop("flip_s")}
+            update.result = (
+                self.version.to_dict()
+                | facts
+                | {"update_id": update.update_id, "seconds": seconds}
+            )
+            logger.info(
+                "weights %r (epoch %d) are live: %.3f s after the start of the "
+                "update, gap %.2f ms",
+                self.version.label,
+                self.version.epoch,
+                seconds["total"],
+                facts["gap_ms"],
+            )
+            return update.result
+
+        answer = self.pauses.between_requests(mode, switch)
+        if isinstance(answer, Future):
+            update.pending = answer
+        return answer
+
+    def rollback(self, body: dict[str, Any]) -> Any:
+        """Serve the version served before again: a commit of the old set."""
+        if (active := self.updates.ledger.active) is not None:
+            raise UpdateBusy(
+                f"update {active.update_id!r} is {active.phase.value}; abort it first",
+                update_id=active.update_id,
+            )
+        before = self._served.before
+        if before is None:
+            raise NothingToRollBack("the version served before is not held any more")
+        if body.get("to_version") not in (None, before.label):
+            raise VersionConflict(
+                f"held for a rollback is version {before.label!r}, "
+                f"not {body['to_version']!r}"
+            )
+        mode = PauseMode.parse(body.get("mode") or "in_place")
+        self.pauses.check_commit(mode)
+
+        def switch() -> dict[str, Any]:
+            left = self._served.update
+            facts = self._served.go_back() | self.pauses.treat(mode)
+            if left is not None:
+                self.updates.ledger.move(left, Phase.ROLLED_BACK)
+            logger.info("rolled back to weights %r", self.version.label)
+            return self.version.to_dict() | facts
+
+        return self.pauses.between_requests(mode, switch)
+
+    def undo(self, body: dict[str, Any]) -> Any:
+        """Take back a commit that other engines could not follow."""
+        update = self.updates.ledger.require(body.get("update_id"), Phase.COMMITTED)
+        if update is not self._served.update:
+            raise WrongPhase(f"update {update.update_id!r} is not what is served")
+        return self.rollback({})
+
+    def info(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What is served: version, digest, epoch, and the version before."""
+        del body
+        before = self._served.before
+        previous = None if before is None else before.to_dict()
+        return self.version.to_dict() | {"previous": previous}
+
+    def rename(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Call the weights served something else: a version without bytes."""
+        label = check_label(body.get("weight_version"))
+        if label is None:
+            raise Malformed("weight_version is missing")
+        self._served.rename(label)
+        return self.version.to_dict()
+
+    def pause(self, body: dict[str, Any]) -> Any:
+        """Pause in one of the modes of pause.py."""
+        return self.pauses.pause(
+            PauseMode.parse(body.get("mode") or "abort"),
+            flush_cache=bool(body.get("flush_cache")),
+        )
+
+    def resume(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Go on after a pause; going on twice is going on once."""
+        del body
+        return self.pauses.resume()
+
+    def paused(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Whether decoding stands still, and in which mode."""
+        del body
+        return self.pauses.state()
+
+    def close(self) -> None:
+        """End the watch and give the board back."""
+        self.updates.close()
+        self._ranks.close()
+
+    @property
+    def version(self) -> Version:
+        """What is served now."""
+        return self._served.version
+
+    # --------------------------------------------------------------- helpers
+    def rouse(self) -> None:
+        """Make the loop of an engine with its own process look for work."""
+        if not self.in_process:
+            self._core.input_queue.put_nowait(
+                (upstream.EngineCoreRequestType.WAKEUP, None)
+            )
+
+
+def _envelope(done: Future[Any]) -> dict[str, Any]:
+    error = done.exception()
+    if error is None:
+        return {"ok": done.result()}
+    if isinstance(error, InflightError):
+        return {"error": error.to_dict()}
+    logger.error("a control call failed", exc_info=error)
+    return {
+        "error": {"code": "engine_fault", "message": f"{type(error).__name__}: {error}"}
+    }
+
+
+_CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "begin": lambda gate, body: gate.updates.begin(body),
+    "receive": lambda gate, body: gate.updates.receive(body),
+    "seal": lambda gate, body: gate.updates.seal(body),
+    "commit": Gate.commit,
+    "rollback": Gate.rollback,
+    "abort": lambda gate, body: gate.updates.abort(body),
+    "status": lambda gate, body: gate.updates.status(body),
+    "info": Gate.info,
+    "rename": Gate.rename,
+    "transport": lambda gate, body: gate.updates.transport(body),
+    "pause": Gate.pause,
+    "resume": Gate.resume,
+    "paused": Gate.paused,
+    "undo": Gate.undo,
+}

@@ -1,0 +1,130 @@
+"""The ranks of an engine, as its core sees them: orders, notices, the flip.
+
+Orders go out as RPCs that only enqueue; what the ranks make of them is read
+from the board. The one RPC that is waited for is the flip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.errors import (
+    EngineFault,
+    InflightError,
+    StagingUnavailable,
+    WeightsMismatch,
+)
+from vllm.inflight.stage.board import Board
+
+logger = upstream.init_logger(__name__)
+
+
+class Ranks:
+    """All TP × PP ranks of one engine."""
+
+    def __init__(self, executor: Any, num_ranks: int) -> None:
+        self._executor = executor
+        self._board = Board.create(num_ranks)
+        try:
+            replies = self._call("inflight_attach", self._board.path, num_ranks)
+        finally:
+            self._board.unlink()
+        self.reason: str | None = next(
+            (reply["reason"] for reply in replies if reply["reason"]), None
+        )
+        self.nbytes = sum(reply["bytes"] for reply in replies)
+
+    def require_staging(self) -> None:
+        """Raise `StagingUnavailable` if these weights cannot be updated in flight."""
+        if self.reason is not None:
+            raise StagingUnavailable(
+                f"weights of this engine cannot be updated in flight: {self.reason}"
+            )
+
+    def order(self, serial: int, order: str, payload: Any = None) -> None:
+        """Give every rank an order; does not wait for it to be carried out."""
+        self._executor.collective_rpc(
+            "inflight_order", args=(serial, order, payload), non_block=True
+        )
+
+    def cancel(self, serial: int) -> None:
+        """Make every rank stop working on update `serial`."""
+        self._board.cancel(serial)
+
+    def flip(self) -> float:
+        """Exchange live and staged weights on every rank, or on none.
+
+        Returns the longest time a rank took, in seconds.
+        """
+        replies = self._raw("inflight_flip")
+        failed = [r["error"] for r in replies if "error" in r]
+        if not failed:
+            return max(reply["ok"] for reply in replies)
+        # A flip is its own inverse: those that flipped flip back. A failed flip
+        # has checked its pairs before it moved the first of them.
+        if len(failed) < len(replies):
+            self._flip_back([rank for rank, r in enumerate(replies) if "ok" in r])
+        raise EngineFault(f"the flip failed on {len(failed)} rank(s): {failed[0]}")
+
+    def notices(self) -> list[dict[str, Any]]:
+        """What every rank posted last, in rank order."""
+        return self._board.read_all()
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes whenever a rank has posted."""
+        return self._board.stamp()
+
+    def close(self) -> None:
+        """Give the board back."""
+        self._board.close()
+
+    def _flip_back(self, ranks: list[int]) -> None:
+        replies = self._raw("inflight_flip", ranks)
+        if any("error" in reply for reply in replies):
+            # Some ranks serve the new weights, some the old: stop here and now.
+            raise SystemExit(
+                "vllm-inflight: ranks serve different weights after a failed flip "
+                f"and could not be flipped back: {replies}"
+            )
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        replies = self._raw(method, *args)
+        for reply in replies:
+            if "error" in reply:
+                raise EngineFault(f"{method} failed: {reply['error']}")
+        return [reply["ok"] for reply in replies]
+
+    def _raw(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        replies: list[dict[str, Any]] = self._executor.collective_rpc(method, args=args)
+        return replies
+
+
+def verdict(notices: list[dict[str, Any]], serial: int) -> InflightError | str | None:
+    """What the ranks' notices on update `serial` amount to.
+
+    An error if any rank failed, the common state if all ranks agree, None while
+    they do not yet. One no is a no of all.
+    """
+    current = [n for n in notices if n.get("serial") == serial]
+    for notice in current:
+        if notice["state"] == "failed":
+            return InflightError.from_dict(notice["error"])
+    if len(current) < len(notices):
+        return None
+    states = {notice["state"] for notice in current}
+    return states.pop() if len(states) == 1 else None
+
+
+def agree(notices: list[dict[str, Any]]) -> InflightError | str:
+    """The digest all ranks staged, or why they do not agree."""
+    digests = {notice["digest"] for notice in notices}
+    if len(digests) > 1:
+        return WeightsMismatch(f"the ranks received different weights: {digests}")
+    unused = set.intersection(*(set(notice["unfilled"]) for notice in notices))
+    if unused:
+        names = sorted(unused)
+        return WeightsMismatch(
+            f"unknown: no parameter is filled by {', '.join(names[:8])}", tensors=names
+        )
+    return str(digests.pop())

@@ -1,0 +1,86 @@
+"""What an engine serves, and the one turn in which that changes.
+
+The version, the epoch, the set held as the way back, and the labels and salts
+of the scheduler change together here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.inflight.commit.transaction import Update
+from vllm.inflight.engine.ranks import Ranks
+from vllm.inflight.errors import VersionConflict
+from vllm.inflight.update import Version
+
+
+class Served:
+    """The version served by one engine core, and the one before it."""
+
+    def __init__(self, core: Any, ranks: Ranks, *, versioned_cache: bool) -> None:
+        self._core = core
+        self._ranks = ranks
+        self._versioned_cache = versioned_cache
+        self._epoch = 0
+        self._cache_epoch = 0
+        self.version = Version()
+        self.update: Update | None = None
+        """The update that `version` came with; None for the weights of the start."""
+        self._before: tuple[Version, Update | None] | None = None
+
+    @property
+    def before(self) -> Version | None:
+        """The version that a rollback returns to; None if it is not held."""
+        return None if self._before is None else self._before[0]
+
+    def forget_before(self) -> None:
+        """The ranks are about to write over the set served before."""
+        self._before = None
+
+    def expect(self, label: Any, field: str) -> None:
+        """Raise `VersionConflict` unless `label` is None or what is served."""
+        if label is not None and label != self.version.label:
+            raise VersionConflict(
+                f"{field} is {label!r}, served is {self.version.label!r}"
+            )
+
+    def advance(self, label: str | None, update: Update) -> dict[str, Any]:
+        """Serve what `update` has staged; returns the facts of the switch."""
+        held = (self.version, self.update)
+        facts = self._flip(label, update.digest, update.step)
+        self._before, self.update = held, update
+        return facts
+
+    def go_back(self) -> dict[str, Any]:
+        """Serve the version before again; the one left becomes the one before."""
+        assert self._before is not None
+        held = (self.version, self.update)
+        version, update = self._before
+        facts = self._flip(version.label, version.digest, version.step)
+        self._before, self.update = held, update
+        return facts
+
+    def rename(self, label: str) -> None:
+        """Call what is served something else: a new version of the same bytes."""
+        self._take_on(label, self.version.digest, self.version.step)
+
+    def _flip(
+        self, label: str | None, digest: str | None, step: int | None
+    ) -> dict[str, Any]:
+        started = time.perf_counter()
+        flip_s = self._ranks.flip()
+        if self._versioned_cache:
+            self._cache_epoch += 1
+        self._take_on(label, digest, step)
+        switch_ms = (time.perf_counter() - started) * 1e3
+        return {"gap_ms": round(switch_ms, 3), "flip_s": round(flip_s, 6)}
+
+    def _take_on(self, label: str | None, digest: str | None, step: int | None) -> None:
+        """Label and salt from the next step on; nothing ran since the flip."""
+        self._epoch += 1
+        label = label if label is not None else f"update-{self._epoch}"
+        self.version = Version(label, self._epoch, digest, step, time.time())
+        self._core._weight_version = label
+        self._core.scheduler.inflight_version = self.version
+        self._core.scheduler.inflight_cache_epoch = self._cache_epoch

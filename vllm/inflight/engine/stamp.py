@@ -1,0 +1,30 @@
+"""The stamp of a step: which version sampled its tokens, as one string.
+
+Upstream carries one string per step, `EngineCoreOutputs.weight_version`, from
+the engine to the output processor. The stamp puts label and epoch into it, so
+that two updates with one label stay apart, and takes them out again there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SEPARATOR = "\x1f"
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Label and epoch of the version that a step was scheduled with."""
+
+    label: str
+    epoch: int
+
+    def encode(self) -> str:
+        """As it travels."""
+        return f"{self.epoch}{SEPARATOR}{self.label}"
+
+    @classmethod
+    def decode(cls, text: str) -> Stamp:
+        """The stamp in `text`; a plain label, from elsewhere, has epoch 0."""
+        epoch, separator, label = text.partition(SEPARATOR)
+        return cls(label, int(epoch)) if separator else cls(text, 0)

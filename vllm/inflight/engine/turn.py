@@ -1,0 +1,72 @@
+"""Turns: calls from other threads that run between two steps of an engine.
+
+An engine with its own process steps on its main thread and takes calls from a
+queue between steps. An engine in the caller's process steps whenever somebody
+asks it for output; another thread must then neither call into the middle of a
+step nor wait for a step that nobody makes. So a turn is queued: whoever steps
+next runs it first, and if nobody steps, the thread that asked runs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+POLL_S = 0.001
+
+
+class Turns:
+    """The turns of one engine core."""
+
+    def __init__(self, wake: Callable[[], None] | None = None) -> None:
+        self._wake = wake
+        """Rouses the main thread of an engine with its own process."""
+        self._lock = threading.RLock()
+        self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Have `call` run between two steps; returns at once."""
+        future: Future[Any] = Future()
+        self._queue.append((future, call))
+        if self._wake is not None:
+            self._wake()
+        return future
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Run `call` between two steps and wait for its result.
+
+        For engines in the caller's process only.
+        """
+        future = self.submit(call)
+        while not future.done():
+            # The stepping thread holds the lock for a step at a time and takes
+            # it again at once, so waiting for the lock alone could take for ever.
+            if self._lock.acquire(timeout=POLL_S):
+                try:
+                    self.drain()
+                finally:
+                    self._lock.release()
+        return future.result()
+
+    def drain(self) -> None:
+        """Run what is queued; on the thread that steps, between two steps."""
+        while self._queue:
+            try:
+                future, call = self._queue.popleft()
+            except IndexError:
+                return
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around whatever touches the scheduler in the caller's process."""
+        with self._lock:
+            self.drain()
+            yield

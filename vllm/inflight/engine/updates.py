@@ -1,0 +1,159 @@
+"""The updates of an engine, from their beginning to the vote.
+
+These calls order the ranks about and return; nothing here waits for a rank, and
+nothing here touches what is served.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.inflight.commit.transaction import Ledger, Update
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine.ranks import Ranks
+from vllm.inflight.engine.served import Served
+from vllm.inflight.engine.watch import Watch
+from vllm.inflight.errors import Malformed, NoTransport, UpdateBusy, WrongPhase
+from vllm.inflight.update import Phase
+
+
+class Updates:
+    """The updates of one engine core."""
+
+    def __init__(self, core: Any, ranks: Ranks, served: Served) -> None:
+        self._config = InflightConfig.of(core.vllm_config)
+        self._has_transport = core.vllm_config.weight_transfer_config is not None
+        self._ranks = ranks
+        self._served = served
+        self.ledger = Ledger()
+        self._watch = Watch(ranks, self.ledger)
+
+    def begin(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Open an update; replies `{"update_id", "phase"}`."""
+        self._ranks.require_staging()
+        transport = body.get("transport", "configured")
+        if transport == "configured":
+            self._require_transport()
+        deadline_s = body.get("deadline_s") or self._config.update_deadline_s
+        if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float):
+            raise Malformed(f"deadline_s must be a number, got {deadline_s!r}")
+        self._served.expect(body.get("base_version"), "base_version")
+        update, is_new = self.ledger.begin(body, float(deadline_s))
+        if is_new:
+            self._watch.start(update)
+            self._ranks.order(
+                update.serial,
+                "begin",
+                {
+                    "manifest": body.get("manifest"),
+                    "transport": transport,
+                    "allow_nonfinite": bool(body.get("allow_nonfinite")),
+                    "deadline_s": float(deadline_s),
+                },
+            )
+            self._order_sent(update)
+            self.ledger.move(update, Phase.STAGING)
+            self._served.forget_before()
+        return {"update_id": update.update_id, "phase": update.phase.value}
+
+    def receive(self, body: dict[str, Any]) -> Any:
+        """Have a chunk received; the Future is done when every rank has it.
+
+        A chunk with a number is received once, however often it is asked for.
+        """
+        chunk = body.get("chunk")
+        update = self.ledger.find(body.get("update_id"))
+        if chunk is not None and chunk != update.num_chunks:
+            if type(chunk) is not int or not 0 <= chunk < update.num_chunks:
+                raise Malformed(
+                    f"chunk must be the next number, {update.num_chunks}, or one "
+                    f"sent before, got {chunk!r}"
+                )
+            if update.phase in (Phase.STAGED, Phase.COMMITTED):
+                return self._report(update)
+        else:
+            self.ledger.require(update.update_id, Phase.STAGING)
+            if update.sealed:
+                raise WrongPhase(f"update {update.update_id!r} is being finished")
+            self._ranks.order(update.serial, "receive", body.get("update_info"))
+            update.num_chunks += 1
+            self._order_sent(update)
+        return self._watch.when_received(update)
+
+    def seal(self, body: dict[str, Any]) -> Any:
+        """Close the stream and verify; done when every rank has voted.
+
+        Repeating it for an update that has ended needs its id.
+        """
+        update_id = body.get("update_id")
+        ended = () if update_id is None else (Phase.COMMITTED,)
+        update = self.ledger.require(update_id, Phase.STAGING, Phase.STAGED, *ended)
+        if update.phase is not Phase.STAGING:
+            return self._report(update)
+        if not update.sealed:
+            update.sealed = True
+            self._ranks.order(update.serial, "seal")
+            self._order_sent(update)
+        return self._watch.when_staged(update)
+
+    def abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Give an update up; the weights served are not touched. Idempotent."""
+        update = self.ledger.find(body.get("update_id"))
+        if update.is_active:
+            self.ledger.move(update, Phase.ABORTED)
+            self._ranks.cancel(update.serial)
+        elif update.phase is not Phase.ABORTED:
+            raise WrongPhase(
+                f"update {update.update_id!r} is {update.phase.value} and cannot be "
+                "aborted; POST /rollback_weights returns to the version before",
+                phase=update.phase.value,
+                update_id=update.update_id,
+            )
+        return {"update_id": update.update_id, "phase": update.phase.value}
+
+    def status(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Where an update stands; without an id, all that is remembered."""
+        if body.get("update_id") is not None:
+            return self._report(self.ledger.find(body["update_id"]))
+        active = self.ledger.active
+        return {
+            "active": None if active is None else self._report(active),
+            "outcomes": self.ledger.outcomes(),
+        }
+
+    def transport(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Connect or disconnect the configured transport, in the staging thread."""
+        self._require_transport()
+        if (active := self.ledger.active) is not None:
+            raise UpdateBusy(
+                f"update {active.update_id!r} is {active.phase.value}",
+                update_id=active.update_id,
+            )
+        order, payload = body["order"], body.get("init_info")
+        if order == "init" and not isinstance(payload, dict):
+            raise Malformed("init_info must be an object")
+        serial = self.ledger.next_serial()
+        self._ranks.order(serial, order, payload)
+        return self._watch.when_carried_out(serial, self._config.update_deadline_s)
+
+    def close(self) -> None:
+        """End the watch over the ranks."""
+        self._watch.close()
+
+    def _order_sent(self, update: Update) -> None:
+        update.num_orders += 1
+
+    def _require_transport(self) -> None:
+        if not self._has_transport:
+            raise NoTransport("no weight transfer backend is configured")
+
+    def _report(self, update: Update) -> dict[str, Any]:
+        report = update.to_dict()
+        if update.is_active:
+            report["ranks"] = [
+                {k: v for k, v in notice.items() if k != "unfilled"}
+                for notice in self._ranks.notices()
+                if notice.get("serial") == update.serial
+            ]
+        return report

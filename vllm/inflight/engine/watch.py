@@ -1,0 +1,181 @@
+"""The watch: a thread that reads the board while an update is under way.
+
+It moves the update along when the ranks have, ends it at its deadline, and
+answers those who wait. It runs only while there is something to wait for, so
+an engine without an update has no thread of ours.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.inflight.commit.transaction import Ledger, Update
+from vllm.inflight.engine.ranks import Ranks, agree, verdict
+from vllm.inflight.errors import Conflict, DeadlineExceeded, InflightError
+from vllm.inflight.update import Phase
+
+POLL_S = 0.002
+
+Ready = Callable[[], dict[str, Any] | None]
+"""A result when what is waited for has come, None before; raises on failure."""
+
+
+class Watch:
+    """Watches over the active update of one engine."""
+
+    def __init__(self, ranks: Ranks, ledger: Ledger) -> None:
+        self._ranks = ranks
+        self._ledger = ledger
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Future[dict[str, Any]], Ready]] = []
+        self._update: Update | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self, update: Update) -> None:
+        """Watch over `update` until it ends."""
+        with self._lock:
+            self._update = update
+            self._ensure_thread()
+
+    def when_received(self, update: Update) -> Future[dict[str, Any]]:
+        """Done when every rank has carried out the orders sent so far."""
+        num_orders = update.num_orders
+
+        def ready() -> dict[str, Any] | None:
+            notices = self._alive(update)
+            done = min(n.get("orders", 0) for n in notices) >= num_orders
+            if not done or update.phase is not Phase.STAGING:
+                return None if update.phase is Phase.STAGING else _state(update)
+            return _state(update) | {
+                "bytes": sum(n.get("bytes", 0) for n in notices),
+            }
+
+        return self._wait(ready)
+
+    def when_staged(self, update: Update) -> Future[dict[str, Any]]:
+        """Done when every rank has voted for what it staged."""
+
+        def ready() -> dict[str, Any] | None:
+            self._alive(update)
+            return None if update.phase is Phase.STAGING else _state(update)
+
+        return self._wait(ready)
+
+    def when_carried_out(
+        self, serial: int, deadline_s: float
+    ) -> Future[dict[str, Any]]:
+        """Done when every rank has carried out the one order of `serial`."""
+        deadline = time.monotonic() + deadline_s
+
+        def ready() -> dict[str, Any] | None:
+            notices = self._ranks.notices()
+            state = verdict(notices, serial)
+            if isinstance(state, InflightError):
+                raise state
+            if state is not None and all(n["orders"] for n in notices):
+                return {}
+            if time.monotonic() > deadline:
+                self._ranks.cancel(serial)
+                raise DeadlineExceeded(f"not done within {deadline_s:g} s")
+            return None
+
+        return self._wait(ready)
+
+    def close(self) -> None:
+        """End the thread; whoever still waits is told."""
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    # ------------------------------------------------------------- the thread
+    def _wait(self, ready: Ready) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        with self._lock:
+            self._waiting.append((future, ready))
+            self._ensure_thread()
+        return future
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self._work, name="inflight-watch", daemon=True
+            )
+            self._thread.start()
+
+    def _work(self) -> None:
+        while not self._closed:
+            if self._update is not None:
+                self._look_after(self._update)
+                if not self._update.is_active:
+                    self._update = None
+            self._answer()
+            with self._lock:
+                if self._update is None and not self._waiting:
+                    self._thread = None
+                    return
+            time.sleep(POLL_S)
+
+    def _look_after(self, update: Update) -> None:
+        """Move `update` along as its ranks and the clock say."""
+        if not update.is_active:
+            return
+        if time.monotonic() > update.deadline:
+            error: InflightError = DeadlineExceeded(
+                f"update {update.update_id!r} was not committed within its deadline "
+                f"and is aborted; it was {update.phase.value}"
+            )
+            self._end(update, error)
+            return
+        if update.phase is not Phase.STAGING:
+            return
+        notices = self._ranks.notices()
+        state = verdict(notices, update.serial)
+        if isinstance(state, InflightError):
+            self._end(update, state)
+        elif state == "staged":
+            digest = agree(notices)
+            if isinstance(digest, InflightError):
+                self._end(update, digest)
+            else:
+                update.digest = digest
+                self._ledger.move(update, Phase.STAGED)
+
+    def _end(self, update: Update, error: InflightError) -> None:
+        if self._ledger.move(update, Phase.ABORTED, error):
+            self._ranks.cancel(update.serial)
+
+    def _alive(self, update: Update) -> list[dict[str, Any]]:
+        """The notices on an update that goes on; raises what ended it."""
+        if update.phase is Phase.ABORTED:
+            raise update.error or Conflict(
+                f"update {update.update_id!r} was aborted",
+                phase=update.phase.value,
+                update_id=update.update_id,
+            )
+        return [
+            n if n.get("serial") == update.serial else {} for n in self._ranks.notices()
+        ]
+
+    def _answer(self) -> None:
+        with self._lock:
+            waiting = list(self._waiting)
+        for entry in waiting:
+            future, ready = entry
+            try:
+                result = ready()
+                if result is None:
+                    continue
+                future.set_result(result)
+            except Exception as error:
+                future.set_exception(error)
+            with self._lock:
+                self._waiting.remove(entry)
+
+
+def _state(update: Update) -> dict[str, Any]:
+    return {"update_id": update.update_id, "phase": update.phase.value}

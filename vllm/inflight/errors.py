@@ -1,0 +1,215 @@
+"""Every error a caller can meet, with its code, its HTTP status and its remedy.
+
+InflightError
+ ├─ ConfigError          a knob has a value it cannot have      (start-up)
+ ├─ UpstreamChanged      this vLLM is not the one we patch      (start-up)
+ ├─ Malformed       400  the request cannot be read
+ ├─ Unauthorized    401  no key where one is needed
+ ├─ Forbidden       403  wrong key, or not from this host
+ ├─ UnknownUpdate   404  no update with that id
+ ├─ Conflict        409  the engine is not in a state for this call
+ │   ├─ WrongPhase           the update is in another phase
+ │   ├─ UpdateBusy           another update is under way
+ │   ├─ VersionConflict      not the version the caller expected
+ │   ├─ NoTransport          no weight transfer configured
+ │   ├─ StagingUnavailable   this model's weights cannot be staged
+ │   ├─ NothingToRollBack    no earlier version is held
+ │   └─ PauseConflict        a pause forbids it, or needs another mode
+ ├─ WeightsMismatch 422  the weights are incomplete or not as announced
+ ├─ EngineFault     500  a rank failed where none may
+ └─ DeadlineExceeded 504 the update took longer than it was given
+
+Errors cross processes as plain data: `to_dict` on one side, `from_dict` on the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+MAX_TENSORS_LISTED = 64
+
+
+class InflightError(Exception):
+    """Base of all errors of vLLM in-flight."""
+
+    code: ClassVar[str] = "inflight_error"
+    status: ClassVar[int] = 500
+    remedy: ClassVar[str] = "See the server's log."
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tensors: Sequence[str] = (),
+        phase: str | None = None,
+        update_id: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.tensors = list(tensors)
+        self.phase = phase
+        self.update_id = update_id
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: `code`, `message` and the facts that are known."""
+        body: dict[str, Any] = {"code": self.code, "message": self.message}
+        if self.tensors:
+            body["tensors"] = self.tensors[:MAX_TENSORS_LISTED]
+            body["num_tensors"] = len(self.tensors)
+        if self.phase is not None:
+            body["phase"] = self.phase
+        if self.update_id is not None:
+            body["update_id"] = self.update_id
+        return body
+
+    @staticmethod
+    def from_dict(body: dict[str, Any]) -> InflightError:
+        """The error that `to_dict` described; an unknown code stays readable."""
+        kind = BY_CODE.get(body.get("code", ""), EngineFault)
+        return kind(
+            body.get("message", "unknown error"),
+            tensors=body.get("tensors", ()),
+            phase=body.get("phase"),
+            update_id=body.get("update_id"),
+        )
+
+
+class ConfigError(InflightError, ValueError):
+    """A knob has a value outside its range."""
+
+    code = "config_error"
+    remedy = "Give the named field a value in the range the message states."
+
+
+class UpstreamChanged(InflightError):
+    """The vLLM found here is not the one these patches were written for."""
+
+    code = "upstream_changed"
+    remedy = "Install the vLLM release that the message names."
+
+
+class Malformed(InflightError):
+    """The request's body cannot be read."""
+
+    code = "malformed"
+    status = 400
+    remedy = "Correct the field that the message names."
+
+
+class Unauthorized(InflightError):
+    """A control route was called without a key."""
+
+    code = "unauthorized"
+    status = 401
+    remedy = "Send 'Authorization: Bearer <admin key, or API key if none is set>'."
+
+
+class Forbidden(InflightError):
+    """A control route was called with a wrong key or from another host."""
+
+    code = "forbidden"
+    status = 403
+    remedy = "Use the right key; without keys call from the server's own host."
+
+
+class UnknownUpdate(InflightError):
+    """No update with that id is under way or remembered."""
+
+    code = "unknown_update"
+    status = 404
+    remedy = "GET /weight_update lists the ids that are known."
+
+
+class Conflict(InflightError):
+    """The engine is not in a state in which this call makes sense."""
+
+    code = "conflict"
+    status = 409
+    remedy = "GET /weight_update tells the state; call again from there."
+
+
+class WrongPhase(Conflict):
+    """The update is in a phase from which this call cannot go on."""
+
+    code = "wrong_phase"
+    remedy = "Follow start, update, finish; after a failure start a new update."
+
+
+class UpdateBusy(Conflict):
+    """Another update is under way; there is one at a time."""
+
+    code = "update_in_progress"
+    remedy = "Wait for it, or abort it with POST /abort_weight_update."
+
+
+class VersionConflict(Conflict):
+    """The engine does not serve, or is not asked to serve, the version named."""
+
+    code = "version_conflict"
+    remedy = "GET /weight_info tells what is served; rebase on that."
+
+
+class NoTransport(Conflict):
+    """No weight transfer backend was configured for this engine."""
+
+    code = "no_transport"
+    remedy = (
+        'Start with --weight-transfer-config \'{"backend": "local"}\' (or '
+        "another backend), or use POST /update_weights_from_disk."
+    )
+
+
+class StagingUnavailable(Conflict):
+    """This engine cannot hold a second set of this model's weights."""
+
+    code = "staging_unavailable"
+    remedy = "The message names the layer or option in the way."
+
+
+class NothingToRollBack(Conflict):
+    """The version served before is not held any more, or there was none."""
+
+    code = "nothing_to_roll_back"
+    remedy = "Publish the wanted version again."
+
+
+class PauseConflict(Conflict):
+    """The pause that is in force, or the one asked for, forbids this."""
+
+    code = "pause_conflict"
+    remedy = "Continue first, or use the mode that the message names."
+
+
+class WeightsMismatch(InflightError):
+    """What arrived is not a complete, well-formed version of this model."""
+
+    code = "weights_mismatch"
+    status = 422
+    remedy = "Send every tensor named, with the shape and dtype stated."
+
+
+class EngineFault(InflightError):
+    """A rank failed in a way that is not the caller's doing."""
+
+    code = "engine_fault"
+    status = 500
+    remedy = "See the server's log; the weights served are unchanged."
+
+
+class DeadlineExceeded(InflightError):
+    """The update was not committed within its deadline and was aborted."""
+
+    code = "deadline_exceeded"
+    status = 504
+    remedy = "Give a larger deadline_s, or find out why the transfer is slow."
+
+
+def _leaves(kind: type[InflightError]) -> list[type[InflightError]]:
+    return [kind, *(leaf for sub in kind.__subclasses__() for leaf in _leaves(sub))]
+
+
+BY_CODE: dict[str, type[InflightError]] = {
+    kind.code: kind for kind in _leaves(InflightError)
+}

@@ -1,0 +1,257 @@
+"""Python face of the native core: content digests and counts of non-finite values.
+
+The digest is defined in docs/digest.md. It is additive: the digests of disjoint
+slices of a tensor, however they were cut, add up to the digest of the tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, ClassVar
+
+import torch
+
+from vllm.inflight._digest_reference import leaves, reference_sums, row_major
+
+NATIVE: bool = importlib.util.find_spec("vllm.inflight._C") is not None
+"""Whether the native core is built. Without it, ops on CPU tensors raise."""
+
+MANIFEST_PREFIX = b"inflight-manifest-1\n"
+
+# Bits that are all ones in an infinity or a NaN, repeated over 8 bytes.
+NONFINITE_MASKS = {
+    torch.float64: 0x7FF0000000000000,
+    torch.float32: 0x7F8000007F800000,
+    torch.float16: 0x7C007C007C007C00,
+    torch.bfloat16: 0x7F807F807F807F80,
+    torch.float8_e5m2: 0x7C7C7C7C7C7C7C7C,
+    torch.float8_e4m3fn: 0x7F7F7F7F7F7F7F7F,  # no infinities, one NaN
+}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """128 bits that add up over disjoint slices, modulo 2**64 each."""
+
+    ZERO: ClassVar[Digest]
+
+    a: int = 0
+    b: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.a < 2**64 and 0 <= self.b < 2**64):
+            raise ValueError(f"not two u64: {self.a}, {self.b}")
+
+    def __add__(self, other: Digest) -> Digest:
+        return Digest((self.a + other.a) % 2**64, (self.b + other.b) % 2**64)
+
+    def __sub__(self, other: Digest) -> Digest:
+        return Digest((self.a - other.a) % 2**64, (self.b - other.b) % 2**64)
+
+    def hex(self) -> str:
+        """32 hex digits: `a`, then `b`."""
+        return f"{self.a:016x}{self.b:016x}"
+
+    @classmethod
+    def from_hex(cls, text: str) -> Digest:
+        """The digest that `hex` wrote; raises ValueError on anything else."""
+        if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
+            raise ValueError(f"a digest has 32 lower-case hex digits, got {text!r}")
+        return cls(int(text[:16], 16), int(text[16:], 16))
+
+
+Digest.ZERO = Digest()
+
+
+def digest(tensors: Sequence[torch.Tensor], *, num_threads: int = 1) -> list[Digest]:
+    """The digest of each tensor, as a whole checkpoint tensor."""
+    return _digests([(t, row_major(t.shape), 0) for t in tensors], num_threads)
+
+
+def digest_slice(
+    tensor: torch.Tensor,
+    full_shape: Sequence[int],
+    offsets: Sequence[int],
+    *,
+    num_threads: int = 1,
+) -> Digest:
+    """What this slice adds to the digest of the tensor it is a slice of."""
+    return _digests([_placed(tensor, full_shape, offsets)], num_threads)[0]
+
+
+def digest_reference(
+    tensor: torch.Tensor,
+    full_shape: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
+) -> Digest:
+    """`digest_slice` in plain torch arithmetic, on the tensor's own device."""
+    full_shape = tensor.shape if full_shape is None else full_shape
+    offsets = [0] * tensor.dim() if offsets is None else offsets
+    placed, strides, start = _placed(tensor, full_shape, offsets)
+    return Digest(*reference_sums(_readable(placed), strides, start))
+
+
+def count_nonfinite(
+    tensors: Sequence[torch.Tensor], *, num_threads: int = 1
+) -> list[int]:
+    """Infinities and NaNs in each tensor; 0 for a dtype that has none to count."""
+    counts = [0] * len(tensors)
+    blocks = array("Q")
+    readable = [_readable(t) for t in tensors]  # alive until the native call ends
+    for owner, tensor in enumerate(readable):
+        mask = NONFINITE_MASKS.get(tensor.dtype)
+        if mask is None:
+            continue
+        if tensor.device.type != "cpu":
+            counts[owner] = _nonfinite_reference(tensor)
+            continue
+        width = tensor.element_size()
+        carry = mask & -mask  # lowest bit of the mask, in every element
+        carry = sum(carry << 8 * byte for byte in range(0, 8, width))
+        # Order does not matter here: memory order makes the longest runs.
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        tensor = tensor.permute(order)
+        for *rows, _, _ in _blocks(tensor, tensor.stride(), 0):
+            blocks.extend((*rows, mask, carry, owner))
+    if blocks:
+        packed = _core().nonfinite(bytes(blocks), len(counts), _threads(num_threads))
+        counts = [n + m for n, m in zip(counts, array("Q", packed), strict=True)]
+    return counts
+
+
+def manifest_digest(
+    entries: Iterable[tuple[str, str, Sequence[int], Digest]],
+) -> str:
+    """32 hex digits over (name, dtype, shape, digest) of every tensor, any order."""
+    state = hashlib.blake2b(MANIFEST_PREFIX, digest_size=16)
+    last = None
+    for name, dtype, shape, content in sorted(entries, key=lambda e: e[0].encode()):
+        if name == last:
+            raise ValueError(f"tensor {name!r} is in the manifest twice")
+        last = name
+        for text in (name.encode(), dtype.encode()):
+            state.update(struct.pack("<Q", len(text)) + text)
+        numbers = (len(shape), *shape, content.a, content.b)
+        state.update(struct.pack(f"<{len(numbers)}Q", *numbers))
+    return state.hexdigest()
+
+
+Placed = tuple[torch.Tensor, list[int], int]
+"""A tensor, element strides of the whole tensor, element number of its first."""
+
+
+def _placed(
+    tensor: torch.Tensor, full_shape: Sequence[int], offsets: Sequence[int]
+) -> Placed:
+    fits = len(full_shape) == len(offsets) == tensor.dim() and all(
+        first >= 0 and first + size <= full
+        for first, size, full in zip(offsets, tensor.shape, full_shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"a slice of shape {tuple(tensor.shape)} at {tuple(offsets)} "
+            f"is not inside a tensor of shape {tuple(full_shape)}"
+        )
+    strides = row_major(full_shape)
+    start = sum(i * s for i, s in zip(offsets, strides, strict=True))
+    return tensor, strides, start
+
+
+def _digests(placed: Sequence[Placed], num_threads: int) -> list[Digest]:
+    digests = [Digest.ZERO] * len(placed)
+    blocks = array("Q")
+    readable = [_readable(t) for t, _, _ in placed]  # alive until the call ends
+    for owner, (_, strides, start) in enumerate(placed):
+        tensor = readable[owner]
+        if tensor.device.type == "cpu":
+            for block in _blocks(tensor, strides, start):
+                blocks.extend((*block, owner))
+        else:
+            digests[owner] = Digest(*reference_sums(tensor, strides, start))
+    if blocks:
+        packed = _core().digest(bytes(blocks), len(digests), _threads(num_threads))
+        native = array("Q", packed)
+        pairs = zip(native[::2], native[1::2], strict=True)
+        digests = [d + Digest(a, b) for d, (a, b) in zip(digests, pairs, strict=True)]
+    return digests
+
+
+def _blocks(
+    tensor: torch.Tensor, strides: Sequence[int], start: int
+) -> Iterator[tuple[int, ...]]:
+    """Blocks of rows that cover a tensor, as csrc/parallel.h packs them."""
+    if tensor.numel() == 0:
+        return
+    # Dimensions (size, stride in memory, stride in the whole tensor), joined where
+    # both strides run on.
+    dims: list[tuple[int, int, int]] = []
+    for size, memory, whole in zip(tensor.shape, tensor.stride(), strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1:] == (size * memory, size * whole):
+            size *= dims.pop()[0]
+        dims.append((size, memory, whole))
+    if not dims or dims[-1][1:] != (1, 1):
+        dims.append((1, 1, 1))  # a row is a single element
+    row = dims.pop()[0]
+    num_rows, memory, whole = dims.pop() if dims else (1, 0, 0)
+    width, data = tensor.element_size(), tensor.data_ptr()
+    for steps in product(*(range(size) for size, _, _ in dims)):
+        ahead = sum(n * dim[1] for n, dim in zip(steps, dims, strict=True))
+        index = start + sum(n * dim[2] for n, dim in zip(steps, dims, strict=True))
+        yield (
+            *(data + ahead * width, num_rows, row * width, memory * width),
+            *(index * width, whole * width),
+        )
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, its bytes as they are meant; TypeError if it has none to read."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"a {tensor.layout} tensor has no digest; use .to_dense()")
+    if tensor.is_quantized:
+        raise TypeError(
+            f"a {tensor.dtype} tensor has no digest; "
+            "take .int_repr() and the scales as tensors of their own"
+        )
+    if tensor.is_complex():
+        raise TypeError(
+            f"a {tensor.dtype} tensor has no digest; use torch.view_as_real(tensor)"
+        )
+    if tensor.is_meta:
+        raise TypeError("a meta tensor has no content; load it first")
+    return tensor.resolve_neg()
+
+
+def _nonfinite_reference(tensor: torch.Tensor) -> int:
+    width = tensor.element_size()
+    ones = NONFINITE_MASKS[tensor.dtype] & ((1 << 8 * width) - 1)
+    count = 0
+    for leaf, _ in leaves(tensor, tensor.stride(), 0):
+        bits = leaf.detach().view(INTEGERS[width])
+        count += int(((bits & ones) == ones).sum())
+    return count
+
+
+def _threads(num_threads: int) -> int:
+    if num_threads < 1:
+        raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+    return num_threads
+
+
+def _core() -> Any:
+    """The native core, or what to do about its absence."""
+    try:
+        return importlib.import_module("vllm.inflight._C")
+    except ImportError as error:
+        raise ImportError(
+            "the native core vllm/inflight/_C.abi3.so is missing or does not load "
+            f"({error}); build it in the repository with: make build"
+        ) from error

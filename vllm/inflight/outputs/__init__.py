@@ -1,0 +1,1 @@
+"""Version truth: stamps, spans, and how they reach every reply."""

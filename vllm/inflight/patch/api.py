@@ -1,0 +1,127 @@
+"""Changes at the doors: flags, routes, and methods of LLM and AsyncLLM."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+from vllm.inflight.api import methods
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import ConfigError
+from vllm.inflight.patch.record import Patch
+
+RUST_ENV = "VLLM_USE_RUST_FRONTEND"
+ALLOW_RUST_ENV = "VLLM_INFLIGHT_ALLOW_RUST_FRONTEND"
+
+
+def _with_flags(original: Any) -> Any:
+    def add_cli_args(parser: Any) -> Any:
+        from vllm.inflight.api.flags import add_flags
+
+        parser = original(parser)
+        add_flags(parser)
+        return parser
+
+    return add_cli_args
+
+
+def _checked(original: Any) -> Any:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        extra = self.additional_config
+        InflightConfig.parse(extra.get("inflight") if isinstance(extra, dict) else None)
+        rust = os.environ.get(RUST_ENV, "0").lower() not in ("", "0", "false")
+        if rust and not os.environ.get(ALLOW_RUST_ENV):
+            raise ConfigError(
+                f"{RUST_ENV} is set: that front end has none of vllm-inflight's "
+                f"routes and leaves upstream's without a key. Unset it, or set "
+                f"{ALLOW_RUST_ENV}=1 to go without them."
+            )
+        return original(self, *args, **kwargs)
+
+    return create_engine_config
+
+
+def _with_routes(original: Any) -> Any:
+    def load_endpoint_plugins(supported_tasks: Any = None) -> Any:
+        from vllm.inflight.api.routes import InflightEndpoints
+
+        plugins = list(original(supported_tasks))
+        if supported_tasks and "generate" in supported_tasks:
+            plugins.append(InflightEndpoints())
+        return plugins
+
+    return load_endpoint_plugins
+
+
+_ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
+_LLM = "vllm.entrypoints.llm:LLM"
+
+# Method → upstream's parameters on (AsyncLLM, LLM); None where upstream has none.
+_METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
+    methods.init_weight_transfer_engine: (("self", "request"), ("self", "request")),
+    methods.shutdown_weight_transfer_engine: (("self",), ("self",)),
+    methods.start_weight_update: (("self",), ("self",)),
+    methods.start_draft_weight_update: (("self",), ("self",)),
+    methods.update_weights: (("self", "request"), ("self", "request")),
+    methods.finish_weight_update: (
+        ("self", "weight_version"),
+        ("self", "weight_version"),
+    ),
+    methods.pause_generation: (("self", "mode", "clear_cache"), None),
+    methods.resume_generation: (("self",), None),
+    methods.is_paused: (("self",), None),
+    methods.continue_generation: (None, None),
+    methods.update_weights_from_disk: (None, None),
+    methods.abort_weight_update: (None, None),
+    methods.rollback_weights: (None, None),
+    methods.weight_update_status: (None, None),
+    methods.weight_info: (None, None),
+}
+
+
+def _instead(method: Any) -> Any:
+    return lambda _: method
+
+
+def _method_patches() -> list[Patch]:
+    patches = []
+    for method, expected in _METHODS.items():
+        for owner, expects in zip((_ASYNC, _LLM), expected, strict=True):
+            made = method if owner == _ASYNC else methods.blocking(method)
+            patches.append(
+                Patch(
+                    target=f"{owner}.{method.__name__}",
+                    expects=expects,
+                    why=(inspect.getdoc(method) or "").split("\n")[0].rstrip("."),
+                    remove_when="upstream's updates are transactional",
+                    around=_instead(made),
+                )
+            )
+    return patches
+
+
+PATCHES = [
+    Patch(
+        target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        expects=("parser",),
+        why="the knobs are flags of `vllm serve`",
+        remove_when="upstream lets plugins add flags",
+        around=_with_flags,
+    ),
+    Patch(
+        target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        expects=("self", "usage_context", "headless"),
+        why="a bad knob is refused before anything is started",
+        remove_when="upstream lets plugins check their configuration",
+        around=_checked,
+    ),
+    Patch(
+        target="vllm.plugins:load_endpoint_plugins",
+        expects=("supported_tasks",),
+        why="the control routes are there without naming them in VLLM_PLUGINS",
+        remove_when="upstream loads the endpoints of a general plugin",
+        around=_with_routes,
+    ),
+    *_method_patches(),
+]

@@ -1,0 +1,207 @@
+"""Changes in the engine core and its clients: the gate, and turns between steps."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from vllm.inflight.patch.record import Patch
+
+
+def _with_gate(original: Any) -> Any:
+    def _initialize_effective_attention_block_size(self: Any) -> None:
+        from vllm.inflight.engine.gate import Gate
+
+        original(self)
+        # Called once by the constructor, right after the scheduler is built.
+        self.inflight_gate = Gate(self)
+
+    return _initialize_effective_attention_block_size
+
+
+def _keep_stamps(_: Any) -> Any:
+    def _attach_weight_version(self: Any, outputs: dict[int, Any]) -> None:
+        from vllm.inflight.engine.stamp import Stamp
+
+        # Upstream's own overwrites what the step was stamped with.
+        version = self.inflight_gate.version
+        for output in outputs.values():
+            if output.weight_version is None:
+                output.weight_version = Stamp(version.label, version.epoch).encode()
+
+    return _attach_weight_version
+
+
+def _close_gate(original: Any) -> Any:
+    def shutdown(self: Any) -> None:
+        if (gate := getattr(self, "inflight_gate", None)) is not None:
+            gate.close()
+        original(self)
+
+    return shutdown
+
+
+def _drain_turns(original: Any) -> Any:
+    def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
+        self.inflight_gate.turns.drain()
+        original(self, request_type, request)
+
+    return _handle_client_request
+
+
+def _rename(_: Any) -> Any:
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        # Upstream's own relabels tokens that are on their way.
+        answer = self.inflight_gate.call("rename", {"weight_version": weight_version})
+        if "error" in answer:
+            raise ValueError(answer["error"]["message"])
+
+    return set_weight_version
+
+
+def _redirect_phases(original: Any) -> Any:
+    def collective_rpc(
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        from vllm.inflight.engine import phases
+
+        gate = getattr(self, "inflight_gate", None)  # none yet during start-up
+        if gate is not None and isinstance(method, str) and method in phases.PHASES:
+            return phases.carry_out(gate, method, args, kwargs)
+        return original(self, method, timeout, args, kwargs)
+
+    return collective_rpc
+
+
+def inflight(self: Any, method: str, body: dict[str, Any]) -> Any:
+    """Answer a control call of vLLM in-flight."""
+    return self.inflight_gate.call(method, body)
+
+
+def _in_turn(original: Any) -> Any:
+    def call(self: Any, *args: Any) -> Any:
+        with self.engine_core.inflight_gate.turns.stepping():
+            return original(self, *args)
+
+    return call
+
+
+def _get_output_in_turn(original: Any) -> Any:
+    def get_output(self: Any) -> Any:
+        from vllm.inflight import upstream
+
+        gate = self.engine_core.inflight_gate
+        with gate.turns.stepping():
+            if not gate.farewells:
+                return original(self)
+            gone, gate.farewells = gate.farewells, []
+            return upstream.EngineCoreOutputs(
+                finished_requests=set(gone),
+                outputs=[
+                    upstream.EngineCoreOutput(
+                        request_id, [], finish_reason=upstream.FinishReason.ABORT
+                    )
+                    for request_id in gone
+                ],
+            )
+
+    return get_output
+
+
+def _send_locked(original: Any) -> Any:
+    lock = threading.Lock()
+
+    def _send_input(self: Any, request_type: Any, request: Any) -> None:
+        # Socket and encoder are not thread-safe; the wait for a reply is.
+        with lock:
+            original(self, request_type, request)
+
+    return _send_input
+
+
+_CORE = "vllm.v1.engine.core:EngineCore"
+_CLIENT = "vllm.v1.engine.core_client"
+
+PATCHES = [
+    Patch(
+        target=f"{_CORE}._initialize_effective_attention_block_size",
+        expects=("self",),
+        why="each engine core gets its gate once its scheduler exists",
+        remove_when="upstream offers a hook after scheduler construction",
+        around=_with_gate,
+    ),
+    Patch(
+        target=f"{_CORE}._attach_weight_version",
+        expects=("self", "outputs"),
+        why="upstream labels a step when it is read; we when it was scheduled",
+        remove_when="upstream stamps steps at schedule time",
+        around=_keep_stamps,
+    ),
+    Patch(
+        target=f"{_CORE}.shutdown",
+        expects=("self",),
+        why="the watch ends with its engine core",
+        remove_when="upstream offers a hook at engine shutdown",
+        around=_close_gate,
+    ),
+    Patch(
+        target=f"{_CORE}.set_weight_version",
+        expects=("self", "weight_version"),
+        why="a new label is a version of its own, not a relabelling of old tokens",
+        remove_when="upstream binds the label to the weights",
+        around=_rename,
+    ),
+    Patch(
+        target=f"{_CORE}.collective_rpc",
+        expects=("self", "method", "timeout", "args", "kwargs"),
+        why="upstream's phases, called on the workers, become the transaction",
+        remove_when="upstream's updates are transactional",
+        around=_redirect_phases,
+    ),
+    Patch(
+        target=f"{_CORE}.inflight",
+        expects=None,
+        why="one utility method carries every control call",
+        remove_when="upstream has these calls",
+        around=lambda _: inflight,
+    ),
+    Patch(
+        target="vllm.v1.engine.core:EngineCoreProc._handle_client_request",
+        expects=("self", "request_type", "request"),
+        why="what other threads want done between two steps is done here",
+        remove_when="upstream has a queue of calls for the loop's thread",
+        around=_drain_turns,
+    ),
+    Patch(
+        target=f"{_CLIENT}:InprocClient.get_output",
+        expects=("self",),
+        why="no call from another thread gets into the middle of a step",
+        remove_when="upstream makes InprocClient safe for threads",
+        around=_get_output_in_turn,
+    ),
+    Patch(
+        target=f"{_CLIENT}:InprocClient.add_request",
+        expects=("self", "request"),
+        why="the scheduler is touched by one thread at a time",
+        remove_when="upstream makes InprocClient safe for threads",
+        around=_in_turn,
+    ),
+    Patch(
+        target=f"{_CLIENT}:InprocClient.abort_requests",
+        expects=("self", "request_ids"),
+        why="the scheduler is touched by one thread at a time",
+        remove_when="upstream makes InprocClient safe for threads",
+        around=_in_turn,
+    ),
+    Patch(
+        target=f"{_CLIENT}:SyncMPClient._send_input",
+        expects=("self", "request_type", "request"),
+        why="updates come from another thread while generate() runs",
+        remove_when="upstream makes SyncMPClient safe for threads",
+        around=_send_locked,
+    ),
+]

@@ -1,0 +1,198 @@
+"""Changes in OpenAI's replies: completions and chat, whole and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from vllm.inflight.patch.record import Patch
+
+
+def _completion(original: Any) -> Any:
+    def request_output_to_completion_response(
+        self: Any, final_res_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from vllm.inflight.outputs.openai import Ledger
+
+        ledger = Ledger()
+        outputs = (output for result in final_res_batch for output in result.outputs)
+        for index, output in enumerate(outputs):
+            ledger.note(index, output)
+        return ledger.label(original(self, final_res_batch, *args, **kwargs))
+
+    return request_output_to_completion_response
+
+
+def _chat(original: Any) -> Any:
+    async def chat_completion_full_generator(
+        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from vllm.inflight.outputs.openai import Ledger, watched
+
+        ledger = Ledger()
+        async with aclosing(watched(result_generator, ledger.note_all)) as results:
+            response = await original(self, request, results, *args, **kwargs)
+        return ledger.label(response)
+
+    return chat_completion_full_generator
+
+
+def _chat_batch(original: Any) -> Any:
+    async def chat_completion_full_generator_batch(
+        self: Any, request: Any, generators: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from vllm.inflight.outputs.openai import Ledger, watched
+
+        ledger = Ledger()
+
+        def noting(conversation: int) -> Any:
+            # Each has one choice, whose index is the conversation's.
+            return lambda result: ledger.note_all(result, conversation)
+
+        results = [watched(g, noting(index)) for index, g in enumerate(generators)]
+        response = await original(self, request, results, *args, **kwargs)
+        return ledger.label(response)
+
+    return chat_completion_full_generator_batch
+
+
+def _completion_stream(original: Any) -> Any:
+    async def completion_stream_generator(
+        self: Any,
+        request: Any,
+        engine_inputs: Any,
+        result_generator: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[str, None]:
+        from vllm.inflight.outputs.openai import Ledger, labelled, watched
+
+        ledger = Ledger()
+        num_choices = 1 if request.n is None else request.n
+
+        def note(item: Any) -> None:
+            prompt, result = item
+            ledger.note_all(result, prompt * num_choices)
+
+        async with aclosing(watched(result_generator, note)) as results:
+            lines = original(self, request, engine_inputs, results, *args, **kwargs)
+            async with aclosing(labelled(lines, ledger)) as out:
+                async for line in out:
+                    yield line
+
+    return completion_stream_generator
+
+
+def _chat_stream(original: Any) -> Any:
+    async def chat_completion_stream_generator(
+        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[str, None]:
+        from vllm.inflight.outputs.openai import Ledger, labelled, watched
+
+        ledger = Ledger(role_first=True)
+        async with aclosing(watched(result_generator, ledger.note_all)) as results:
+            lines = original(self, request, results, *args, **kwargs)
+            async with aclosing(labelled(lines, ledger)) as out:
+                async for line in out:
+                    yield line
+
+    return chat_completion_stream_generator
+
+
+_OPENAI = "vllm.entrypoints.openai"
+_COMPLETION = f"{_OPENAI}.completion.serving:OpenAIServingCompletion"
+_CHAT = f"{_OPENAI}.chat_completion.serving:OpenAIServingChat"
+_BATCH = f"{_OPENAI}.chat_completion.batch_serving:OpenAIServingChatBatch"
+
+_CHOICES = "upstream's choices carry the spans of their output"
+
+PATCHES = [
+    Patch(
+        target=f"{_COMPLETION}.request_output_to_completion_response",
+        expects=(
+            "self",
+            "final_res_batch",
+            "request",
+            "request_id",
+            "created_time",
+            "model_name",
+            "tokenizer",
+            "request_metadata",
+        ),
+        why="the choices of a completion say which weights sampled them",
+        remove_when=_CHOICES,
+        around=_completion,
+    ),
+    Patch(
+        target=f"{_COMPLETION}.completion_stream_generator",
+        expects=(
+            "self",
+            "request",
+            "engine_inputs",
+            "result_generator",
+            "request_id",
+            "created_time",
+            "model_name",
+            "num_prompts",
+            "tokenizer",
+            "request_metadata",
+        ),
+        why="the choices of a streamed completion say so while it grows",
+        remove_when=_CHOICES,
+        around=_completion_stream,
+    ),
+    Patch(
+        target=f"{_CHAT}.chat_completion_full_generator",
+        expects=(
+            "self",
+            "request",
+            "result_generator",
+            "request_id",
+            "model_name",
+            "conversation",
+            "tokenizer",
+            "request_metadata",
+            "parser",
+            "mm_token_counts",
+        ),
+        why="the choices of a chat say which weights sampled them",
+        remove_when=_CHOICES,
+        around=_chat,
+    ),
+    Patch(
+        target=f"{_CHAT}.chat_completion_stream_generator",
+        expects=(
+            "self",
+            "request",
+            "result_generator",
+            "request_id",
+            "model_name",
+            "conversation",
+            "tokenizer",
+            "request_metadata",
+            "chat_template_kwargs",
+            "mm_token_counts",
+        ),
+        why="the choices of a streamed chat say so while it grows",
+        remove_when=_CHOICES,
+        around=_chat_stream,
+    ),
+    Patch(
+        target=f"{_BATCH}.chat_completion_full_generator_batch",
+        expects=(
+            "self",
+            "request",
+            "generators",
+            "request_id",
+            "model_name",
+            "all_conversations",
+            "tokenizer",
+            "request_metadata",
+            "parser_cls",
+        ),
+        why="the choices of a batch of chats say which weights sampled them",
+        remove_when=_CHOICES,
+        around=_chat_batch,
+    ),
+]

@@ -1,0 +1,132 @@
+"""Changes in the worker: a shadow beside the model, and three RPCs.
+
+An RPC here never raises: with several ranks one exception would leave the
+replies of the others in the queue, and every later RPC would read a stale one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import ConfigError
+from vllm.inflight.patch.record import Patch
+
+
+def _is_on(vllm_config: Any) -> bool:
+    return InflightConfig.of(vllm_config).staging != "off"
+
+
+def _create_on_shadow(original: Any) -> Any:
+    def create_engine(
+        cls: Any, config: Any, vllm_config: Any, device: Any, model: Any
+    ) -> Any:
+        if _is_on(vllm_config):
+            from vllm.inflight.stage.shadow import shadow_of
+
+            shadow = shadow_of(model, vllm_config, device)
+            model = shadow.module if shadow.module is not None else model
+        return original(cls, config, vllm_config, device, model)
+
+    return create_engine
+
+
+def _load_with_shadow(original: Any) -> Any:
+    def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
+        from vllm.inflight import upstream
+
+        original(self, load_dummy_weights=load_dummy_weights)
+        if not _is_on(self.vllm_config):
+            return
+        from vllm.inflight.commit.flip import Flip
+        from vllm.inflight.stage.shadow import shadow_of
+        from vllm.inflight.stage.stager import Stager
+
+        with upstream.set_current_vllm_config(self.vllm_config):
+            model = self.model_runner.get_model()
+            shadow = shadow_of(model, self.vllm_config, self.device)
+        staging = InflightConfig.of(self.vllm_config).staging
+        if shadow.reason is not None and staging != "auto":
+            raise ConfigError(
+                f"--inflight-staging {staging} cannot be had: {shadow.reason}"
+            )
+        self._inflight_stager = Stager(self, shadow, Flip)
+
+    return load_model
+
+
+def _shutdown(original: Any) -> Any:
+    def shutdown(self: Any) -> None:
+        if (stager := getattr(self, "_inflight_stager", None)) is not None:
+            stager.close()
+        original(self)
+
+    return shutdown
+
+
+def _answer(call: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"ok": call()}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def inflight_attach(self: Any, board_path: str, num_ranks: int) -> dict[str, Any]:
+    """Open the notice board; replies with what this rank can do."""
+    if getattr(self, "_inflight_stager", None) is None:
+        return {"ok": {"rank": self.rank, "reason": "staging is off", "bytes": 0}}
+    return _answer(lambda: self._inflight_stager.attach(board_path, num_ranks))
+
+
+def inflight_order(self: Any, serial: int, order: str, payload: Any) -> dict[str, Any]:
+    """Enqueue an order for the staging thread."""
+    return _answer(lambda: self._inflight_stager.order(serial, order, payload))
+
+
+def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
+    """Exchange the live weights with the second set, on `ranks` or on all."""
+    if ranks is not None and self.rank not in ranks:
+        return {"ok": 0.0}
+    return _answer(lambda: self._inflight_stager.flip())
+
+
+def _added(function: Any, why: str) -> Patch:
+    return Patch(
+        target=f"vllm.v1.worker.worker_base:WorkerBase.{function.__name__}",
+        expects=None,
+        why=why,
+        remove_when="upstream stages weights beside the live ones",
+        around=lambda _: function,
+    )
+
+
+PATCHES = [
+    Patch(
+        target=(
+            "vllm.distributed.weight_transfer.factory:"
+            "WeightTransferEngineFactory.create_engine"
+        ),
+        expects=("cls", "config", "vllm_config", "device", "model"),
+        why="a transport receives into the second set of weights",
+        remove_when="upstream lets a transport be given its target",
+        around=_create_on_shadow,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.load_model",
+        expects=("self", "load_dummy_weights"),
+        why="the second set is built, or found impossible, when the model is loaded",
+        remove_when="upstream offers a hook after model load",
+        around=_load_with_shadow,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.shutdown",
+        expects=("self",),
+        why="the staging thread ends with its worker",
+        remove_when="upstream offers a hook at worker shutdown",
+        around=_shutdown,
+    ),
+    _added(inflight_attach, "ranks report through shared memory"),
+    _added(inflight_order, "orders for the staging thread return at once"),
+    _added(inflight_flip, "the one RPC of a commit"),
+]

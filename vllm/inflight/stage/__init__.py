@@ -1,0 +1,1 @@
+"""The second set of weights and what fills it."""

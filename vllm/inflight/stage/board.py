@@ -1,0 +1,108 @@
+"""The notice board: ranks post what they do, the engine core reads it.
+
+Progress, votes and cancellation travel through shared memory and not through
+RPCs, because a blocking RPC waits for every batch in flight. The board is a
+file in /dev/shm, unlinked as soon as every rank has opened it, so nothing is
+left behind however a process ends.
+
+Layout: 64 bytes of header (u64 serial of the last cancelled update), then one
+slot per rank: u64 sequence, then two pages of u32 length + JSON. The page named
+by the sequence's lowest bit is whole; the other one is where the rank writes
+next, so a rank that is killed in the middle of a post leaves the last one whole.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import tempfile
+from typing import Any
+
+HEADER_BYTES = 64
+PAGE_BYTES = 1 << 17
+SLOT_BYTES = HEADER_BYTES + 2 * PAGE_BYTES
+_U64 = struct.Struct("<Q")
+_U32 = struct.Struct("<I")
+
+
+class Board:
+    """One engine's notice board, opened by its core and by every rank."""
+
+    def __init__(self, path: str, num_ranks: int) -> None:
+        self.path = path
+        self.num_ranks = num_ranks
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), board_bytes(num_ranks))
+
+    @classmethod
+    def create(cls, num_ranks: int) -> Board:
+        """A new, empty board."""
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        handle, path = tempfile.mkstemp(prefix="vllm-inflight-board-", dir=folder)
+        os.ftruncate(handle, board_bytes(num_ranks))
+        os.close(handle)
+        return cls(path, num_ranks)
+
+    def unlink(self) -> None:
+        """Take the name away; whoever has the board open keeps it."""
+        os.unlink(self.path)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._map.close()
+
+    def post(self, rank: int, notice: dict[str, Any]) -> None:
+        """Replace the notice of `rank`; only that rank's one writer calls this."""
+        text = json.dumps(notice).encode()
+        if len(text) > PAGE_BYTES - _U32.size:
+            raise ValueError(f"notice of {len(text)} bytes does not fit the board")
+        slot = _slot(rank)
+        sequence = self._sequence(rank) + 1
+        page = _page(slot, sequence)
+        _U32.pack_into(self._map, page, len(text))
+        self._map[page + _U32.size : page + _U32.size + len(text)] = text
+        _U64.pack_into(self._map, slot, sequence)
+
+    def read(self, rank: int) -> dict[str, Any]:
+        """The latest whole notice of `rank`; empty before the first."""
+        while True:
+            sequence = self._sequence(rank)
+            page = _page(_slot(rank), sequence)
+            (length,) = _U32.unpack_from(self._map, page)
+            text = self._map[page + _U32.size : page + _U32.size + length]
+            if self._sequence(rank) == sequence:
+                return json.loads(text) if text else {}
+
+    def read_all(self) -> list[dict[str, Any]]:
+        """The latest notices of all ranks, in rank order."""
+        return [self.read(rank) for rank in range(self.num_ranks)]
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes whenever any rank posts; cheaper to compare than to read."""
+        return tuple(self._sequence(rank) for rank in range(self.num_ranks))
+
+    def cancel(self, serial: int) -> None:
+        """Tell every rank to stop working on update `serial` and older ones."""
+        _U64.pack_into(self._map, 0, max(serial, self.cancelled()))
+
+    def cancelled(self) -> int:
+        """The serial of the last cancelled update; 0 before the first."""
+        return int(_U64.unpack_from(self._map, 0)[0])
+
+    def _sequence(self, rank: int) -> int:
+        return int(_U64.unpack_from(self._map, _slot(rank))[0])
+
+
+def _slot(rank: int) -> int:
+    return HEADER_BYTES + rank * SLOT_BYTES
+
+
+def _page(slot: int, sequence: int) -> int:
+    return slot + HEADER_BYTES + (sequence % 2) * PAGE_BYTES
+
+
+def board_bytes(num_ranks: int) -> int:
+    """Size of a board for `num_ranks` ranks."""
+    return HEADER_BYTES + num_ranks * SLOT_BYTES

@@ -1,0 +1,273 @@
+"""What a new version must pass on its way in, tensor by tensor.
+
+Every transport, ours or somebody else's, hands its tensors to the shadow's
+`load_weights`. The intake stands in that door: it renames, compares with the
+manifest, digests, refuses NaN, counts bytes for the progress report, and stops
+the stream when the update was cancelled. Behind the door it watches which part
+of which parameter each tensor fills, so that at the end a missing shard of a
+fused parameter is as visible as a missing tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from vllm.inflight import ops, upstream
+from vllm.inflight.errors import InflightError, WeightsMismatch
+from vllm.inflight.names import checkpoint_names, describe_unknown
+from vllm.inflight.stage.coverage import Fill, Writes
+from vllm.inflight.stage.shadow import Shadow
+from vllm.inflight.update import Manifest
+
+REMOVED = ".rotary_emb.inv_freq"
+"""Older checkpoints carry this buffer; every loader of upstream skips it."""
+
+
+class Cancelled(InflightError):
+    """The update was aborted while this rank was still receiving."""
+
+    code = "cancelled"
+
+
+class Intake:
+    """The door of one update on one rank."""
+
+    def __init__(
+        self,
+        shadow: Shadow,
+        manifest: Manifest,
+        *,
+        verify: bool,
+        allow_nonfinite: bool,
+        cancelled: Callable[[], bool],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._shadow = shadow
+        self._manifest = manifest
+        self._verify = verify
+        self._allow_nonfinite = allow_nonfinite
+        self._cancelled = cancelled
+        self._progress = progress
+        self._fills = {n: Fill(s.numel()) for n, s in shadow.required.items()}
+        self._known = shadow.known_names()
+        self._seen: dict[str, ops.Digest] = {}
+        self._entries: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._wrong: dict[str, str] = {}
+        self._unknown: dict[str, tuple[list[int], str]] = {}
+        self._filling = 0
+        self._broken: Exception | None = None
+        self._watching: list[tuple[Any, Any]] = []
+        self.unfilled: list[str] = []
+        """Tensors that filled nothing on this rank; another stage may use them."""
+        self.num_bytes = 0
+
+    # ------------------------------------------------------------ the door
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Stands in for the shadow's own `load_weights`."""
+        module = self._shadow.module
+        assert module is not None
+        current: list[str] = []
+        try:
+            # The class's: the instance's own is this method.
+            load: Callable[..., Any] = type(module).load_weights  # type: ignore[attr-defined]
+            return load(module, self._admit(weights, current))
+        except (InflightError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if error is self._broken:
+                raise
+            # Upstream's loaders refuse by assertion, KeyError or ValueError,
+            # without the tensor's name: it is the one handed over last.
+            if not current:
+                raise
+            name = current[0]
+            shape, dtype = self._entries.get(name, ((), ""))
+            if name not in self._known:
+                self._unknown[name] = (list(shape), dtype)
+                raise self._mismatch() from error
+            self._wrong[name] = (
+                f"the model cannot take it with shape {list(shape)} and dtype "
+                f"{dtype}: {str(error) or type(error).__name__}"
+            )
+            raise self._mismatch() from error
+
+    def _admit(
+        self, weights: Iterable[tuple[str, torch.Tensor]], current: list[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for sent_name, tensor in self._drawn(weights):
+            if self._cancelled():
+                raise Cancelled("the update was aborted")
+            name = self._manifest.name_map.get(sent_name, sent_name)
+            if not self._accept(name, tensor):
+                continue
+            current[:] = [name]
+            before = self._filling
+            yield name, tensor
+            if self._filling == before and not name.endswith(REMOVED):
+                self.unfilled.append(name)
+            self.num_bytes += tensor.nbytes
+            self._progress(self.num_bytes, len(self._seen))
+        current.clear()
+
+    def _drawn(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """`weights`, remembering a failure of the transport as not the model's."""
+        try:
+            yield from weights
+        except Exception as error:
+            self._broken = error
+            raise
+
+    def _accept(self, name: str, tensor: torch.Tensor) -> bool:
+        """Check one tensor; what is wrong is kept, so a refusal lists it all."""
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if name in self._seen:
+            self._wrong[name] = "it was sent twice"
+            return False
+        self._entries[name] = (shape, dtype)
+        spec = self._manifest.tensors.get(name)
+        if self._manifest.tensors and spec is None:
+            self._wrong[name] = "the manifest does not announce it"
+            return False
+        if spec is not None and (spec.shape, spec.dtype) != (shape, dtype):
+            self._wrong[name] = (
+                f"announced as {list(spec.shape)} {spec.dtype}, "
+                f"arrived as {list(shape)} {dtype}"
+            )
+            return False
+        if not self._is_known(name, shape, dtype):
+            return False
+        self._seen[name] = ops.Digest.ZERO
+        if self._verify:
+            digest = ops.digest([tensor])[0]
+            self._seen[name] = digest
+            if spec is not None and spec.digest not in (None, digest.hex()):
+                self._wrong[name] = (
+                    f"its digest is {digest.hex()}, announced was {spec.digest}"
+                )
+                return False
+            if not self._allow_nonfinite and (bad := ops.count_nonfinite([tensor])[0]):
+                self._wrong[name] = f"{bad} of its elements are NaN or Inf"
+                return False
+        return True
+
+    def _is_known(self, name: str, shape: tuple[int, ...], dtype: str) -> bool:
+        if name.endswith(REMOVED) or self._shadow.renames:
+            return True
+        if name not in self._known:
+            # A head tied to the embedding is in many checkpoints; loaders skip it.
+            if not (name == "lm_head.weight" and self._tied):
+                self._unknown[name] = (list(shape), dtype)
+            return False
+        expected_shape, expected_dtype = self._known[name]
+        floats = [
+            getattr(torch, d, torch.int8).is_floating_point
+            for d in (dtype, expected_dtype or dtype)
+        ]
+        if floats[0] != floats[1]:
+            self._wrong[name] = f"it is {dtype}, the model's is {expected_dtype}"
+            return False
+        del expected_shape  # the loaders know it for every shard; they refuse
+        return True
+
+    @property
+    def _tied(self) -> bool:
+        return bool(self._shadow.model_config.hf_config.tie_word_embeddings)
+
+    # ------------------------------------------------------ behind the door
+    def watch(self) -> None:
+        """Put the intake into the shadow, once its transport has started."""
+        module = self._shadow.module
+        assert module is not None
+        module.load_weights = self.load_weights  # type: ignore[assignment]
+        for prefix, layer in module.named_modules():
+            for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                name = f"{prefix}.{key}" if prefix else key
+                if tensor is None or name not in self._fills:
+                    continue
+                loader = getattr(tensor, "weight_loader", None)
+                self._watching.append((tensor, loader))
+                tensor.weight_loader = self._watched(
+                    name, loader or upstream.default_weight_loader
+                )
+
+    def unwatch(self) -> None:
+        """Take the intake out of the shadow again."""
+        module = self._shadow.module
+        assert module is not None
+        vars(module).pop("load_weights", None)
+        # Upstream keeps these tensors for the next reload, loaders and all.
+        for tensor, loader in self._watching:
+            if loader is None:
+                del tensor.weight_loader
+            else:
+                tensor.weight_loader = loader
+        self._watching.clear()
+
+    def _watched(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
+        fill = self._fills[name]
+
+        def online_process_loader(*args: Any, **kwargs: Any) -> Any:
+            param = args[0] if args else kwargs["param"]
+            with Writes(param) as writes:
+                result = loader(*args, **kwargs)
+            self._filling += 1
+            fill.views.update(writes.views)
+            return result
+
+        # Upstream's layerwise reload wraps a loader unless it finds its own
+        # name on it, and unwraps by following __wrapped__.
+        online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
+        return online_process_loader
+
+    # ------------------------------------------------------------- verdict
+    def verdict(self) -> str:
+        """The manifest digest of what arrived; raises `WeightsMismatch`.
+
+        Completeness is judged on the parameters: every element of every one has
+        been written, whatever the checkpoint tensors are called.
+        """
+        missing = [name for name, fill in self._fills.items() if fill.missing]
+        announced = self._manifest.tensors.keys() - self._seen.keys()
+        if missing or announced or self._wrong or self._unknown:
+            raise self._mismatch(missing, sorted(announced - self._wrong.keys()))
+        return ops.manifest_digest(
+            (name, dtype, shape, self._seen[name])
+            for name, (shape, dtype) in self._entries.items()
+            if name in self._seen
+        )
+
+    def _mismatch(
+        self, missing: Iterable[str] = (), announced: Iterable[str] = ()
+    ) -> WeightsMismatch:
+        parts: list[str] = []
+        tensors: list[str] = []
+        if self._unknown:
+            facts = [(n, s, d) for n, (s, d) in self._unknown.items()]
+            parts.append(f"unknown: {describe_unknown(facts, self._known)}")
+            tensors += self._unknown
+        if self._wrong:
+            parts += [f"{name}: {why}" for name, why in self._wrong.items()]
+            tensors += self._wrong
+        absent = [n for p in missing for n in self._absent(p)]
+        absent += [n for n in announced if n not in absent]
+        if absent:
+            parts.append(f"missing: {', '.join(absent[:8])}")
+            tensors += [n for n in absent if n not in tensors]
+        count = len(tensors)
+        return WeightsMismatch(
+            f"{count} tensor{'s' * (count != 1)} of the update cannot be accepted; "
+            + "; ".join(parts[:12]),
+            tensors=tensors,
+        )
+
+    def _absent(self, param: str) -> list[str]:
+        """The checkpoint tensors of `param` that did not arrive."""
+        module = self._shadow.module
+        fused = getattr(module, "packed_modules_mapping", {}) or {}
+        names = checkpoint_names(param, fused)
+        return [n for n in names if n not in self._seen] or names

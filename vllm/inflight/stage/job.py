@@ -1,0 +1,221 @@
+"""A job: the thread that stages one update on one rank while the rank decodes.
+
+It lives as long as its update, goes at a pace that leaves decoding its speed, never
+touches the live weights, and says on the board what it does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import EngineFault, InflightError, Malformed, NoTransport
+from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.intake import Cancelled, Intake
+from vllm.inflight.stage.pace import Pace
+from vllm.inflight.update import Manifest
+
+POLL_S = 0.02
+LAST_ORDERS = ("seal", "init", "shutdown")
+
+logger = upstream.init_logger(__name__)
+
+
+class Job(threading.Thread):
+    """The staging of one update on one rank."""
+
+    def __init__(
+        self, stager: Any, board: Board, serial: int, *, predecessor: Job | None
+    ) -> None:
+        super().__init__(name="inflight-stage", daemon=True)
+        self.serial = serial
+        self._stager = stager
+        self._worker = stager.worker
+        self._shadow = stager.shadow
+        self._config = InflightConfig.of(self._worker.vllm_config)
+        self._board = board
+        self._predecessor = predecessor
+        self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._intake: Intake | None = None
+        self._transport: Any = None
+        self._transport_open = False
+        self._notice: dict[str, Any] = {
+            "serial": serial,
+            "state": "open",
+            "orders": 0,
+            "bytes": 0,
+            "tensors": 0,
+        }
+        self._posted = 0.0
+        self._pace = Pace(self._config.stage_share)
+
+    def put(self, order: str, payload: Any) -> None:
+        """Have an order carried out, after those before it."""
+        self._orders.put((order, payload))
+        if self.ident is None:
+            self.start()
+
+    def run(self) -> None:
+        """Carry orders out until the last one, an error or a cancellation."""
+        self._pace.settle()
+        orders: dict[str, Callable[[Any], None]] = {
+            "begin": self._begin,
+            "receive": self._receive,
+            "seal": self._seal,
+            "init": self._init_transport,
+            "shutdown": self._shutdown_transport,
+        }
+        try:
+            self._wait_for_predecessor()
+            self._post()
+            with torch.no_grad(), torch.device(self._worker.device):
+                while not self._is_cancelled():
+                    try:
+                        order, payload = self._orders.get(timeout=POLL_S)
+                    except queue.Empty:
+                        continue
+                    orders[order](payload)
+                    self._notice["orders"] += 1
+                    self._post()
+                    if order in LAST_ORDERS:
+                        return
+            raise Cancelled("the update was aborted")
+        except InflightError as error:
+            self._leave(error)
+        except Exception as error:
+            rank = self._worker.rank
+            logger.exception("update %d failed on rank %d", self.serial, rank)
+            self._leave(EngineFault(f"{type(error).__name__}: {error}"))
+
+    # ----------------------------------------------------------------- orders
+    def _begin(self, payload: dict[str, Any]) -> None:
+        # Half of the time for staging at leisure, half for what is then left.
+        self._pace.hurry_after(payload["deadline_s"] / 2)
+        manifest = Manifest.parse(payload["manifest"]) if payload["manifest"] else None
+        self._transport = self._choose(payload["transport"])
+        # From here on the set served before is gone: this is the first write.
+        self._stager.open()
+        self._notice["state"] = "staging"
+        self._post()
+        self._shadow.prepare()
+        self._intake = Intake(
+            self._shadow,
+            manifest or Manifest(),
+            verify=self._config.verify == "digest",
+            allow_nonfinite=payload["allow_nonfinite"],
+            cancelled=self._is_cancelled,
+            progress=self._progress,
+        )
+        self._transport.start_weight_update()
+        self._transport_open = True
+        self._intake.watch()
+
+    def _receive(self, payload: Any) -> None:
+        if isinstance(payload, list):
+            parallel = self._worker.vllm_config.parallel_config
+            index = (
+                parallel.data_parallel_index * parallel.world_size + self._worker.rank
+            )
+            if index >= len(payload):
+                raise Malformed(
+                    f"update_info is a list of {len(payload)}, rank {index} has none"
+                )
+            payload = payload[index]
+        try:
+            info = self._transport.parse_update_info(payload)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+        # Not update_weights(): that ends in a device-wide wait.
+        self._transport.receive_weights(info)
+
+    def _seal(self, _: Any) -> None:
+        assert self._intake is not None
+        if self._transport.defers_processing:
+            self._transport.drain_pending()
+        digest = self._intake.verdict()
+        self._transport.finish_weight_update()
+        self._transport_open = False
+        self._shadow.retie()
+        self._intake.unwatch()
+        self._stager.staged()
+        self._notice |= {
+            "state": "staged",
+            "digest": digest,
+            "unfilled": self._intake.unfilled,
+            "bytes": self._intake.num_bytes,
+        }
+
+    def _init_transport(self, payload: Any) -> None:
+        transport = self._choose("configured")
+        try:
+            info = transport.parse_init_info(payload)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+        transport.init_transfer_engine(info)
+
+    def _shutdown_transport(self, _: Any) -> None:
+        self._choose("configured").shutdown()
+
+    # ---------------------------------------------------------------- helpers
+    def _choose(self, name: str) -> Any:
+        if name == "local":
+            from vllm.inflight.wire.local import LocalEngine
+
+            config = upstream.WeightTransferConfig(backend="local")
+            return LocalEngine(
+                config,
+                self._worker.vllm_config,
+                self._worker.device,
+                self._shadow.module,
+            )
+        if self._worker.weight_transfer_engine is None:
+            raise NoTransport("no weight transfer backend is configured")
+        return self._worker.weight_transfer_engine
+
+    def _wait_for_predecessor(self) -> None:
+        """A transport that cannot be interrupted may still write its last bytes."""
+        while self._predecessor is not None and self._predecessor.is_alive():
+            if self._is_cancelled():
+                raise Cancelled("the transfer before this one has not let go")
+            self._predecessor.join(POLL_S)
+        self._predecessor = None  # jobs do not hold on to all jobs before them
+
+    def _leave(self, error: InflightError) -> None:
+        """Clean up after a failure, then tell; the live weights were never touched."""
+        try:
+            if self._intake is not None:
+                self._intake.unwatch()
+            if self._transport_open:
+                with suppress(Exception):
+                    # Not part of upstream's contract; a transport may offer it.
+                    getattr(self._transport, "abort_weight_update", _nothing)()
+                self._shadow.reset()
+        except Exception:
+            logger.exception("cleaning up after update %d failed", self.serial)
+        self._notice |= {"state": "failed", "error": error.to_dict()}
+        self._post()
+
+    def _is_cancelled(self) -> bool:
+        return self._board.cancelled() >= self.serial
+
+    def _progress(self, num_bytes: int, num_tensors: int) -> None:
+        self._notice |= {"bytes": num_bytes, "tensors": num_tensors}
+        if time.monotonic() - self._posted > POLL_S:
+            self._post()
+        self._pace.rest()
+
+    def _post(self) -> None:
+        self._posted = time.monotonic()
+        self._board.post(self._worker.rank, self._notice)
+
+
+def _nothing() -> None:
+    """In place of an optional method."""

@@ -1,0 +1,86 @@
+"""The pace of a staging thread: where it runs, and when it rests.
+
+It shares a process with decoding, and so the interpreter's lock. That makes a low
+priority the wrong modesty: a thread that is put aside while it holds the lock holds
+decoding up until it is let on again, on a busy machine for seconds. So it keeps the
+priority of everybody else, stays off the cores that decoding is bound to, and rests
+after every tensor, as long as its share of a core asks.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+LONGEST_REST_S = 0.25
+"""What is owed beyond it is rested after later tensors; a cancelled job ends soon."""
+
+IDLE_SHARE = 0.25
+"""The rest of the process decodes if it uses more of a core than this."""
+
+
+class Pace:
+    """The pace of one job; called by its thread."""
+
+    def __init__(self, share: float) -> None:
+        self._rest_per_second = 1 / share - 1
+        self._hurry_at = math.inf
+        self._owed = 0.0
+        self._last = (0.0, 0.0, 0.0)
+
+    def settle(self) -> None:
+        """Move to the cores that decoding leaves, with one torch thread."""
+        if hasattr(os, "sched_setaffinity"):
+            with suppress(OSError):
+                os.sched_setaffinity(0, free_cores())
+        # Upstream's CPU workers replace the public name by a refusal. The number is
+        # the calling thread's own, on Linux.
+        set_threads: Callable[[int], None] = torch._C.set_num_threads
+        set_threads(1)
+        self._last = _clocks()
+
+    def hurry_after(self, seconds: float) -> None:
+        """Rest no more once `seconds` have passed: a late update is a failed one."""
+        self._hurry_at = time.monotonic() + seconds
+
+    def rest(self) -> None:
+        """Rest from what was done since the last rest, if anybody decodes."""
+        wall, own, process = (
+            now - before for now, before in zip(_clocks(), self._last, strict=True)
+        )
+        self._owed += own * self._rest_per_second
+        if process - own < IDLE_SHARE * wall:
+            # On a single core, decoding may only be waiting for its turn: what is
+            # owed is kept, but not more than can be rested at once.
+            self._owed = min(self._owed, LONGEST_REST_S)
+        elif time.monotonic() < self._hurry_at:
+            nap = min(self._owed, LONGEST_REST_S)
+            time.sleep(nap)
+            self._owed -= nap
+        self._last = _clocks()
+
+
+def free_cores() -> set[int]:
+    """Cores of this engine that no thread of this process is bound to, or all.
+
+    Upstream binds the threads of a CPU worker before its first line of Python runs,
+    so which cores there are is asked of the process that started it.
+    """
+    parent = multiprocessing.parent_process()
+    cores = os.sched_getaffinity(0 if parent is None else parent.pid or 0)
+    bound: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            bound |= os.sched_getaffinity(int(thread))
+    return cores - bound or cores
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Seconds on the wall, of this thread's work, and of the whole process's."""
+    return time.monotonic(), time.thread_time(), time.process_time()

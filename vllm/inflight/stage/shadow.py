@@ -1,0 +1,188 @@
+"""The second set of weights: a module tree of the same model beside the live one.
+
+It is built at start-up exactly as upstream builds the live model, with the same
+shards and the same loaders, but nothing ever runs through it. A transport
+loads into it as if it were the live model. At a commit the two trees exchange
+what they hold (see commit/flip.py), so the tree that is not served is the next
+stage and, until that begins, the way back.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.names import checkpoint_names
+from vllm.inflight.stage import swappable
+
+Known = dict[str, tuple[list[int] | None, str | None]]
+
+
+class Shadow:
+    """A second module tree of one worker's model.
+
+    Attributes:
+        module: the tree; load into it, never run it.
+        reason: why this model cannot be updated in flight; None if it can.
+        required: parameter name → shape, in load format, that an update must fill.
+
+    """
+
+    def __init__(
+        self, live: torch.nn.Module, vllm_config: Any, device: torch.device
+    ) -> None:
+        self.live = live
+        self.device = device
+        self.model_config = vllm_config.model_config
+        self.module: torch.nn.Module | None = None
+        self.required: dict[str, torch.Size] = {}
+        self._dtypes: dict[str, str] = {}
+        self._processed = False
+        self.reason = swappable.obstacle(live, vllm_config)
+        if self.reason is None:
+            self.module = _build(live, vllm_config, device)
+            self.reason = swappable.difference(live, self.module)
+        if self.reason is not None:
+            self.module = None
+            return
+        assert self.module is not None
+        # Tied parameters appear once here, under their first name.
+        for name, param in self.module.named_parameters():
+            self.required[name] = param.shape
+            self._dtypes[name] = str(param.dtype).removeprefix("torch.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters of one set."""
+        if self.module is None:
+            return 0
+        return sum(
+            shape.numel() * getattr(torch, self._dtypes[name]).itemsize
+            for name, shape in self.required.items()
+        )
+
+    def known_names(self) -> Known:
+        """Checkpoint names this rank's model is made of, with shape and dtype.
+
+        The shape of a shard of a fused or split parameter is not known here.
+        """
+        assert self.module is not None
+        fused = getattr(self.module, "packed_modules_mapping", {}) or {}
+        known: Known = {}
+        for param, shape in self.required.items():
+            names = checkpoint_names(param, fused)
+            for name in names:
+                whole = list(shape) if len(names) == 1 else None
+                known[name] = (whole, self._dtypes[param])
+        return known
+
+    @property
+    def renames(self) -> bool:
+        """Whether the model maps checkpoint names before it looks them up."""
+        return getattr(self.module, "hf_to_vllm_mapper", None) is not None
+
+    def prepare(self) -> None:
+        """Bring the tree into kernel format, once, before the first update.
+
+        Left undone until then, its memory is reserved but never touched.
+        """
+        if not self._processed:
+            with torch.no_grad():
+                for param in self.module.parameters():  # type: ignore[union-attr]
+                    param.zero_()
+                upstream.process_weights_after_loading(
+                    self.module, self.model_config, self.device
+                )
+            self._processed = True
+
+    def reset(self) -> None:
+        """Leave a load that did not end, so that the next one starts clean."""
+        assert self.module is not None
+        for layer in self.module.modules():
+            info = upstream.get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    upstream.place_kernel_tensors(layer, info)
+                info.reset()
+        if hasattr(self.module, "_original_do_torchao_reload"):
+            self.module._do_torchao_reload = self.module._original_do_torchao_reload
+
+    def retie(self) -> None:
+        """Pack again what shares its weight with a layer that was loaded.
+
+        The layerwise reload packs the layer a tensor was sent for; a head tied
+        to the embedding gets the new weight with it but keeps its old packing.
+        """
+        assert self.module is not None
+        owners: dict[int, list[torch.nn.Module]] = {}
+        for layer in self.module.modules():
+            weight = layer._parameters.get("weight")
+            if weight is not None and weight.numel():
+                owners.setdefault(id(weight), []).append(layer)
+        for layers in owners.values():
+            for layer in layers if len(layers) > 1 else ():
+                method = getattr(layer, "quant_method", None)
+                if method is not None:
+                    method.process_weights_after_loading(layer)
+
+
+_shadows: weakref.WeakKeyDictionary[torch.nn.Module, Shadow] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shadow_of(live: torch.nn.Module, vllm_config: Any, device: torch.device) -> Shadow:
+    """The shadow of `live`, built at the first call."""
+    if live not in _shadows:
+        _shadows[live] = Shadow(live, vllm_config, device)
+    return _shadows[live]
+
+
+def _build(
+    live: torch.nn.Module, vllm_config: Any, device: torch.device
+) -> torch.nn.Module:
+    # The layers of a model enter themselves in the compilation config when they
+    # are built, and refuse a second layer of the same name; the shadow gets a
+    # copy with empty registers.
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    config.compilation_config.mode = upstream.CompilationMode.NONE
+    with (
+        upstream.set_current_vllm_config(config),
+        upstream.set_default_torch_dtype(vllm_config.model_config.dtype),
+        device,
+    ):
+        module: torch.nn.Module = upstream.initialize_model(config)
+        _part(module, live)
+    return module.eval()
+
+
+def _part(module: torch.nn.Module, live: torch.nn.Module) -> None:
+    """Let `module` share no layer with `live`.
+
+    Upstream caches rotary embeddings by their parameters, and a reload of one
+    tree would take the buffers of the other's. They hold nothing of a version,
+    and this tree never runs, so an empty layer stands in for them.
+    """
+    shared = {id(layer) for layer in live.modules()}
+    hollow: dict[int, torch.nn.Module] = {}
+
+    def stand_in(layer: torch.nn.Module) -> torch.nn.Module:
+        if next(layer.parameters(), None) is not None:
+            raise RuntimeError(f"a {type(layer).__name__} is shared between two copies")
+        if id(layer) not in hollow:
+            hollow[id(layer)] = torch.nn.Module()
+            for name, child in layer.named_children():
+                hollow[id(layer)].add_module(name, stand_in(child))
+        return hollow[id(layer)]
+
+    for layer in list(module.modules()):
+        for name, child in layer._modules.items():
+            if child is not None and id(child) in shared:
+                layer._modules[name] = stand_in(child)

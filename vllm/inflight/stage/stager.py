@@ -1,0 +1,84 @@
+"""One rank's side of staging: orders come in, a thread of its own carries them out.
+
+Orders come from the engine core as RPCs that only enqueue; what becomes of them
+is posted on the board. The stager lives as long as its worker and holds the
+second set of weights; each update has a job (job.py) that fills it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.job import Job
+from vllm.inflight.stage.shadow import Shadow
+
+Flip = Callable[[], None]
+
+
+class Stager:
+    """The second set of weights of one rank, and the job that fills it."""
+
+    def __init__(
+        self,
+        worker: Any,
+        shadow: Shadow,
+        pair: Callable[[torch.nn.Module, torch.nn.Module], Flip],
+    ) -> None:
+        self.worker = worker
+        self.shadow = shadow
+        self._pair = pair
+        """Makes, of two trees, the call that exchanges what they hold."""
+        self._flip: Flip | None = None
+        self._board: Board | None = None
+        self._job: Job | None = None
+
+    def attach(self, board_path: str, num_ranks: int) -> dict[str, Any]:
+        """Open the board; tell what this rank can do."""
+        self._board = Board(board_path, num_ranks)
+        return {
+            "rank": self.worker.rank,
+            "reason": self.shadow.reason,
+            "bytes": self.shadow.nbytes,
+        }
+
+    def order(self, serial: int, order: str, payload: Any) -> None:
+        """Enqueue one order of update `serial`; the outcome is posted."""
+        assert self._board is not None
+        if self._job is None or self._job.serial < serial:
+            self._job = Job(self, self._board, serial, predecessor=self._job)
+        if self._job.serial == serial:
+            self._job.put(order, payload)
+
+    def open(self) -> None:
+        """The second set is about to be written over: there is no way back."""
+        self._flip = None
+
+    def staged(self) -> None:
+        """The second set is whole: a flip may exchange it with the live one."""
+        assert self.shadow.module is not None
+        self._flip = self._pair(self.shadow.live, self.shadow.module)
+
+    def flip(self) -> float:
+        """Exchange live and shadow; returns the seconds it took."""
+        started = time.perf_counter()
+        if self._flip is None:
+            raise RuntimeError("nothing is staged on this rank")
+        self._flip()
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the job and let the board go."""
+        if self._board is None:
+            return
+        if self._job is not None:
+            self._board.cancel(self._job.serial)
+            self._job.join(timeout=1.0)
+        # A job that cannot be interrupted may still post: leave it its memory.
+        if self._job is None or not self._job.is_alive():
+            self._board.close()
+        self._board = None

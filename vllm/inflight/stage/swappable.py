@@ -1,0 +1,91 @@
+"""Which models can change their weights in flight, decided when the engine starts.
+
+A layer's weights can be exchanged when all of its state is in its parameters,
+or is packed into `cpu_linear` (the CPU build's GEMM).
+Anything else that holds tensors would keep the old version alive, so it is
+found here and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm.inflight import upstream
+
+PACKED = "cpu_linear"
+"""Attribute in which the CPU build keeps a packed weight: a callable."""
+
+
+def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
+    """Why the weights of `live` cannot be exchanged; None if they can."""
+    if vllm_config.lora_config is not None:
+        return "LoRA adapters are enabled (--enable-lora)"
+    if vllm_config.speculative_config is not None:
+        return "a speculative drafter is configured (--speculative-config)"
+    if vllm_config.parallel_config.enable_eplb:
+        return "expert load balancing is enabled (--enable-eplb)"
+    if vllm_config.model_config.enable_sleep_mode:
+        return "sleep mode is enabled (--enable-sleep-mode)"
+    if vllm_config.model_config.quantization is not None:
+        return f"the model is quantised ({vllm_config.model_config.quantization})"
+    if vllm_config.device_config.device_type != "cpu":
+        return (
+            "this release stages on the CPU build only, and the device is "
+            f"{vllm_config.device_config.device_type}"
+        )
+    for name, layer in live.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and type(method) not in (
+            upstream.UnquantizedLinearMethod,
+            upstream.UnquantizedEmbeddingMethod,
+        ):
+            return f"layer {name} packs its weights with {type(method).__name__}"
+        for key in layer._buffers.keys() - layer._non_persistent_buffers_set:
+            if _holds_tensor(layer._buffers[key]):
+                return f"layer {name} loads the buffer {key!r}"
+        for attribute in hidden_tensors(layer):
+            return (
+                f"layer {name or '<root>'} ({type(layer).__name__}) keeps weights "
+                f"in its attribute {attribute!r}"
+            )
+    return None
+
+
+def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
+    """Why two trees of a model are not alike; None if they are."""
+    names = [name for name, _ in live.named_modules()]
+    others = [name for name, _ in shadow.named_modules()]
+    if names != others:
+        odd = sorted(set(names) ^ set(others))
+        return f"a second copy of the model differs in the layers {odd[:4]}"
+    for (name, a), (_, b) in zip(
+        live.named_modules(), shadow.named_modules(), strict=True
+    ):
+        if a._parameters.keys() != b._parameters.keys():
+            odd = sorted(a._parameters.keys() ^ b._parameters.keys())
+            return f"layer {name} gains or loses the parameters {odd} after loading"
+    return None
+
+
+def hidden_tensors(layer: torch.nn.Module) -> Iterator[str]:
+    """Attributes of `layer` that hold tensors outside parameters and buffers."""
+    for name, value in vars(layer).items():
+        if name in ("_parameters", "_buffers", "_modules", PACKED):
+            continue
+        if _holds_tensor(value):
+            yield name
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.numel() > 1  # scalars are scales, equal in every version
+    if isinstance(value, dict):
+        return any(_holds_tensor(item) for item in value.values())
+    if isinstance(value, list | tuple | set):
+        return any(_holds_tensor(item) for item in value)
+    return False

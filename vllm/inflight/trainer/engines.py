@@ -1,0 +1,282 @@
+"""The engines a trainer can publish to, behind one small protocol.
+
+An engine is reached over HTTP, or it is an `LLM` or `AsyncLLM` of this process.
+Every call names its update, so it may be repeated: when a reply is lost, the
+same call is made again until the caller's patience ends. What an engine says no
+to is raised as the error it names and not tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import httpx
+
+from vllm.inflight.config import admin_key
+from vllm.inflight.errors import ConfigError, EngineFault, InflightError
+from vllm.inflight.trainer.patience import (
+    FIRST_DELAY_S,
+    LAST_DELAY_S,
+    EngineUnreachable,
+    Patience,
+)
+
+Reply = dict[str, Any]
+
+REPLY_S = 60.0
+"""Longest wait for one reply before the call is made again."""
+
+PASSING = (502, 503, 504)
+"""What a proxy, or a server that is starting, answers in its place."""
+
+
+class Engine(Protocol):
+    """What a publish asks of an engine; replies are those of the HTTP routes."""
+
+    name: str
+    """As errors and outcomes call it."""
+
+    def start(self, body: Reply, patience: Patience) -> Reply:
+        """`POST /start_weight_update`."""
+        ...
+
+    def update(self, body: Reply, patience: Patience) -> Reply:
+        """`POST /update_weights`; returns when every rank has the chunk."""
+        ...
+
+    def finish(self, body: Reply, patience: Patience) -> Reply:
+        """`POST /finish_weight_update`."""
+        ...
+
+    def abort(self, update_id: str, patience: Patience) -> Reply:
+        """`POST /abort_weight_update`."""
+        ...
+
+    def rollback(self, patience: Patience) -> Reply:
+        """`POST /rollback_weights`."""
+        ...
+
+    def status(self, update_id: str, patience: Patience) -> Reply:
+        """`GET /weight_update/{update_id}`."""
+        ...
+
+    def info(self, patience: Patience) -> Reply:
+        """`GET /weight_info`."""
+        ...
+
+    def close(self) -> None:
+        """Let connections go; the engine itself runs on."""
+        ...
+
+
+class HttpEngine:
+    """A `vllm serve` somewhere."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"an engine's URL begins with http://, got {url!r}")
+        self.name = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(base_url=self.name, headers=headers)
+
+    def start(self, body: Reply, patience: Patience) -> Reply:
+        """Open an update."""
+        return self._ask("POST", "/start_weight_update", patience, body)
+
+    def update(self, body: Reply, patience: Patience) -> Reply:
+        """Have a chunk received."""
+        return self._ask("POST", "/update_weights", patience, body)
+
+    def finish(self, body: Reply, patience: Patience) -> Reply:
+        """Verify and commit; with mode `wait` the reply may take long."""
+        return self._ask(
+            "POST", "/finish_weight_update", patience, body, patience.timeout_s
+        )
+
+    def abort(self, update_id: str, patience: Patience) -> Reply:
+        """Give an update up."""
+        body = {"update_id": update_id}
+        return self._ask("POST", "/abort_weight_update", patience, body)
+
+    def rollback(self, patience: Patience) -> Reply:
+        """Serve the version before again."""
+        return self._ask("POST", "/rollback_weights", patience, {})
+
+    def status(self, update_id: str, patience: Patience) -> Reply:
+        """Where an update stands."""
+        return self._ask("GET", f"/weight_update/{update_id}", patience)
+
+    def info(self, patience: Patience) -> Reply:
+        """What is served."""
+        return self._ask("GET", "/weight_info", patience)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        patience: Patience,
+        body: Reply | None = None,
+        reply_s: float | None = None,
+    ) -> Reply:
+        delay = FIRST_DELAY_S
+        while True:
+            try:
+                timeout = max(0.05, min(reply_s or REPLY_S, patience.left()))
+                response = self._client.request(
+                    method, path, json=body, timeout=timeout
+                )
+                known = _decoded(response)
+                if known is not None:
+                    return known
+                trouble = f"HTTP {response.status_code}"
+                if response.status_code not in PASSING:
+                    raise EngineFault(
+                        f"{method} {path} was answered by {trouble} "
+                        f"{response.text[:200]!r}; is this a vLLM with vllm-inflight?"
+                    )
+            except httpx.TransportError as error:
+                trouble = f"{type(error).__name__} {error}".strip()
+            if not patience.pause(delay):
+                raise EngineUnreachable(
+                    f"no answer to {method} {path} within {patience.timeout_s:g} s "
+                    f"({trouble})"
+                )
+            delay = min(2 * delay, LAST_DELAY_S)
+
+
+class LocalEngine:
+    """An `LLM` or an `AsyncLLM` of this process.
+
+    The methods of an `AsyncLLM` run on its event loop, so that loop has to be
+    running and must not be the thread that waits here.
+    """
+
+    def __init__(
+        self, engine: Any, name: str, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        start = getattr(engine, "start_weight_update", None)
+        if start is None or not hasattr(engine, "abort_weight_update"):
+            raise ConfigError(
+                f"{type(engine).__name__} is not an engine with vllm-inflight; give "
+                "an LLM, an AsyncLLM or the URL of a server"
+            )
+        self.name = name
+        self._engine = engine
+        self.loop = loop
+        """The loop of an `AsyncLLM`; None for an `LLM`."""
+        if not inspect.iscoroutinefunction(start):
+            self.loop = None
+        elif loop is None:
+            try:
+                self.loop = asyncio.get_running_loop()
+            except RuntimeError:
+                raise ConfigError(
+                    "make the publisher of an AsyncLLM on the engine's event loop, or "
+                    "give it that loop with loop="
+                ) from None
+
+    def start(self, body: Reply, patience: Patience) -> Reply:
+        """Open an update."""
+        return self._run(patience, self._engine.start_weight_update, **body)
+
+    def update(self, body: Reply, patience: Patience) -> Reply:
+        """Have a chunk received."""
+        info = {"update_info": body["update_info"]}
+        ids = {"update_id": body["update_id"], "chunk": body["chunk"]}
+        return self._run(patience, self._engine.update_weights, info, **ids)
+
+    def finish(self, body: Reply, patience: Patience) -> Reply:
+        """Verify and commit."""
+        return self._run(patience, self._engine.finish_weight_update, **body)
+
+    def abort(self, update_id: str, patience: Patience) -> Reply:
+        """Give an update up."""
+        return self._run(patience, self._engine.abort_weight_update, update_id)
+
+    def rollback(self, patience: Patience) -> Reply:
+        """Serve the version before again."""
+        return self._run(patience, self._engine.rollback_weights)
+
+    def status(self, update_id: str, patience: Patience) -> Reply:
+        """Where an update stands."""
+        return self._run(patience, self._engine.weight_update_status, update_id)
+
+    def info(self, patience: Patience) -> Reply:
+        """What is served."""
+        return self._run(patience, self._engine.weight_info)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _run(
+        self, patience: Patience, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Reply:
+        if self.loop is None:
+            reply: Reply = method(*args, **kwargs)
+            return reply
+        future = asyncio.run_coroutine_threadsafe(method(*args, **kwargs), self.loop)
+        try:
+            reply = future.result(patience.left())
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise EngineUnreachable(
+                f"no answer to {method.__name__} within {patience.timeout_s:g} s; is "
+                "the engine's event loop running?"
+            ) from None
+        return reply
+
+
+def connect(
+    engines: Any, *, api_key: str | None, loop: asyncio.AbstractEventLoop | None
+) -> list[Engine]:
+    """The engines of `engines`: URLs or objects, one or a sequence of them.
+
+    Raises:
+        ConfigError: one of them is no engine, or there twice, or there is none.
+
+    """
+    several = isinstance(engines, Sequence) and not isinstance(engines, str)
+    given = list(engines) if several else [engines]
+    if not given:
+        raise ConfigError("there is no engine to publish to")
+    key = api_key or admin_key() or os.environ.get("VLLM_API_KEY")
+    found: list[Engine] = []
+    for index, one in enumerate(given):
+        if isinstance(one, str):
+            found.append(HttpEngine(one, key))
+        else:
+            number = f" {index}" if len(given) > 1 else ""
+            found.append(LocalEngine(one, type(one).__name__ + number, loop))
+    names = [engine.name for engine in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"engine {name} is named twice")
+    return found
+
+
+def _decoded(response: httpx.Response) -> Reply | None:
+    """The reply of a control route; None if it is somebody else's answer.
+
+    Raises:
+        InflightError: the error that the reply names.
+
+    """
+    try:
+        body = response.json()
+    except ValueError:
+        return None
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, dict) and isinstance(error.get("code"), str):
+        raise InflightError.from_dict(error)
+    if response.is_success and isinstance(body, dict):
+        return body
+    return None

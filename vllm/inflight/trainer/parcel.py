@@ -1,0 +1,230 @@
+"""A parcel: one version of the weights as a safetensors file for engines to read.
+
+It lies in shared memory (`/dev/shm`) or in a directory that the engines see too.
+The tensors are written one after another as the source yields them, so that no
+second copy of the whole is ever in memory besides the file itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import struct
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+import torch
+from safetensors import safe_open
+
+from vllm.inflight import ops
+from vllm.inflight.errors import ConfigError, Malformed
+from vllm.inflight.trainer.source import Pair
+from vllm.inflight.update import Manifest, TensorSpec
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "vllm-inflight-parcel-"
+
+HEADER_BYTES = 4 << 20
+"""Kept free for the header, which is known last: some 30,000 tensors."""
+
+ALIGNMENT = 8
+BLOCK_BYTES = 64 << 20
+NUM_DIGEST_THREADS = 4
+LEFT_AFTER_S = 60.0
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes that safetensors can name and a digest can read."""
+
+
+class Parcel:
+    """The tensors of one publish, on their way to the engines."""
+
+    def __init__(self, file: Path, owner: IO[bytes], num_bytes: int) -> None:
+        self.file = file
+        self.num_bytes = num_bytes
+        """Bytes of all tensors, without the header."""
+        # However this process ends its use of the parcel, the file goes. A child
+        # that was forked meanwhile must not take it away from its parent.
+        self._removal = weakref.finalize(self, _remove, file, owner, os.getpid())
+
+    @classmethod
+    def pack(cls, pairs: Iterable[Pair], directory: Path | None = None) -> Parcel:
+        """Copy every tensor into a new file, in shared memory by default.
+
+        Raises:
+            Malformed: two tensors have one name, or one cannot be written.
+            OSError: there is no room for them.
+
+        """
+        folder = _existing(SHARED_MEMORY if directory is None else directory)
+        handle, name = tempfile.mkstemp(prefix=PREFIX, suffix=".part", dir=folder)
+        part = Path(name)
+        owner = os.fdopen(handle, "r+b", buffering=0)
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX)  # tells `sweep` that we are alive
+            num_bytes = _write(owner, pairs)
+            file = part.with_suffix(".safetensors")
+            part.rename(file)
+        except BaseException as error:
+            owner.close()
+            part.unlink()
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"{folder} is too small for a snapshot of the weights; enlarge it "
+                    "(docker run --shm-size) or publish with wire='disk'",
+                ) from error
+            raise
+        return cls(file, owner, num_bytes)
+
+    @property
+    def update_info(self) -> dict[str, str]:
+        """Where it is, in the words of backend `local`."""
+        if self.file.parent == SHARED_MEMORY:
+            return {"shm": self.file.name}
+        return {"path": str(self.file)}
+
+    def manifest(self, *, step: int | None = None, digests: bool = True) -> Manifest:
+        """What is in the file, read back from it."""
+        with safe_open(self.file, framework="pt") as opened:
+            named = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+        values = list(named.values())
+        found: list[str | None] = [None] * len(values)
+        if digests:
+            found = [
+                one.hex() for one in ops.digest(values, num_threads=NUM_DIGEST_THREADS)
+            ]
+        return Manifest.of(
+            (
+                TensorSpec(name, tuple(t.shape), _dtype_name(t), one)
+                for (name, t), one in zip(named.items(), found, strict=True)
+            ),
+            step=step,
+        )
+
+    def remove(self) -> None:
+        """Give the memory back; who has the file open keeps what it has mapped."""
+        self._removal()
+
+
+def sweep() -> None:
+    """Remove parcels from shared memory whose trainer was killed.
+
+    The lock of a living trainer's parcel is held, whatever container it is in.
+    """
+    for file in SHARED_MEMORY.glob(PREFIX + "*"):
+        try:
+            with file.open("rb") as opened:
+                # A parcel just begun is not locked yet.
+                if time.time() - file.stat().st_mtime > LEFT_AFTER_S:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    file.unlink()
+        except OSError:
+            continue  # held, gone, or somebody else's
+
+
+def _remove(file: Path, owner: IO[bytes], pid: int) -> None:
+    owner.close()
+    if os.getpid() == pid:
+        file.unlink(missing_ok=True)
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no directory {folder}; publish with wire='disk' and a "
+            "directory= that the engines see under the same path"
+        )
+    return folder.resolve()
+
+
+def _write(file: IO[bytes], pairs: Iterable[Pair]) -> int:
+    """Write a safetensors file; returns the bytes of all tensors."""
+    header: dict[str, dict[str, object]] = {}
+    odd: list[Pair] = []
+    end = 0
+
+    def append(name: str, tensor: torch.Tensor) -> None:
+        nonlocal end
+        flat = tensor.cpu().contiguous().resolve_neg().reshape(-1)
+        _write_all(file, flat.view(torch.uint8).numpy().data)
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+
+    names: set[str] = set()
+    file.seek(HEADER_BYTES)
+    for name, tensor in pairs:
+        _check(name, tensor, names)
+        names.add(name)
+        if tensor.nbytes % ALIGNMENT:
+            odd.append((name, tensor.clone()))  # a stream may write over it
+        else:
+            append(name, tensor)
+    # Those of odd sizes last, the widest elements first: all stay aligned.
+    for name, tensor in sorted(odd, key=lambda pair: -pair[1].element_size()):
+        append(name, tensor)
+    text = json.dumps(header).encode()
+    size = max(HEADER_BYTES, -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT)
+    _shift(file, HEADER_BYTES, size - HEADER_BYTES)
+    file.seek(0)
+    _write_all(file, memoryview(struct.pack("<Q", size - 8) + text.ljust(size - 8)))
+    return end
+
+
+def _check(name: str, tensor: torch.Tensor, names: set[str]) -> None:
+    if name in names:
+        raise Malformed(f"two tensors of the source are called {name!r}")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else tensor.layout
+        raise Malformed(f"{name!r} is a {kind} tensor and has no plain content")
+    if tensor.dtype not in DTYPES:
+        raise Malformed(f"{name!r} has dtype {tensor.dtype}, which cannot be sent")
+
+
+def _shift(file: IO[bytes], start: int, by: int) -> None:
+    """Move all from `start` on `by` bytes towards the end, from its last block."""
+    position = file.seek(0, os.SEEK_END) if by else start
+    while position > start:
+        block = max(start, position - BLOCK_BYTES)
+        file.seek(block)
+        moved = file.read(position - block)
+        file.seek(block + by)
+        _write_all(file, memoryview(moved))
+        position = block
+
+
+def _write_all(file: IO[bytes], data: memoryview) -> None:
+    while data:  # one write takes 2 GiB at most
+        data = data[file.write(data) :]
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

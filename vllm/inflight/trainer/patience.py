@@ -1,0 +1,40 @@
+"""Patience: how long a trainer goes on trying to reach an engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from vllm.inflight.errors import InflightError
+
+FIRST_DELAY_S, LAST_DELAY_S = 0.1, 2.0
+"""Between one try and the next; doubled from the first to the last."""
+
+
+class EngineUnreachable(InflightError):
+    """An engine did not answer for as long as the trainer was told to try."""
+
+    code = "engine_unreachable"
+    remedy = "See whether the engine runs; nothing is half-published."
+
+
+class Patience:
+    """How long to go on trying, and whether to."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._until = time.monotonic() + timeout_s
+        self._over = threading.Event()
+
+    def left(self) -> float:
+        """Seconds that remain; 0 when it has ended."""
+        return 0.0 if self._over.is_set() else max(0.0, self._until - time.monotonic())
+
+    def pause(self, seconds: float) -> bool:
+        """Wait before another try; False when there is to be none."""
+        self._over.wait(min(seconds, self.left()))
+        return self.left() > 0
+
+    def end(self) -> None:
+        """No further tries, from now on."""
+        self._over.set()

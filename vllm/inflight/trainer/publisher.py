@@ -1,0 +1,262 @@
+"""The publisher: a trainer's door to its engines.
+
+`publish` copies the weights before it returns, so the optimiser may go on at
+once; everything after that happens in a thread of the publisher. One publish is
+under way at a time and at most one more waits, so there are never more than two
+snapshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from vllm.inflight.errors import ConfigError, UpdateBusy
+from vllm.inflight.trainer import source as sources
+from vllm.inflight.trainer.delivery import Delivery, Progress
+from vllm.inflight.trainer.engines import LocalEngine, connect
+from vllm.inflight.trainer.outcome import Outcome
+from vllm.inflight.trainer.parcel import Parcel, sweep
+from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S, Patience
+from vllm.inflight.trainer.queue import ON_BUSY, Job, Queue
+from vllm.inflight.update import PauseMode, check_label, renamer
+
+WIRES = ("shm", "disk")
+
+
+class Publisher:
+    """Publishes the weights of one source to one or more engines."""
+
+    def __init__(
+        self,
+        engines: Any,
+        source: sources.Source,
+        *,
+        name_map: Mapping[str, str] | Callable[[str], str] | None = None,
+        api_key: str | None = None,
+        wire: str = "shm",
+        directory: str | Path | None = None,
+        digests: bool = True,
+        min_interval_s: float = 0.0,
+        on_busy: str = "wait",
+        deadline_s: float | None = None,
+        timeout_s: float = 600.0,
+        progress: Progress | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Connect nothing yet; the engines need backend `local` for transfers.
+
+        Args:
+            engines: URLs of servers, or an `LLM`, or an `AsyncLLM`; one or a list.
+            source: a module, a state dict, an iterable of (name, tensor), or a
+                callable that returns one of these; read anew at every publish.
+            name_map: from the names of the source to those of the model.
+            api_key: of the control routes; by default `VLLM_INFLIGHT_ADMIN_KEY`,
+                then `VLLM_API_KEY` of the environment.
+            wire: `shm` hands tensors over in shared memory, on one host; `disk`
+                in a file of `directory`, which the engines see at the same path.
+            directory: for wire `disk`.
+            digests: whether the engines shall check the content of every tensor.
+            min_interval_s: least seconds from one commit to the next update.
+            on_busy: while another update is under way, here or in an engine:
+                `wait` for it, `skip` this publish, or be replaced by the `latest`.
+            deadline_s: seconds that the engines give an update; their default
+                if None.
+            timeout_s: longest time to go on trying, per publish.
+            progress: called from the publisher's thread with a phase (`snapshot`,
+                `transfer`, `commit`), bytes done and bytes in all.
+            loop: the event loop of an `AsyncLLM`, by default the running one.
+
+        Raises:
+            ConfigError: an argument is not what it has to be.
+
+        """
+        for value, name, choices in (
+            (wire, "wire", WIRES),
+            (on_busy, "on_busy", ON_BUSY),
+        ):
+            if value not in choices:
+                raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
+        if (wire == "disk") == (directory is None):
+            raise ConfigError("directory= belongs to wire='disk', and that needs it")
+        sources.check(source)
+        self._source = source
+        self._rename = renamer(name_map)
+        self._directory = None if directory is None else Path(directory)
+        self._digests = digests
+        self._min_interval_s = min_interval_s
+        self._on_busy = on_busy
+        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._engines = connect(engines, api_key=api_key, loop=loop)
+        self._queue = Queue(on_busy, self._deliver)
+        self._calls = threading.Lock()
+        self._committed = float("-inf")
+        sweep()
+
+    @overload
+    def publish(
+        self,
+        version: str | None = None,
+        *,
+        mode: str = "in_place",
+        step: int | None = None,
+        block: Literal[True] = True,
+    ) -> Outcome: ...
+
+    @overload
+    def publish(
+        self,
+        version: str | None = None,
+        *,
+        mode: str = "in_place",
+        step: int | None = None,
+        block: Literal[False],
+    ) -> Future[Outcome]: ...
+
+    def publish(
+        self,
+        version: str | None = None,
+        *,
+        mode: str = "in_place",
+        step: int | None = None,
+        block: bool = True,
+    ) -> Outcome | Future[Outcome]:
+        """Take a snapshot of the weights and have every engine serve it.
+
+        The snapshot is complete when this returns, also with `block=False`.
+
+        Args:
+            version: the label to serve it under; the engine names it if None.
+            mode: what happens to running requests at the commit: `in_place`,
+                `retract`, `abort` or `wait`.
+            step: the trainer's step number, which `/weight_info` then tells.
+            block: whether to wait and return the `Outcome`; else a
+                `concurrent.futures.Future` of it.
+
+        Raises:
+            InflightError: what an engine refused (for `block=False`, from the
+                future). No engine serves the version then.
+
+        """
+        self._keep_off_the_loop()
+        mode = PauseMode.parse(mode).value
+        version = check_label(version)
+        step = None if step is None else operator.index(step)
+        asked = time.monotonic()
+        with self._calls:
+            if not self._queue.make_room():
+                future: Future[Outcome] = Future()
+                future.set_result(Outcome(version=version, step=step, skipped=True))
+            else:
+                parcel = Parcel.pack(
+                    ((self._rename(n), t) for n, t in sources.tensors(self._source)),
+                    self._directory,
+                )
+                self._tell("snapshot", parcel)
+                snapshot_s = time.monotonic() - asked
+                job = Job(parcel, version, mode, step, asked, snapshot_s)
+                self._queue.put(job)
+                future = job.future
+        return future.result() if block else future
+
+    def close(self) -> None:
+        """Finish what was published, then let the engines go. Idempotent."""
+        if not self._queue.is_idle:
+            self._keep_off_the_loop()
+        self._queue.close()
+        for engine in self._engines:
+            engine.close()
+
+    def __enter__(self) -> Publisher:
+        """The publisher, closed at the end of the `with`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _deliver(self, job: Job) -> Outcome:
+        """One publish, in the queue's thread."""
+        pace_s = self._committed + self._min_interval_s - time.monotonic()
+        if pace_s > 0 and self._queue.give_way(pace_s):
+            return job.skipped()
+        began = time.monotonic()
+        delivery = self._stage(job)
+        if delivery is None:
+            return job.skipped()
+        job.parcel.remove()
+        staged = time.monotonic()
+        replies = delivery.commit(mode=job.mode)
+        self._committed = time.monotonic()
+        self._tell("commit", job.parcel)
+        parts = {
+            "snapshot": job.snapshot_s,
+            "transfer": staged - began,
+            "commit": self._committed - staged,
+            "total": self._committed - job.asked,
+        }
+        each = [one for reply in replies for one in reply.get("engines", [reply])]
+        return Outcome(
+            version=replies[0]["weight_version"],
+            step=job.step,
+            update_id=delivery.update_id,
+            epochs={
+                engine.name: reply["epoch"]
+                for engine, reply in zip(self._engines, replies, strict=True)
+            },
+            digest=replies[0]["digest"],
+            num_bytes=job.parcel.num_bytes,
+            gap_ms=max(one["gap_ms"] for one in each),
+            seconds={name: round(value, 6) for name, value in parts.items()},
+        )
+
+    def _stage(self, job: Job) -> Delivery | None:
+        """The delivery, staged on every engine; None if it gave way."""
+        manifest = job.parcel.manifest(step=job.step, digests=self._digests)
+        patience = Patience(self._timeout_s)
+        delay = FIRST_DELAY_S
+        while True:
+            # Each try under an id of its own: the one before was aborted.
+            delivery = Delivery(
+                self._engines, Patience(patience.left()), self._progress
+            )
+            try:
+                delivery.stage(
+                    job.parcel,
+                    manifest,
+                    version=job.version,
+                    deadline_s=self._deadline_s,
+                )
+                return delivery
+            except UpdateBusy:
+                if self._on_busy == "skip":
+                    return None
+                if patience.left() <= delay:
+                    raise
+            if self._queue.give_way(delay):
+                return None
+            delay = min(2 * delay, LAST_DELAY_S)
+
+    def _tell(self, phase: str, parcel: Parcel) -> None:
+        if self._progress is not None:
+            self._progress(phase, parcel.num_bytes, parcel.num_bytes)
+
+    def _keep_off_the_loop(self) -> None:
+        """An `AsyncLLM` cannot answer while its own loop stands still."""
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if any(isinstance(e, LocalEngine) and e.loop is running for e in self._engines):
+            raise RuntimeError(
+                "this would block the engine's event loop; use "
+                "await asyncio.to_thread(publisher.publish, ...)"
+            )

@@ -1,0 +1,233 @@
+"""The vocabulary of an update: version, manifest, phase, and the table of moves.
+
+Plain data: nothing here knows of vLLM, of devices or of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from vllm.inflight.errors import Malformed
+
+MAX_MANIFEST_BYTES = 64 << 20
+"""A manifest larger than this is refused; one of 100,000 tensors has about 15 MiB."""
+
+MAX_LABEL_CHARS = 512
+
+
+class Phase(StrEnum):
+    """Where an update stands."""
+
+    OPEN = "open"
+    STAGING = "staging"
+    STAGED = "staged"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    ROLLED_BACK = "rolled_back"
+
+
+MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.OPEN: frozenset({Phase.STAGING, Phase.ABORTED}),
+    Phase.STAGING: frozenset({Phase.STAGED, Phase.ABORTED}),
+    Phase.STAGED: frozenset({Phase.COMMITTED, Phase.ABORTED}),
+    Phase.COMMITTED: frozenset({Phase.ROLLED_BACK}),
+    Phase.ABORTED: frozenset(),
+    Phase.ROLLED_BACK: frozenset(),
+}
+"""Every legal move of an update; there is no other way to change a phase."""
+
+ACTIVE = frozenset({Phase.OPEN, Phase.STAGING, Phase.STAGED})
+"""Phases in which an update holds the second set of weights."""
+
+
+class PauseMode(StrEnum):
+    """What happens to running requests at a pause or a commit."""
+
+    IN_PLACE = "in_place"
+    RETRACT = "retract"
+    ABORT = "abort"
+    WAIT = "wait"
+
+    @classmethod
+    def parse(cls, value: str) -> PauseMode:
+        """The mode named `value`; `keep` is upstream's word for `in_place`."""
+        try:
+            return cls("in_place" if value == "keep" else value)
+        except ValueError:
+            modes = ", ".join(mode.value for mode in cls)
+            raise Malformed(
+                f"mode must be one of {modes} (or keep), got {value!r}"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of the weights as it was committed."""
+
+    label: str = "default"
+    """The name the trainer gave it, echoed exactly."""
+    epoch: int = 0
+    """Counts commits, rollbacks and renames of this engine; never reused."""
+    digest: str | None = None
+    """Digest of the checkpoint it came from; None for the weights loaded at start."""
+    step: int | None = None
+    """The trainer's step number, if its manifest told."""
+    committed_at: float | None = None
+    """Seconds since 1970, when it went live; None for the weights loaded at start."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `/weight_info` reports it."""
+        return {
+            "weight_version": self.label,
+            "epoch": self.epoch,
+            "digest": self.digest,
+            "step": self.step,
+            "committed_at": self.committed_at,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a checkpoint: name, full shape, dtype, and maybe its digest."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a trainer announces it will send."""
+
+    tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
+    step: int | None = None
+    name_map: Mapping[str, str] = field(default_factory=dict)
+    """From the names the trainer sends to the names the model knows."""
+
+    @classmethod
+    def parse(cls, body: Any) -> Manifest:
+        """Read a manifest; raises `Malformed` naming the entry that is wrong.
+
+        Args:
+            body: `{"format": 1, "tensors": [{"name", "shape", "dtype",
+                "digest"?}], "step"?, "name_map"?}`.
+
+        """
+        if not isinstance(body, dict) or body.get("format") != 1:
+            raise Malformed('manifest must be an object with "format": 1')
+        for unsupported in ("subset", "base", "draft"):
+            if body.get(unsupported):
+                raise Malformed(
+                    f"manifest field {unsupported!r} is not supported by this "
+                    "release: send every tensor of the base model"
+                )
+        entries = body.get("tensors", [])
+        if not isinstance(entries, list):
+            raise Malformed("manifest field 'tensors' must be a list")
+        tensors: dict[str, TensorSpec] = {}
+        for position, entry in enumerate(entries):
+            spec = _tensor_spec(position, entry)
+            if spec.name in tensors:
+                raise Malformed(f"manifest names {spec.name!r} twice")
+            tensors[spec.name] = spec
+        step = body.get("step")
+        if step is not None and type(step) is not int:
+            raise Malformed(f"manifest field 'step' must be an integer, got {step!r}")
+        name_map = body.get("name_map") or {}
+        if not isinstance(name_map, dict) or not all(
+            isinstance(k, str) and isinstance(v, str) for k, v in name_map.items()
+        ):
+            raise Malformed("manifest field 'name_map' must map names to names")
+        if len(set(name_map.values())) != len(name_map):
+            raise Malformed("manifest field 'name_map' maps two names to one")
+        return cls(tensors, step, name_map)
+
+    @classmethod
+    def of(
+        cls,
+        specs: Iterable[TensorSpec],
+        *,
+        step: int | None = None,
+        name_map: Mapping[str, str] | Callable[[str], str] | None = None,
+    ) -> Manifest:
+        """A manifest of `specs`, whose names `name_map` turns into the model's."""
+        rename = renamer(name_map)
+        tensors: dict[str, TensorSpec] = {}
+        for spec in specs:
+            name = rename(spec.name)
+            if name in tensors:
+                raise Malformed(f"two tensors of the source are called {name!r}")
+            tensors[name] = TensorSpec(name, spec.shape, spec.dtype, spec.digest)
+        return cls(tensors, step)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it travels in `POST /start_weight_update`."""
+        body: dict[str, Any] = {
+            "format": 1,
+            "tensors": [
+                {"name": t.name, "shape": list(t.shape), "dtype": t.dtype}
+                | ({"digest": t.digest} if t.digest else {})
+                for t in self.tensors.values()
+            ],
+        }
+        if self.step is not None:
+            body["step"] = self.step
+        if self.name_map:
+            body["name_map"] = dict(self.name_map)
+        return body
+
+
+def renamer(
+    name_map: Mapping[str, str] | Callable[[str], str] | None,
+) -> Callable[[str], str]:
+    """`name_map` as a function; names a mapping leaves out keep their name."""
+    if name_map is None:
+        return lambda name: name
+    if callable(name_map):
+        return name_map
+    return lambda name: name_map.get(name, name)
+
+
+def check_label(label: Any) -> str | None:
+    """`label` if it can name a version (any string), None if it is None."""
+    if label is None:
+        return None
+    if not isinstance(label, str) or not label or len(label) > MAX_LABEL_CHARS:
+        raise Malformed(
+            f"weight_version must be a string of 1 to {MAX_LABEL_CHARS} "
+            f"characters, got {str(label)[:80]!r}"
+        )
+    return label
+
+
+def fingerprint(body: Any) -> str:
+    """Equal for two request bodies that say the same."""
+    text = json.dumps(body, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _tensor_spec(position: int, entry: Any) -> TensorSpec:
+    where = f"manifest tensor #{position}"
+    if not isinstance(entry, dict):
+        raise Malformed(f"{where} must be an object")
+    name, shape, dtype = (entry.get(key) for key in ("name", "shape", "dtype"))
+    if not isinstance(name, str) or not name:
+        raise Malformed(f"{where}: 'name' must be a non-empty string")
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise Malformed(f"{where} ({name}): 'shape' must be a list of sizes")
+    if not isinstance(dtype, str):
+        raise Malformed(f"{where} ({name}): 'dtype' must be a string like 'bfloat16'")
+    digest = entry.get("digest")
+    if digest is not None and not (
+        isinstance(digest, str)
+        and len(digest) == 32
+        and all(c in "0123456789abcdef" for c in digest)
+    ):
+        raise Malformed(f"{where} ({name}): 'digest' must be 32 hex digits")
+    return TensorSpec(name, tuple(shape), dtype.removeprefix("torch."), digest)

@@ -1,0 +1,82 @@
+"""The only door to upstream's names: what we call of vLLM, and where it lives.
+
+Names are looked up when first used, so that importing this module costs
+nothing and each process imports only what it needs. `patch/` is the other door:
+what we change.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+NAMES = {
+    # configuration
+    "CompilationMode": "vllm.config:CompilationMode",
+    "set_current_vllm_config": "vllm.config:set_current_vllm_config",
+    "init_logger": "vllm.logger:init_logger",
+    # model loading and layerwise reload
+    "initialize_model": "vllm.model_executor.model_loader.utils:initialize_model",
+    "process_weights_after_loading": (
+        "vllm.model_executor.model_loader.utils:process_weights_after_loading"
+    ),
+    "set_default_torch_dtype": "vllm.utils.torch_utils:set_default_torch_dtype",
+    "initialize_layerwise_reload": (
+        "vllm.model_executor.model_loader.reload:initialize_layerwise_reload"
+    ),
+    "finalize_layerwise_reload": (
+        "vllm.model_executor.model_loader.reload:finalize_layerwise_reload"
+    ),
+    "get_layerwise_info": (
+        "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info"
+    ),
+    "place_kernel_tensors": (
+        "vllm.model_executor.model_loader.reload.layerwise:_place_kernel_tensors"
+    ),
+    "default_weight_loader": (
+        "vllm.model_executor.model_loader.weight_utils:default_weight_loader"
+    ),
+    "QuantizeMethodBase": (
+        "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase"
+    ),
+    "UnquantizedLinearMethod": (
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod"
+    ),
+    "UnquantizedEmbeddingMethod": (
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
+    ),
+    # weight transfer
+    "WeightTransferEngine": (
+        "vllm.distributed.weight_transfer.base:WeightTransferEngine"
+    ),
+    "WeightTransferInitInfo": (
+        "vllm.distributed.weight_transfer.base:WeightTransferInitInfo"
+    ),
+    "WeightTransferUpdateInfo": (
+        "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo"
+    ),
+    "WeightTransferConfig": "vllm.config.weight_transfer:WeightTransferConfig",
+    "WeightTransferEngineFactory": (
+        "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory"
+    ),
+    # engine
+    "EngineCoreOutputs": "vllm.v1.engine:EngineCoreOutputs",
+    "EngineCoreOutput": "vllm.v1.engine:EngineCoreOutput",
+    "EngineCoreRequestType": "vllm.v1.engine:EngineCoreRequestType",
+    "FinishReason": "vllm.v1.engine:FinishReason",
+    "PauseState": "vllm.v1.core.sched.interface:PauseState",
+    "RequestStatus": "vllm.v1.request:RequestStatus",
+    "WeightVersionSpan": "vllm.outputs:WeightVersionSpan",
+    # front end
+    "FlexibleArgumentParser": "vllm.utils.argparse_utils:FlexibleArgumentParser",
+}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module, _, attribute = NAMES[name].partition(":")
+    except KeyError:
+        raise AttributeError(f"vllm.inflight.upstream has no name {name!r}") from None
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
