@@ -224,14 +224,13 @@ class StandIn:
         self._ledger.move(update, Phase.STAGED)
         self._ledger.move(update, Phase.COMMITTED)
         epoch = self.version["epoch"] + 1
-        assert update.manifest is not None
         self._before = (self.version, self.served)
         self.served = self._staged
         self.version = {
             "weight_version": update.label or f"update-{epoch}",
             "epoch": epoch,
             "digest": "0" * 32,
-            "step": update.manifest.step,
+            "step": update.step,
         }
         update.result = self.version | {"gap_ms": 0.5, "mode": body["mode"]}
         return update.result
