@@ -55,7 +55,12 @@ class Server:
         if key is not None:
             environment["VLLM_INFLIGHT_ADMIN_KEY"] = key
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60)
+        # A connection per request: one kept might be closed by the server, as it
+        # closes those that idle for 5 s, just as it is used again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=60, limits=limits
+        )
         self._process = subprocess.Popen(
             command,
             env=environment | (env or {}),
