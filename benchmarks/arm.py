@@ -24,20 +24,19 @@ READY = "ready"
 class Arm:
     """An engine and its way of updating."""
 
-    def __init__(self, name: str, checkpoint: str) -> None:
+    def __init__(self, checkpoint: str, update: Way, **options: Any) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        own, self._update = WAYS[name]
+        self._update = update
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=checkpoint,
                 skip_tokenizer_init=True,
-                enforce_eager=True,  # compiling takes longer than all the rest
                 enable_prefix_caching=False,  # the probe must be computed anew
                 max_num_seqs=64,
                 disable_log_stats=True,
-                **own(),
+                **options,
             )
         )
 
@@ -142,9 +141,8 @@ def _refuse_ended(streams: list[asyncio.Task[None]]) -> None:
             raise RuntimeError("a stream came to its end before its round did")
 
 
-async def serve(name: str, checkpoint: str, pipe: Connection) -> None:
+async def serve(arm: Arm, pipe: Connection) -> None:
     """Carry out the plans that arrive until None does."""
-    arm = Arm(name, checkpoint)
     pipe.send(READY)
     loop = asyncio.get_running_loop()
     while (plan := await loop.run_in_executor(None, pipe.recv)) is not None:
@@ -152,5 +150,12 @@ async def serve(name: str, checkpoint: str, pipe: Connection) -> None:
     arm.engine.shutdown()
 
 
+async def main(name: str, checkpoint: str, handle: str) -> None:
+    own, update = WAYS[name]
+    # Compiling takes longer than all the rest.
+    arm = Arm(checkpoint, update, enforce_eager=True, **own())
+    await serve(arm, Connection(int(handle)))
+
+
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], sys.argv[2], Connection(int(sys.argv[3]))))
+    asyncio.run(main(*sys.argv[1:]))

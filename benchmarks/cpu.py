@@ -10,15 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from itertools import cycle
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +21,11 @@ from rich.table import Table
 
 from benchmarks.checkpoint import make_checkpoint, num_parameters
 from benchmarks.figures import summary, update_figures
-from benchmarks.machine import Usage, facts
+from benchmarks.machine import facts
+from benchmarks.process import ArmProcess, arm
 from benchmarks.record import OURS, UPSTREAM, Plan, Record
 
 OUT = Path("out/bench")
-PATIENCE_S = 240.0
-"""Longest wait for an arm; a round takes a tenth of it."""
-
-ENVIRONMENT = {
-    OURS: {},
-    # An empty list of plugins: upstream as it is.
-    UPSTREAM: {"VLLM_PLUGINS": ""},
-}
-
 ROWS = {
     "tokens_per_s": ("decoding alone, tokens/s", "{:.0f}"),
     "gap_steady_p50_ms": ("gap, decoding alone: p50, ms", "{:.1f}"),
@@ -56,92 +42,19 @@ ROWS = {
 console = Console()
 
 
-@contextmanager
-def arm(name: str, checkpoint: Path) -> Iterator[ArmProcess]:
-    """A started engine; ended on the way out, however that is."""
-    near, far = Pipe()
-    with (
-        open(OUT / f"{name}.log", "wb") as log,
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "benchmarks.arm"),
-                *(name, str(checkpoint), str(far.fileno())),
-            ],
-            env={k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
-            | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-            | ENVIRONMENT[name],
-            pass_fds=[far.fileno()],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        ) as process,
-    ):
-        far.close()
-        started = ArmProcess(name, process, near)
-        try:
-            started.answer()
-            yield started
-        finally:
-            started.end()
-
-
-class ArmProcess:
-    """The near end of an arm."""
-
-    def __init__(
-        self, name: str, process: subprocess.Popen[bytes], pipe: Connection
-    ) -> None:
-        self.name = name
-        self._process = process
-        self._pipe = pipe
-        self.records: list[Record] = []
-        self.others: list[float] = []
-
-    def carry_out(self, plan: Plan) -> Record:
-        """Have one round done."""
-        before = Usage.now(os.getpid())
-        self._pipe.send(plan)
-        record: Record = self.answer()
-        self.others.append(before.others(Usage.now(os.getpid())))
-        self.records.append(record)
-        return record
-
-    def answer(self) -> Any:
-        """What the arm says next; exits if it has died or says nothing."""
-        deadline = time.monotonic() + PATIENCE_S
-        try:
-            while not self._pipe.poll(0.5):
-                if time.monotonic() > deadline:
-                    raise EOFError
-            return self._pipe.recv()
-        except EOFError:
-            raise SystemExit(
-                f"the arm {self.name!r} gave no answer; see {OUT / self.name}.log"
-            ) from None
-
-    def end(self) -> None:
-        """Ask it to end; after a while, end it and all it started."""
-        try:
-            self._pipe.send(None)
-            self._process.wait(timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
-        finally:
-            # Its engine's processes are in its session; none may outlive it.
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-
 def measure(options: argparse.Namespace, checkpoints: list[Path]) -> list[ArmProcess]:
     """Both arms in turns, the order changing from round to round."""
     names = [str(path.resolve()) for path in checkpoints]
     next_names = cycle([names[1], names[0]])
 
+    def started(name: str) -> AbstractContextManager[ArmProcess]:
+        return arm(name, "benchmarks.arm", checkpoints[0], OUT / f"{name}.log")
+
     def plan(num_updates: int, steady_s: float) -> Plan:
         chosen = [next(next_names) for _ in range(num_updates)]
         return Plan(options.streams, options.warm_tokens, steady_s, chosen)
 
-    with arm(OURS, checkpoints[0]) as ours, arm(UPSTREAM, checkpoints[0]) as upstream:
+    with started(OURS) as ours, started(UPSTREAM) as upstream:
         arms = [ours, upstream]
         for number in range(options.rounds + 1):
             warm_up = number == 0

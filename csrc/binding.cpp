@@ -8,6 +8,7 @@
 #include <new>
 #include <vector>
 
+#include "arena_binding.h"
 #include "digest.h"
 #include "nonfinite.h"
 #include "parallel.h"
@@ -126,4 +127,8 @@ PyModuleDef module = {
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__C() {
+  PyObject* created = PyModule_Create(&module);
+  if (created != nullptr && add_arena(created) != 0) Py_CLEAR(created);
+  return created;
+}

@@ -15,7 +15,7 @@ MAX_LINES = 300
 VOCABULARY = ("__init__", "config", "errors", "update", "names")
 ROOMS = (
     VOCABULARY,
-    ("ops", "_digest_reference", "_C"),
+    ("ops", "_digest_reference", "_digest_triton", "_C"),
     ("upstream",),
     ("trainer",),
     ("wire",),

@@ -20,8 +20,8 @@ VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 KNOBS = dataclasses.fields(InflightConfig)
 
 BAD = [
-    ("staging", "device", "one of auto, host, off"),
-    ("staging", None, "one of auto, host, off"),
+    ("staging", "disk", "one of auto, device, host, off"),
+    ("staging", None, "one of auto, device, host, off"),
     ("prefix_cache", "Versioned", "one of versioned, shared"),
     ("prefix_cache", ["shared"], "one of versioned, shared"),
     ("verify", True, "one of digest, off"),

@@ -22,7 +22,7 @@ def rested(pace: Pace) -> float:
     while time.thread_time() - begun < 0.01:
         pass
     start = time.monotonic()
-    pace.rest()
+    pace.rest(0)
     return time.monotonic() - start
 
 

@@ -61,6 +61,7 @@ def start() -> Iterator[Callable[..., Any]]:
             "max_num_seqs": 16,
             "enforce_eager": True,
             "disable_log_stats": True,
+            "gpu_memory_utilization": 0.5,
         }
         alive.append(LLM(str(folder), **(defaults | options)))
         return alive[-1]

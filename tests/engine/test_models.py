@@ -51,6 +51,14 @@ def test_staging_off_refuses_updates_and_serves(
     assert len(greedy(llm)) == 8
 
 
+def test_device_staging_without_a_gpu_is_refused_by_name(
+    start: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    inflight = {"staging": "device"}
+    with pytest.raises(ConfigError, match="there is no GPU"):
+        start(checkpoint(0), additional_config={"inflight": inflight})
+
+
 def test_a_bad_knob_is_refused_before_anything_starts(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
@@ -74,6 +82,7 @@ def test_a_layer_that_hides_weights_is_named() -> None:
         parallel_config=SimpleNamespace(enable_eplb=False),
         model_config=SimpleNamespace(enable_sleep_mode=False, quantization=None),
         device_config=SimpleNamespace(device_type="cpu"),
+        additional_config={},
     )
     reason = swappable.obstacle(model, config)
     assert reason is not None

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 
 from tests.engine.probe import prompts
 from tests.engine.reference import Reference, labels_of
-from vllm.inflight.commit.flip import Flip
+from vllm.inflight.commit.flip import Exchange
 
 pytestmark = pytest.mark.engine
 
@@ -119,12 +119,12 @@ def test_a_torn_flip_is_found_by_the_test_above(
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = Flip.__init__
+    whole = Exchange.__init__
 
-    def half(self: Flip, *args: Any) -> None:
+    def half(self: Exchange, *args: Any) -> None:
         whole(self, *args)
         del self._packed[len(self._packed) // 2 :]
 
-    monkeypatch.setattr(Flip, "__init__", half)
+    monkeypatch.setattr(Exchange, "__init__", half)
     outputs = stream_under_commits(llm, versions, 4)
     assert len(mismatches(outputs, reference, "a")) > 10

@@ -20,12 +20,12 @@ from tests.trainer.stand_in import (
 )
 from vllm.inflight.errors import (
     EngineFault,
+    EngineUnreachable,
     NoTransport,
     PauseConflict,
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher, engines
-from vllm.inflight.trainer.patience import EngineUnreachable
 
 
 @pytest.mark.parametrize("fault", [DROP, LOSE, STARTING])

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.stand_in import weights
-from vllm.inflight.errors import ConfigError, NoTransport
+from vllm.inflight.errors import ConfigError, EngineUnreachable, NoTransport
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.trainer.patience import EngineUnreachable
 
 
 class Sync:

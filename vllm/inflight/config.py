@@ -41,10 +41,11 @@ class InflightConfig:
 
     staging: str = _knob(
         "auto",
-        "Where a new version grows beside the one served: 'host' (a second set "
-        "of weights in host memory; the choice of 'auto' on the CPU build), "
+        "Where a new version grows beside the one served: 'device' (a second set "
+        "of pages in GPU memory; the choice of 'auto' on a GPU), 'host' (a second "
+        "set of weights in host memory; the choice of 'auto' on the CPU build), "
         "'off' (no second set: weight updates are refused).",
-        choices=("auto", "host", "off"),
+        choices=("auto", "device", "host", "off"),
     )
     prefix_cache: str = _knob(
         "versioned",
@@ -64,6 +65,12 @@ class InflightConfig:
         "1 stages as fast as it can. An idle rank stages at full speed, and so "
         "does one with half of the deadline gone. 0.01 to 1.",
         limits=(0.01, 1),
+    )
+    stage_gb_per_s: float = _knob(
+        250.0,
+        "Most GB a second that staging writes on a GPU, of the memory bandwidth "
+        "that decoding lives on. 1 to 10000.",
+        limits=(1, 10000),
     )
     verify: str = _knob(
         "digest",

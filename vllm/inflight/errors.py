@@ -13,11 +13,15 @@ InflightError
  │   ├─ VersionConflict      not the version the caller expected
  │   ├─ NoTransport          no weight transfer configured
  │   ├─ StagingUnavailable   this model's weights cannot be staged
+ │   │   └─ OutOfDeviceMemory    the device lacks memory for a second set
  │   ├─ NothingToRollBack    no earlier version is held
  │   └─ PauseConflict        a pause forbids it, or needs another mode
  ├─ WeightsMismatch 422  the weights are incomplete or not as announced
  ├─ EngineFault     500  a rank failed where none may
- └─ DeadlineExceeded 504 the update took longer than it was given
+ │   └─ ArenaFault           a call of the GPU's driver failed
+ │       └─ ArenaTorn            a flip failed and could not be undone
+ ├─ DeadlineExceeded 504 the update took longer than it was given
+ └─ EngineUnreachable 504 no answer from an engine     (trainer's side)
 
 Errors cross processes as plain data: `to_dict` on one side, `from_dict` on the
 other.
@@ -168,6 +172,17 @@ class StagingUnavailable(Conflict):
     remedy = "The message names the layer or option in the way."
 
 
+class OutOfDeviceMemory(StagingUnavailable):
+    """The device lacks `missing_bytes` for a second set of weights."""
+
+    code = "out_of_device_memory"
+    remedy = "Lower --gpu-memory-utilization, or stage in host memory."
+
+    def __init__(self, message: str, *, missing_bytes: int = 0, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.missing_bytes = missing_bytes
+
+
 class NothingToRollBack(Conflict):
     """The version served before is not held any more, or there was none."""
 
@@ -198,12 +213,40 @@ class EngineFault(InflightError):
     remedy = "See the server's log; the weights served are unchanged."
 
 
+class ArenaFault(EngineFault):
+    """A call of the driver failed; `call` and `driver_code` tell which and how."""
+
+    code = "arena_fault"
+
+    def __init__(
+        self, message: str, *, call: str = "", driver_code: int = 0, **facts: Any
+    ) -> None:
+        super().__init__(message, **facts)
+        self.call = call
+        self.driver_code = driver_code
+
+
+class ArenaTorn(ArenaFault):
+    """A flip failed and so did undoing it: the weights at hand are of no version."""
+
+    code = "arena_torn"
+    remedy = "Restart the engine; what it would decode now means nothing."
+
+
 class DeadlineExceeded(InflightError):
     """The update was not committed within its deadline and was aborted."""
 
     code = "deadline_exceeded"
     status = 504
     remedy = "Give a larger deadline_s, or find out why the transfer is slow."
+
+
+class EngineUnreachable(InflightError):
+    """An engine did not answer for as long as the trainer was told to try."""
+
+    code = "engine_unreachable"
+    status = 504
+    remedy = "See whether the engine runs; nothing is half-published."
 
 
 def _leaves(kind: type[InflightError]) -> list[type[InflightError]]:

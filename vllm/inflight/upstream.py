@@ -59,6 +59,14 @@ NAMES = {
     "WeightTransferEngineFactory": (
         "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory"
     ),
+    "TrainerInitInfo": "vllm.distributed.weight_transfer.base:TrainerInitInfo",
+    "TrainerWeightTransferEngine": (
+        "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine"
+    ),
+    "WeightTransferTrainerFactory": (
+        "vllm.distributed.weight_transfer.factory:WeightTransferTrainerFactory"
+    ),
+    "unpinned_nccl_env": "vllm.utils.nccl:unpinned_nccl_env",
     # engine
     "EngineCoreOutputs": "vllm.v1.engine:EngineCoreOutputs",
     "EngineCoreOutput": "vllm.v1.engine:EngineCoreOutput",

@@ -1,20 +1,49 @@
-"""The flip: two module trees exchange what they hold, tensor by tensor.
+"""The flip: two sets of weights change places, and nobody has to be told.
 
 Objects stay, contents move: every Parameter of the live tree is the same object
 before and after, so nothing that refers to it (compiled graphs, tied layers)
-has to be told. On the CPU build that is an exchange of storage pointers; doing
-it twice is doing nothing, which is what makes rollback as fast as a commit.
+notices. Doing it twice is doing nothing, which is what makes a rollback as fast as a
+commit.
+
+`Exchange`, on the CPU build: every pair of tensors exchanges its storage.
+`PageFlip`, on a GPU: two ranges of memory exchange their pages, so that even the
+addresses stay, and with them every captured graph.
+`Copy`, on a GPU without that: the new set is copied over the live one. There is no
+way back from it.
 """
 
 from __future__ import annotations
 
+import time
+from typing import Protocol
+
 import torch
 
+from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.swappable import PACKED
 
 
-class Flip:
-    """The pairs of one live tree and its shadow, found before they are needed."""
+class Flip(Protocol):
+    """Exchanges the two sets of one rank."""
+
+    def __call__(self) -> float:
+        """Exchange them; returns the seconds for which neither could be read."""
+        ...
+
+
+def flip_of(shadow: Shadow) -> Flip:
+    """The flip between a model and its shadow, prepared before it is needed."""
+    assert shadow.module is not None
+    if shadow.arena is not None:
+        return PageFlip(shadow.arena, shadow.device)
+    if shadow.is_reversible:
+        return Exchange(shadow.live, shadow.module)
+    return Copy(shadow)
+
+
+class Exchange:
+    """The pairs of one live tree and its shadow."""
 
     def __init__(self, live: torch.nn.Module, shadow: torch.nn.Module) -> None:
         self._params: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -38,10 +67,57 @@ class Flip:
                     )
                 self._params.append((param, twin))
 
-    def __call__(self) -> None:
-        """Exchange the two sets."""
+    def __call__(self) -> float:
+        """Exchange every pair."""
+        started = time.perf_counter()
         for a, b in self._params:
             a.data, b.data = b.data, a.data
         for x, y in self._packed:
             left, right = vars(x), vars(y)
             left[PACKED], right[PACKED] = right[PACKED], left[PACKED]
+        return time.perf_counter() - started
+
+
+class PageFlip:
+    """The pages of one arena."""
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        self._arena = arena
+        self._device = device
+
+    def __call__(self) -> float:
+        """Exchange the pages, once the step under way has read the last of them.
+
+        Waits for the stream that computes and for no other: a device-wide wait would
+        hang with a transfer that has stalled.
+        """
+        torch.cuda.current_stream(self._device).synchronize()
+        return self._arena.flip()
+
+
+class Copy:
+    """Every parameter of the shadow, into the live one."""
+
+    def __init__(self, shadow: Shadow) -> None:
+        assert shadow.module is not None
+        self._shadow = shadow
+        self._pairs = [
+            (param, twin)
+            for (_, param), (_, twin) in zip(
+                shadow.live.named_parameters(),
+                shadow.module.named_parameters(),
+                strict=True,
+            )
+        ]
+
+    def __call__(self) -> float:
+        """Copy them all on the stream that computes, between two of its steps."""
+        stream = torch.cuda.current_stream(self._shadow.device)
+        started = time.perf_counter()
+        with torch.no_grad():
+            for param, twin in self._pairs:
+                param.copy_(twin, non_blocking=True)
+        self._shadow.busy = torch.cuda.Event(blocking=True)
+        self._shadow.busy.record(stream)
+        self._shadow.busy.synchronize()
+        return time.perf_counter() - started

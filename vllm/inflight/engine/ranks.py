@@ -34,6 +34,8 @@ class Ranks:
             (reply["reason"] for reply in replies if reply["reason"]), None
         )
         self.nbytes = sum(reply["bytes"] for reply in replies)
+        self.is_reversible = all(reply["is_reversible"] for reply in replies)
+        """Whether a commit leaves the version served before on every rank."""
 
     def require_staging(self) -> None:
         """Raise `StagingUnavailable` if these weights cannot be updated in flight."""

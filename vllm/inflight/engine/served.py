@@ -49,7 +49,8 @@ class Served:
         """Serve what `update` has staged; returns the facts of the switch."""
         held = (self.version, self.update)
         facts = self._flip(label, update.digest, update.step)
-        self._before, self.update = held, update
+        self._before = held if self._ranks.is_reversible else None
+        self.update = update
         return facts
 
     def go_back(self) -> dict[str, Any]:

@@ -32,6 +32,32 @@ def _create_on_shadow(original: Any) -> Any:
     return create_engine
 
 
+def _load_into_arena(original: Any) -> Any:
+    def load_model(
+        self: Any, vllm_config: Any, model_config: Any, prefix: str = ""
+    ) -> Any:
+        def load() -> Any:
+            return original(self, vllm_config, model_config, prefix)
+
+        if not _is_on(vllm_config):
+            return load()
+        from vllm.inflight.stage.residence import settle_in
+
+        return settle_in(load, vllm_config)
+
+    return load_model
+
+
+def _load_straight(original: Any) -> Any:
+    def reload(*args: Any, **kwargs: Any) -> None:
+        from vllm.inflight.stage.twins import is_twinned
+
+        if not is_twinned(args[0] if args else kwargs["model"]):
+            original(*args, **kwargs)
+
+    return reload
+
+
 def _load_with_shadow(original: Any) -> Any:
     def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
         from vllm.inflight import upstream
@@ -39,7 +65,7 @@ def _load_with_shadow(original: Any) -> Any:
         original(self, load_dummy_weights=load_dummy_weights)
         if not _is_on(self.vllm_config):
             return
-        from vllm.inflight.commit.flip import Flip
+        from vllm.inflight.commit.flip import flip_of
         from vllm.inflight.stage.shadow import shadow_of
         from vllm.inflight.stage.stager import Stager
 
@@ -51,7 +77,10 @@ def _load_with_shadow(original: Any) -> Any:
             raise ConfigError(
                 f"--inflight-staging {staging} cannot be had: {shadow.reason}"
             )
-        self._inflight_stager = Stager(self, shadow, Flip)
+        # Upstream's budget for the KV cache sees what the arena holds, but not what
+        # torch holds beside the model.
+        self.model_runner.model_memory_usage += shadow.copied_bytes
+        self._inflight_stager = Stager(self, shadow, flip_of)
 
     return load_model
 
@@ -61,6 +90,10 @@ def _shutdown(original: Any) -> Any:
         if (stager := getattr(self, "_inflight_stager", None)) is not None:
             stager.close()
         original(self)
+        if stager is not None and self.device.type == "cuda":
+            from vllm.inflight.stage.residence import move_out
+
+            move_out(stager.shadow.live)
 
     return shutdown
 
@@ -75,7 +108,8 @@ def _answer(call: Callable[[], Any]) -> dict[str, Any]:
 def inflight_attach(self: Any, board_path: str, num_ranks: int) -> dict[str, Any]:
     """Open the notice board; replies with what this rank can do."""
     if getattr(self, "_inflight_stager", None) is None:
-        return {"ok": {"rank": self.rank, "reason": "staging is off", "bytes": 0}}
+        off = {"reason": "staging is off", "bytes": 0, "is_reversible": False}
+        return {"ok": {"rank": self.rank} | off}
     return _answer(lambda: self._inflight_stager.attach(board_path, num_ranks))
 
 
@@ -111,6 +145,29 @@ PATCHES = [
         why="a transport receives into the second set of weights",
         remove_when="upstream lets a transport be given its target",
         around=_create_on_shadow,
+    ),
+    Patch(
+        target=(
+            "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model"
+        ),
+        expects=("self", "vllm_config", "model_config", "prefix"),
+        why="on a GPU, weights lie in memory whose pages can be exchanged",
+        remove_when="upstream lets a model be loaded into a given allocator",
+        around=_load_into_arena,
+    ),
+    Patch(
+        target="vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
+        expects=("model",),
+        why="what is loaded into twins is in kernel format and needs no second pass",
+        remove_when="upstream's transports leave the reload to their caller",
+        around=_load_straight,
+    ),
+    Patch(
+        target="vllm.model_executor.model_loader.reload:finalize_layerwise_reload",
+        expects=("args", "kwargs"),
+        why="the other half of that",
+        remove_when="upstream's transports leave the reload to their caller",
+        around=_load_straight,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.load_model",

@@ -18,6 +18,7 @@ import torch
 from vllm.inflight import ops, upstream
 from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.names import checkpoint_names, describe_unknown
+from vllm.inflight.stage.audit import Audit
 from vllm.inflight.stage.coverage import Fill, Writes
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest
@@ -57,6 +58,7 @@ class Intake:
         self._entries: dict[str, tuple[tuple[int, ...], str]] = {}
         self._wrong: dict[str, str] = {}
         self._unknown: dict[str, tuple[list[int], str]] = {}
+        self._audit = Audit(shadow.device)
         self._filling = 0
         self._broken: Exception | None = None
         self._watching: list[tuple[Any, Any]] = []
@@ -142,17 +144,29 @@ class Intake:
         if not self._is_known(name, shape, dtype):
             return False
         self._seen[name] = ops.Digest.ZERO
-        if self._verify:
-            digest = ops.digest([tensor])[0]
-            self._seen[name] = digest
-            if spec is not None and spec.digest not in (None, digest.hex()):
-                self._wrong[name] = (
-                    f"its digest is {digest.hex()}, announced was {spec.digest}"
-                )
-                return False
-            if not self._allow_nonfinite and (bad := ops.count_nonfinite([tensor])[0]):
-                self._wrong[name] = f"{bad} of its elements are NaN or Inf"
-                return False
+        if not self._verify:
+            return True
+        if tensor.is_cuda:
+            # Judged with the verdict: asking now would wait for the GPU.
+            self._audit.add(name, tensor)
+            return True
+        digest, bad = ops.digest([tensor])[0], 0
+        if not self._allow_nonfinite:
+            bad = ops.count_nonfinite([tensor])[0]
+        return self._judge(name, digest, bad)
+
+    def _judge(self, name: str, digest: ops.Digest, num_nonfinite: int) -> bool:
+        """Whether the content of a tensor is what was announced, and can be served."""
+        self._seen[name] = digest
+        spec = self._manifest.tensors.get(name)
+        if spec is not None and spec.digest not in (None, digest.hex()):
+            self._wrong[name] = (
+                f"its digest is {digest.hex()}, announced was {spec.digest}"
+            )
+            return False
+        if num_nonfinite and not self._allow_nonfinite:
+            self._wrong[name] = f"{num_nonfinite} of its elements are NaN or Inf"
+            return False
         return True
 
     def _is_known(self, name: str, shape: tuple[int, ...], dtype: str) -> bool:
@@ -231,6 +245,8 @@ class Intake:
         Completeness is judged on the parameters: every element of every one has
         been written, whatever the checkpoint tensors are called.
         """
+        for name, digest, bad in self._audit.results():
+            self._judge(name, digest, bad)
         missing = [name for name, fill in self._fills.items() if fill.missing]
         announced = self._manifest.tensors.keys() - self._seen.keys()
         if missing or announced or self._wrong or self._unknown:

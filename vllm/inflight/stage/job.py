@@ -20,7 +20,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import EngineFault, InflightError, Malformed, NoTransport
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.intake import Cancelled, Intake
-from vllm.inflight.stage.pace import Pace
+from vllm.inflight.stage.pace import pace_of
 from vllm.inflight.update import Manifest
 
 POLL_S = 0.02
@@ -55,7 +55,7 @@ class Job(threading.Thread):
             "tensors": 0,
         }
         self._posted = 0.0
-        self._pace = Pace(self._config.stage_share)
+        self._pace = pace_of(self._config, self._worker.device)
 
     def put(self, order: str, payload: Any) -> None:
         """Have an order carried out, after those before it."""
@@ -76,7 +76,7 @@ class Job(threading.Thread):
         try:
             self._wait_for_predecessor()
             self._post()
-            with torch.no_grad(), torch.device(self._worker.device):
+            with torch.no_grad(), self._stager.lane():
                 while not self._is_cancelled():
                     try:
                         order, payload = self._orders.get(timeout=POLL_S)
@@ -145,6 +145,7 @@ class Job(threading.Thread):
         self._transport_open = False
         self._shadow.retie()
         self._intake.unwatch()
+        self._stager.drain()
         self._stager.staged()
         self._notice |= {
             "state": "staged",
@@ -210,7 +211,7 @@ class Job(threading.Thread):
         self._notice |= {"bytes": num_bytes, "tensors": num_tensors}
         if time.monotonic() - self._posted > POLL_S:
             self._post()
-        self._pace.rest()
+        self._pace.rest(num_bytes)
 
     def _post(self) -> None:
         self._posted = time.monotonic()

@@ -1,5 +1,8 @@
 """The pace of a staging thread: where it runs, and when it rests.
 
+On a GPU it shares the memory's bandwidth, so it rests from the bytes it has written.
+What follows is about the CPU.
+
 It shares a process with decoding, and so the interpreter's lock. That makes a low
 priority the wrong modesty: a thread that is put aside while it holds the lock holds
 decoding up until it is let on again, on a busy machine for seconds. So it keeps the
@@ -12,11 +15,14 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 import torch
+
+from vllm.inflight.config import InflightConfig
 
 LONGEST_REST_S = 0.25
 """What is owed beyond it is rested after later tensors; a cancelled job ends soon."""
@@ -25,8 +31,61 @@ IDLE_SHARE = 0.25
 """The rest of the process decodes if it uses more of a core than this."""
 
 
+SLICE_BYTES = 32 << 20
+"""Written on a GPU between two rests: some hundred microseconds of its time."""
+
+SWITCH_S = 0.0001
+"""How long the interpreter leaves its lock with a thread that does not let go of it.
+
+The default, 5 ms, is most of a decode step."""
+
+
+def pace_of(config: InflightConfig, device: torch.device) -> Pace | DevicePace:
+    """The pace of one job on that device."""
+    if device.type == "cpu":
+        return Pace(config.stage_share)
+    return DevicePace(config.stage_gb_per_s)
+
+
+class DevicePace:
+    """The pace of a job that writes to a GPU; called by its thread."""
+
+    def __init__(self, gb_per_s: float) -> None:
+        self._seconds_per_byte = 1 / (gb_per_s * 1e9)
+        self._hurry_at = math.inf
+        self._num_bytes = 0
+        self._last = time.monotonic()
+
+    def settle(self) -> None:
+        """Ask the interpreter to share its lock in smaller pieces."""
+        sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
+
+    def hurry_after(self, seconds: float) -> None:
+        """Rest no more once `seconds` have passed: a late update is a failed one."""
+        self._hurry_at = time.monotonic() + seconds
+
+    def rest(self, num_bytes: int) -> None:
+        """Wait for what was written, and until its time is over.
+
+        Args:
+            num_bytes: all bytes of the job so far.
+
+        """
+        fresh = num_bytes - self._num_bytes
+        if 0 <= fresh < SLICE_BYTES:
+            return
+        # Waiting gives the lock away, and the event sleeps instead of spinning.
+        written = torch.cuda.Event(blocking=True)
+        written.record()
+        written.synchronize()
+        now = time.monotonic()
+        if now < self._hurry_at:
+            time.sleep(max(0.0, self._last + fresh * self._seconds_per_byte - now))
+        self._num_bytes, self._last = num_bytes, time.monotonic()
+
+
 class Pace:
-    """The pace of one job; called by its thread."""
+    """The pace of one job on a CPU; called by its thread."""
 
     def __init__(self, share: float) -> None:
         self._rest_per_second = 1 / share - 1
@@ -49,8 +108,9 @@ class Pace:
         """Rest no more once `seconds` have passed: a late update is a failed one."""
         self._hurry_at = time.monotonic() + seconds
 
-    def rest(self) -> None:
+    def rest(self, num_bytes: int) -> None:
         """Rest from what was done since the last rest, if anybody decodes."""
+        del num_bytes  # it is the time that counts
         wall, own, process = (
             now - before for now, before in zip(_clocks(), self._last, strict=True)
         )

@@ -5,6 +5,9 @@ shards and the same loaders, but nothing ever runs through it. A transport
 loads into it as if it were the live model. At a commit the two trees exchange
 what they hold (see commit/flip.py), so the tree that is not served is the next
 stage and, until that begins, the way back.
+
+On a GPU its parameters are twins of the live ones (see twins.py): in the second
+range of the arena, or where there is none, in memory that a commit copies from.
 """
 
 from __future__ import annotations
@@ -16,8 +19,12 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
 from vllm.inflight.names import checkpoint_names
-from vllm.inflight.stage import swappable
+from vllm.inflight.stage import audit, swappable
+from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.residence import residence_of
+from vllm.inflight.stage.twins import make_copy, make_pinned, put_twins
 
 Known = dict[str, tuple[list[int] | None, str | None]]
 
@@ -39,13 +46,22 @@ class Shadow:
         self.device = device
         self.model_config = vllm_config.model_config
         self.module: torch.nn.Module | None = None
+        self.arena: Arena | None = None
+        """Where both trees' parameters lie, if their pages can be exchanged."""
+        self.busy: torch.Event | None = None
+        """Set while a commit may still be reading this tree."""
         self.required: dict[str, torch.Size] = {}
         self._dtypes: dict[str, str] = {}
         self._processed = False
         self.reason = swappable.obstacle(live, vllm_config)
         if self.reason is None:
-            self.module = _build(live, vllm_config, device)
+            # On a GPU there is memory for the twins, and for nothing beside them.
+            is_cpu = device.type == "cpu"
+            at = device if is_cpu else torch.device("meta")
+            self.module = _build(live, vllm_config, at)
             self.reason = swappable.difference(live, self.module)
+            if self.reason is None and not is_cpu:
+                self._settle_in(vllm_config)
         if self.reason is not None:
             self.module = None
             return
@@ -54,6 +70,37 @@ class Shadow:
         for name, param in self.module.named_parameters():
             self.required[name] = param.shape
             self._dtypes[name] = str(param.dtype).removeprefix("torch.")
+
+    def _settle_in(self, vllm_config: Any) -> None:
+        assert self.module is not None
+        audit.warm(self.device, {p.dtype for p in self.module.parameters()})
+        for layer in self.module.modules():
+            upstream.get_layerwise_info(layer).restore_device = self.device
+        residence = residence_of(self.live)
+        if residence.reason is None:
+            self.arena = residence.arena
+        if self.arena is not None:
+            put_twins(self.live, self.module, self.arena.twin)
+        elif InflightConfig.of(vllm_config).staging == "host":
+            put_twins(self.live, self.module, make_pinned)
+        else:
+            try:
+                put_twins(self.live, self.module, make_copy)
+            except torch.OutOfMemoryError:
+                self.reason = residence.reason
+
+    @property
+    def is_reversible(self) -> bool:
+        """Whether a commit leaves the set served before in this tree."""
+        return self.device.type == "cpu" or self.arena is not None
+
+    @property
+    def copied_bytes(self) -> int:
+        """Device memory of the twins that is torch's, not the arena's."""
+        if self.module is None or self.device.type == "cpu" or self.arena is not None:
+            return 0
+        twins = self.module.parameters()
+        return sum(twin.nbytes for twin in twins if twin.device == self.device)
 
     @property
     def nbytes(self) -> int:
@@ -86,11 +133,18 @@ class Shadow:
         return getattr(self.module, "hf_to_vllm_mapper", None) is not None
 
     def prepare(self) -> None:
-        """Bring the tree into kernel format, once, before the first update.
+        """Make the tree fit to be loaded into; what it held is gone after that.
 
-        Left undone until then, its memory is reserved but never touched.
+        On the CPU it gets its kernel format here, once: left undone until then, its
+        memory is reserved but never touched. On a GPU the second range, which after
+        a flip still shows what is served now, goes back to the other set.
         """
-        if not self._processed:
+        if self.arena is not None:
+            self.arena.settle()
+        elif self.busy is not None:
+            self.busy.synchronize()
+            self.busy = None
+        elif self.device.type == "cpu" and not self._processed:
             with torch.no_grad():
                 for param in self.module.parameters():  # type: ignore[union-attr]
                     param.zero_()
@@ -118,6 +172,8 @@ class Shadow:
         to the embedding gets the new weight with it but keeps its old packing.
         """
         assert self.module is not None
+        if self.device.type != "cpu":
+            return  # nothing is packed on a GPU
         owners: dict[int, list[torch.nn.Module]] = {}
         for layer in self.module.modules():
             weight = layer._parameters.get("weight")

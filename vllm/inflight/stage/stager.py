@@ -7,8 +7,8 @@ second set of weights; each update has a job (job.py) that fills it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.job import Job
 from vllm.inflight.stage.shadow import Shadow
 
-Flip = Callable[[], None]
+Flip = Callable[[], float]
 
 
 class Stager:
@@ -27,15 +27,39 @@ class Stager:
         self,
         worker: Any,
         shadow: Shadow,
-        pair: Callable[[torch.nn.Module, torch.nn.Module], Flip],
+        pair: Callable[[Shadow], Flip],
     ) -> None:
         self.worker = worker
         self.shadow = shadow
         self._pair = pair
-        """Makes, of two trees, the call that exchanges what they hold."""
+        """Makes the call that exchanges what the two trees hold."""
         self._flip: Flip | None = None
         self._board: Board | None = None
         self._job: Job | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if worker.device.type == "cuda":
+            # A thread begins on the default stream, which waits for all others.
+            self._stream = torch.cuda.Stream(worker.device)
+
+    @contextmanager
+    def lane(self) -> Iterator[None]:
+        """The device and the stream of the staging thread."""
+        with torch.device(self.worker.device):
+            if self._stream is None:
+                yield
+            else:
+                with (
+                    torch.cuda.device(self.worker.device),
+                    torch.cuda.stream(self._stream),
+                ):
+                    yield
+
+    def drain(self) -> None:
+        """Return when all that the staging thread has enqueued is done."""
+        if self._stream is not None:
+            written = torch.cuda.Event(blocking=True)
+            written.record(self._stream)
+            written.synchronize()
 
     def attach(self, board_path: str, num_ranks: int) -> dict[str, Any]:
         """Open the board; tell what this rank can do."""
@@ -44,6 +68,7 @@ class Stager:
             "rank": self.worker.rank,
             "reason": self.shadow.reason,
             "bytes": self.shadow.nbytes,
+            "is_reversible": self.shadow.is_reversible,
         }
 
     def order(self, serial: int, order: str, payload: Any) -> None:
@@ -60,16 +85,16 @@ class Stager:
 
     def staged(self) -> None:
         """The second set is whole: a flip may exchange it with the live one."""
-        assert self.shadow.module is not None
-        self._flip = self._pair(self.shadow.live, self.shadow.module)
+        self._flip = self._pair(self.shadow)
 
     def flip(self) -> float:
         """Exchange live and shadow; returns the seconds it took."""
-        started = time.perf_counter()
         if self._flip is None:
             raise RuntimeError("nothing is staged on this rank")
-        self._flip()
-        return time.perf_counter() - started
+        flip = self._flip
+        if not self.shadow.is_reversible:
+            self._flip = None
+        return flip()
 
     def close(self) -> None:
         """End the job and let the board go."""

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
 
 PACKED = "cpu_linear"
 """Attribute in which the CPU build keeps a packed weight: a callable."""
 
 
-def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
-    """Why the weights of `live` cannot be exchanged; None if they can."""
+def config_obstacle(vllm_config: Any) -> str | None:
+    """What in an engine's configuration rules an exchange out; None if nothing."""
     if vllm_config.lora_config is not None:
         return "LoRA adapters are enabled (--enable-lora)"
     if vllm_config.speculative_config is not None:
@@ -31,11 +32,18 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
         return "sleep mode is enabled (--enable-sleep-mode)"
     if vllm_config.model_config.quantization is not None:
         return f"the model is quantised ({vllm_config.model_config.quantization})"
-    if vllm_config.device_config.device_type != "cpu":
-        return (
-            "this release stages on the CPU build only, and the device is "
-            f"{vllm_config.device_config.device_type}"
-        )
+    device = vllm_config.device_config.device_type
+    if device not in ("cpu", "cuda"):
+        return f"weights are staged on CPU and CUDA, and the device is {device}"
+    if device == "cpu" and InflightConfig.of(vllm_config).staging == "device":
+        return "there is no GPU; 'auto' and 'host' are for the CPU build"
+    return None
+
+
+def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
+    """Why the weights of `live` cannot be exchanged; None if they can."""
+    if (reason := config_obstacle(vllm_config)) is not None:
+        return reason
     for name, layer in live.named_modules():
         method = getattr(layer, "quant_method", None)
         if method is not None and type(method) not in (
@@ -67,7 +75,18 @@ def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
         if a._parameters.keys() != b._parameters.keys():
             odd = sorted(a._parameters.keys() ^ b._parameters.keys())
             return f"layer {name} gains or loses the parameters {odd} after loading"
+        for key, param in a._parameters.items():
+            twin = b._parameters[key]
+            # The CPU build takes packed weights out of their parameters.
+            if param is None or twin is None or param.is_cpu:
+                continue
+            if _form(param) != _form(twin):
+                return f"the layout of {name}.{key} changes after loading"
     return None
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def hidden_tensors(layer: torch.nn.Module) -> Iterator[str]:

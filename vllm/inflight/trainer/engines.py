@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import httpx
 
 from vllm.inflight.config import admin_key
-from vllm.inflight.errors import ConfigError, EngineFault, InflightError
-from vllm.inflight.trainer.patience import (
-    FIRST_DELAY_S,
-    LAST_DELAY_S,
+from vllm.inflight.errors import (
+    ConfigError,
+    EngineFault,
     EngineUnreachable,
-    Patience,
+    InflightError,
 )
+from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S, Patience
 
 Reply = dict[str, Any]
 

@@ -5,17 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from vllm.inflight.errors import InflightError
-
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 2.0
 """Between one try and the next; doubled from the first to the last."""
-
-
-class EngineUnreachable(InflightError):
-    """An engine did not answer for as long as the trainer was told to try."""
-
-    code = "engine_unreachable"
-    remedy = "See whether the engine runs; nothing is half-published."
 
 
 class Patience:

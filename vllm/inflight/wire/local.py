@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed
+from vllm.inflight.wire.engine import StagedEngine
 
 SHARED_MEMORY = Path("/dev/shm")
 INDEX = "model.safetensors.index.json"
@@ -49,7 +50,7 @@ class LocalUpdateInfo(upstream.WeightTransferUpdateInfo):
         return checkpoint_files(Path(self.path))
 
 
-class LocalEngine(upstream.WeightTransferEngine):
+class LocalEngine(StagedEngine):
     """Receives from files of this host into whatever model it is given."""
 
     init_info_cls = LocalInitInfo
@@ -58,18 +59,10 @@ class LocalEngine(upstream.WeightTransferEngine):
     def init_transfer_engine(self, init_info: LocalInitInfo) -> None:
         """Nothing to connect to."""
 
-    def start_weight_update(self) -> None:
-        """Let layers be packed as soon as they are complete."""
-        upstream.initialize_layerwise_reload(self.model)
-
     def receive_weights(self, update_info: LocalUpdateInfo) -> None:
         """Load every tensor of the files named."""
         files = update_info.files()
         self.model.load_weights(read_files(files))
-
-    def finish_weight_update(self) -> None:
-        """Pack the layers that wait for the end."""
-        upstream.finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Nothing to close."""

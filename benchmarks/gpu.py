@@ -1,0 +1,139 @@
+"""Updating weights over NCCL while decoding, ours beside upstream's, on two GPUs.
+
+`python -m benchmarks.gpu [--shapes 0.6B 8B 32B]`. One engine on GPU 0, a trainer on
+GPU 1, NVLink or what there is between them; first with vllm-inflight, updated while it
+decodes, then without, updated upstream's own way (pause, update, resume). Random
+weights of the named shape, vLLM's defaults, the same streams and the same trainer
+interface. docs/performance.md says how to read the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.figures import summary, update_figures
+from benchmarks.machine import facts
+from benchmarks.process import arm
+from benchmarks.record import OURS, UPSTREAM, Plan, Record
+from benchmarks.shapes import SHAPES, write_shape
+
+ROWS = {
+    "tokens_per_s": ("decoding alone, tokens/s", "{:.0f}"),
+    "gap_steady_p50_ms": ("gap, decoding alone: p50, ms", "{:.2f}"),
+    "gap_steady_p99_ms": ("gap, decoding alone: p99, ms", "{:.2f}"),
+    "gap_steady_max_ms": ("gap, decoding alone: max, ms", "{:.2f}"),
+    "gap_update_median_ms": ("largest gap at an update: median, ms", "{:.2f}"),
+    "gap_update_max_ms": ("largest gap at an update: worst, ms", "{:.2f}"),
+    "missed": ("updates beyond 2 x the steady largest gap", "{:.0f}"),
+    "tokens_share": ("tokens/s during an update, of decoding alone", "{:.1%}"),
+    "update_s": ("from call to return, s", "{:.3f}"),
+    "flip_ms": ("flip: median, ms", "{:.3f}"),
+    "commit_ms": ("switch in the engine core: median, ms", "{:.2f}"),
+}
+NO_FIGURE = "-"
+
+console = Console()
+
+
+def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Both arms on one shape, one after the other."""
+    report: dict[str, Any] = {}
+    records: dict[str, list[Record]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_shape(shape, Path(folder))
+        for name in options.arms:
+            log = options.out / f"gpu-{shape}-{name}.log"
+            started = time.monotonic()
+            with arm(name, "benchmarks.gpu_arm", path, log) as process:
+                console.print(
+                    f"{shape} {name}: up in {time.monotonic() - started:.0f} s"
+                )
+                process.carry_out(plan(options, 2))
+                process.records.clear()
+                for _ in range(options.rounds):
+                    record = process.carry_out(plan(options, options.updates))
+                    console.print(f"[dim]{name}: {_line(record)}")
+                records[name] = process.records
+            report[name] = figures(process.records)
+    if options.plot:
+        from benchmarks.chart import draw
+
+        draw(records, report, options.out / f"gpu-{shape}.png")
+    return report
+
+
+def plan(options: argparse.Namespace, num_updates: int) -> Plan:
+    """A round: the streams, and how many versions come while they decode."""
+    return Plan(options.streams, 64, options.steady, [""] * num_updates)
+
+
+def figures(records: list[Record]) -> dict[str, Any]:
+    """Those of the CPU's benchmark, and what the engine said of its commits."""
+    found = summary(records)
+    bar = 2 * found["gap_steady_max_ms"]
+    found["missed"] = sum(u["gap_max_ms"] > bar for u in found["updates"])
+    told = [u.facts for record in records for u in record.updates if u.facts]
+    if told:
+        found["flip_ms"] = 1e3 * median(each["flip"] for each in told)
+        found["commit_ms"] = median(each["commit_ms"] for each in told)
+        found["staging_s"] = median(each.get("staging", 0.0) for each in told)
+    return found
+
+
+def _line(record: Record) -> str:
+    return ", ".join(
+        f"{u.seconds:.3f} s/{u.gap_max_ms:.1f} ms/{u.tokens_share:.0%}"
+        for u in update_figures(record)
+    )
+
+
+def show(shape: str, report: dict[str, Any]) -> None:
+    """The table of one shape."""
+    table = Table(title=f"Qwen3-{shape} shape")
+    table.add_column("")
+    for name in report:
+        table.add_column(name, justify="right")
+    for key, (label, style) in ROWS.items():
+        cells = [
+            style.format(each[key]) if key in each else NO_FIGURE
+            for each in report.values()
+        ]
+        table.add_row(label, *cells)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8B"])
+    parser.add_argument("--arms", nargs="+", default=[OURS, UPSTREAM])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=10, help="per arm and round")
+    parser.add_argument("--steady", type=float, default=0.5, help="seconds around each")
+    parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    if len(gpus) < 2:
+        raise SystemExit(f"two GPUs are needed, here are: {', '.join(gpus) or 'none'}")
+    report: dict[str, Any] = {"machine": facts() | {"gpus": gpus}, "shapes": {}}
+    for shape in options.shapes:
+        report["shapes"][shape] = measure(shape, options)
+        show(shape, report["shapes"][shape])
+        (options.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    console.print(f"Written: {options.out}/gpu.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""One arm of the GPU benchmark: an engine on one GPU, its trainer on another.
+
+`python -m benchmarks.gpu_arm NAME FOLDER FD`, started by benchmarks/gpu.py. Weights
+come over NCCL, in both arms through upstream's own trainer interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from benchmarks.arm import Arm, serve
+from benchmarks.record import OURS, UPSTREAM
+
+BACKENDS = {OURS: "inflight_nccl", UPSTREAM: "nccl"}
+
+
+class Trainer:
+    """The far end of a trainer: its orders go out, its calls come in."""
+
+    def __init__(self, backend: str, folder: str) -> None:
+        self._pipe, far = Pipe()
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "benchmarks.gpu_trainer"),
+                *(backend, folder, str(far.fileno())),
+            ],
+            pass_fds=[far.fileno()],
+            start_new_session=True,
+        )
+        far.close()
+
+    async def join(self, engine: Any) -> None:
+        """Have trainer and engine make their group."""
+        await self._next()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipe.send(port)
+        await self._attend(engine)
+
+    async def send(self, engine: Any) -> None:
+        """Have a new version sent; returns when it is served."""
+        self._pipe.send("send")
+        await self._attend(engine)
+
+    def end(self) -> None:
+        """End the process; nothing is lost with it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    async def _attend(self, engine: Any) -> None:
+        """Do for the trainer what it asks, until it is done."""
+        from vllm.distributed.weight_transfer.base import (
+            WeightTransferInitRequest,
+            WeightTransferUpdateRequest,
+        )
+
+        while True:
+            method, payload = await self._next()
+            if method == "done":
+                return
+            if method == "init_weight_transfer_engine":
+                await engine.init_weight_transfer_engine(
+                    WeightTransferInitRequest(payload)
+                )
+            elif method == "update_weights":
+                await engine.update_weights(WeightTransferUpdateRequest(payload))
+            else:
+                reply = await getattr(engine, method)()
+                if isinstance(reply, dict) and "gap_ms" in reply:
+                    self.facts = {"commit_ms": reply["gap_ms"], **reply["seconds"]}
+            self._pipe.send(None)
+
+    async def _next(self) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self._pipe.recv)
+
+    facts: dict[str, float] = {}
+    """What the engine said about the last commit."""
+
+
+async def main(name: str, folder: str, handle: str) -> None:
+    backend = BACKENDS[name]
+    trainer = Trainer(backend, folder)
+
+    async def update_ours(engine: Any, _: str) -> dict[str, float]:
+        await trainer.send(engine)
+        return trainer.facts
+
+    async def update_upstream(engine: Any, _: str) -> dict[str, float]:
+        await engine.pause_generation(mode="keep", clear_cache=False)
+        await trainer.send(engine)
+        await engine.resume_generation()
+        return {}
+
+    try:
+        arm = Arm(
+            folder,
+            update_ours if name == OURS else update_upstream,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_model_len=8192,
+            gpu_memory_utilization=0.85,
+            weight_transfer_config={"backend": backend},
+        )
+        await trainer.join(arm.engine)
+        await serve(arm, Connection(int(handle)))
+    finally:
+        trainer.end()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

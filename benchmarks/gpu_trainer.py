@@ -1,0 +1,116 @@
+"""The trainer of the GPU benchmark: a model's weights on a GPU, sent when it is told.
+
+`python -m benchmarks.gpu_trainer BACKEND FOLDER HANDLE`, started by gpu_arm.py. Both
+arms are driven by upstream's own trainer engine of their backend; what that asks of
+the inference side travels through the pipe.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.plugins import load_general_plugins
+
+SPREAD = 0.02
+
+
+class Weights(WeightSource):
+    """Every parameter of a model in bf16, drawn once."""
+
+    def __init__(self, folder: str, device: torch.device) -> None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        self._tensors = {
+            name: torch.empty(param.shape, dtype=torch.bfloat16, device=device)
+            for name, param in model.named_parameters()
+        }
+        torch.manual_seed(0)
+        for tensor in self._tensors.values():
+            tensor.normal_(0, SPREAD)
+
+    def change(self) -> None:
+        """Become another version: the most likely token is the least likely now."""
+        names = list(self._tensors)
+        self._tensors[
+            "lm_head.weight" if "lm_head.weight" in names else names[0]
+        ].neg_()
+
+    def metadata(self) -> list[ParamMeta]:
+        """Name, dtype and shape of every tensor."""
+        return [ParamMeta(n, t.dtype, t.shape) for n, t in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._tensors.items())
+
+
+class Client:
+    """The inference side, reached through the arm: one call at a time."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        """Join the group."""
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        """Open an update."""
+        self._call("start_weight_update", None)
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receive what is being sent."""
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self) -> None:
+        """Serve it."""
+        self._call("finish_weight_update", None)
+
+    def _call(self, method: str, payload: Any) -> None:
+        with self._lock:
+            self._pipe.send((method, payload))
+            self._pipe.recv()
+
+
+def init_info(backend: str, port: int) -> Any:
+    """What upstream's factory chooses the trainer engine by."""
+    common = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
+    if backend == "nccl":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        return NCCLTrainerInitInfo(**common)
+    from vllm.inflight.wire.trainer import NcclTrainerInitInfo
+
+    return NcclTrainerInitInfo(**common)
+
+
+def main(backend: str, folder: str, handle: str) -> None:
+    """Join, then send a new version at every order."""
+    pipe = Connection(int(handle))
+    load_general_plugins()
+    device = torch.device("cuda", 1)
+    torch.cuda.set_device(device)
+    weights = Weights(folder, device)
+    pipe.send(("ready", None))
+    port = pipe.recv()
+    engine = WeightTransferTrainerFactory.trainer_init(
+        init_info(backend, port), client=Client(pipe), source=weights
+    )
+    pipe.send(("done", None))
+    while pipe.recv() is not None:
+        weights.change()
+        torch.cuda.synchronize(device)
+        engine.send_weights()
+        pipe.send(("done", None))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,109 @@
+"""The processes of a benchmark's arms: started, asked for rounds, and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import Usage
+from benchmarks.record import OURS, UPSTREAM, Plan, Record
+
+PATIENCE_S = 400.0
+"""Longest wait for an arm; a round takes a tenth of it."""
+
+ENVIRONMENT = {
+    OURS: {},
+    # An empty list of plugins: upstream as it is.
+    UPSTREAM: {"VLLM_PLUGINS": ""},
+}
+
+
+@contextmanager
+def arm(name: str, module: str, checkpoint: Path, log: Path) -> Iterator[ArmProcess]:
+    """`python -m module` with an engine in it; ended on the way out, however that is.
+
+    Args:
+        name: `ours` or `upstream`, which has the plugin switched off.
+        log: where what it prints goes.
+
+    """
+    near, far = Pipe()
+    with (
+        open(log, "wb") as output,
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", module),
+                *(name, str(checkpoint), str(far.fileno())),
+            ],
+            env={k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
+            | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+            | ENVIRONMENT[name],
+            pass_fds=[far.fileno()],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        ) as process,
+    ):
+        far.close()
+        started = ArmProcess(name, process, near, log)
+        try:
+            started.answer()
+            yield started
+        finally:
+            started.end()
+
+
+class ArmProcess:
+    """The near end of an arm."""
+
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], pipe: Connection, log: Path
+    ) -> None:
+        self.name = name
+        self._log = log
+        self._process = process
+        self._pipe = pipe
+        self.records: list[Record] = []
+        self.others: list[float] = []
+
+    def carry_out(self, plan: Plan) -> Record:
+        """Have one round done."""
+        before = Usage.now(os.getpid())
+        self._pipe.send(plan)
+        record: Record = self.answer()
+        self.others.append(before.others(Usage.now(os.getpid())))
+        self.records.append(record)
+        return record
+
+    def answer(self) -> Any:
+        """What the arm says next; exits if it has died or says nothing."""
+        deadline = time.monotonic() + PATIENCE_S
+        try:
+            while not self._pipe.poll(0.5):
+                if time.monotonic() > deadline:
+                    raise EOFError
+            return self._pipe.recv()
+        except EOFError:
+            raise SystemExit(
+                f"the arm {self.name!r} gave no answer; see {self._log}"
+            ) from None
+
+    def end(self) -> None:
+        """Ask it to end; after a while, end it and all it started."""
+        try:
+            self._pipe.send(None)
+            self._process.wait(timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        finally:
+            # Its engine's processes are in its session; none may outlive it.
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,0 +1,195 @@
+// The calls of the arena, one after the other; their steps are in arena_steps.cpp.
+#include "arena.h"
+
+#include <chrono>
+#include <stdexcept>
+#include <string>
+
+namespace inflight {
+
+namespace {
+
+constexpr uint64_t kWasteDivisor = 100;  // holes may cost 1 % of what lives
+
+using Lock = std::lock_guard<std::mutex>;
+
+}  // namespace
+
+template <class Work>
+void Arena::or_torn(Work work) {
+  try {
+    work();
+  } catch (const Fault& why) {
+    if (why.kind == Fault::kTorn) move_to(Phase::kTorn);
+    throw;
+  }
+}
+
+Arena::Arena(std::unique_ptr<Memory> memory, uint64_t reserve_bytes)
+    : pages_(std::move(memory)), reserved_(rounded(reserve_bytes)) {
+  const Entered entered(pages_.memory());
+  base_ = pages_.memory().reserve(reserved_);
+}
+
+Address Arena::allocate(uint64_t bytes) {
+  const Lock lock(mutex_);
+  require(Phase::kLoading, "allocate");
+  const uint64_t size = rounded(bytes), left = reserved_ - used_;
+  if (size > left)
+    throw Fault(Fault::kOutOfMemory,
+                "the arena has too few addresses left of the " +
+                    std::to_string(reserved_) + " bytes reserved",
+                "allocate", 0, size - left);
+  const Entered entered(pages_.memory());
+  const Address address = base_ + used_;
+  const Handle handle = pages_.create(size);
+  or_undo([&] { pages_.place({address, size, handle}); },
+          [&] { quietly([&] { pages_.release(handle, size); }); });
+  mappings_[address] = {size, handle};
+  segments_[address] = {size, false};
+  used_ += size;
+  return address;
+}
+
+void Arena::free(Address address) {
+  const Lock lock(mutex_);
+  const auto found = segments_.find(address);
+  if (found == segments_.end()) return;
+  const Segment segment = found->second;
+  segments_.erase(found);
+  if (phase_ == Phase::kLoading && !segment.dropped) discard(address, segment.bytes);
+}
+
+void Arena::drop(Address address) {
+  const Lock lock(mutex_);
+  require(Phase::kLoading, "drop");
+  const auto found = segments_.find(address);
+  if (found == segments_.end() || found->second.dropped)
+    throw std::out_of_range("drop: no segment of this arena begins there");
+  found->second.dropped = true;
+  discard(address, found->second.bytes);
+}
+
+void Arena::consolidate() {
+  const Lock lock(mutex_);
+  require(Phase::kLoading, "consolidate");
+  const Entered entered(pages_.memory());
+  pages_.memory().synchronize();  // nothing may be using what is unmapped below
+  const Stats now = stats_now();
+  const uint64_t allowed = now.live_bytes / kWasteDivisor;
+  const uint64_t spare = allowed > now.wasted_bytes ? allowed - now.wasted_bytes : 0;
+  or_torn([&] {
+    for (const Run& run : plan_runs(runs_now(), spare)) merge(run);
+  });
+  move_to(Phase::kConsolidated);
+}
+
+void Arena::pair() {
+  const Lock lock(mutex_);
+  require(Phase::kConsolidated, "pair");
+  const Entered entered(pages_.memory());
+  const uint64_t needed = pages_.backed_bytes();
+  const uint64_t free = pages_.memory().available();
+  try {
+    or_undo([&] { add_second(); },
+            [&] {
+              std::optional<Fault> ignored;  // what made it necessary is told
+              attempt(ignored, [&] { pages_.memory().synchronize(); });
+              remove_second(ignored);
+            });
+  } catch (Fault& why) {
+    if (why.kind == Fault::kOutOfMemory && needed > free) why.missing = needed - free;
+    throw;
+  }
+  move_to(Phase::kPaired);
+}
+
+double Arena::flip() {
+  const Lock lock(mutex_);
+  require(Phase::kPaired, "flip");
+  const Entered entered(pages_.memory());
+  const auto start = std::chrono::steady_clock::now();
+  or_torn([&] {
+    auto at = mappings_.begin();
+    try {
+      for (; at != mappings_.end(); ++at) swap(*at);
+    } catch (const Fault& why) {
+      if (why.kind == Fault::kTorn) throw;
+      try {
+        while (at != mappings_.begin()) swap(*--at);
+      } catch (const Fault& again) {
+        throw Pages::torn(why, again);  // no run is torn, but they are of two sets
+      }
+      throw;
+    }
+  });
+  const auto took = std::chrono::steady_clock::now() - start;
+  return std::chrono::duration<double>(took).count();
+}
+
+void Arena::settle() {
+  const Lock lock(mutex_);
+  require(Phase::kPaired, "settle");
+  const Entered entered(pages_.memory());
+  for (auto& [address, mapping] : mappings_) {
+    if (mapping.second == mapping.other) continue;
+    const Address second = second_of(address);
+    if (mapping.second != 0) pages_.lift({second, mapping.bytes, mapping.second});
+    mapping.second = 0;  // should the next call fail, the next settle goes on here
+    pages_.place({second, mapping.bytes, mapping.other});
+    mapping.second = mapping.other;
+  }
+}
+
+Arena::Twin Arena::twin(Address address, uint64_t bytes) const {
+  const Lock lock(mutex_);
+  require(Phase::kPaired, "twin");
+  if (!settled())
+    throw std::logic_error(
+        "twin: the second range still shows what has become live; settle first");
+  const auto found = around(address, bytes);
+  if (found == mappings_.end())
+    throw std::out_of_range("twin: not within one run of this arena");
+  return {second_of(found->first), found->second.bytes, address - found->first};
+}
+
+bool Arena::contains(Address address, uint64_t bytes) const {
+  const Lock lock(mutex_);
+  return around(address, bytes) != mappings_.end();
+}
+
+std::vector<Run> Arena::runs() const {
+  const Lock lock(mutex_);
+  return runs_now();
+}
+
+Arena::Stats Arena::stats() const {
+  const Lock lock(mutex_);
+  return stats_now();
+}
+
+void Arena::close() {
+  const Lock lock(mutex_);
+  if (phase_ == Phase::kClosed) return;
+  const Entered entered(pages_.memory());
+  std::optional<Fault> first;
+  attempt(first, [&] { pages_.memory().synchronize(); });
+  remove_second(first);
+  for (const auto& [address, mapping] : mappings_) {
+    const Placed live{address, mapping.bytes, mapping.live};
+    attempt(first, [&] { pages_.lift(live); });
+    attempt(first, [&] { pages_.release(live.handle, live.bytes); });
+  }
+  // What is not freed yet may be when there is another arena, which must not take
+  // such a pointer for its own: then these addresses are not given out again.
+  if (segments_.empty())
+    attempt(first, [&] { pages_.memory().give_back(base_, reserved_); });
+  const bool was_torn = phase_ == Phase::kTorn;
+  mappings_.clear();
+  segments_.clear();
+  move_to(Phase::kClosed);
+  // Of a torn arena it is not known what is mapped: something is bound to fail.
+  if (first && !was_torn) throw Fault(*first);
+}
+
+}  // namespace inflight

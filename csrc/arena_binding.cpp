@@ -1,0 +1,295 @@
+// Exports only: an arena is a capsule, its calls are functions of it. The two C
+// functions at the end are what torch's pluggable allocator calls.
+#include "arena_binding.h"
+
+#include <sys/types.h>
+
+#include <exception>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "arena.h"
+#include "arenas.h"
+#include "cuda_memory.h"
+#include "host_memory.h"
+
+namespace inflight {
+namespace {
+
+constexpr const char* kCapsule = "vllm.inflight.arena";
+constexpr const char* kFaultKinds[] = {"failed", "out_of_memory", "torn"};
+
+PyObject* arena_error = nullptr;
+
+struct Opened {
+  int device;
+  std::shared_ptr<Arena> arena;
+};
+
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// Runs `work`, which returns a new reference; what it throws becomes Python's.
+template <class Work>
+PyObject* translated(Work work) {
+  try {
+    return work();
+  } catch (const Fault& why) {
+    PyObject* facts = Py_BuildValue("(sssLK)", why.what(), kFaultKinds[why.kind],
+                                    why.call.c_str(), static_cast<long long>(why.code),
+                                    static_cast<unsigned long long>(why.missing));
+    if (facts != nullptr) PyErr_SetObject(arena_error, facts);
+    Py_XDECREF(facts);
+  } catch (const std::out_of_range& why) {
+    PyErr_SetString(PyExc_ValueError, why.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& why) {
+    PyErr_SetString(PyExc_RuntimeError, why.what());
+  }
+  return nullptr;
+}
+
+Opened* opened(PyObject* capsule) {
+  return static_cast<Opened*>(PyCapsule_GetPointer(capsule, kCapsule));
+}
+
+void collect(PyObject* capsule) { delete opened(capsule); }
+
+// (arena) -> result of `work(arena)`
+template <class Work>
+PyObject* call(PyObject* capsule, Work work) {
+  const Opened* own = opened(capsule);
+  if (own == nullptr) return nullptr;
+  const std::shared_ptr<Arena> arena = own->arena;
+  return translated([&] { return work(*arena); });
+}
+
+// The same without the interpreter's lock, for what takes long; returns None.
+template <class Work>
+PyObject* call_long(PyObject* capsule, Work work) {
+  return call(capsule, [&](Arena& arena) {
+    {
+      const WithoutGil released;
+      work(arena);
+    }
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* open(PyObject*, PyObject* args) {
+  int device;  // negative: a host twin
+  unsigned long long reserve_bytes;
+  if (!PyArg_ParseTuple(args, "iK", &device, &reserve_bytes)) return nullptr;
+  return translated([&] {
+    Arenas& arenas = Arenas::of_process();
+    const bool on_host = device < 0;
+    if (on_host) device = arenas.next_host();
+    auto own = std::make_unique<Opened>();
+    own->device = device;
+    own->arena = arenas.open(device, [&] {
+      std::unique_ptr<Memory> memory;
+      if (on_host)
+        memory = std::make_unique<HostMemory>();
+      else
+        memory = std::make_unique<CudaMemory>(device);
+      return std::make_shared<Arena>(std::move(memory), reserve_bytes);
+    });
+    PyObject* capsule = PyCapsule_New(own.get(), kCapsule, collect);
+    if (capsule != nullptr) own.release();
+    return capsule;
+  });
+}
+
+PyObject* allocate(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  unsigned long long bytes;
+  if (!PyArg_ParseTuple(args, "OK", &capsule, &bytes)) return nullptr;
+  return call(capsule, [&](Arena& arena) {
+    return PyLong_FromUnsignedLongLong(arena.allocate(bytes));
+  });
+}
+
+PyObject* free(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  unsigned long long address;
+  if (!PyArg_ParseTuple(args, "OK", &capsule, &address)) return nullptr;
+  return call_long(capsule, [&](Arena& arena) { arena.free(address); });
+}
+
+PyObject* drop(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  unsigned long long address;
+  if (!PyArg_ParseTuple(args, "OK", &capsule, &address)) return nullptr;
+  return call_long(capsule, [&](Arena& arena) { arena.drop(address); });
+}
+
+PyObject* consolidate(PyObject*, PyObject* capsule) {
+  return call_long(capsule, [](Arena& arena) { arena.consolidate(); });
+}
+
+PyObject* pair(PyObject*, PyObject* capsule) {
+  return call_long(capsule, [](Arena& arena) { arena.pair(); });
+}
+
+PyObject* flip(PyObject*, PyObject* capsule) {
+  // Keeps the interpreter's lock: getting it back could take longer than the flip.
+  return call(capsule, [](Arena& arena) { return PyFloat_FromDouble(arena.flip()); });
+}
+
+PyObject* settle(PyObject*, PyObject* capsule) {
+  return call_long(capsule, [](Arena& arena) { arena.settle(); });
+}
+
+PyObject* close(PyObject*, PyObject* capsule) {
+  const Opened* own = opened(capsule);
+  if (own == nullptr) return nullptr;
+  return call_long(capsule, [&](Arena& arena) {
+    if (Arenas::of_process().find(own->device).get() == &arena)
+      Arenas::of_process().forget(own->device);
+    arena.close();
+  });
+}
+
+PyObject* twin(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  unsigned long long address, bytes;
+  if (!PyArg_ParseTuple(args, "OKK", &capsule, &address, &bytes)) return nullptr;
+  return call(capsule, [&](Arena& arena) {
+    const Arena::Twin twin = arena.twin(address, bytes);
+    return Py_BuildValue("(KKK)", twin.run, twin.run_bytes, twin.offset);
+  });
+}
+
+PyObject* contains(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  unsigned long long address, bytes;
+  if (!PyArg_ParseTuple(args, "OKK", &capsule, &address, &bytes)) return nullptr;
+  return call(capsule, [&](Arena& arena) {
+    return PyBool_FromLong(arena.contains(address, bytes));
+  });
+}
+
+PyObject* runs(PyObject*, PyObject* capsule) {
+  return call(capsule, [](Arena& arena) {
+    PyObject* list = PyList_New(0);
+    for (const Run& run : arena.runs()) {
+      PyObject* pair = list ? Py_BuildValue("(KK)", run.offset, run.bytes) : nullptr;
+      if (pair == nullptr || PyList_Append(list, pair) != 0) Py_CLEAR(list);
+      Py_XDECREF(pair);
+    }
+    return list;
+  });
+}
+
+PyObject* stats(PyObject*, PyObject* capsule) {
+  const Opened* own = opened(capsule);
+  if (own == nullptr) return nullptr;
+  return call(capsule, [&](Arena& arena) {
+    const Arena::Stats now = arena.stats();
+    return Py_BuildValue("{s:i,s:s,s:N,s:K,s:K,s:K,s:K,s:K,s:s}", "device", own->device,
+                         "phase", kPhaseNames[int(now.phase)], "settled",
+                         PyBool_FromLong(now.settled), "live_bytes", now.live_bytes,
+                         "backed_bytes", now.backed_bytes, "wasted_bytes",
+                         now.wasted_bytes, "num_handles", now.num_handles,
+                         "num_segments", now.num_segments, "last_error",
+                         Arenas::of_process().last_error(own->device).c_str());
+  });
+}
+
+PyObject* host_limits(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  unsigned long long budget, skip, times;
+  const char* name;
+  if (!PyArg_ParseTuple(args, "OKsKK", &capsule, &budget, &name, &skip, &times))
+    return nullptr;
+  return call(capsule, [&](Arena& arena) {
+    auto* memory = dynamic_cast<HostMemory*>(&arena.memory());
+    if (memory == nullptr) throw std::logic_error("only a host twin has limits");
+    memory->set_budget(budget);
+    memory->inject(name, skip, times);
+    Py_RETURN_NONE;
+  });
+}
+
+PyMethodDef methods[] = {
+    {"arena_open", open, METH_VARARGS,
+     "arena_open(device, reserve_bytes) -> arena; device -1 is a twin on the host"},
+    {"arena_allocate", allocate, METH_VARARGS,
+     "arena_allocate(arena, bytes) -> address of a new segment"},
+    {"arena_free", free, METH_VARARGS,
+     "arena_free(arena, address): a segment its allocator is through with"},
+    {"arena_drop", drop, METH_VARARGS,
+     "arena_drop(arena, address): release a segment its allocator keeps unused"},
+    {"arena_consolidate", consolidate, METH_O,
+     "arena_consolidate(arena): few large handles at the same addresses"},
+    {"arena_pair", pair, METH_O, "arena_pair(arena): a second set of the same bytes"},
+    {"arena_flip", flip, METH_O,
+     "arena_flip(arena) -> seconds; exchange the sets at the live addresses"},
+    {"arena_settle", settle, METH_O,
+     "arena_settle(arena): show the set that is not live in the second range"},
+    {"arena_twin", twin, METH_VARARGS,
+     "arena_twin(arena, address, bytes) -> (address of the run in the second range, "
+     "its bytes, offset in it)"},
+    {"arena_contains", contains, METH_VARARGS,
+     "arena_contains(arena, address, bytes) -> whether one handle holds them all"},
+    {"arena_runs", runs, METH_O, "arena_runs(arena) -> [(offset, bytes)]"},
+    {"arena_stats", stats, METH_O, "arena_stats(arena) -> facts by name"},
+    {"arena_close", close, METH_O, "arena_close(arena): give everything back"},
+    {"arena_host_limits", host_limits, METH_VARARGS,
+     "arena_host_limits(arena, budget_bytes, call, skip, times): after `skip` more "
+     "calls of that name the next `times` fail (tests)"},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+int add_arena(PyObject* module) {
+  if (arena_error == nullptr)
+    arena_error =
+        PyErr_NewException("vllm.inflight._C.ArenaError", PyExc_RuntimeError, nullptr);
+  if (arena_error == nullptr) return -1;
+  Py_INCREF(arena_error);
+  if (PyModule_AddObject(module, "ArenaError", arena_error) != 0) {
+    Py_DECREF(arena_error);
+    return -1;
+  }
+  return PyModule_AddFunctions(module, methods);
+}
+
+}  // namespace inflight
+
+#define INFLIGHT_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Called by torch from any thread, with and without the interpreter's lock: they
+// touch nothing of Python, and nullptr is the one failure they can tell.
+INFLIGHT_EXPORT void* inflight_arena_malloc(ssize_t size, int device, void*) {
+  using inflight::Arenas;
+  try {
+    const auto arena = Arenas::of_process().find(device);
+    if (arena == nullptr || size < 0) return nullptr;
+    return reinterpret_cast<void*>(arena->allocate(uint64_t(size)));
+  } catch (const std::exception& why) {
+    Arenas::of_process().set_last_error(device, why.what());
+    return nullptr;
+  }
+}
+
+INFLIGHT_EXPORT void inflight_arena_free(void* pointer, ssize_t, int device, void*) {
+  using inflight::Arenas;
+  try {
+    const auto arena = Arenas::of_process().find(device);
+    if (arena != nullptr) arena->free(reinterpret_cast<uint64_t>(pointer));
+  } catch (const std::exception& why) {
+    Arenas::of_process().set_last_error(device, why.what());
+  }
+}

@@ -1,0 +1,121 @@
+// Handles and where they are mapped, each change whole or undone.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "memory.h"
+
+namespace inflight {
+
+// A handle at an address.
+struct Placed {
+  Address address;
+  uint64_t bytes;
+  Handle handle;
+};
+
+// Runs `work`; if it throws, runs `undo` and lets the error go on.
+template <class Work, class Undo>
+void or_undo(Work work, Undo undo) {
+  try {
+    work();
+  } catch (...) {
+    undo();
+    throw;
+  }
+}
+
+// For undoing: the failure that made it necessary is the one to tell.
+template <class Work>
+void quietly(Work work) {
+  try {
+    work();
+  } catch (const Fault&) {
+  }
+}
+
+// For giving back: does what can be done, and keeps the first failure.
+template <class Work>
+void attempt(std::optional<Fault>& first, Work work) {
+  try {
+    work();
+  } catch (const Fault& why) {
+    if (!first) first.emplace(why);
+  }
+}
+
+class Pages {
+ public:
+  explicit Pages(std::unique_ptr<Memory> memory) : memory_(std::move(memory)) {}
+
+  Memory& memory() { return *memory_; }
+  uint64_t granularity() const { return memory_->granularity(); }
+  uint64_t num_handles() const { return num_handles_; }
+  uint64_t backed_bytes() const { return backed_bytes_; }
+
+  Handle create(uint64_t bytes) {
+    try {
+      const Handle handle = memory_->create(bytes);
+      ++num_handles_;
+      backed_bytes_ += bytes;
+      return handle;
+    } catch (Fault& why) {
+      const uint64_t free = memory_->available();
+      if (why.kind == Fault::kOutOfMemory && bytes > free) why.missing = bytes - free;
+      throw;
+    }
+  }
+
+  void release(Handle handle, uint64_t bytes) {
+    memory_->release(handle);
+    --num_handles_;
+    backed_bytes_ -= bytes;
+  }
+
+  void place(const Placed& placed) {
+    memory_->map(placed.address, placed.bytes, placed.handle);
+    or_undo([&] { memory_->set_access(placed.address, placed.bytes); },
+            [&] { quietly([&] { lift(placed); }); });
+  }
+
+  void lift(const Placed& placed) { memory_->unmap(placed.address, placed.bytes); }
+
+  // Puts `now` in the place of `before`, or leaves that there. If not even that can
+  // be done, the Fault is kTorn.
+  void exchange(const std::vector<Placed>& before, const Placed& now) {
+    size_t num_lifted = 0;
+    try {
+      for (const Placed& old : before) {
+        lift(old);
+        ++num_lifted;
+      }
+      place(now);
+    } catch (const Fault& why) {
+      try {
+        for (size_t i = 0; i < num_lifted; ++i) place(before[i]);
+      } catch (const Fault& again) {
+        throw torn(why, again);
+      }
+      throw;
+    }
+  }
+
+  static Fault torn(const Fault& why, const Fault& again) {
+    return {Fault::kTorn,
+            std::string(why.what()) +
+                "; the memory that was mapped before cannot be put back either: " +
+                again.what(),
+            why.call, why.code};
+  }
+
+ private:
+  const std::unique_ptr<Memory> memory_;
+  uint64_t num_handles_ = 0;
+  uint64_t backed_bytes_ = 0;
+};
+
+}  // namespace inflight

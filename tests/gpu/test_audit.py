@@ -1,0 +1,56 @@
+"""The audit on a real GPU: the CPU's digests, at the speed of its memory."""
+
+import pytest
+import torch
+
+from vllm.inflight import ops
+from vllm.inflight.stage.audit import Audit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.int32,
+]
+
+
+def test_digests_and_counts_are_those_of_the_cpu():
+    audit = Audit(torch.device("cuda"))
+    tensors = []
+    for dtype in DTYPES:
+        for shape in ((), (1,), (3,), (8,), (33, 7), (1000, 1001)):
+            values = torch.randn(shape) * 50
+            if dtype.is_floating_point:
+                values.view(-1)[::7] = torch.nan
+            tensors.append(values.to(dtype))
+    tensors.append(torch.randn(40, 30).to(torch.bfloat16).t()[3:, 1::2])
+    tensors.append(torch.randn(101).to(torch.bfloat16)[1:])
+    for number, tensor in enumerate(tensors):
+        audit.add(str(number), tensor.cuda())
+    wanted = zip(ops.digest(tensors), ops.count_nonfinite(tensors), strict=True)
+    for (_, digest, bad), expected in zip(audit.results(), wanted, strict=True):
+        assert (digest, bad) == expected
+
+
+def test_its_speed_is_printed():
+    tensor = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+    audit = Audit(torch.device("cuda"))
+    audit.add("warm", tensor)
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(4):
+        audit.add("again", tensor)
+    end.record()
+    end.synchronize()
+    seconds = start.elapsed_time(end) / 4e3
+    print(f"audit: {tensor.nbytes / seconds / 1e9:.0f} GB/s")
+    assert len({digest for _, digest, _ in audit.results()}) == 1

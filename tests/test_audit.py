@@ -1,0 +1,83 @@
+"""The GPU's audit equals the CPU's digest; Triton's interpreter stands in for a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vllm.inflight import ops
+from vllm.inflight.stage.audit import ROWS, Audit, nonfinite_bits
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.int32,
+]
+
+
+def content(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Any bytes; every 7th value of a float is an infinity or a NaN."""
+    torch.manual_seed(len(shape))
+    if not dtype.is_floating_point:
+        return torch.randint(-100, 100, shape, dtype=dtype)
+    values = torch.randn(shape)
+    values.view(-1)[::7] = torch.nan
+    return values.to(dtype)
+
+
+def check() -> None:
+    """Runs where TRITON_INTERPRET was set before Triton was imported."""
+    audit = Audit(torch.device("cpu"))
+    tensors = {
+        f"{dtype}{shape}": content(dtype, *shape)
+        for dtype in DTYPES
+        for shape in ((), (1,), (3,), (8,), (33, 7), (5000,))
+    }
+    tensors["empty"] = torch.empty(0, dtype=torch.bfloat16)
+    tensors["view"] = content(torch.bfloat16, 40, 30).t()[3:, 1::2]
+    tensors["odd address"] = content(torch.bfloat16, 101)[1:]
+    for name, tensor in tensors.items():
+        audit.add(name, tensor)
+    seen = audit.results()
+    values = list(tensors.values())
+    wanted = zip(ops.digest(values), ops.count_nonfinite(values), strict=True)
+    for (name, digest, bad), expected in zip(seen, wanted, strict=True):
+        assert (digest, bad) == expected, name
+
+
+def test_digests_and_counts_are_those_of_the_cpu():
+    run = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import check; check()"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_an_audit_of_nothing_says_nothing():
+    assert Audit(torch.device("cpu")).results() == []
+
+
+def test_sums_have_rows_enough_for_every_tensor():
+    audit = Audit(torch.device("cpu"))
+    empty = torch.empty(0, dtype=torch.int8)
+    for number in range(ROWS + 2):
+        audit.add(str(number), empty)
+    results = audit.results()
+    assert [name for name, *_ in results] == [str(n) for n in range(ROWS + 2)]
+    assert {digest for _, digest, _ in results} == {ops.Digest.ZERO}
+
+
+def test_integers_have_nothing_to_count():
+    assert nonfinite_bits(torch.int8) == (0, 0)

@@ -1,0 +1,200 @@
+"""The backends as upstream sees them: registers, infos, and its trainer's two calls."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.wire.peers import BUCKET_BYTES, HOST, digests, engine, init_info, tensors
+from vllm.inflight import upstream
+from vllm.inflight.wire import trainer
+from vllm.inflight.wire.broadcast import GlooEngine, NcclEngine
+from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.wire.local import LocalEngine
+
+
+@pytest.mark.parametrize("cls", [GlooEngine, NcclEngine, LocalEngine])
+def test_an_engine_is_one_of_upstreams_and_can_be_told_of_a_cancellation(cls):
+    assert issubclass(cls, upstream.WeightTransferEngine)
+    assert issubclass(cls, StagedEngine)
+    assert not cls.__abstractmethods__
+    assert cls.cancelled() is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rank_offset": 0}, "rank_offset must be at least 1"),
+        ({"world_size": 1}, "world_size counts the trainer and every worker"),
+        ({"bucket_bytes": 1000}, "bucket_bytes must be a multiple of 256"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be a multiple of 256"),
+        ({"num_buckets": 0}, "num_buckets and timeout_s must be positive"),
+        ({"timeout_s": 0}, "num_buckets and timeout_s must be positive"),
+        ({"packed": False}, "packed=False is not offered"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_an_init_info_that_cannot_be_is_refused_by_name(changes, named):
+    with pytest.raises(ValueError, match=named):
+        engine().parse_init_info(init_info(1, **changes))
+
+
+def test_an_init_info_needs_no_more_than_the_trainers_address_and_the_world():
+    least = {"master_address": HOST, "master_port": 1, "world_size": 2}
+    assert GlooEngine.init_info_cls(**least).bucket_bytes == 16 << 20
+    assert NcclEngine.init_info_cls(**least).bucket_bytes == 256 << 20
+    assert NcclEngine.init_info_cls(**least).terms.wire == "nccl"
+
+
+def test_an_update_info_is_upstreams():
+    info = engine().parse_update_info(
+        {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+    )
+    assert info.announced.sizes == [12]
+    with pytest.raises(ValueError, match="'shapes' has 0 entries"):
+        engine().parse_update_info({"names": ["a"], "dtype_names": [""], "shapes": []})
+
+
+class Client:
+    """Stands for the engines; JSON in between, as over HTTP."""
+
+    def __init__(self, worker):
+        self.worker = worker
+        self.calls: list[str] = []
+        self.refusal: Exception | None = None
+
+    def init_weight_transfer_engine(self, init_info):
+        self.calls.append("init")
+        info = self.worker.parse_init_info(json.loads(json.dumps(init_info)))
+        self.worker.init_transfer_engine(info)
+
+    def start_weight_update(self):
+        self.calls.append("start")
+
+    def update_weights(self, update_info):
+        self.calls.append("update")
+        if self.refusal is not None:
+            raise self.refusal
+        info = self.worker.parse_update_info(json.loads(json.dumps(update_info)))
+        self.worker.receive_weights(info)
+
+    def finish_weight_update(self, weight_version=None):
+        self.calls.append("finish")
+
+
+@pytest.fixture
+def module():
+    module = torch.nn.Module()
+    for name, tensor in tensors(4).items():
+        wanted = torch.nn.Parameter(tensor, requires_grad=False)
+        module.register_parameter(name, wanted)
+    return module
+
+
+@pytest.fixture
+def client():
+    client = Client(engine())
+    yield client
+    client.worker.shutdown()
+
+
+def begin(client, module, **changes):
+    from vllm.distributed.weight_transfer import ModuleSource
+
+    info = trainer.GlooTrainerInitInfo(
+        HOST, 0, 2, bucket_bytes=BUCKET_BYTES, rank=0, **changes
+    )
+    return upstream.WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=ModuleSource(module)
+    )
+
+
+def test_upstreams_trainer_drives_it(client, module):
+    sending = begin(client, module)
+    for _ in range(2):
+        sending.send_weights()
+    sending.shutdown()
+    assert client.calls == ["init", *["start", "update", "finish"] * 2]
+    loaded = client.worker.model.loaded
+    assert digests(loaded.items()) == digests(module.named_parameters())
+
+
+def test_an_engines_refusal_is_what_the_trainer_raises_and_the_next_update_works(
+    client, module
+):
+    sending = begin(client, module)
+    client.refusal = LookupError("not now")
+    with pytest.raises(LookupError, match="not now"):
+        sending.send_weights()
+    client.refusal = None
+    sending.send_weights()
+    sending.shutdown()
+    update = ["start", "update"]
+    assert client.calls == ["init", *update, "init", *update, "finish"]
+    loaded = client.worker.model.loaded
+    assert digests(loaded.items()) == digests(module.named_parameters())
+
+
+def test_an_engine_that_cannot_join_is_named_to_the_trainer(client, module):
+    client.worker.device = torch.device("meta")
+    with pytest.raises(Exception, match="inflight_gloo receives on cpu"):
+        begin(client, module)
+
+
+def test_a_trainer_rank_that_does_not_send_only_gathers(client, module):
+    from vllm.distributed.weight_transfer import ModuleSource
+
+    info = trainer.GlooTrainerInitInfo(HOST, 0, 2, rank=1)
+    idle = upstream.WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=ModuleSource(module)
+    )
+    idle.send_weights()
+    assert client.calls == []
+
+
+def test_both_backends_have_a_trainer():
+    registered = upstream.WeightTransferTrainerFactory._registry
+    for name in ("inflight_gloo", "inflight_nccl"):
+        assert registered[name]() is trainer.BroadcastTrainer
+
+
+def test_a_cpu_engine_has_no_nccl():
+    worker = engine()
+    nccl = NcclEngine(None, worker.vllm_config, worker.device, worker.model)
+    info = nccl.parse_init_info(init_info(1))
+    with pytest.raises(Exception, match="inflight_nccl receives on cuda"):
+        nccl.init_transfer_engine(info)
+
+
+def test_the_trainers_end_needs_torch_and_no_vllm():
+    code = (
+        "import sys\n"
+        "import vllm.inflight.wire.sender, vllm.inflight.wire.group\n"
+        "import vllm.inflight.wire.gloo, vllm.inflight.wire.nccl\n"
+        "print([m for m in sys.modules if m.startswith(('vllm.config', "
+        "'vllm.distributed', 'vllm.inflight.upstream', 'vllm.v1'))])\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_a_trainer_outlived_by_its_worker_connects_anew(client, module):
+    first = begin(client, module)
+    first.shutdown()
+    with pytest.raises(TransferFault, match="has left the group"):
+        client.update_weights(
+            {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
+        )
+    second = begin(client, module)
+    second.send_weights()
+    second.shutdown()

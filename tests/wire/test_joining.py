@@ -1,0 +1,132 @@
+"""Who joins a group fits into it, or is told why not, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.wire.peers import (
+    BUCKET_BYTES,
+    CPU,
+    HOST,
+    PATIENT,
+    engine,
+    host,
+    init_info,
+    open_sender,
+)
+from vllm.inflight.errors import Malformed
+from vllm.inflight.wire.faults import Cancelled, TransferFault
+from vllm.inflight.wire.group import open_group
+from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.receiver import Receiver
+from vllm.inflight.wire.watch import Watch, in_background
+
+SOON_S = 10.0
+
+
+@pytest.fixture
+def worker():
+    worker = engine()
+    yield worker
+    worker.shutdown()
+
+
+def join(worker, port, **changes):
+    info = worker.parse_init_info(init_info(port, **changes))
+    worker.init_transfer_engine(info)
+
+
+def test_a_worker_outside_the_world_is_refused(worker):
+    outside = engine(rank=1, replica=1, size=2)
+    with pytest.raises(Malformed, match="rank 4 of the group, whose world_size is 4"):
+        join(outside, 1, world_size=4)
+
+
+def test_a_group_on_other_terms_is_refused(worker):
+    meeting = host()
+    with pytest.raises(Malformed, match=r"'bucket_bytes': 4096.*: 8192"):
+        join(worker, meeting.port, bucket_bytes=8192)
+    meeting.end("is over")
+
+
+def test_the_wrong_kind_of_device_is_refused(worker):
+    worker.device = torch.device("meta")
+    with pytest.raises(Malformed, match="inflight_gloo receives on cpu"):
+        join(worker, 1)
+
+
+def test_a_trainer_that_is_not_there_is_waited_for_only_so_long(worker):
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(TransferFault, match="waited 1 s for a trainer at"):
+        join(worker, port, timeout_s=1.0)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_port_that_is_somebody_elses_is_left_when_the_time_is_up(worker):
+    with socket.create_server((HOST, 0)) as silent:
+        began = time.monotonic()
+        with pytest.raises(TransferFault):
+            join(worker, silent.getsockname()[1], timeout_s=1.0)
+        assert time.monotonic() - began < SOON_S
+
+
+def test_joining_can_be_cancelled(worker):
+    cancelled = threading.Event()
+    worker.cancelled = cancelled.is_set
+    meeting = host(world_size=2)
+    joining = in_background(lambda: join(worker, meeting.port, timeout_s=60.0))
+    time.sleep(0.3)
+    asked = time.monotonic()
+    cancelled.set()
+    with pytest.raises(Cancelled):
+        joining.result(timeout=60)
+    assert time.monotonic() - asked < 0.2
+    meeting.end("is over")
+
+
+def test_workers_who_do_not_come_are_waited_for_only_so_long():
+    began = time.monotonic()
+    with pytest.raises(TransferFault, match="waited 1 s for 1 workers to join"):
+        open_sender(host(), Watch(1.0))
+    assert time.monotonic() - began < SOON_S
+
+
+def test_two_workers_cannot_have_one_rank():
+    meeting = host(world_size=3)
+    opening = in_background(lambda: open_sender(meeting))
+    terms = Terms(wire="gloo", world_size=3, bucket_bytes=BUCKET_BYTES)
+
+    def join_as(rank):
+        joined = Meeting.join(terms, HOST, meeting.port, rank, PATIENT)
+        return Receiver(open_group(joined, CPU, PATIENT), 3, PATIENT)
+
+    both = [in_background(lambda: join_as(1)) for _ in range(2)]
+    while not any(one.done() for one in both):
+        time.sleep(0.01)
+    refused = next(one for one in both if one.done())
+    with pytest.raises(TransferFault, match="the trainer has no place for rank 1 of 3"):
+        refused.result()
+    # Whom it has a place for does not suffer.
+    join_as(2).group.close()
+    opening.result(timeout=60).group.close()
+    for one in both:
+        if one is not refused:
+            one.result(timeout=60).group.close()
+
+
+def test_there_is_no_third_wire():
+    meeting = Meeting.host(Terms(wire="pigeon", world_size=2, bucket_bytes=256), HOST)
+    terms = meeting.terms
+    joined = Meeting.join(terms, HOST, meeting.port, 1, PATIENT)
+    joining = in_background(lambda: open_group(joined, CPU, PATIENT))
+    with pytest.raises(Malformed, match="there is no wire 'pigeon'"):
+        open_group(meeting, CPU, PATIENT)
+    with pytest.raises((Malformed, TransferFault)):
+        joining.result(timeout=60)

@@ -1,0 +1,52 @@
+"""The structs of NCCL, laid out as its header says; no GPU is needed for that."""
+
+from __future__ import annotations
+
+import ctypes
+
+from vllm.inflight.wire import libnccl
+
+# offsetof() of each field in nccl.h 2.27.5, x86-64; later headers append fields.
+OFFSETS = {
+    "size": 0,
+    "magic": 8,
+    "version": 12,
+    "blocking": 16,
+    "cgaClusterSize": 20,
+    "minCTAs": 24,
+    "maxCTAs": 28,
+    "netName": 32,
+    "splitShare": 40,
+    "trafficClass": 44,
+}
+
+
+def test_the_config_is_laid_out_as_in_the_header():
+    found = {name: getattr(libnccl.Config, name).offset for name, _ in _fields()}
+    assert found == OFFSETS
+    assert ctypes.sizeof(libnccl.Config) == 48
+
+
+def test_the_config_ends_without_padding_that_nccl_would_read():
+    last, kind = _fields()[-1]
+    end = getattr(libnccl.Config, last).offset + ctypes.sizeof(kind)
+    assert end == ctypes.sizeof(libnccl.Config)
+
+
+def test_the_config_asks_for_a_communicator_that_does_not_block():
+    config = libnccl.config(22705, max_ctas=8)
+    assert (config.size, config.magic, config.version) == (48, 0xCAFEBEEF, 22705)
+    assert (config.blocking, config.minCTAs, config.maxCTAs) == (0, 1, 8)
+    assert config.netName is None
+    assert config.cgaClusterSize == config.trafficClass == -(2**31)
+
+
+def test_a_unique_id_survives_its_way_through_the_store():
+    sent = bytes(range(128))
+    unique = libnccl.UniqueId.from_buffer_copy(bytes.fromhex(sent.hex()))
+    assert ctypes.sizeof(unique) == 128
+    assert bytes(unique) == sent
+
+
+def _fields():
+    return libnccl.Config._fields_

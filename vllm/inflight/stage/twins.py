@@ -1,0 +1,55 @@
+"""Twins: the parameters of a second tree whose weights are in kernel format.
+
+A twin has the class, the loaders and the shard of a parameter that upstream made, and
+memory of ours. What is loaded into it can be served as it is, so a reload has no
+layers to pack afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+Make = Callable[[torch.Tensor], torch.Tensor]
+"""Live tensor → a tensor of the same form and content, elsewhere."""
+
+_twinned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def is_twinned(model: torch.nn.Module) -> bool:
+    """Whether loading into `model` writes kernel format."""
+    return model in _twinned
+
+
+def put_twins(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> None:
+    """Replace every parameter of `module` by a twin of the live tree's."""
+    twins: dict[int, torch.nn.Parameter] = {}
+    for a, b in zip(live.modules(), module.modules(), strict=True):
+        for key, param in a._parameters.items():
+            built = b._parameters[key]
+            if param is None or built is None:
+                continue
+            if id(param) not in twins:  # tied layers share one object
+                twin = torch.nn.Parameter(make(param.data), requires_grad=False)
+                twin.__class__ = type(built)
+                twin.__dict__.update(vars(built))
+                twins[id(param)] = twin
+            b._parameters[key] = twins[id(param)]
+    _twinned.add(module)
+
+
+def make_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """In page-locked memory of the host."""
+    twin = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True
+    )
+    return twin.copy_(tensor)
+
+
+def make_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the same device, from torch's own allocator."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)

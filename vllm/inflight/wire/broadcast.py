@@ -1,0 +1,223 @@
+"""Backends `inflight_nccl` and `inflight_gloo`: a trainer sends to all workers at once.
+
+The trainer is rank 0; a worker's rank is `rank_offset` plus its index over data
+parallel replicas and the ranks of one. `update_info` is what upstream's dense backend
+is told: `names`, `dtype_names` and `shapes`, in the order of the bytes. After a failure
+nothing of the group is left; the next `init_weight_transfer_engine` makes a new one.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.errors import EngineFault, Malformed
+from vllm.inflight.wire.announcement import Announcement
+from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.faults import Cancelled, TransferFault
+from vllm.inflight.wire.group import Group, open_group
+from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.receiver import Receiver
+from vllm.inflight.wire.watch import Watch
+
+
+@dataclass(kw_only=True)
+class BroadcastInitInfo(upstream.WeightTransferInitInfo):
+    """Where the trainer is, and the group it opens there."""
+
+    wire: ClassVar[str]
+
+    master_address: str
+    master_port: int
+    world_size: int
+    """The trainer and every worker of every engine."""
+    bucket_bytes: int
+    """Of the largest message; a multiple of 256."""
+    rank_offset: int = 1
+    """The rank of this engine's first worker; the trainer is rank 0."""
+    num_buckets: int = 3
+    """How many buckets a worker holds; all but one are in flight while it loads."""
+    packed: bool = True
+    timeout_s: float = 120.0
+    """Longest wait for the other ranks, and later for any one bucket."""
+
+    def __post_init__(self) -> None:
+        if not self.packed:
+            raise ValueError("packed=False is not offered: tensors travel in buckets")
+        if self.rank_offset < 1:
+            raise ValueError(
+                f"rank_offset must be at least 1, for the trainer is rank 0; "
+                f"got {self.rank_offset}"
+            )
+        if self.num_buckets < 1 or not self.timeout_s > 0:
+            raise ValueError(
+                f"num_buckets and timeout_s must be positive, got {self.num_buckets} "
+                f"and {self.timeout_s}"
+            )
+        _ = self.terms
+
+    @property
+    def terms(self) -> Terms:
+        """What the trainer must have opened; raises `ValueError`."""
+        return Terms(
+            wire=self.wire, world_size=self.world_size, bucket_bytes=self.bucket_bytes
+        )
+
+
+@dataclass(kw_only=True)
+class GlooInitInfo(BroadcastInitInfo):
+    """Of `inflight_gloo`."""
+
+    wire: ClassVar[str] = "gloo"
+
+    bucket_bytes: int = 16 << 20
+
+
+@dataclass(kw_only=True)
+class NcclInitInfo(BroadcastInitInfo):
+    """Of `inflight_nccl`."""
+
+    wire: ClassVar[str] = "nccl"
+
+    bucket_bytes: int = 256 << 20
+    max_ctas: int = 8
+    """Most thread blocks a broadcast may take from decoding."""
+
+
+@dataclass
+class BroadcastUpdateInfo(upstream.WeightTransferUpdateInfo):
+    """What is about to be sent."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    announced: Announcement = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.announced = Announcement.parse(self.names, self.dtype_names, self.shapes)
+
+
+class BroadcastEngine(StagedEngine):
+    """One worker's end."""
+
+    init_info_cls: type[BroadcastInitInfo]
+    update_info_cls = BroadcastUpdateInfo
+    device_type: ClassVar[str]
+
+    timeout_s = 0.0
+    """Longest wait for any one bucket; the one of `init_info`."""
+
+    _group: Group | None = None
+    _receiver: Receiver | None = None
+
+    def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
+        """Join the trainer's group; what was joined before is left.
+
+        Raises:
+            Malformed: this worker has no place in such a group.
+            TransferFault: not everybody came within `timeout_s`.
+            EngineFault: there is no memory for the buckets.
+
+        """
+        self.shutdown()
+        if self.device.type != self.device_type:
+            raise Malformed(
+                f"inflight_{init_info.wire} receives on {self.device_type}, this "
+                f"engine runs on {self.device.type}"
+            )
+        parallel = self.parallel_config
+        index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        watch = Watch(init_info.timeout_s, self._is_cancelled)
+        with self._environment():
+            meeting = Meeting.join(
+                init_info.terms,
+                init_info.master_address,
+                init_info.master_port,
+                init_info.rank_offset + index,
+                watch,
+            )
+            group = open_group(
+                meeting,
+                self.device,
+                watch,
+                max_ctas=getattr(init_info, "max_ctas", 0),
+            )
+            try:
+                self._receiver = Receiver(group, init_info.num_buckets, watch)
+            except torch.OutOfMemoryError as error:
+                raise EngineFault(
+                    f"there is no memory for {init_info.num_buckets} buckets of "
+                    f"{init_info.bucket_bytes} bytes; give smaller or fewer ones"
+                ) from error
+        self._group, self.timeout_s = group, init_info.timeout_s
+
+    def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
+        """Load what the trainer sends.
+
+        If the model refuses a tensor, the rest is received and dropped, so that the
+        group is good for the next update.
+
+        Raises:
+            TransferFault: there is no group, or it broke.
+            Cancelled: the update is not wanted any more; the group is gone.
+
+        """
+        if self._group is None:
+            raise TransferFault(
+                "this worker is in no transfer group; call "
+                "init_weight_transfer_engine first"
+            )
+        if self._receiver is None:
+            raise TransferFault(
+                f"the last transfer broke off ({self._group.ended}); call "
+                "init_weight_transfer_engine again"
+            )
+        watch = Watch(self.timeout_s, self._is_cancelled)
+        incoming = self._receiver.tensors(update_info.announced, watch)
+        try:
+            self.model.load_weights(incoming)
+            for _ in incoming:  # whatever the model did not ask for
+                pass
+        except Exception:
+            with suppress(TransferFault, Cancelled):
+                for _ in incoming:
+                    pass
+            raise
+        finally:
+            if self._group.ended is not None:
+                self._receiver = None  # and its buckets
+
+    def shutdown(self) -> None:
+        """Leave the group; its connections, threads and buckets are gone."""
+        group, self._group, self._receiver = self._group, None, None
+        if group is not None:
+            group.close()
+
+    def _is_cancelled(self) -> bool:
+        return self.cancelled()
+
+    def _environment(self) -> AbstractContextManager[None]:
+        """What the process's environment has to be while a group is opened."""
+        return nullcontext()
+
+
+class GlooEngine(BroadcastEngine):
+    """One worker's end, in a CPU engine."""
+
+    init_info_cls = GlooInitInfo
+    device_type = "cpu"
+
+
+class NcclEngine(BroadcastEngine):
+    """One worker's end, on a GPU."""
+
+    init_info_cls = NcclInitInfo
+    device_type = "cuda"
+
+    def _environment(self) -> AbstractContextManager[None]:
+        # Upstream sets NCCL variables for its own groups that a trainer has not.
+        return upstream.unpinned_nccl_env()

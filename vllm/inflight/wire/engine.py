@@ -1,0 +1,28 @@
+"""What the receiving engines of every backend have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm.inflight import upstream
+from vllm.inflight.wire.watch import never
+
+
+class StagedEngine(upstream.WeightTransferEngine):
+    """Receives into whatever model it is given, whose layers are packed as they fill.
+
+    Attributes:
+        cancelled: whether the update that is being received is not wanted any more;
+            set by whoever receives, asked between two waits.
+
+    """
+
+    cancelled: Callable[[], bool] = staticmethod(never)
+
+    def start_weight_update(self) -> None:
+        """Let layers be packed as soon as they are complete."""
+        upstream.initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Pack the layers that wait for the end."""
+        upstream.finalize_layerwise_reload(self.model, self.model_config)

@@ -1,0 +1,88 @@
+"""A group over gloo: CPU memory over TCP, for tests, laptops and CPU engines."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.wire.group import Pending, lost
+from vllm.inflight.wire.meeting import Meeting
+from vllm.inflight.wire.watch import Watch, in_background
+
+_Gloo: Any = torch.distributed.ProcessGroupGloo  # its options are untyped
+
+
+class GlooGroup:
+    """Implements `Group`. Gloo has a thread of its own, so nothing here blocks."""
+
+    def __init__(self, meeting: Meeting, device: torch.device, watch: Watch) -> None:
+        self.terms = meeting.terms
+        self.device = device
+        self.ended: str | None = None
+        self._meeting = meeting
+        options = _Gloo._Options()
+        # The address that the trainer reaches us by; the host's own name may lead
+        # to another interface.
+        options._devices = [_Gloo.create_device(hostname=meeting.own_address())]
+        options._timeout = timedelta(seconds=watch.timeout_s)
+        options._threads = 1  # one bucket after another
+        store, rank, world_size = meeting.store, meeting.rank, self.terms.world_size
+        connecting = in_background(lambda: _Gloo(store, rank, world_size, options))
+        try:
+            self._gloo: Any = watch.result(connecting, "gloo to connect all ranks")
+        except RuntimeError as error:
+            raise TransferFault(f"gloo could not connect all ranks: {error}") from error
+
+    def broadcast(self, buffer: torch.Tensor, watch: Watch) -> Pending:
+        """Begin to send or receive; see `Group.broadcast`."""
+        del watch  # gloo only enters it in a queue
+        if self.ended is not None:
+            raise lost(self.ended)
+        work = self._gloo.broadcast(buffer, 0)
+
+        def ready() -> bool:
+            if self.ended is not None:
+                raise lost(self.ended)
+            failure = None
+            if work.is_completed():
+                try:
+                    work.wait()
+                    return True
+                except RuntimeError as error:
+                    failure = f"gloo says {str(error).splitlines()[0]}"
+            # Looked at second: who has sent everything may leave. Who leaves says
+            # why before gloo finds the connection closed.
+            failure = self._meeting.lifeline.fault() or failure
+            if failure is not None:
+                raise lost(failure)
+            return False
+
+        return ready
+
+    def follow(self) -> None:
+        """There are no streams on a CPU."""
+
+    def abort(self, reason: str) -> None:
+        """Let go; gloo's thread ends by itself when its own time is up.
+
+        Gloo cannot be interrupted, and to wait for its thread is all its destructor
+        does, so a thread of ours does the waiting.
+        """
+        if self.ended is None:
+            gloo = [self._gloo]
+            self._leave(reason)
+            in_background(gloo.clear)
+
+    def close(self) -> None:
+        """Leave; gloo is idle and gone at once."""
+        if self.ended is None:
+            self._leave("has left the group")
+
+    def _leave(self, reason: str) -> None:
+        self.ended = reason
+        self._meeting.end(reason)
+        self._gloo = None

@@ -1,0 +1,97 @@
+"""A group: the trainer and its workers, and the one thing they do, a broadcast.
+
+Made anew after every failure: a group that was aborted stays so, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch.distributed import DistError
+
+from vllm.inflight.errors import Malformed
+from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.watch import Watch
+
+Pending = Callable[[], bool]
+"""Whether a broadcast has ended here; raises `TransferFault` if it never will."""
+
+
+class Group(Protocol):
+    """What a wire has to offer. One thread at a time, but any may abort."""
+
+    terms: Terms
+    device: torch.device
+    ended: str | None
+    """Why nothing can be sent any more; None while it can."""
+
+    def broadcast(self, buffer: torch.Tensor, watch: Watch) -> Pending:
+        """Begin to send the trainer's `buffer` into everybody's.
+
+        It comes after all that the current stream was given so far, and after the
+        broadcasts before it. `watch` bounds the beginning, not the broadcast.
+
+        Args:
+            buffer: uint8, contiguous, equally long on every rank; it has to live
+                until the broadcast has ended.
+
+        """
+        ...
+
+    def follow(self) -> None:
+        """Let what is broadcast from now on come after the current stream's work."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Give up, at once, whatever is under way; the others get to know why."""
+        ...
+
+    def close(self) -> None:
+        """Leave in peace, with nothing under way."""
+        ...
+
+
+def open_group(
+    meeting: Meeting, device: torch.device, watch: Watch, *, max_ctas: int = 8
+) -> Group:
+    """The group of all who come to the meeting; every rank calls it.
+
+    Args:
+        meeting: hosted or joined; used up by this.
+        device: where the buffers of this rank are.
+        watch: bounds each of the steps.
+        max_ctas: most thread blocks that NCCL may take from other work on the GPU.
+
+    Raises:
+        Malformed: there is no such wire.
+        TransferFault: somebody did not come, or it does not work.
+
+    """
+    wire = meeting.terms.wire
+    try:
+        meeting.gather(watch)
+        if wire == "gloo":
+            from vllm.inflight.wire.gloo import GlooGroup
+
+            return GlooGroup(meeting, device, watch)
+        if wire == "nccl":
+            from vllm.inflight.wire.nccl import NcclGroup
+
+            return NcclGroup(meeting, device, watch, max_ctas=max_ctas)
+        raise Malformed(f"there is no wire {wire!r}, only 'nccl' and 'gloo'")
+    except BaseException as error:
+        meeting.end(f"could not open the group: {error}")
+        if isinstance(error, DistError | OSError):
+            raise TransferFault(f"the trainer was lost: {error}") from error
+        raise
+
+
+def lost(reason: str) -> TransferFault:
+    """The error of a group that has ended because of `reason`."""
+    return TransferFault(
+        f"the transfer group has ended: {reason}; call init_weight_transfer_engine "
+        "again"
+    )

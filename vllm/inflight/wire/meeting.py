@@ -1,0 +1,163 @@
+"""A meeting: where the ranks of a group find each other and agree on its terms.
+
+The trainer, rank 0, hosts it: a `TCPStore` on an address the workers were told. What
+a worker expects of the group is compared there with what the trainer intends.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+from torch.distributed import DistError
+
+from vllm.inflight.errors import Malformed
+from vllm.inflight.wire.buckets import ALIGNMENT
+from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.wire.lifeline import CONNECT_S, Lifeline
+from vllm.inflight.wire.watch import Watch, in_background
+
+TERMS = "terms"
+STORE_S = 60.0
+"""For the trainer to reach its own store: torch asks the DNS for names to log."""
+
+KNOCK_S = 0.2
+"""Longest try to reach the trainer's port, and the time between two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What both ends of a group must have equal; raises `ValueError`."""
+
+    wire: str
+    """The library that carries the bytes: `nccl` or `gloo`."""
+    world_size: int
+    """The trainer and all workers of all engines."""
+    bucket_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 2:
+            raise ValueError(
+                f"world_size counts the trainer and every worker, got {self.world_size}"
+            )
+        if self.bucket_bytes <= 0 or self.bucket_bytes % ALIGNMENT:
+            raise ValueError(
+                f"bucket_bytes must be a multiple of {ALIGNMENT}, "
+                f"got {self.bucket_bytes}"
+            )
+
+
+class Meeting:
+    """One rank's place at it."""
+
+    def __init__(self, terms: Terms, rank: int, address: str, port: int) -> None:
+        self.terms = terms
+        self.rank = rank
+        self.address = address
+        self.port = port
+        self.lifeline = Lifeline()
+        self.store: Any = None
+        """A client of the trainer's store, good until all are there."""
+        self._server: Any = None
+        self._listener: socket.socket | None = None
+        self._line_port = 0
+
+    @classmethod
+    def host(cls, terms: Terms, address: str, port: int = 0) -> Meeting:
+        """As the trainer: be ready for workers, at any free port if `port` is 0.
+
+        Raises:
+            torch.distributed.DistError: the port is taken, or the address not ours.
+
+        """
+        server = _store(address, port, STORE_S, is_master=True)
+        meeting = cls(terms, 0, address, server.port)
+        meeting._server = server
+        # Not the server itself: what keeps the client would keep the port.
+        meeting.store = _store(address, server.port, STORE_S)
+        own = meeting.own_address()
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        meeting._listener = socket.create_server((own, 0), family=family)
+        line_port = meeting._listener.getsockname()[1]
+        meeting.store.set(TERMS, json.dumps(asdict(terms) | {"line": line_port}))
+        return meeting
+
+    @classmethod
+    def join(
+        cls, terms: Terms, address: str, port: int, rank: int, watch: Watch
+    ) -> Meeting:
+        """As worker `rank`: find the trainer.
+
+        Raises:
+            Malformed: the trainer has other terms.
+            TransferFault: it is not there.
+
+        """
+        if not 0 < rank < terms.world_size:
+            raise Malformed(
+                f"this worker is rank {rank} of the group, whose world_size is "
+                f"{terms.world_size}; count the trainer and every worker"
+            )
+        meeting = cls(terms, rank, address, port)
+        trainer = f"a trainer at {address}:{port}"
+        watch.until(lambda: _answers(address, port), trainer, longest_nap_s=KNOCK_S)
+        # A port that is somebody else's would keep the constructor for ever.
+        connecting = in_background(lambda: _store(address, port, watch.timeout_s))
+        try:
+            meeting.store = store = watch.result(connecting, trainer)
+            watch.until(lambda: store.check([TERMS]), trainer)
+            theirs = json.loads(store.get(TERMS))
+        except DistError as error:
+            raise TransferFault(f"{trainer} does not answer: {error}") from error
+        meeting._line_port = theirs.pop("line")
+        if theirs != asdict(terms):
+            raise Malformed(
+                f"the trainer has opened a group of {theirs}, init_info says "
+                f"{asdict(terms)}"
+            )
+        return meeting
+
+    def own_address(self) -> str:
+        """The address of this host by which the trainer's host reaches it."""
+        with socket.create_connection((self.address, self.port), CONNECT_S) as line:
+            return str(line.getsockname()[0])
+
+    def gather(self, watch: Watch) -> None:
+        """Wait until every rank is here; raises `TransferFault` if one is not."""
+        if self._listener is None:
+            line = self.lifeline
+            line.hold(self.address, self._line_port, self.rank, watch)
+        else:
+            with self._listener as listener:
+                self.lifeline.gather(listener, self.terms.world_size, watch)
+
+    def end(self, reason: str) -> None:
+        """Leave, and tell the others why."""
+        self.lifeline.end(reason)
+        if self._listener is not None:
+            self._listener.close()
+        self.store = self._server = None
+
+
+def _store(
+    address: str, port: int, timeout_s: float, *, is_master: bool = False
+) -> Any:
+    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=KNOCK_S).close()
+    except OSError:
+        return False
+    return True

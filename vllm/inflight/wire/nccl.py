@@ -1,0 +1,176 @@
+"""A group over NCCL: GPU memory, on a stream of its own, beside everything else.
+
+The communicator never blocks: whatever it is told, it is asked afterwards, in short
+steps, whether it is done. So a dead peer costs a wait that ends, and never a wait of
+the whole device, in which decoding would hang as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from contextlib import suppress
+
+import torch
+
+from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.wire.group import Pending, lost
+from vllm.inflight.wire.libnccl import UINT8, Library, UniqueId, config
+from vllm.inflight.wire.meeting import Meeting
+from vllm.inflight.wire.watch import Watch
+
+UNIQUE_ID = "nccl_id"
+CLOSE_S = 2.0
+DRAIN_S = 2.0
+
+_undrained: list[object] = []
+"""Memory that a kernel which would not end may still write: never given back."""
+
+
+class NcclGroup:
+    """Implements `Group`."""
+
+    def __init__(
+        self, meeting: Meeting, device: torch.device, watch: Watch, *, max_ctas: int
+    ) -> None:
+        self.terms = meeting.terms
+        self.device = device
+        self.ended: str | None = None
+        self._meeting = meeting
+        self._nccl = Library()
+        # Around the handle: abort may come from another thread.
+        self._lock = threading.Lock()
+        self._comm: ctypes.c_void_p | None = None
+        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        # Torch's default priority is CUDA's lowest: decoding goes first.
+        self._stream = torch.cuda.Stream(device)
+        try:
+            self._connect(watch, max_ctas)
+        except BaseException as error:
+            self.abort(str(error))
+            raise
+
+    def _connect(self, watch: Watch, max_ctas: int) -> None:
+        store, rank = self._meeting.store, self._meeting.rank
+        if rank == 0:
+            store.set(UNIQUE_ID, self._nccl.unique_id().hex())
+        watch.until(lambda: store.check([UNIQUE_ID]), "the trainer's NCCL id")
+        unique = UniqueId.from_buffer_copy(bytes.fromhex(store.get(UNIQUE_ID).decode()))
+        comm = ctypes.c_void_p()
+        settings = config(self._nccl.version, max_ctas=max_ctas)
+        with torch.cuda.device(self.device):
+            self._nccl.call(
+                "ncclCommInitRankConfig",
+                ctypes.byref(comm),
+                self.terms.world_size,
+                unique,
+                rank,
+                ctypes.byref(settings),
+            )
+            self._comm = comm
+            watch.until(self._is_settled, "NCCL to connect all ranks")
+
+    def broadcast(self, buffer: torch.Tensor, watch: Watch) -> Pending:
+        """Begin to send or receive on the wire's stream; see `Group.broadcast`."""
+        self.follow()
+        address = buffer.data_ptr()
+        event = torch.cuda.Event()
+        self._under_way.append((event, buffer))
+        with torch.cuda.device(self.device):
+            with self._lock:
+                self._nccl.call(
+                    "ncclBroadcast",
+                    address,
+                    address,
+                    buffer.numel(),
+                    UINT8,
+                    0,
+                    self._handle(),
+                    self._stream.cuda_stream,
+                )
+            # Until then the kernel may not be on the stream, and an event recorded
+            # there would tell nothing of it.
+            watch.until(self._is_settled, "NCCL to begin a broadcast")
+            event.record(self._stream)
+
+        def ready() -> bool:
+            if self.ended is not None:
+                raise lost(self.ended)
+            if event.query():
+                while self._under_way and self._under_way[0][0].query():
+                    self._under_way.popleft()
+                return True
+            # Looked at second: who has sent everything may leave.
+            self._is_idle()
+            self._check_peers()
+            return False
+
+        return ready
+
+    def follow(self) -> None:
+        """Let the wire's stream wait for the current one."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def abort(self, reason: str) -> None:
+        """End the kernels under way; their buffers are kept until they have."""
+        if self._end("ncclCommAbort", reason):
+            self._drain()
+
+    def close(self) -> None:
+        """Leave; with the others gone NCCL may not end in peace, then it is aborted."""
+        if self.ended is not None:
+            return
+        try:
+            with self._lock:
+                self._nccl.call("ncclCommFinalize", self._handle())
+            # Not _is_settled: that the others leave as well is no fault now.
+            Watch(CLOSE_S).until(self._is_idle, "NCCL to finish")
+        except TransferFault:
+            self.abort("has left the group")
+        else:
+            self._end("ncclCommDestroy", "has left the group")
+
+    # ---------------------------------------------------------------- helpers
+    def _is_idle(self) -> bool:
+        """Whether NCCL does nothing in the background; raises if it failed."""
+        with self._lock:
+            return self._nccl.state(self._handle())
+
+    def _is_settled(self) -> bool:
+        """Whether NCCL has taken what it was given; raises if somebody is gone."""
+        if self._is_idle():
+            return True
+        self._check_peers()
+        return False
+
+    def _check_peers(self) -> None:
+        fault = self._meeting.lifeline.fault()
+        if fault is not None:
+            raise lost(fault)
+
+    def _handle(self) -> ctypes.c_void_p:
+        if self._comm is None:
+            raise lost(self.ended or "it was not opened")
+        return self._comm
+
+    def _end(self, function: str, reason: str) -> bool:
+        """Whether it was this call that ended it."""
+        with self._lock:
+            if self.ended is not None:
+                return False
+            self.ended = reason
+            comm, self._comm = self._comm, None
+            self._meeting.end(reason)
+            if comm is not None:
+                # Its own complaint about what is being ended adds nothing.
+                with suppress(TransferFault):
+                    self._nccl.call(function, comm)
+        return True
+
+    def _drain(self) -> None:
+        try:
+            Watch(DRAIN_S).until(self._stream.query, "the wire's stream")
+        except TransferFault:
+            _undrained.append((self._stream, list(self._under_way)))
+        self._under_way.clear()

@@ -1,0 +1,64 @@
+"""Slots: memory that is sent or received into, over and over."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.inflight.wire.group import Group
+from vllm.inflight.wire.watch import Watch
+
+
+class Slots:
+    """Some buffers of one size, allocated once, before anything is in flight.
+
+    Whoever was handed a view may keep it, as upstream's layerwise reload does until a
+    layer is complete; then the buffer is theirs and a new one takes its place.
+    """
+
+    def __init__(self, count: int, num_bytes: int, device: torch.device) -> None:
+        self.count = count
+        self._num_bytes = num_bytes
+        self._device = device
+        self._buffers = [self._new() for _ in range(count)]
+        self._unused = [_num_uses(buffer) for buffer in self._buffers]
+
+    def is_free(self, index: int) -> bool:
+        """Whether nobody looks into slot `index % count`, on any level of views."""
+        index %= self.count
+        return _num_uses(self._buffers[index]) <= self._unused[index]
+
+    def take(self, index: int) -> torch.Tensor:
+        """A buffer for slot `index % count` that is free: uint8, `num_bytes` long."""
+        if not self.is_free(index):
+            self._buffers[index % self.count] = self._new()
+        return self._buffers[index % self.count]
+
+    def _new(self) -> torch.Tensor:
+        return torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+
+
+def bucket_slots(group: Group, num_buckets: int, watch: Watch) -> Slots:
+    """Slots for the buckets of one end; collective, right after the group was opened.
+
+    One bucket is broadcast in full. That proves the group and loads whatever the
+    transport loads lazily, which later would halt the whole device.
+
+    Raises:
+        ValueError: `num_buckets` is not positive.
+        TransferFault: the broadcast did not work.
+
+    """
+    if num_buckets < 1:
+        raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
+    try:
+        slots = Slots(num_buckets, group.terms.bucket_bytes, group.device)
+        watch.until(group.broadcast(slots.take(0), watch), "the first broadcast")
+    except BaseException as error:
+        group.abort(f"could not send the first bucket: {error}")
+        raise
+    return slots
+
+
+def _num_uses(buffer: torch.Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+    return count

@@ -1,0 +1,81 @@
+"""A watch: every wait of the wire ends, by what it waits for or by a typed error.
+
+Nothing here blocks for longer than a nap, so a cancelled update lets go at once. What
+can only be called blocking is called in a thread of its own and, at worst, left there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from vllm.inflight.wire.faults import Cancelled, TransferFault
+
+FIRST_NAP_S, LONGEST_NAP_S = 5e-5, 2e-3
+"""Naps grow from one to the other: a bucket takes milliseconds, a stall seconds."""
+
+T = TypeVar("T")
+
+
+def never() -> bool:
+    """Nobody cancels."""
+    return False
+
+
+class Watch:
+    """How long one wait may last, and who may end it."""
+
+    def __init__(self, timeout_s: float, cancelled: Callable[[], bool] = never) -> None:
+        self.timeout_s = timeout_s
+        self._cancelled = cancelled
+
+    def until(
+        self,
+        ready: Callable[[], bool],
+        waiting_for: str,
+        *,
+        longest_nap_s: float = LONGEST_NAP_S,
+    ) -> None:
+        """Return once `ready()`; its own errors fly.
+
+        Raises:
+            Cancelled: nobody wants it any more.
+            TransferFault: it has lasted `timeout_s`.
+
+        """
+        ends = time.monotonic() + self.timeout_s
+        nap = FIRST_NAP_S
+        while not ready():
+            if self._cancelled():
+                raise Cancelled(f"cancelled while waiting for {waiting_for}")
+            if time.monotonic() > ends:
+                raise TransferFault(
+                    f"waited {self.timeout_s:g} s for {waiting_for}; when the peers "
+                    "are well, call init_weight_transfer_engine again"
+                )
+            time.sleep(nap)
+            nap = min(nap * 2, longest_nap_s)
+
+    def result(self, future: Future[T], waiting_for: str) -> T:
+        """What `future` comes to; raises as `until` does."""
+        self.until(future.done, waiting_for)
+        return future.result()
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """Call it in a thread that nobody has to wait for, not even at exit."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="inflight-wire", daemon=True).start()
+    return future
