@@ -82,7 +82,12 @@ class Client:
 
 def init_info(backend: str, port: int) -> Any:
     """What upstream's factory chooses the trainer engine by."""
-    common = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
+    common = {
+        "rank": 0,
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "world_size": 2,
+    }
     if backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 

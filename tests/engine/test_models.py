@@ -51,6 +51,7 @@ def test_staging_off_refuses_updates_and_serves(
     assert len(greedy(llm)) == 8
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_device_staging_without_a_gpu_is_refused_by_name(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:

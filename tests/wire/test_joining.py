@@ -114,11 +114,10 @@ def test_two_workers_cannot_have_one_rank():
     with pytest.raises(TransferFault, match="the trainer has no place for rank 1 of 3"):
         refused.result()
     # Whom it has a place for does not suffer.
-    join_as(2).group.close()
-    opening.result(timeout=60).group.close()
-    for one in both:
-        if one is not refused:
-            one.result(timeout=60).group.close()
+    (first,) = (one for one in both if one is not refused)
+    ends = [in_background(lambda: join_as(2)), first, opening]
+    for end in [end.result(timeout=60) for end in ends]:
+        end.group.close()
 
 
 def test_there_is_no_third_wire():

@@ -17,7 +17,11 @@ SUPPORTED = ("0.32.0",)
 
 ALLOW_UNTESTED_ENV = "VLLM_INFLIGHT_ALLOW_UNTESTED"
 
-BACKENDS = {"local": ("vllm.inflight.wire.local", "LocalEngine")}
+BACKENDS = {
+    "local": ("vllm.inflight.wire.local", "LocalEngine"),
+    "inflight_nccl": ("vllm.inflight.wire.broadcast", "NcclEngine"),
+    "inflight_gloo": ("vllm.inflight.wire.broadcast", "GlooEngine"),
+}
 """Our values of `--weight-transfer-config '{"backend": …}'`."""
 
 _applied = False

@@ -77,9 +77,10 @@ def _load_with_shadow(original: Any) -> Any:
             raise ConfigError(
                 f"--inflight-staging {staging} cannot be had: {shadow.reason}"
             )
-        # Upstream's budget for the KV cache sees what the arena holds, but not what
-        # torch holds beside the model.
-        self.model_runner.model_memory_usage += shadow.copied_bytes
+        if shadow.copied_bytes:
+            # Upstream's budget for the KV cache sees what the arena holds, but not
+            # what torch holds beside the model.
+            self.model_runner.model_memory_usage += shadow.copied_bytes
         self._inflight_stager = Stager(self, shadow, flip_of)
 
     return load_model

@@ -22,6 +22,7 @@ from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.intake import Cancelled, Intake
 from vllm.inflight.stage.pace import pace_of
 from vllm.inflight.update import Manifest
+from vllm.inflight.wire.engine import StagedEngine
 
 POLL_S = 0.02
 LAST_ORDERS = ("seal", "init", "shutdown")
@@ -179,7 +180,10 @@ class Job(threading.Thread):
             )
         if self._worker.weight_transfer_engine is None:
             raise NoTransport("no weight transfer backend is configured")
-        return self._worker.weight_transfer_engine
+        transport = self._worker.weight_transfer_engine
+        if isinstance(transport, StagedEngine):
+            transport.cancelled = self._is_cancelled
+        return transport
 
     def _wait_for_predecessor(self) -> None:
         """A transport that cannot be interrupted may still write its last bytes."""

@@ -165,7 +165,11 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         except Cancelled:
             answer.result()
             raise
-        answer.result()
+        try:
+            answer.result()
+        except BaseException:
+            self.shutdown()
+            raise
 
 
 for _info in (GlooTrainerInitInfo, NcclTrainerInitInfo):

@@ -1,0 +1,150 @@
+"""Backend `inflight_gloo` in a real engine, driven by upstream's trainer interface."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from tests.engine.probe import greedy, prompts
+from vllm.inflight.errors import InflightError, WeightsMismatch
+from vllm.inflight.wire.trainer import GlooTrainerInitInfo
+
+pytestmark = pytest.mark.engine
+
+
+class Files(WeightSource):
+    """A trainer's weights: those of a checkpoint, which may change."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tensors = load_file(folder / "model.safetensors")
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(n, t.dtype, t.shape) for n, t in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors.items())
+
+
+class Client:
+    """The four calls of upstream's trainers, on an `LLM` of this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        self._llm.finish_weight_update()
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
+    return start(
+        old, weight_transfer_config=WeightTransferConfig(backend="inflight_gloo")
+    )
+
+
+@pytest.fixture
+def source(new: Path) -> Files:
+    return Files(new)
+
+
+@pytest.fixture
+def trainer(llm: Any, source: Files) -> Iterator[Any]:
+    info = GlooTrainerInitInfo(
+        rank=0,
+        master_address="127.0.0.1",
+        master_port=0,
+        world_size=2,
+        bucket_bytes=1 << 16,
+        timeout_s=30.0,
+    )
+    trainer = WeightTransferTrainerFactory.trainer_init(
+        info, client=Client(llm), source=source
+    )
+    yield trainer
+    trainer.shutdown()
+    llm.shutdown_weight_transfer_engine()
+
+
+def test_what_a_trainer_sends_is_served(
+    llm: Any, trainer: Any, fresh: list[list[int]]
+) -> None:
+    trainer.send_weights()
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) != fresh
+    trainer.send_weights()
+    assert greedy(llm) == fresh
+
+
+def test_tokens_flow_while_a_trainer_sends(
+    llm: Any, trainer: Any, fresh: list[list[int]]
+) -> None:
+    def send() -> None:
+        for _ in range(5):
+            trainer.send_weights()
+
+    sending = threading.Thread(target=send)
+    params = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
+    sending.start()
+    outputs = llm.generate(prompts(4), params, use_tqdm=False)
+    sending.join()
+    assert {len(o.outputs[0].token_ids) for o in outputs} == {600}
+    assert max(len(o.outputs[0].weight_versions) for o in outputs) > 1
+    assert greedy(llm) == fresh
+
+
+def test_weights_that_the_model_refuses_leave_the_group_good(
+    llm: Any, trainer: Any, source: Files, fresh: list[list[int]]
+) -> None:
+    before = greedy(llm)
+    norm = source.tensors.pop("model.norm.weight")
+    with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight"):
+        trainer.send_weights()
+    assert greedy(llm) == before
+    source.tensors["model.norm.weight"] = norm
+    trainer.send_weights()
+    assert greedy(llm) == fresh
+
+
+def test_a_trainer_that_stops_sending_lets_serving_go_on(
+    llm: Any, trainer: Any, source: Files, fresh: list[list[int]]
+) -> None:
+    before = greedy(llm)
+
+    class Stopped(Exception):
+        pass
+
+    class Half(Files):
+        def __init__(self) -> None:
+            self.tensors = source.tensors
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from list(self.tensors.items())[:6]
+            raise Stopped
+
+    trainer.source = Half()
+    with pytest.raises((Stopped, InflightError)):
+        trainer.send_weights()
+    assert greedy(llm) == before
+    if llm.weight_update_status()["active"] is not None:
+        llm.abort_weight_update()
+    trainer.source = source
+    trainer.send_weights()
+    assert greedy(llm) == fresh
