@@ -10,8 +10,8 @@ import torch
 
 from tests.wire.peers import HOST, digests, process, tensors
 from tests.wire.peers_on_gpu import GPU_BUCKET_BYTES, large, trainer
+from vllm.inflight.errors import Cancelled, TransferFault
 from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.faults import Cancelled, TransferFault
 from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
 from vllm.inflight.wire.receiver import Receiver

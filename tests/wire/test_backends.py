@@ -11,10 +11,10 @@ import torch
 
 from tests.wire.peers import BUCKET_BYTES, HOST, digests, engine, init_info, tensors
 from vllm.inflight import upstream
+from vllm.inflight.errors import TransferFault
 from vllm.inflight.wire import trainer
 from vllm.inflight.wire.broadcast import GlooEngine, NcclEngine
 from vllm.inflight.wire.engine import StagedEngine
-from vllm.inflight.wire.faults import TransferFault
 from vllm.inflight.wire.local import LocalEngine
 
 

@@ -25,11 +25,10 @@ from tests.wire.peers import (
     transfer,
     update,
 )
-from vllm.inflight.errors import EngineFault, WeightsMismatch
+from vllm.inflight.errors import Cancelled, EngineFault, TransferFault, WeightsMismatch
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.faults import Cancelled, TransferFault
 from vllm.inflight.wire.watch import in_background
 
 SOON_S = 10.0

@@ -19,8 +19,7 @@ from tests.wire.peers import (
     init_info,
     open_sender,
 )
-from vllm.inflight.errors import Malformed
-from vllm.inflight.wire.faults import Cancelled, TransferFault
+from vllm.inflight.errors import Cancelled, Malformed, TransferFault
 from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
 from vllm.inflight.wire.receiver import Receiver

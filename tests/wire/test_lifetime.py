@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.wire.peers import connect, engine, open_things, tensors, transfer, update
-from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.errors import TransferFault
 
 
 def settle(expected, patience_s=5.0):

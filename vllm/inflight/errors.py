@@ -18,8 +18,10 @@ InflightError
  │   └─ PauseConflict        a pause forbids it, or needs another mode
  ├─ WeightsMismatch 422  the weights are incomplete or not as announced
  ├─ EngineFault     500  a rank failed where none may
- │   └─ ArenaFault           a call of the GPU's driver failed
- │       └─ ArenaTorn            a flip failed and could not be undone
+ │   ├─ ArenaFault           a call of the GPU's driver failed
+ │   │   └─ ArenaTorn            a flip failed and could not be undone
+ │   └─ TransferFault        the bytes of an update stopped coming
+ ├─ Cancelled            the update was aborted meanwhile   (inside an engine)
  ├─ DeadlineExceeded 504 the update took longer than it was given
  └─ EngineUnreachable 504 no answer from an engine     (trainer's side)
 
@@ -231,6 +233,20 @@ class ArenaTorn(ArenaFault):
 
     code = "arena_torn"
     remedy = "Restart the engine; what it would decode now means nothing."
+
+
+class TransferFault(EngineFault):
+    """The bytes stopped coming: a peer died, stalled, left or was never there."""
+
+    code = "transfer_fault"
+    remedy = "Call init_weight_transfer_engine again; the weights served are unchanged."
+
+
+class Cancelled(InflightError):
+    """Whoever waited for the bytes of an update does not want them any more."""
+
+    code = "cancelled"
+    remedy = "Call init_weight_transfer_engine before the next update over a wire."
 
 
 class DeadlineExceeded(InflightError):

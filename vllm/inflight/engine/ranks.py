@@ -26,6 +26,8 @@ class Ranks:
     def __init__(self, executor: Any, num_ranks: int) -> None:
         self._executor = executor
         self._board = Board.create(num_ranks)
+        self._notices: list[dict[str, Any]] = []
+        self._read_at: tuple[int, ...] | None = None
         try:
             replies = self._call("inflight_attach", self._board.path, num_ranks)
         finally:
@@ -71,7 +73,11 @@ class Ranks:
 
     def notices(self) -> list[dict[str, Any]]:
         """What every rank posted last, in rank order."""
-        return self._board.read_all()
+        stamp = self._board.stamp()
+        if stamp != self._read_at:
+            # The stamp is older than what is read: a post in between is read again.
+            self._notices, self._read_at = self._board.read_all(), stamp
+        return self._notices
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever a rank has posted."""

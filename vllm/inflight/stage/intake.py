@@ -11,26 +11,22 @@ fused parameter is as visible as a missing tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch
 
 from vllm.inflight import ops, upstream
-from vllm.inflight.errors import InflightError, WeightsMismatch
+from vllm.inflight.errors import Cancelled, InflightError, WeightsMismatch
 from vllm.inflight.names import checkpoint_names, describe_unknown
 from vllm.inflight.stage.audit import Audit
-from vllm.inflight.stage.coverage import Fill, Writes
+from vllm.inflight.stage.coverage import Fill
+from vllm.inflight.stage.plan import Entry, Writes, replay
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest
 
 REMOVED = ".rotary_emb.inv_freq"
 """Older checkpoints carry this buffer; every loader of upstream skips it."""
-
-
-class Cancelled(InflightError):
-    """The update was aborted while this rank was still receiving."""
-
-    code = "cancelled"
 
 
 class Intake:
@@ -60,6 +56,9 @@ class Intake:
         self._unknown: dict[str, tuple[list[int], str]] = {}
         self._audit = Audit(shadow.device)
         self._filling = 0
+        self._handed: torch.Tensor | None = None
+        self._entry: Entry | None = None
+        """What is being recorded of the tensor that the loader has."""
         self._broken: Exception | None = None
         self._watching: list[tuple[Any, Any]] = []
         self.unfilled: list[str] = []
@@ -99,6 +98,7 @@ class Intake:
     def _admit(
         self, weights: Iterable[tuple[str, torch.Tensor]], current: list[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        plan = self._shadow.plan
         for sent_name, tensor in self._drawn(weights):
             if self._cancelled():
                 raise Cancelled("the update was aborted")
@@ -106,10 +106,21 @@ class Intake:
             if not self._accept(name, tensor):
                 continue
             current[:] = [name]
-            before = self._filling
-            yield name, tensor
-            if self._filling == before and not name.endswith(REMOVED):
-                self.unfilled.append(name)
+            known = None if plan is None else plan.entry(name, tensor)
+            if known is not None:
+                replay(known, tensor)
+                for param, view in known.filled:
+                    self._fills[param].views[view] = prod(view[1])
+            else:
+                before = self._filling
+                self._handed = tensor
+                self._entry = Entry(tensor.shape, tensor.dtype)
+                yield name, tensor
+                if self._filling == before and not name.endswith(REMOVED):
+                    self.unfilled.append(name)
+                if plan is not None:
+                    plan.keep(name, self._entry)
+                self._handed = None
             self.num_bytes += tensor.nbytes
             self._progress(self.num_bytes, len(self._seen))
         current.clear()
@@ -177,7 +188,8 @@ class Intake:
             if not (name == "lm_head.weight" and self._tied):
                 self._unknown[name] = (list(shape), dtype)
             return False
-        expected_shape, expected_dtype = self._known[name]
+        # The shape is known to the loaders, for every shard; they refuse.
+        _, expected_dtype = self._known[name]
         floats = [
             getattr(torch, d, torch.int8).is_floating_point
             for d in (dtype, expected_dtype or dtype)
@@ -185,7 +197,6 @@ class Intake:
         if floats[0] != floats[1]:
             self._wrong[name] = f"it is {dtype}, the model's is {expected_dtype}"
             return False
-        del expected_shape  # the loaders know it for every shard; they refuse
         return True
 
     @property
@@ -227,7 +238,7 @@ class Intake:
 
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:
             param = args[0] if args else kwargs["param"]
-            with Writes(param) as writes:
+            with Writes(name, param, self._handed, self._entry) as writes:
                 result = loader(*args, **kwargs)
             self._filling += 1
             fill.views.update(writes.views)
@@ -283,7 +294,6 @@ class Intake:
 
     def _absent(self, param: str) -> list[str]:
         """The checkpoint tensors of `param` that did not arrive."""
-        module = self._shadow.module
-        fused = getattr(module, "packed_modules_mapping", {}) or {}
+        fused = getattr(self._shadow.module, "packed_modules_mapping", {}) or {}
         names = checkpoint_names(param, fused)
         return [n for n in names if n not in self._seen] or names

@@ -17,9 +17,15 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import EngineFault, InflightError, Malformed, NoTransport
+from vllm.inflight.errors import (
+    Cancelled,
+    EngineFault,
+    InflightError,
+    Malformed,
+    NoTransport,
+)
 from vllm.inflight.stage.board import Board
-from vllm.inflight.stage.intake import Cancelled, Intake
+from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import pace_of
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.engine import StagedEngine

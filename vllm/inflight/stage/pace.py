@@ -31,8 +31,8 @@ IDLE_SHARE = 0.25
 """The rest of the process decodes if it uses more of a core than this."""
 
 
-SLICE_BYTES = 32 << 20
-"""Written on a GPU between two rests: some hundred microseconds of its time."""
+SHORTEST_NAP_S = 0.0005
+"""A sleep is never exact; what is shorter than this waits until it adds up."""
 
 SWITCH_S = 0.0001
 """How long the interpreter leaves its lock with a thread that does not let go of it.
@@ -54,7 +54,7 @@ class DevicePace:
         self._seconds_per_byte = 1 / (gb_per_s * 1e9)
         self._hurry_at = math.inf
         self._num_bytes = 0
-        self._last = time.monotonic()
+        self._over_at = 0.0
 
     def settle(self) -> None:
         """Ask the interpreter to share its lock in smaller pieces."""
@@ -65,23 +65,18 @@ class DevicePace:
         self._hurry_at = time.monotonic() + seconds
 
     def rest(self, num_bytes: int) -> None:
-        """Wait for what was written, and until its time is over.
+        """Wait until the time of all bytes so far is over.
 
         Args:
             num_bytes: all bytes of the job so far.
 
         """
-        fresh = num_bytes - self._num_bytes
-        if 0 <= fresh < SLICE_BYTES:
-            return
-        # Waiting gives the lock away, and the event sleeps instead of spinning.
-        written = torch.cuda.Event(blocking=True)
-        written.record()
-        written.synchronize()
+        fresh, self._num_bytes = num_bytes - self._num_bytes, num_bytes
         now = time.monotonic()
-        if now < self._hurry_at:
-            time.sleep(max(0.0, self._last + fresh * self._seconds_per_byte - now))
-        self._num_bytes, self._last = num_bytes, time.monotonic()
+        # Time that was not used is not made up for: that would be a burst.
+        self._over_at = max(now, self._over_at + fresh * self._seconds_per_byte)
+        if self._over_at - now > SHORTEST_NAP_S and now < self._hurry_at:
+            time.sleep(self._over_at - now)
 
 
 class Pace:

@@ -23,6 +23,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.names import checkpoint_names
 from vllm.inflight.stage import audit, swappable
 from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.twins import make_copy, make_pinned, put_twins
 
@@ -50,6 +51,8 @@ class Shadow:
         """Where both trees' parameters lie, if their pages can be exchanged."""
         self.busy: torch.Event | None = None
         """Set while a commit may still be reading this tree."""
+        self.plan: Plan | None = None
+        """What loaders do, where the parameters stay where they are."""
         self.required: dict[str, torch.Size] = {}
         self._dtypes: dict[str, str] = {}
         self._processed = False
@@ -76,6 +79,7 @@ class Shadow:
         audit.warm(self.device, {p.dtype for p in self.module.parameters()})
         for layer in self.module.modules():
             upstream.get_layerwise_info(layer).restore_device = self.device
+        self.plan = Plan()
         residence = residence_of(self.live)
         if residence.reason is None:
             self.arena = residence.arena

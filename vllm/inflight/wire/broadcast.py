@@ -15,10 +15,9 @@ from typing import ClassVar
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import EngineFault, Malformed
+from vllm.inflight.errors import Cancelled, EngineFault, Malformed, TransferFault
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.engine import StagedEngine
-from vllm.inflight.wire.faults import Cancelled, TransferFault
 from vllm.inflight.wire.group import Group, open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
 from vllm.inflight.wire.receiver import Receiver

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.errors import TransferFault
 from vllm.inflight.wire.group import Pending, lost
 from vllm.inflight.wire.meeting import Meeting
 from vllm.inflight.wire.watch import Watch, in_background

@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch.distributed import DistError
 
-from vllm.inflight.errors import Malformed
-from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.errors import Malformed, TransferFault
 from vllm.inflight.wire.meeting import Meeting, Terms
 from vllm.inflight.wire.watch import Watch
 

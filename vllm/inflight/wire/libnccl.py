@@ -11,8 +11,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from vllm.inflight.errors import EngineFault
-from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.errors import EngineFault, TransferFault
 
 LIBRARY = "libnccl.so.2"
 SUCCESS, IN_PROGRESS = 0, 7

@@ -11,7 +11,7 @@ import socket
 import struct
 from contextlib import suppress
 
-from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.errors import TransferFault
 from vllm.inflight.wire.watch import Watch
 
 RANK = struct.Struct("!I")

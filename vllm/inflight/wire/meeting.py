@@ -15,9 +15,8 @@ from typing import Any
 import torch.distributed
 from torch.distributed import DistError
 
-from vllm.inflight.errors import Malformed
+from vllm.inflight.errors import Malformed, TransferFault
 from vllm.inflight.wire.buckets import ALIGNMENT
-from vllm.inflight.wire.faults import TransferFault
 from vllm.inflight.wire.lifeline import CONNECT_S, Lifeline
 from vllm.inflight.wire.watch import Watch, in_background
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import torch
 
-from vllm.inflight.wire.faults import TransferFault
+from vllm.inflight.errors import TransferFault
 from vllm.inflight.wire.group import Pending, lost
 from vllm.inflight.wire.libnccl import UINT8, Library, UniqueId, config
 from vllm.inflight.wire.meeting import Meeting

@@ -20,6 +20,8 @@ class Receiver:
     def __init__(self, group: Group, num_buckets: int, watch: Watch) -> None:
         self.group = group
         self._slots = bucket_slots(group, num_buckets, watch)
+        self._whole = Slots(0, 0, group.device)
+        """For tensors that a bucket is too small for."""
 
     def tensors(self, announced: Announcement, watch: Watch) -> Iterator[Pair]:
         """What was announced, as it arrives; tensors without elements come first.
@@ -37,9 +39,8 @@ class Receiver:
             Cancelled: likewise.
 
         """
-        sizes = announced.sizes
         try:
-            for index, data in _Transfer(self.group, self._slots, sizes).run(watch):
+            for index, data in self._transfer(announced.sizes).run(watch):
                 typed = data.view(announced.dtypes[index])
                 del data  # who holds it keeps its bucket from being used again
                 yield announced.names[index], typed.view(announced.shapes[index])
@@ -50,24 +51,38 @@ class Receiver:
             self.group.abort(f"stopped receiving: {error or type(error).__name__}")
             raise
 
+    def _transfer(self, sizes: list[int]) -> _Transfer:
+        buckets = plan(sizes, self.group.terms.bucket_bytes)
+        split = [
+            sizes[piece.tensor]
+            for bucket in buckets
+            for piece in bucket.pieces
+            if piece.num_bytes < sizes[piece.tensor]
+        ]
+        # Allocated once, before a broadcast is under way, for CUDA may then wait for
+        # the whole device. Two, since a model looks at one tensor until it asks for
+        # the next.
+        if max(split, default=0) > self._whole.num_bytes:
+            self._whole = Slots(2, max(split), self.group.device)
+        return _Transfer(self.group, self._slots, self._whole, sizes, buckets)
+
 
 class _Transfer:
     """One pass through the buckets."""
 
-    def __init__(self, group: Group, slots: Slots, sizes: list[int]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        slots: Slots,
+        whole: Slots,
+        sizes: list[int],
+        buckets: list[Bucket],
+    ) -> None:
         self._group = group
         self._slots = slots
+        self._whole = whole
         self._sizes = sizes
-        self._buckets = plan(sizes, group.terms.bucket_bytes)
-        split = [
-            sizes[piece.tensor]
-            for bucket in self._buckets
-            for piece in bucket.pieces
-            if piece.num_bytes < sizes[piece.tensor]
-        ]
-        # Allocated before a broadcast is under way, when CUDA may wait for the whole
-        # device. Two, since a model looks at one tensor until it asks for the next.
-        self._whole = Slots(2 if split else 0, max(split, default=0), group.device)
+        self._buckets = buckets
         self._split = torch.empty(0)
         """The buffer of the tensor that is being put together."""
         self._num_split = 0

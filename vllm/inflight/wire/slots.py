@@ -17,7 +17,7 @@ class Slots:
 
     def __init__(self, count: int, num_bytes: int, device: torch.device) -> None:
         self.count = count
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._device = device
         self._buffers = [self._new() for _ in range(count)]
         self._unused = [_num_uses(buffer) for buffer in self._buffers]
@@ -34,7 +34,7 @@ class Slots:
         return self._buffers[index % self.count]
 
     def _new(self) -> torch.Tensor:
-        return torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
 
 
 def bucket_slots(group: Group, num_buckets: int, watch: Watch) -> Slots:

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.errors import Cancelled
 from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.faults import Cancelled
 from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
 from vllm.inflight.wire.sender import Sender

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from vllm.inflight.wire.faults import Cancelled, TransferFault
+from vllm.inflight.errors import Cancelled, TransferFault
 
 FIRST_NAP_S, LONGEST_NAP_S = 5e-5, 2e-3
 """Naps grow from one to the other: a bucket takes milliseconds, a stall seconds."""

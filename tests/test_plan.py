@@ -1,0 +1,107 @@
+"""The plan: what a loader did with a tensor is done again without the loader."""
+
+import torch
+
+from vllm.inflight.stage.plan import Entry, Plan, Writes, replay, view_of
+
+
+def recorded(loader, param, tensor):
+    """The entry of one call of `loader`."""
+    entry = Entry(tensor.shape, tensor.dtype)
+    with Writes("p", param, tensor, entry):
+        loader(param, tensor)
+    return entry
+
+
+def whole(param, tensor):
+    param.data.copy_(tensor)
+
+
+def second_shard(param, tensor):
+    param.data.narrow(0, 4, 4).copy_(tensor.narrow(0, 2, 4))
+
+
+def padded(param, tensor):
+    param.data[: tensor.shape[0]].copy_(tensor)
+    param.data[tensor.shape[0] :].fill_(0)
+
+
+def turned(param, tensor):
+    param.data.copy_(tensor.t())
+
+
+def scaled(param, tensor):
+    param.data.copy_(tensor * 2)
+
+
+def added(param, tensor):
+    param.data.copy_(tensor)
+    param.data.add_(1)
+
+
+def check_replay(loader, param_shape, tensor_shape):
+    param = torch.nn.Parameter(torch.randn(param_shape), requires_grad=False)
+    # Tensors of one bucket share its storage, each at its own place.
+    bucket = torch.randn(2, *tensor_shape)
+    entry = recorded(loader, param, bucket[1])
+    plan = Plan()
+    plan.keep("t", entry)
+    again = torch.randn(3, *tensor_shape)[1]
+    expected = torch.nn.Parameter(param.clone(), requires_grad=False)
+    loader(expected, again)
+    found = plan.entry("t", again)
+    assert found is not None
+    replay(found, again)
+    assert torch.equal(param, expected)
+    return entry
+
+
+def test_copies_of_any_part_are_replayed_from_any_bucket():
+    check_replay(whole, (8, 3), (8, 3))
+    check_replay(second_shard, (8, 3), (9, 3))
+    check_replay(turned, (3, 8), (8, 3))
+
+
+def test_padding_is_filled_again():
+    entry = check_replay(padded, (8, 3), (5, 3))
+    assert len(entry.filled) == 2
+
+
+def test_what_is_not_a_copy_of_the_tensor_goes_through_the_loader():
+    for loader in (scaled, added):
+        param = torch.nn.Parameter(torch.zeros(8, 3), requires_grad=False)
+        tensor = torch.randn(8, 3)
+        plan = Plan()
+        plan.keep("t", recorded(loader, param, tensor))
+        assert plan.entry("t", tensor) is None
+
+
+def test_another_tensor_of_the_same_bucket_is_not_this_one():
+    param = torch.nn.Parameter(torch.zeros(8, 3), requires_grad=False)
+    bucket = torch.randn(2, 8, 3)
+    entry = Entry(bucket[0].shape, bucket.dtype)
+    with Writes("p", param, bucket[0], entry):
+        whole(param, bucket[1])
+    assert not entry.is_whole
+
+
+def test_a_tensor_of_another_form_is_not_replayed():
+    param = torch.nn.Parameter(torch.zeros(8, 3), requires_grad=False)
+    plan = Plan()
+    plan.keep("t", recorded(whole, param, torch.randn(8, 3)))
+    assert plan.entry("t", torch.randn(8, 3)) is not None
+    assert plan.entry("t", torch.randn(3, 8)) is None
+    assert plan.entry("t", torch.randn(8, 3).to(torch.bfloat16)) is None
+    assert plan.entry("t", torch.randn(3, 8).t()) is None
+    assert plan.entry("u", torch.randn(8, 3)) is None
+
+
+def test_a_tensor_that_fills_nothing_is_not_kept():
+    plan = Plan()
+    tensor = torch.randn(8, 3)
+    plan.keep("t", recorded(lambda *_: None, torch.zeros(8, 3), tensor))
+    assert plan.entry("t", tensor) is None
+
+
+def test_a_view_is_its_place_in_the_storage():
+    assert view_of(torch.zeros(4, 6)[1:, ::2]) == (6, (3, 3), (6, 2))

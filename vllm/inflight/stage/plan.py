@@ -1,0 +1,137 @@
+"""The plan: where each checkpoint tensor goes, recorded once and replayed.
+
+A model's loader takes a tensor by its name through mappings, shards and narrow views,
+in Python, and in the end copies slices of it into slices of parameters. Where both
+sides stay where they are, as twins do, the slices are the same at every update: what
+a loader did the first time is written down, and done again without it.
+
+Only what is certainly that is recorded: copies out of the very tensor that was handed
+over, and fills with a constant. Anything else goes through the loader every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+View = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Offset, shape and strides within a storage, in elements."""
+
+_COPY = torch.ops.aten.copy_.default
+_FILLS = {
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+}
+
+
+@dataclass(slots=True)
+class Entry:
+    """What a loader does with one tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    copies: list[tuple[torch.Tensor, View]] = field(default_factory=list)
+    """Destination, and the part of the tensor that is copied there."""
+    zeros: list[torch.Tensor] = field(default_factory=list)
+    filled: list[tuple[str, View]] = field(default_factory=list)
+    """(parameter, view) of everything that is written."""
+    is_whole: bool = True
+    """Whether nothing happened that cannot be replayed."""
+
+
+class Plan:
+    """The entries of one model, by checkpoint name."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def entry(self, name: str, tensor: torch.Tensor) -> Entry | None:
+        """What was recorded for such a tensor, if anything was."""
+        found = self._entries.get(name)
+        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            return None
+        return found if tensor.is_contiguous() else None
+
+    def keep(self, name: str, entry: Entry) -> None:
+        """Remember an entry, if all of it can be replayed."""
+        if entry.is_whole and entry.filled:
+            self._entries[name] = entry
+
+
+def replay(entry: Entry, tensor: torch.Tensor) -> None:
+    """Do with `tensor` what the loader did with the one that was recorded."""
+    first = tensor.storage_offset()
+    for target, (offset, shape, stride) in entry.copies:
+        target.copy_(tensor.as_strided(shape, stride, first + offset))
+    for target in entry.zeros:
+        target.zero_()
+
+
+class Writes(TorchDispatchMode):
+    """Records the in-place writes to one parameter, while a loader has a tensor."""
+
+    def __init__(
+        self,
+        name: str,
+        param: torch.Tensor,
+        handed: torch.Tensor | None = None,
+        entry: Entry | None = None,
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._storage = param.untyped_storage()._cdata
+        self._handed = handed
+        self._entry = entry
+        self.views: dict[View, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # `.data` and views are made by other calls; what counts is where they lead.
+        if args and isinstance(args[0], torch.Tensor) and func._schema.is_mutable:
+            target = args[0]
+            if target.untyped_storage()._cdata == self._storage and target.numel():
+                self._note(func, target, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, target: torch.Tensor, args: Any) -> None:
+        view = view_of(target)
+        if func is _COPY or func in _FILLS:
+            self.views[view] = target.numel()
+        if self._entry is None:
+            return
+        self._entry.filled.append((self._name, view))
+        if func is _COPY and (part := self._part(args[1], target)) is not None:
+            self._entry.copies.append((target.detach(), part))
+        elif func in _FILLS and (len(args) == 1 or args[1] == 0):
+            self._entry.zeros.append(target.detach())
+        else:
+            self._entry.is_whole = False
+
+    def _part(self, source: torch.Tensor, target: torch.Tensor) -> View | None:
+        """`source` as a part of the tensor handed over; None if it is not one."""
+        handed = self._handed
+        if (
+            handed is None
+            or not handed.is_contiguous()
+            or source.dtype != handed.dtype
+            or source.shape != target.shape
+            or source.untyped_storage()._cdata != handed.untyped_storage()._cdata
+        ):
+            return None
+        offset, shape, stride = view_of(source)
+        offset -= int(handed.storage_offset())
+        last = offset + sum(
+            (n - 1) * step for n, step in zip(shape, stride, strict=True)
+        )
+        # Tensors of one bucket share a storage: it has to be this one's part of it.
+        return (offset, shape, stride) if 0 <= offset <= last < handed.numel() else None
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """Where in its storage a tensor lies."""
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
