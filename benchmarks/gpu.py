@@ -1,6 +1,6 @@
 """Updating weights over NCCL while decoding, ours beside upstream's, on two GPUs.
 
-`python -m benchmarks.gpu [--shapes 0.6B 8B 32B]`. One engine on GPU 0, a trainer on
+`python -m benchmarks.gpu [--shapes 0.6B 8B 14B]`. One engine on GPU 0, a trainer on
 GPU 1, NVLink or what there is between them; first with vllm-inflight, updated while it
 decodes, then without, updated upstream's own way (pause, update, resume). Random
 weights of the named shape, vLLM's defaults, the same streams and the same trainer

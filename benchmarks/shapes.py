@@ -36,6 +36,13 @@ SHAPES = {
         "num_hidden_layers": 36,
         "tie_word_embeddings": False,
     },
+    "14B": {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 40,
+        "tie_word_embeddings": False,
+    },
     "32B": {
         "hidden_size": 5120,
         "intermediate_size": 25600,

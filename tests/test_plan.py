@@ -51,7 +51,7 @@ def check_replay(loader, param_shape, tensor_shape):
     loader(expected, again)
     found = plan.entry("t", again)
     assert found is not None
-    replay(found, again)
+    replay([(found, again)])
     assert torch.equal(param, expected)
     return entry
 

@@ -23,7 +23,7 @@ DTYPES = [
 
 
 def test_digests_and_counts_are_those_of_the_cpu():
-    audit = Audit(torch.device("cuda"))
+    audit = Audit(torch.device("cuda"), {})
     tensors = []
     for dtype in DTYPES:
         for shape in ((), (1,), (3,), (8,), (33, 7), (1000, 1001)):
@@ -33,22 +33,22 @@ def test_digests_and_counts_are_those_of_the_cpu():
             tensors.append(values.to(dtype))
     tensors.append(torch.randn(40, 30).to(torch.bfloat16).t()[3:, 1::2])
     tensors.append(torch.randn(101).to(torch.bfloat16)[1:])
-    for number, tensor in enumerate(tensors):
-        audit.add(str(number), tensor.cuda())
+    audit.add([(str(number), tensor.cuda()) for number, tensor in enumerate(tensors)])
+    seen = {name: (digest, bad) for name, digest, bad in audit.results()}
     wanted = zip(ops.digest(tensors), ops.count_nonfinite(tensors), strict=True)
-    for (_, digest, bad), expected in zip(audit.results(), wanted, strict=True):
-        assert (digest, bad) == expected
+    for number, expected in enumerate(wanted):
+        assert seen[str(number)] == expected
 
 
 def test_its_speed_is_printed():
     tensor = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
-    audit = Audit(torch.device("cuda"))
-    audit.add("warm", tensor)
+    audit = Audit(torch.device("cuda"), {})
+    audit.add([("warm", tensor)])
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(4):
-        audit.add("again", tensor)
+        audit.add([("again", tensor)])
     end.record()
     end.synchronize()
     seconds = start.elapsed_time(end) / 4e3

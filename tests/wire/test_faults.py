@@ -160,6 +160,8 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         required={name: tensor.shape for name, tensor in named.items()},
         known_names=lambda: {n: (list(t.shape), "float32") for n, t in named.items()},
         renames=False,
+        plan=None,
+        tables={},
     )
     entries = [
         {"name": n, "shape": list(t.shape), "dtype": "float32"}

@@ -1,45 +1,56 @@
 """The digest of docs/digest.md and a count of non-finite values, in one read on a GPU.
 
-Every program takes whole chunks of 8 bytes, adds up its terms in registers and adds
-the three sums to the tensor's row. Sums wrap modulo 2**64, as the definition wants.
+One launch serves many tensors. A table says which program reads which block of which
+tensor; a program adds up its terms in registers and adds the three sums to the row of
+the tensor. Sums wrap modulo 2**64, as the definition wants.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-CHUNKS_PER_BLOCK = 1024
-BLOCKS_PER_PROGRAM = 16
-"""So that a tensor of 64 MiB is 512 programs: enough to fill a GPU, few atomics."""
+CHUNKS_PER_STEP = 1024
+STEPS = 16
+CHUNKS_PER_PROGRAM = CHUNKS_PER_STEP * STEPS
+"""128 KiB: a tensor of 64 MiB is 512 programs, enough to fill a GPU, few atomics."""
+
+ROW = 4
+"""int64 of a tensor's sums: a, b, non-finite values, and one that is not used."""
 
 
 # Nothing is specialised, because compiling takes the interpreter's lock: what was
 # compiled at start-up has to serve every tensor.
 @triton.jit(
-    do_not_specialize=["num_chunks", "page"],
-    do_not_specialize_on_alignment=["chunks", "sums"],
+    do_not_specialize=["first_row", "page"],
+    do_not_specialize_on_alignment=["table", "sums"],
 )
 def _audit(
-    chunks,
+    table,
     sums,
-    num_chunks,
+    first_row,
     page,
     MASK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
+    NUM_STEPS: tl.constexpr,
 ):
+    entry = table + tl.program_id(0) * 4
+    data = tl.load(entry).to(tl.pointer_type(tl.int64))
+    num_chunks = tl.load(entry + 1)
+    first = tl.load(entry + 2)
+    row = sums + (tl.load(entry + 3) + first_row) * 4
+    page = page.to(tl.uint32)
     a = tl.zeros((BLOCK,), tl.uint64)
     b = tl.zeros((BLOCK,), tl.uint64)
     bad = tl.zeros((BLOCK,), tl.int32)
-    page = page.to(tl.uint32)
-    first = tl.program_id(0).to(tl.int64) * (BLOCK * NUM_BLOCKS)
-    for step in range(NUM_BLOCKS):
+    for step in range(NUM_STEPS):
         chunk = first + step * BLOCK + tl.arange(0, BLOCK)
         inside = chunk < num_chunks
-        word = tl.load(chunks + chunk, mask=inside, other=0)
+        word = tl.load(data + chunk, mask=inside, other=0)
         word = word.to(tl.uint64, bitcast=True)
         x, y = word.to(tl.uint32), (word >> 32).to(tl.uint32)
         # The key of the chunk, in 32-bit arithmetic.
@@ -63,42 +74,57 @@ def _audit(
                 bits = MASK << (8 * WIDTH * element)
                 bad += ((x & bits) == bits).to(tl.int32)
                 bad += ((y & bits) == bits).to(tl.int32)
-    tl.atomic_add(sums, tl.sum(a.to(tl.int64, bitcast=True), 0))
-    tl.atomic_add(sums + 1, tl.sum(b.to(tl.int64, bitcast=True), 0))
+    tl.atomic_add(row, tl.sum(a.to(tl.int64, bitcast=True), 0))
+    tl.atomic_add(row + 1, tl.sum(b.to(tl.int64, bitcast=True), 0))
     if WIDTH > 0:
-        tl.atomic_add(sums + 2, tl.sum(bad, 0).to(tl.int64))
+        tl.atomic_add(row + 2, tl.sum(bad, 0).to(tl.int64))
+
+
+def make_table(
+    places: Sequence[tuple[int, int]], device: torch.device
+) -> torch.Tensor | None:
+    """Which program reads what, for `add_sums`: int64 [programs, 4].
+
+    Args:
+        places: address, a multiple of 8, and number of whole chunks, of each tensor.
+
+    """
+    parts = []
+    for row, (address, num_chunks) in enumerate(places):
+        first = torch.arange(0, num_chunks, CHUNKS_PER_PROGRAM)
+        entry = torch.tensor([address, num_chunks, 0, row]).repeat(len(first), 1)
+        entry[:, 2] = first
+        parts.append(entry)
+    table = torch.cat(parts)
+    return table.to(device) if len(table) else None
 
 
 def add_sums(
-    tensor: torch.Tensor, page: int, mask: int, width: int, sums: torch.Tensor
+    table: torch.Tensor,
+    sums: torch.Tensor,
+    first_row: int,
+    page: int,
+    bits: tuple[int, int],
 ) -> None:
-    """Add `tensor`'s Σ(x·g + y·k), Σ(x·k − y·g) and non-finite values to `sums`.
+    """Add every tensor's Σ(x·g + y·k), Σ(x·k − y·g) and non-finite values to its row.
 
     Args:
-        tensor: on a GPU; padded with zeros to whole chunks if it is not made of them.
-        page: the page key of all its chunks.
-        mask: bits that are all ones in an infinity or NaN, of one element (of its
-            upper half, if it has 8 bytes).
-        width: bytes of an element; 0 counts nothing.
-        sums: at least 3 int64, on the same GPU.
+        table: of `make_table`.
+        sums: int64 [rows, ROW], on the same GPU.
+        first_row: the row of the first tensor of the table.
+        page: the page key of all chunks.
+        bits: mask that is all ones in an infinity or NaN of an element (in the upper
+            half of one of 8 bytes), and bytes of an element; (0, 0) counts nothing.
 
     """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.numel() % 8 or flat.data_ptr() % 8:
-        padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
-        padded[: flat.numel()] = flat
-        flat = padded
-    num_chunks = flat.numel() // 8
-    if not num_chunks:
-        return
-    grid = (triton.cdiv(num_chunks, CHUNKS_PER_BLOCK * BLOCKS_PER_PROGRAM),)
-    _audit[grid](
-        flat.view(torch.int64),
+    mask, width = bits
+    _audit[(len(table),)](
+        table,
         sums,
-        num_chunks,
+        first_row,
         page,
         MASK=mask,
         WIDTH=width,
-        BLOCK=CHUNKS_PER_BLOCK,
-        NUM_BLOCKS=BLOCKS_PER_PROGRAM,
+        BLOCK=CHUNKS_PER_STEP,
+        NUM_STEPS=STEPS,
     )

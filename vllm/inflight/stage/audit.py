@@ -6,6 +6,8 @@ computed until the verdict, and one copy brings them all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm.inflight import ops
@@ -13,61 +15,78 @@ from vllm.inflight._digest_reference import COUNT, PLACE, page_key
 
 ROWS = 1024
 PAGE_BYTES = 2**35
+MAX_TABLES = 4096
+
+Pair = tuple[str, torch.Tensor]
+Tables = dict[tuple[tuple[int, int], ...], torch.Tensor | None]
+"""By the places of tensors. A transport uses its memory over and over."""
 
 
 class Audit:
-    """Sums of tensors on one device, in the order in which they were added."""
+    """Sums of tensors on one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tables: Tables) -> None:
         self._device = device
-        self._names: list[str] = []
-        self._num_bytes: list[int] = []
+        self._tables = tables
         self._pages: list[torch.Tensor] = []
+        self._num_rows = 0
+        """Used, of the last page."""
+        self._added: list[tuple[str, int, int, int]] = []
+        """(name, bytes, page, row)."""
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Enqueue the sums of `tensor` on the current stream."""
-        from vllm.inflight._digest_triton import add_sums
+    def add(self, pairs: Sequence[Pair]) -> None:
+        """Enqueue the sums of these tensors on the current stream.
 
-        if tensor.nbytes > PAGE_BYTES:
-            raise ValueError(
-                f"{name} has {tensor.nbytes} bytes; the digest of a GPU tensor is "
-                f"defined up to {PAGE_BYTES}"
-            )
-        row = len(self._names)
-        if row == ROWS * len(self._pages):
-            self._pages.append(self._page())
-        mask, width = nonfinite_bits(tensor.dtype)
-        sums = self._pages[-1][row % ROWS]
-        add_sums(tensor, page_key(0), mask, width, sums)
-        self._names.append(name)
-        self._num_bytes.append(tensor.nbytes)
+        They may be written over as soon as the stream has read them.
+        """
+        by_dtype: dict[torch.dtype, list[Pair]] = {}
+        for name, tensor in pairs:
+            if tensor.nbytes > PAGE_BYTES:
+                raise ValueError(
+                    f"{name} has {tensor.nbytes} bytes; the digest of a GPU tensor is "
+                    f"defined up to {PAGE_BYTES}"
+                )
+            by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
+        for dtype, group in by_dtype.items():
+            for start in range(0, len(group), ROWS):
+                self._add(dtype, group[start : start + ROWS])
+
+    def _add(self, dtype: torch.dtype, pairs: list[Pair]) -> None:
+        from vllm.inflight._digest_triton import ROW, add_sums, make_table
+
+        if not self._pages or self._num_rows + len(pairs) > ROWS:
+            page = torch.zeros(ROWS, ROW, dtype=torch.int64, device=self._device)
+            self._pages.append(page)
+            self._num_rows = 0
+        chunked = [_chunked(tensor) for _, tensor in pairs]
+        places = tuple((t.data_ptr(), t.nbytes // 8) for t in chunked)
+        if places not in self._tables:
+            if len(self._tables) >= MAX_TABLES:
+                self._tables.clear()
+            self._tables[places] = make_table(places, self._device)
+        if (table := self._tables[places]) is not None:
+            bits = nonfinite_bits(dtype)
+            add_sums(table, self._pages[-1], self._num_rows, page_key(0), bits)
+        for row, (name, tensor) in enumerate(pairs, self._num_rows):
+            self._added.append((name, tensor.nbytes, len(self._pages) - 1, row))
+        self._num_rows += len(pairs)
 
     def results(self) -> list[tuple[str, ops.Digest, int]]:
         """(name, digest, number of non-finite values) of every tensor."""
-        rows = [row for page in self._pages for row in page.tolist()]
-        return [
-            (
-                name,
-                ops.Digest(
-                    (rows[i][0] + COUNT * size) % 2**64,
-                    (rows[i][1] + PLACE * size * size) % 2**64,
-                ),
-                rows[i][2],
-            )
-            for i, (name, size) in enumerate(
-                zip(self._names, self._num_bytes, strict=True)
-            )
-        ]
-
-    def _page(self) -> torch.Tensor:
-        return torch.zeros(ROWS, 3, dtype=torch.int64, device=self._device)
+        pages = [page.tolist() for page in self._pages]
+        results = []
+        for name, size, page, row in self._added:
+            a, b, bad, _ = pages[page][row]
+            # What every byte adds, whatever it is, has a closed form.
+            a, b = a + COUNT * size, b + PLACE * size * size
+            results.append((name, ops.Digest(a % 2**64, b % 2**64), bad))
+        return results
 
 
 def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
     """Compile the kernels for `dtypes` now rather than beside decoding."""
-    audit = Audit(device)
-    for dtype in sorted(dtypes, key=str):
-        audit.add(str(dtype), torch.zeros(8, device=device).to(dtype))
+    audit = Audit(device, {})
+    audit.add([(str(d), torch.zeros(8, device=device).to(d)) for d in dtypes])
     audit.results()
 
 
@@ -79,3 +98,13 @@ def nonfinite_bits(dtype: torch.dtype) -> tuple[int, int]:
     width = dtype.itemsize
     # The kernel looks at 4 bytes at a time; an infinity of 8 shows in its upper half.
     return (mask >> 32 if width == 8 else mask & ((1 << 8 * width) - 1)), width
+
+
+def _chunked(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as whole chunks of 8 bytes: itself, or a copy with zeros behind."""
+    if tensor.is_contiguous() and not (tensor.nbytes % 8 or tensor.data_ptr() % 8):
+        return tensor
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
+    padded[: flat.numel()] = flat
+    return padded

@@ -18,10 +18,11 @@ import torch
 
 from vllm.inflight import ops, upstream
 from vllm.inflight.errors import Cancelled, InflightError, WeightsMismatch
-from vllm.inflight.names import checkpoint_names, describe_unknown
-from vllm.inflight.stage.audit import Audit
+from vllm.inflight.names import checkpoint_names
+from vllm.inflight.stage.audit import Audit, Pair
 from vllm.inflight.stage.coverage import Fill
 from vllm.inflight.stage.plan import Entry, Writes, replay
+from vllm.inflight.stage.refusal import refusal
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest
 
@@ -54,7 +55,7 @@ class Intake:
         self._entries: dict[str, tuple[tuple[int, ...], str]] = {}
         self._wrong: dict[str, str] = {}
         self._unknown: dict[str, tuple[list[int], str]] = {}
-        self._audit = Audit(shadow.device)
+        self._audit = Audit(shadow.device, shadow.tables)
         self._filling = 0
         self._handed: torch.Tensor | None = None
         self._entry: Entry | None = None
@@ -66,7 +67,7 @@ class Intake:
         self.num_bytes = 0
 
     # ------------------------------------------------------------ the door
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+    def load_weights(self, weights: Iterable[Pair]) -> Any:
         """Stands in for the shadow's own `load_weights`."""
         module = self._shadow.module
         assert module is not None
@@ -95,43 +96,66 @@ class Intake:
             )
             raise self._mismatch() from error
 
-    def _admit(
-        self, weights: Iterable[tuple[str, torch.Tensor]], current: list[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        plan = self._shadow.plan
-        for sent_name, tensor in self._drawn(weights):
+    def _admit(self, weights: Iterable[Pair], current: list[str]) -> Iterator[Pair]:
+        """What the model's loader has to see; what the plan knows is done here."""
+        for batch in self._drawn(weights):
             if self._cancelled():
                 raise Cancelled("the update was aborted")
-            name = self._manifest.name_map.get(sent_name, sent_name)
-            if not self._accept(name, tensor):
-                continue
-            current[:] = [name]
-            known = None if plan is None else plan.entry(name, tensor)
-            if known is not None:
-                replay(known, tensor)
-                for param, view in known.filled:
-                    self._fills[param].views[view] = prod(view[1])
-            else:
+            fresh = self._replay(self._accepted(batch))
+            while fresh:
+                name, tensor = fresh.pop(0)
+                current[:] = [name]
                 before = self._filling
-                self._handed = tensor
-                self._entry = Entry(tensor.shape, tensor.dtype)
+                self._handed, self._entry = tensor, Entry(tensor.shape, tensor.dtype)
                 yield name, tensor
                 if self._filling == before and not name.endswith(REMOVED):
                     self.unfilled.append(name)
-                if plan is not None:
-                    plan.keep(name, self._entry)
+                if self._shadow.plan is not None:
+                    self._shadow.plan.keep(name, self._entry)
+                # A transport uses memory again that nobody looks into.
                 self._handed = None
-            self.num_bytes += tensor.nbytes
+                del tensor
             self._progress(self.num_bytes, len(self._seen))
         current.clear()
 
-    def _drawn(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """`weights`, remembering a failure of the transport as not the model's."""
+    def _accepted(self, batch: list[Pair]) -> list[Pair]:
+        """Those of a batch that may go on, under the model's names."""
+        accepted = []
+        while batch:
+            sent_name, tensor = batch.pop(0)
+            name = self._manifest.name_map.get(sent_name, sent_name)
+            if self._accept(name, tensor):
+                accepted.append((name, tensor))
+                self.num_bytes += tensor.nbytes
+        if self._verify and accepted and accepted[0][1].is_cuda:
+            # Judged with the verdict: asking now would wait for the GPU.
+            self._audit.add(accepted)
+        return accepted
+
+    def _replay(self, pairs: list[Pair]) -> list[Pair]:
+        """Load what the plan knows, in one call; returns the others."""
+        plan = self._shadow.plan
+        if plan is None:
+            return pairs
+        fresh, known = [], []
+        for name, tensor in pairs:
+            entry = plan.entry(name, tensor)
+            if entry is None:
+                fresh.append((name, tensor))
+                continue
+            known.append((entry, tensor))
+            for param, view in entry.filled:
+                self._fills[param].views[view] = prod(view[1])
+        replay(known)
+        return fresh
+
+    def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:
+        """`weights`, as many at once as their transport has."""
+        single = ([pair] for pair in weights)
         try:
-            yield from weights
+            yield from weights.batches() if hasattr(weights, "batches") else single
         except Exception as error:
+            # Remembered as a failure of the transport, and not the model's.
             self._broken = error
             raise
 
@@ -155,11 +179,7 @@ class Intake:
         if not self._is_known(name, shape, dtype):
             return False
         self._seen[name] = ops.Digest.ZERO
-        if not self._verify:
-            return True
-        if tensor.is_cuda:
-            # Judged with the verdict: asking now would wait for the GPU.
-            self._audit.add(name, tensor)
+        if not self._verify or tensor.is_cuda:
             return True
         digest, bad = ops.digest([tensor])[0], 0
         if not self._allow_nonfinite:
@@ -249,7 +269,6 @@ class Intake:
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
         return online_process_loader
 
-    # ------------------------------------------------------------- verdict
     def verdict(self) -> str:
         """The manifest digest of what arrived; raises `WeightsMismatch`.
 
@@ -271,29 +290,11 @@ class Intake:
     def _mismatch(
         self, missing: Iterable[str] = (), announced: Iterable[str] = ()
     ) -> WeightsMismatch:
-        parts: list[str] = []
-        tensors: list[str] = []
-        if self._unknown:
-            facts = [(n, s, d) for n, (s, d) in self._unknown.items()]
-            parts.append(f"unknown: {describe_unknown(facts, self._known)}")
-            tensors += self._unknown
-        if self._wrong:
-            parts += [f"{name}: {why}" for name, why in self._wrong.items()]
-            tensors += self._wrong
         absent = [n for p in missing for n in self._absent(p)]
         absent += [n for n in announced if n not in absent]
-        if absent:
-            parts.append(f"missing: {', '.join(absent[:8])}")
-            tensors += [n for n in absent if n not in tensors]
-        count = len(tensors)
-        return WeightsMismatch(
-            f"{count} tensor{'s' * (count != 1)} of the update cannot be accepted; "
-            + "; ".join(parts[:12]),
-            tensors=tensors,
-        )
+        return refusal(self._unknown, self._wrong, absent, self._known)
 
     def _absent(self, param: str) -> list[str]:
-        """The checkpoint tensors of `param` that did not arrive."""
         fused = getattr(self._shadow.module, "packed_modules_mapping", {}) or {}
         names = checkpoint_names(param, fused)
         return [n for n in names if n not in self._seen] or names

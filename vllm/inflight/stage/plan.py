@@ -11,6 +11,7 @@ over, and fills with a constant. Anything else goes through the loader every tim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,13 +63,19 @@ class Plan:
             self._entries[name] = entry
 
 
-def replay(entry: Entry, tensor: torch.Tensor) -> None:
-    """Do with `tensor` what the loader did with the one that was recorded."""
-    first = tensor.storage_offset()
-    for target, (offset, shape, stride) in entry.copies:
-        target.copy_(tensor.as_strided(shape, stride, first + offset))
-    for target in entry.zeros:
-        target.zero_()
+def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
+    """Do with each tensor what its loader did with the one that was recorded."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for entry, tensor in known:
+        first = tensor.storage_offset()
+        for target, (offset, shape, stride) in entry.copies:
+            targets.append(target)
+            sources.append(tensor.as_strided(shape, stride, first + offset))
+        for target in entry.zeros:
+            target.zero_()
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 class Writes(TorchDispatchMode):

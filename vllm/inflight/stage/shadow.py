@@ -53,6 +53,7 @@ class Shadow:
         """Set while a commit may still be reading this tree."""
         self.plan: Plan | None = None
         """What loaders do, where the parameters stay where they are."""
+        self.tables: audit.Tables = {}
         self.required: dict[str, torch.Size] = {}
         self._dtypes: dict[str, str] = {}
         self._processed = False

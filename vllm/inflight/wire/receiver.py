@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,10 @@ from vllm.inflight.wire.buckets import Bucket, plan
 from vllm.inflight.wire.group import Group, Pending
 from vllm.inflight.wire.slots import Slots, bucket_slots
 from vllm.inflight.wire.watch import Watch
+
+T = TypeVar("T")
+Piece = tuple[int, torch.Tensor]
+"""Index and bytes of a tensor."""
 
 
 class Receiver:
@@ -23,33 +28,16 @@ class Receiver:
         self._whole = Slots(0, 0, group.device)
         """For tensors that a bucket is too small for."""
 
-    def tensors(self, announced: Announcement, watch: Watch) -> Iterator[Pair]:
-        """What was announced, as it arrives; tensors without elements come first.
-
-        They are views into a bucket, or into a buffer of their own if a bucket was
-        too small. The current stream may still be reading one when the next is asked
-        for. To leave this before its end breaks the group: buckets are in flight.
+    def tensors(self, announced: Announcement, watch: Watch) -> Incoming:
+        """What was announced, as it arrives.
 
         Args:
             announced: what the trainer is going to send.
             watch: bounds the wait for each bucket.
 
-        Raises:
-            TransferFault: a peer died, left or stalled; the group was aborted.
-            Cancelled: likewise.
-
         """
-        try:
-            for index, data in self._transfer(announced.sizes).run(watch):
-                typed = data.view(announced.dtypes[index])
-                del data  # who holds it keeps its bucket from being used again
-                yield announced.names[index], typed.view(announced.shapes[index])
-                del typed
-            # What the next transfer writes comes after what is still being read.
-            self.group.follow()
-        except BaseException as error:
-            self.group.abort(f"stopped receiving: {error or type(error).__name__}")
-            raise
+        transfer = self._transfer(announced.sizes)
+        return Incoming(self.group, announced, transfer.run(watch))
 
     def _transfer(self, sizes: list[int]) -> _Transfer:
         buckets = plan(sizes, self.group.terms.bucket_bytes)
@@ -65,6 +53,65 @@ class Receiver:
         if max(split, default=0) > self._whole.num_bytes:
             self._whole = Slots(2, max(split), self.group.device)
         return _Transfer(self.group, self._slots, self._whole, sizes, buckets)
+
+
+class Incoming:
+    """Tensors of one transfer: an iterator of pairs, or of the pairs of a bucket.
+
+    They are views into a bucket, or into a buffer of their own if a bucket was too
+    small; those without elements come first. The current stream may still be reading
+    one when the next is asked for. To leave this before its end breaks the group:
+    buckets are in flight.
+
+    Raises:
+        TransferFault: a peer died, left or stalled; the group was aborted.
+        Cancelled: likewise.
+
+    """
+
+    def __init__(
+        self, group: Group, announced: Announcement, run: Iterator[list[Piece]]
+    ) -> None:
+        self._group = group
+        self._batches = self._typed(announced, run)
+        self._pairs = (pair for batch in self._batches for pair in _taken(batch))
+
+    def __iter__(self) -> Iterator[Pair]:
+        return self
+
+    def __next__(self) -> Pair:
+        return next(self._pairs)
+
+    def batches(self) -> Iterator[list[Pair]]:
+        """The same, as many as became whole at once."""
+        return self._batches
+
+    def _typed(
+        self, announced: Announcement, run: Iterator[list[Piece]]
+    ) -> Iterator[list[Pair]]:
+        try:
+            for pieces in run:
+                batch = []
+                for index, data in _taken(pieces):
+                    typed = data.view(announced.dtypes[index])
+                    shape = announced.shapes[index]
+                    batch.append((announced.names[index], typed.view(shape)))
+                    # Who holds it keeps its bucket from being used again.
+                    del data, typed
+                yield batch
+                batch.clear()
+            # What the next transfer writes comes after what is still being read.
+            self._group.follow()
+        except BaseException as error:
+            self._group.abort(f"stopped receiving: {error or type(error).__name__}")
+            raise
+
+
+def _taken(items: list[T]) -> Iterator[T]:
+    """Every item, which the list does not hold any more."""
+    items.reverse()
+    while items:
+        yield items.pop()
 
 
 class _Transfer:
@@ -89,23 +136,19 @@ class _Transfer:
         self._begun = 0
         self._in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
 
-    def run(self, watch: Watch) -> Iterator[tuple[int, torch.Tensor]]:
-        """The index and the bytes of every tensor."""
-        for index, size in enumerate(self._sizes):
-            if size == 0:
-                yield (
-                    index,
-                    torch.empty(0, dtype=torch.uint8, device=self._group.device),
-                )
+    def run(self, watch: Watch) -> Iterator[list[Piece]]:
+        """The index and the bytes of every tensor, bucket by bucket."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self._group.device)
+        if without := [(i, empty) for i, size in enumerate(self._sizes) if size == 0]:
+            yield without
         for number, bucket in enumerate(self._buckets):
             self._begin(number, watch)
             buffer, pending = self._in_flight.popleft()
             watch.until(pending, f"bucket {number + 1} of {len(self._buckets)}")
+            # The next ones are on their way while this one is looked at.
+            self._begin(number, watch)
             del pending
-            for index, data in self._complete(bucket, buffer):
-                yield index, data
-                del data
-                self._begin(number, watch)
+            yield list(self._complete(bucket, buffer))
 
     def _begin(self, number: int, watch: Watch) -> None:
         """Begin as many broadcasts as there is room for, beside bucket `number`.
