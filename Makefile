@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-gpu lint fmt bench docs sizes upstream clean
+.PHONY: help setup build demo test test-gpu lint fmt soak bench docs sizes upstream clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ fmt: setup ## ruff's fixes and format, clang-format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i csrc/*
+
+soak: setup ## the tests that take minutes: a rehearsal of the demo, long runs
+	$(PY) -m pytest -m slow
 
 bench: setup ## the CPU benchmarks
 	$(PY) -m benchmarks.cpu

@@ -43,6 +43,38 @@ def draw(arms: dict[str, list[Record]], table: dict[str, Any], file: Path) -> No
     plt.close(figure)
 
 
+def draw_gaps(shapes: dict[str, dict[str, Any]], file: Path) -> None:
+    """One panel per shape: the largest gap at every update, beside steady decoding."""
+    figure, panels = plt.subplots(
+        1, len(shapes), figsize=(5 * len(shapes), 4.2), sharey=True, squeeze=False
+    )
+    for (shape, report), panel in zip(shapes.items(), panels[0], strict=True):
+        for name, found in report.items():
+            worst = [update["gap_max_ms"] for update in found["updates"]]
+            numbers = range(1, len(worst) + 1)
+            label = f"{name}: median {found['gap_update_median_ms']:.1f} ms"
+            panel.plot(numbers, worst, "o", color=COLOURS[name], label=label)
+            panel.axhline(found["gap_steady_max_ms"], color=COLOURS[name], ls="--")
+        panel.set_title(f"Qwen3-{shape} shape", loc="left")
+        panel.set_xlabel("update")
+        panel.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        panel.set_yscale("log")
+        panel.set_yticks(
+            [5, 10, 20, 50, 100, 200], ["5", "10", "20", "50", "100", "200"]
+        )
+        panel.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        panel.grid(axis="y", alpha=0.3)
+        panel.legend(fontsize=8, loc="center right")
+    panels[0, 0].set_ylabel("largest gap between two tokens, ms")
+    figure.suptitle(
+        "Largest gap at each update over NCCL; dashed: the largest without one",
+        fontsize=12,
+    )
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+    plt.close(figure)
+
+
 def _row(row: Any, name: str, records: list[Record], figures: dict[str, Any]) -> None:
     for record in records:
         for update in record.updates:

@@ -48,7 +48,6 @@ console = Console()
 def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """Both arms on one shape, one after the other."""
     report: dict[str, Any] = {}
-    records: dict[str, list[Record]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(shape, Path(folder))
         for name in options.arms:
@@ -63,12 +62,7 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
                 for _ in range(options.rounds):
                     record = process.carry_out(plan(options, options.updates))
                     console.print(f"[dim]{name}: {_line(record)}")
-                records[name] = process.records
             report[name] = figures(process.records)
-    if options.plot:
-        from benchmarks.chart import draw
-
-        draw(records, report, options.out / f"gpu-{shape}.png")
     return report
 
 
@@ -120,7 +114,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--updates", type=int, default=10, help="per arm and round")
     parser.add_argument("--steady", type=float, default=0.5, help="seconds around each")
-    parser.add_argument("--plot", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -132,7 +125,11 @@ def main() -> None:
         report["shapes"][shape] = measure(shape, options)
         show(shape, report["shapes"][shape])
         (options.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-    console.print(f"Written: {options.out}/gpu.json")
+
+    from benchmarks.chart import draw_gaps
+
+    draw_gaps(report["shapes"], options.out / "gpu.png")
+    console.print(f"Written: {options.out}/gpu.json and {options.out}/gpu.png")
 
 
 if __name__ == "__main__":

@@ -115,13 +115,14 @@ def test_vllm_plugins_must_not_leave_us_out(monkeypatch, plugins, state):
     assert doctor._entry_point().state is state
 
 
-def test_a_gpu_build_is_told_that_it_is_not_in_this_release(monkeypatch):
+def test_staging_is_told_for_the_build_of_torch(monkeypatch):
+    monkeypatch.setattr("torch.version.hip", None)
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    finding = doctor._staging()
-    assert finding.state is State.WRONG
-    assert "CPU build only" in (finding.remedy or "")
+    assert doctor._staging().found.startswith("device")
     monkeypatch.setattr("torch.version.cuda", None)
-    assert doctor._staging().state is State.GOOD
+    assert doctor._staging().found.startswith("host")
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    assert doctor._staging().state is State.WRONG
 
 
 @pytest.mark.parametrize("free, state", [(1 << 26, State.NOTE), (1 << 34, State.GOOD)])

