@@ -151,9 +151,9 @@ class Intake:
 
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:
         """`weights`, as many at once as their transport has."""
-        single = ([pair] for pair in weights)
+        batches = getattr(weights, "batches", None)
         try:
-            yield from weights.batches() if hasattr(weights, "batches") else single
+            yield from batches() if batches else ([pair] for pair in weights)
         except Exception as error:
             # Remembered as a failure of the transport, and not the model's.
             self._broken = error

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Offset, shape and strides within a storage, in elements."""
+"""Offset, shape and strides within a tensor, in elements."""
 
 _COPY = torch.ops.aten.copy_.default
 _FILLS = {
@@ -74,8 +74,12 @@ def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
             sources.append(tensor.as_strided(shape, stride, first + offset))
         for target in entry.zeros:
             target.zero_()
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+    if targets and all(s.device == targets[0].device for s in sources):
+        torch._foreach_copy_(targets, sources)
+        return
+    # From the host, where a source may be gone as soon as this returns.
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 class Writes(TorchDispatchMode):
@@ -91,6 +95,8 @@ class Writes(TorchDispatchMode):
         super().__init__()
         self._name = name
         self._storage = param.untyped_storage()._cdata
+        # Twins share the storage of an arena: views are told from where this begins.
+        self._first = int(param.storage_offset())
         self._handed = handed
         self._entry = entry
         self.views: dict[View, int] = {}
@@ -106,7 +112,8 @@ class Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, func: Any, target: torch.Tensor, args: Any) -> None:
-        view = view_of(target)
+        offset, shape, stride = view_of(target)
+        view = (offset - self._first, shape, stride)
         if func is _COPY or func in _FILLS:
             self.views[view] = target.numel()
         if self._entry is None:
@@ -140,5 +147,5 @@ class Writes(TorchDispatchMode):
 
 
 def view_of(tensor: torch.Tensor) -> View:
-    """Where in its storage a tensor lies."""
+    """Where a tensor lies, within its storage."""
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
