@@ -172,6 +172,46 @@ def test_a_commit_that_waits_can_be_asked_for_again_and_given_up(
     assert server.client.get("/weight_info").json()["weight_version"] == "old"
 
 
+def test_a_pause_whose_controller_is_gone_ends_with_its_lease(server: Server) -> None:
+    lease = {"mode": "in_place", "lease_s": 1.0, "owner": "trainer"}
+    reply = server.post("/pause_generation", lease)
+    assert reply["owner"] == "trainer"
+    assert 0 < reply["lease_s"] <= 1
+    other = {"mode": "in_place", "owner": "somebody"}
+    for path in ("/pause_generation", "/continue_generation"):
+        refused = server.client.post(path, json=other)
+        assert refused.status_code == 423
+        assert "trainer" in refused.json()["error"]["message"]
+    time.sleep(0.6)
+    assert server.post("/pause_generation", lease)["paused"] is True
+    time.sleep(0.6)
+    assert server.client.get("/is_paused").json()["is_paused"] is True
+    # Nobody renews it any more: the request that waits is answered all the same.
+    assert len(generate(server, max_tokens=5)["token_ids"]) == 5
+    state = server.client.get("/is_paused").json()
+    assert (state["is_paused"], state["leases_expired"]) == (False, 1)
+
+
+def test_a_pause_without_a_lease_is_ended_by_its_owner_or_by_no_name(
+    server: Server,
+) -> None:
+    for ends in ({"owner": "a"}, {}):
+        server.post("/pause_generation", {"mode": "in_place", "owner": "a"})
+        assert server.post("/continue_generation", ends)["paused"] is False
+
+
+@pytest.mark.parametrize(
+    "bad", [{"lease_s": -1}, {"lease_s": "long"}, {"lease_s": True}, {"owner": ""}]
+)
+def test_a_lease_that_cannot_be_is_malformed(
+    server: Server, bad: dict[str, Any]
+) -> None:
+    reply = server.client.post("/pause_generation", json={"mode": "in_place"} | bad)
+    assert reply.status_code == 400
+    assert next(iter(bad)) in reply.json()["error"]["message"]
+    assert server.client.get("/is_paused").json()["is_paused"] is False
+
+
 def test_a_pause_that_aborts_returns_what_there_is(server: Server) -> None:
     chunks = stream(server, 900)
     next(chunks)
@@ -180,7 +220,7 @@ def test_a_pause_that_aborts_returns_what_there_is(server: Server) -> None:
     assert reply["num_aborted"] == 1
     assert last["choices"][0]["finish_reason"] == "abort"
     paused = server.client.get("/is_paused").json()
-    assert paused == {"is_paused": True, "mode": "abort"}
+    assert (paused["is_paused"], paused["mode"]) == (True, "abort")
     assert server.post("/continue_generation")["paused"] is False
     assert len(generate(server)["token_ids"]) == 16
 

@@ -59,6 +59,12 @@ class InflightConfig:
         "is aborted and serving goes on with the old weights. 0.1 to 86400.",
         limits=(0.1, 86400),
     )
+    pause_lease_s: float = _knob(
+        0.0,
+        "Seconds after which a pause ends by itself unless its controller renews it, "
+        "where the pause does not say; 0: never. 0 to 86400.",
+        limits=(0, 86400),
+    )
     stage_share: float = _knob(
         0.07,
         "Share of one core that staging may take from each rank while it decodes; "

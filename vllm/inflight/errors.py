@@ -16,6 +16,7 @@ InflightError
  │   │   └─ OutOfDeviceMemory    the device lacks memory for a second set
  │   ├─ NothingToRollBack    no earlier version is held
  │   └─ PauseConflict        a pause forbids it, or needs another mode
+ ├─ PausedByAnother 423  the pause is somebody else's
  ├─ WeightsMismatch 422  the weights are incomplete or not as announced
  ├─ EngineFault     500  a rank failed where none may
  │   ├─ ArenaFault           a call of the GPU's driver failed
@@ -197,6 +198,14 @@ class PauseConflict(Conflict):
 
     code = "pause_conflict"
     remedy = "Continue first, or use the mode that the message names."
+
+
+class PausedByAnother(InflightError):
+    """The engine is paused by another owner than the one that asks."""
+
+    code = "paused_by_another"
+    status = 423
+    remedy = "Wait for that owner or its lease, or call without an owner."
 
 
 class WeightsMismatch(InflightError):

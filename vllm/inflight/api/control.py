@@ -174,13 +174,21 @@ class Control:
         """Let the trainer's connection go."""
         return await self._call("transport", order="shutdown")
 
-    async def pause(self, mode: str = "abort", *, flush_cache: bool = False) -> Reply:
-        """Stop decoding between two steps."""
-        return await self._call("pause", mode=mode, flush_cache=flush_cache)
+    async def pause(
+        self,
+        mode: str = "abort",
+        *,
+        flush_cache: bool = False,
+        lease_s: float | None = None,
+        owner: str | None = None,
+    ) -> Reply:
+        """Stop decoding between two steps, or renew the lease on that."""
+        facts = {"mode": mode, "flush_cache": flush_cache}
+        return await self._call("pause", **facts, lease_s=lease_s, owner=owner)
 
-    async def resume(self) -> Reply:
+    async def resume(self, owner: str | None = None) -> Reply:
         """Go on after a pause."""
-        return await self._call("resume")
+        return await self._call("resume", owner=owner)
 
     async def _call(self, method: str, **body: Any) -> Reply:
         return _merged(await self._door.call(method, body))

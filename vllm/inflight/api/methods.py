@@ -122,11 +122,19 @@ async def pause_generation(
     mode: str = "abort",
     clear_cache: bool | None = None,
     flush_cache: bool | None = None,
+    lease_s: float | None = None,
+    owner: str | None = None,
 ) -> Reply:
     """Pause between two steps; modes `in_place` (`keep`), `retract`, `abort`, `wait`.
 
     `clear_cache` is upstream's argument with upstream's effect and default
     (true): `keep` with it retracts and flushes. `flush_cache` is ours.
+
+    Args:
+        lease_s: seconds after which decoding goes on unless the same call is made
+            again; 0 for never, None for `--inflight-pause-lease-s`.
+        owner: whose pause it is; another owner can then neither change nor end it.
+
     """
     if flush_cache is None:
         flush_cache = True if clear_cache is None else clear_cache
@@ -135,7 +143,9 @@ async def pause_generation(
     renderer = getattr(self, "renderer", None)
     if flush_cache and renderer is not None:
         await renderer.clear_mm_cache_async()
-    return await control_of(self).pause(mode, flush_cache=flush_cache)
+    return await control_of(self).pause(
+        mode, flush_cache=flush_cache, lease_s=lease_s, owner=owner
+    )
 
 
 async def is_paused(self: Any) -> bool:
@@ -143,9 +153,9 @@ async def is_paused(self: Any) -> bool:
     return bool((await control_of(self).paused())["is_paused"])
 
 
-async def continue_generation(self: Any) -> Reply:
+async def continue_generation(self: Any, owner: str | None = None) -> Reply:
     """Go on after a pause; going on twice is going on once."""
-    return await control_of(self).resume()
+    return await control_of(self).resume(owner)
 
 
 async def resume_generation(self: Any) -> None:

@@ -46,11 +46,17 @@ async def _pause_generation(engine: Any, body: dict[str, Any]) -> Reply:
     flush = body.get("flush_cache", False)
     if not isinstance(flush, bool):
         raise Malformed("flush_cache must be true or false")
-    return await pause_engine(engine, mode=mode, flush_cache=flush)
+    return await pause_engine(
+        engine,
+        mode=mode,
+        flush_cache=flush,
+        lease_s=body.get("lease_s"),
+        owner=body.get("owner"),
+    )
 
 
 async def _resume(engine: Any, body: dict[str, Any]) -> Reply:
-    return await _control(engine).resume() | {"status": "resumed"}
+    return await _control(engine).resume(body.get("owner")) | {"status": "resumed"}
 
 
 async def _is_paused(engine: Any, body: dict[str, Any]) -> Reply:

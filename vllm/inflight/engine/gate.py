@@ -52,7 +52,7 @@ class Gate:
         self.farewells: list[str] = []
         """Ids of requests aborted in an engine without an output queue."""
         self.turns = Turns(self.rouse)
-        self.pauses = Pauses(core, self)
+        self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
         if self._ranks.reason is not None:
             logger.error(
                 "weights of this engine cannot be updated in flight: %s",
@@ -182,12 +182,13 @@ class Gate:
         return self.pauses.pause(
             PauseMode.parse(body.get("mode") or "abort"),
             flush_cache=bool(body.get("flush_cache")),
+            lease_s=body.get("lease_s"),
+            owner=body.get("owner"),
         )
 
     def resume(self, body: dict[str, Any]) -> dict[str, Any]:
         """Go on after a pause; going on twice is going on once."""
-        del body
-        return self.pauses.resume()
+        return self.pauses.resume(body.get("owner"))
 
     def paused(self, body: dict[str, Any]) -> dict[str, Any]:
         """Whether decoding stands still, and in which mode."""
@@ -196,6 +197,7 @@ class Gate:
 
     def close(self) -> None:
         """End the watch and give the board back."""
+        self.pauses.close()
         self.updates.close()
         self._ranks.close()
 

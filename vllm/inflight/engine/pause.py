@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.lease import Lease, lease_owner, lease_seconds
 from vllm.inflight.errors import PauseConflict
 from vllm.inflight.update import PauseMode
 
@@ -29,19 +30,31 @@ STRICTNESS = [PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.ABORT]
 class Pauses:
     """The pause of one engine core, if there is one."""
 
-    def __init__(self, core: Any, gate: Any) -> None:
+    def __init__(self, core: Any, gate: Any, *, lease_s: float) -> None:
         self._core = core
         self._gate = gate
         self._mode: PauseMode | None = None
+        self._lease = Lease(gate.turns.submit, self._go_on)
+        self._lease_s = lease_s
 
     @property
     def is_paused(self) -> bool:
         """Whether decoding stands still or is about to."""
         return bool(self._core.is_scheduler_paused())
 
-    def pause(self, mode: PauseMode, *, flush_cache: bool) -> Any:
-        """Pause; replies when the mode has taken effect."""
+    def pause(
+        self,
+        mode: PauseMode,
+        *,
+        flush_cache: bool,
+        lease_s: Any = None,
+        owner: Any = None,
+    ) -> Any:
+        """Pause, or renew the lease; replies when the mode has taken effect."""
         started = time.perf_counter()
+        owner, seconds = lease_owner(owner), lease_seconds(lease_s, self._lease_s)
+        if self.is_paused:
+            self._lease.check(owner)
         if self.is_paused and self._mode is not None and _is_looser(mode, self._mode):
             raise PauseConflict(
                 f"the engine is paused {self._mode.value}; that cannot become "
@@ -68,6 +81,7 @@ class Pauses:
             pending = self._core.pause_scheduler("abort", False)
         else:
             pending = self._core.pause_scheduler("keep", False)
+        self._lease.take(owner, seconds)
 
         def settle() -> dict[str, Any]:
             if mode is PauseMode.RETRACT:
@@ -78,17 +92,35 @@ class Pauses:
 
         return _then(pending, settle)
 
-    def resume(self) -> dict[str, Any]:
+    def resume(self, owner: Any = None) -> dict[str, Any]:
         """Go on, on whatever weights are live."""
         started = time.perf_counter()
-        self._mode = None
-        self._core.resume_scheduler()
+        if self.is_paused:
+            self._lease.check(lease_owner(owner))
+        self._lease.drop()
+        self._go_on()
         return self._reply(started)
 
     def state(self) -> dict[str, Any]:
-        """Whether decoding stands still, and in which mode."""
+        """Whether decoding stands still, in which mode, whose it is and how long."""
         mode = self._mode if self.is_paused else None
-        return {"is_paused": self.is_paused, "mode": mode and mode.value}
+        return {
+            "is_paused": self.is_paused,
+            "mode": mode and mode.value,
+            "owner": self._lease.owner,
+            "lease_left_s": self._lease.left_s,
+            "leases_expired": self._lease.num_expired,
+        }
+
+    def close(self) -> None:
+        """No lease outlives its engine."""
+        self._lease.drop()
+
+    def _go_on(self) -> None:
+        self._mode = None
+        self._core.resume_scheduler()
+        # A loop that was idle would go on waiting for its input queue.
+        self._gate.rouse()
 
     def flush(self) -> None:
         """Drop the prefix cache, the connector's and the encoder's."""
@@ -167,6 +199,8 @@ class Pauses:
             "num_running": running,
             "num_waiting": waiting,
             "weight_version": self._gate.version.label,
+            "lease_s": self._lease.left_s,
+            "owner": self._lease.owner,
             "seconds": round(time.perf_counter() - started, 6),
         }
 

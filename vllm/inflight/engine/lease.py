@@ -1,0 +1,99 @@
+"""A lease on a pause: it ends by itself when nobody renews it.
+
+A controller that dies must not park an engine for ever. So a pause may say for how long
+it holds and whose it is; asking again renews it, and when it runs out, the engine goes
+on with the weights it has.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.errors import Malformed, PausedByAnother
+
+LONGEST_S = 86400
+
+logger = upstream.init_logger(__name__)
+
+
+class Lease:
+    """The lease of one engine core's pause; changed between two steps only."""
+
+    def __init__(self, turn: Callable[[Callable[[], Any]], Any], expire: Any) -> None:
+        self._turn = turn
+        """Has a call run between two steps."""
+        self._expire = expire
+        self.owner: str | None = None
+        self.num_expired = 0
+        self._ends: float | None = None
+        self._timer: threading.Timer | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it runs out; None if it does not."""
+        return None if self._ends is None else max(0.0, self._ends - time.monotonic())
+
+    def check(self, owner: str | None) -> None:
+        """Raise `PausedByAnother` if the pause is somebody else's.
+
+        Who names no owner is not held up: that is an operator's way in.
+        """
+        if None not in (owner, self.owner) and owner != self.owner:
+            left = self.left_s
+            raise PausedByAnother(
+                f"the engine is paused by {self.owner!r}"
+                + ("" if left is None else f", for {left:.1f} s unless renewed")
+            )
+
+    def take(self, owner: str | None, seconds: float | None) -> None:
+        """Begin, or renew; without `seconds` it does not run out."""
+        self.drop()
+        self.owner = owner
+        if seconds is not None:
+            self._ends = time.monotonic() + seconds
+            timer = threading.Timer(seconds, self._run_out)
+            timer.name, timer.daemon = "inflight-lease", True
+            self._timer = timer
+            timer.start()
+
+    def drop(self) -> None:
+        """The pause is over, or has another lease now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.owner = self._ends = self._timer = None
+
+    def _run_out(self) -> None:
+        timer = threading.current_thread()
+
+        def end() -> None:
+            if self._timer is not timer:
+                return  # renewed, or over, before this turn came
+            logger.warning(
+                "the lease of %r on the pause has run out: decoding goes on", self.owner
+            )
+            self.num_expired += 1
+            self.drop()
+            self._expire()
+
+        self._turn(end)
+
+
+def lease_seconds(value: Any, default: float) -> float | None:
+    """`lease_s` of a request; 0 is none, and `default` is for one that says nothing."""
+    if value is None:
+        value = default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= LONGEST_S:
+        raise Malformed(f"lease_s must be seconds from 0 to {LONGEST_S}, got {value!r}")
+    return float(value) or None
+
+
+def lease_owner(value: Any) -> str | None:
+    """`owner` of a request."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise Malformed(f"owner must be a string that is not empty, got {value!r}")
+    return value
