@@ -151,10 +151,11 @@ def test_after_a_commit_that_waited_the_requests_that_queued_go_on(
 def test_a_commit_that_waits_can_be_asked_for_again_and_given_up(
     server: Server, new: Path
 ) -> None:
-    chunks = stream(server, 900)
-    next(chunks)
     server.post("/start_weight_update", {"update_id": "waiting"})
     server.post("/update_weights", {"update_info": {"path": str(new)}})
+    # Begun when the weights are there: on a busy machine it might be over before.
+    chunks = stream(server, 900)
+    next(chunks)
     finish = {"update_id": "waiting", "mode": "wait"}
     with ThreadPoolExecutor(2) as pool:
         replies = [
