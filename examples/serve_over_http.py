@@ -8,6 +8,7 @@ python -m examples.serve_over_http URL     # uses one that serves this model:
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ START_S = 180
 
 
 @contextmanager
-def served(folder: str) -> Iterator[str]:
+def served(folder: str, backend: str = "local") -> Iterator[str]:
     """The URL of a server that lives as long as the `with`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -33,7 +34,7 @@ def served(folder: str) -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder]
     command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager"]
     command += ["--dtype", "float32"]
-    command += ["--weight-transfer-config", '{"backend": "local"}']
+    command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     url = f"http://127.0.0.1:{port}"
     print(f"starting vllm serve on {url} …")
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -72,6 +72,7 @@ class Trainer:
         for _ in range(num_steps):
             starts = torch.randint(len(self._tokens) - ROW, (4,))
             rows = torch.stack([self._tokens[s : s + ROW] for s in starts])
+            rows = rows.to(self.model.device)
             loss = self.model(input_ids=rows, labels=rows).loss
             self._optimizer.zero_grad()
             loss.backward()

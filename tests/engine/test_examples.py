@@ -51,6 +51,19 @@ def test_an_async_llm_streams_while_a_trainer_publishes():
     assert [version for _, _, version in spans[-1]] == ["step-60"]
 
 
+def test_upstreams_trainer_interface_and_a_server_over_http():
+    shown = run("broadcast_over_http")
+    said = re.findall(r"\['(\S+)'\] '(.*)'", shown)
+    assert [label for label, _ in said] == [
+        "default",
+        "update-1",
+        "update-2",
+        "update-3",
+    ]
+    assert LEARNED not in said[0][1]
+    assert LEARNED in said[-1][1]
+
+
 def test_a_trainer_process_and_a_server_over_http():
     shown = run("serve_over_http")
     assert f"['step-60'] '{LEARNED}" in shown

@@ -74,7 +74,7 @@ def settle_in(load: Callable[[], torch.nn.Module], vllm_config: Any) -> torch.nn
     except BaseException:
         arena.close()
         raise
-    return _report(model, _furnish(model, arena), staging)
+    return _report(model, _furnish(model, arena, vllm_config), staging)
 
 
 def move_out(model: torch.nn.Module) -> None:
@@ -99,13 +99,16 @@ def _report(
     return model
 
 
-def _furnish(model: torch.nn.Module, arena: Arena) -> Residence:
-    strays = [name for name, tensor in tensors(model) if not arena.contains(tensor)]
+def _furnish(model: torch.nn.Module, arena: Arena, vllm_config: Any) -> Residence:
+    # Before a second set takes its memory: not every model can use one.
+    if (reason := swappable.obstacle(model, vllm_config)) is not None:
+        return Residence(arena, reason)
+    for name, tensor in tensors(model):
+        if not arena.contains(tensor):
+            reason = f"{name} was not allocated by the thread that loads the model"
+            return Residence(arena, reason)
     try:
         arena.consolidate()
-        if strays:
-            reason = f"{strays[0]} was not allocated by the thread that loads the model"
-            return Residence(arena, reason)
         arena.pair()
     except ArenaTorn:
         raise

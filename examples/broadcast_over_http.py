@@ -1,0 +1,56 @@
+"""vLLM's own trainer interface, over NCCL (on a CPU: gloo), into a live server.
+
+python -m examples.broadcast_over_http
+
+The client and the source are upstream's; only the backend's name is ours. Each
+`send_weights` is one update: staged while the server answers, then committed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from examples.serve_over_http import say, served
+from examples.tiny_model import Trainer, make_checkpoint
+from vllm.inflight.wire.trainer import GlooTrainerInitInfo, NcclTrainerInitInfo
+
+NUM_GPUS = torch.cuda.device_count()
+InitInfo = NcclTrainerInitInfo if NUM_GPUS else GlooTrainerInitInfo
+
+
+def main() -> None:
+    """Three versions, and what the server says with each."""
+    if NUM_GPUS == 1:
+        raise SystemExit("NCCL needs a second GPU: one for the server, one for us")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(make_checkpoint(folder))
+        if NUM_GPUS:
+            torch.cuda.set_device(NUM_GPUS - 1)  # the server takes the first
+            trainer.model.cuda()
+        with served(folder, InitInfo.backend) as url:
+            sender = WeightTransferTrainerFactory.trainer_init(
+                InitInfo(
+                    rank=0,
+                    master_address="127.0.0.1",
+                    master_port=0,  # any that is free
+                    world_size=2,  # this trainer, and a server of one worker
+                ),
+                client=HTTPVLLMWeightSyncClient(url),
+                source=ModuleSource(trainer.model),
+            )
+            say(url)
+            for _ in range(3):
+                loss = trainer.train(num_steps=20)
+                print(f"step {trainer.step}: loss {loss:.2f}")
+                sender.send_weights()
+                say(url)
+            sender.shutdown()
+
+
+if __name__ == "__main__":
+    main()
