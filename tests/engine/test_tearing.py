@@ -100,7 +100,12 @@ def reference(versions: dict[str, Path]) -> Reference:
 
 @pytest.fixture(scope="module")
 def llm(start: Callable[..., Any], versions: dict[str, Path]) -> Any:
-    return start(versions["a"], dtype="float32")
+    # Staging need not be modest here: it is the commits that are looked at.
+    return start(
+        versions["a"],
+        dtype="float32",
+        additional_config={"inflight": {"stage_share": 1}},
+    )
 
 
 def test_every_step_of_300_commits_under_load_is_of_one_version(

@@ -19,7 +19,9 @@ from tests.wire.peers import (
     send,
     tensors,
     transfer,
+    update,
 )
+from vllm.inflight.wire.watch import in_background
 
 
 @pytest.fixture
@@ -109,7 +111,11 @@ def test_the_tensors_of_a_source_may_share_their_memory(worker):
             for i in range(20):
                 yield f"{i}", memory.fill_(float(i))
 
-    transfer(worker, sender, Reused())
+    # To announce is to look at every tensor; from the source, that would write them.
+    facts = {f"{i}": memory for i in range(20)}
+    sending = in_background(lambda: send(sender, Reused(), **facts))
+    update(worker, facts)
+    sending.result(timeout=60)
     assert [int(t[0]) for t in worker.model.loaded.values()] == list(range(20))
     sender.group.close()
 
