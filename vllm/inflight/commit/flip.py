@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from vllm.inflight.errors import ArenaTorn
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.swappable import PACKED
@@ -114,10 +115,13 @@ class Copy:
         """Copy them all on the stream that computes, between two of its steps."""
         stream = torch.cuda.current_stream(self._shadow.device)
         started = time.perf_counter()
-        with torch.no_grad():
-            for param, twin in self._pairs:
-                param.copy_(twin, non_blocking=True)
-        self._shadow.busy = torch.cuda.Event(blocking=True)
-        self._shadow.busy.record(stream)
-        self._shadow.busy.synchronize()
+        try:
+            with torch.no_grad():
+                for param, twin in self._pairs:
+                    param.copy_(twin, non_blocking=True)
+            self._shadow.busy = torch.cuda.Event(blocking=True)
+            self._shadow.busy.record(stream)
+            self._shadow.busy.synchronize()
+        except RuntimeError as error:
+            raise ArenaTorn(f"copying the new weights broke off: {error}") from error
         return time.perf_counter() - started

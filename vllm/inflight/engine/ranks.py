@@ -6,7 +6,7 @@ from the board. The one RPC that is waited for is the flip.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import (
@@ -62,6 +62,8 @@ class Ranks:
         Returns the longest time a rank took, in seconds.
         """
         replies = self._raw("inflight_flip")
+        if any(reply.get("torn") for reply in replies):
+            _stop(replies)
         failed = [r["error"] for r in replies if "error" in r]
         if not failed:
             return max(reply["ok"] for reply in replies)
@@ -90,11 +92,7 @@ class Ranks:
     def _flip_back(self, ranks: list[int]) -> None:
         replies = self._raw("inflight_flip", ranks)
         if any("error" in reply for reply in replies):
-            # Some ranks serve the new weights, some the old: stop here and now.
-            raise SystemExit(
-                "vllm-inflight: ranks serve different weights after a failed flip "
-                f"and could not be flipped back: {replies}"
-            )
+            _stop(replies)
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         replies = self._raw(method, *args)
@@ -106,6 +104,14 @@ class Ranks:
     def _raw(self, method: str, *args: Any) -> list[dict[str, Any]]:
         replies: list[dict[str, Any]] = self._executor.collective_rpc(method, args=args)
         return replies
+
+
+def _stop(replies: list[dict[str, Any]]) -> NoReturn:
+    """Rather than serve a mixture of two versions, serve nothing."""
+    raise SystemExit(
+        "vllm-inflight: a flip failed and could not be taken back, so the weights at "
+        f"hand are of no version; what the ranks say: {replies}"
+    )
 
 
 def verdict(notices: list[dict[str, Any]], serial: int) -> InflightError | str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import ConfigError
+from vllm.inflight.errors import ArenaTorn, ConfigError
 from vllm.inflight.patch.record import Patch
 
 
@@ -102,6 +102,8 @@ def _shutdown(original: Any) -> Any:
 def _answer(call: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"ok": call()}
+    except ArenaTorn as error:
+        return {"error": str(error), "torn": True}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

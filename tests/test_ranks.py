@@ -1,0 +1,69 @@
+"""A flip that fails: all ranks go back, or the engine stops."""
+
+import pytest
+
+from vllm.inflight.engine.ranks import Ranks
+from vllm.inflight.errors import ArenaTorn, EngineFault
+from vllm.inflight.patch.worker import inflight_flip
+
+ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
+GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}
+TORN = {"error": "lost", "torn": True}
+
+
+class Executor:
+    """Two ranks whose answers to flips are given."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.flips = []
+
+    def collective_rpc(self, method, args=(), **_):
+        if method == "inflight_attach":
+            return [ATTACHED, ATTACHED]
+        self.flips.append(args)
+        return self.answers.pop(0)
+
+
+def flip(*answers):
+    executor = Executor(*answers)
+    ranks = Ranks(executor, 2)
+    try:
+        return ranks.flip(), executor.flips
+    finally:
+        ranks.close()
+
+
+def test_a_flip_of_all_ranks_is_one_call():
+    assert flip([GOOD, GOOD]) == (0.001, [()])
+
+
+def test_the_ranks_that_flipped_flip_back():
+    with pytest.raises(EngineFault, match="failed on 1 rank"):
+        flip([GOOD, BAD], [GOOD, GOOD])
+
+
+def test_ranks_that_cannot_go_back_stop_the_engine():
+    with pytest.raises(SystemExit, match="of no version"):
+        flip([GOOD, BAD], [BAD, GOOD])
+
+
+def test_a_rank_that_lost_its_weights_stops_the_engine_even_if_all_did():
+    with pytest.raises(SystemExit, match="lost"):
+        flip([TORN, TORN])
+
+
+def test_a_worker_tells_a_lost_set_from_a_flip_that_did_nothing():
+    class Worker:
+        rank = 0
+
+        class _inflight_stager:
+            error: Exception = ArenaTorn("lost")
+
+            @classmethod
+            def flip(cls):
+                raise cls.error
+
+    assert inflight_flip(Worker) == TORN
+    Worker._inflight_stager.error = RuntimeError("no")
+    assert inflight_flip(Worker) == BAD
