@@ -96,6 +96,23 @@ def test_a_tensor_of_another_form_is_not_replayed():
     assert plan.entry("u", torch.randn(8, 3)) is None
 
 
+def test_only_what_ends_up_whole_and_in_one_piece_has_a_place():
+    cases = {
+        "whole": (whole, (8, 3), (8, 3), True),
+        "padded": (padded, (8, 3), (5, 3), True),
+        "part of it": (second_shard, (8, 3), (9, 3), False),
+        "turned": (turned, (3, 8), (8, 3), False),
+        "columns": (lambda p, t: p.data[:, :2].copy_(t), (8, 3), (8, 2), False),
+    }
+    for name, (loader, param_shape, shape, expected) in cases.items():
+        param = torch.nn.Parameter(torch.zeros(param_shape), requires_grad=False)
+        plan = Plan()
+        plan.keep("t", recorded(loader, param, torch.randn(shape)))
+        assert (plan.place("t", shape, torch.float32) is not None) == expected, name
+        assert plan.place("t", shape, torch.bfloat16) is None
+        assert plan.place("t", (*shape, 1), torch.float32) is None
+
+
 def test_a_tensor_that_fills_nothing_is_not_kept():
     plan = Plan()
     tensor = torch.randn(8, 3)

@@ -99,7 +99,8 @@ class Sets:
                 n: (list(t.shape), "float32") for n, t in version(0).items()
             },
             renames=False,
-            plan=Plan(),
+            plan=(plan := Plan()),
+            place=plan.place,
             tables={},
         )
 
@@ -172,6 +173,38 @@ def test_batches_of_a_transport_are_loaded_as_such(sets):
         sets.stage(intake_weights)
         sets.arena.flip()
         assert shows(sets.live, version(seed))
+
+
+class InPlace:
+    """A transport that writes where it is told to, where it is told."""
+
+    def __init__(self, seed: int) -> None:
+        self._named = version(seed)
+        self.placed: set[str] = set()
+
+    def into(self, place) -> None:
+        for name, tensor in self._named.items():
+            if (target := place(name, tuple(tensor.shape), tensor.dtype)) is not None:
+                self._named[name] = target.copy_(tensor)
+                self.placed.add(name)
+
+    def __iter__(self):
+        return iter(self._named.items())
+
+
+def test_what_ends_up_in_one_piece_is_received_in_place(sets):
+    first = InPlace(1)
+    sets.stage(first)
+    assert not first.placed, "nothing is known before a loader has shown it"
+    sets.arena.flip()
+    for seed in (2, 3):
+        weights = InPlace(seed)
+        sets.stage(weights)
+        assert weights.placed == set(version(seed))
+        assert shows(sets.live, version(seed - 1))
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert sets.second.num_loads == len(version(0))
 
 
 def test_a_version_that_is_refused_leaves_what_is_live_and_the_next_one_works(sets):

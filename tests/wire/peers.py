@@ -106,7 +106,7 @@ def open_sender(meeting: Meeting, watch: Watch = PATIENT) -> Sender:
 
 def connect(engine: Any, **changes: Any) -> Sender:
     """A trainer in a thread of this process, and the engine joined to it."""
-    meeting = host()
+    meeting = host(bucket_bytes=changes.get("bucket_bytes", BUCKET_BYTES))
     opening = in_background(lambda: open_sender(meeting))
     engine.init_transfer_engine(
         engine.parse_init_info(init_info(meeting.port, **changes))

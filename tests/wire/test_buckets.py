@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.inflight.wire.buckets import plan
+from vllm.inflight.wire.buckets import extent, plan
 
 CASES = {
     "nothing at all": ([], []),
@@ -62,7 +64,7 @@ def test_every_byte_travels_once_aligned_and_in_order(sizes, bucket_bytes):
             assert piece.num_bytes > 0
             arrived[piece.tensor] += piece.num_bytes
             end = piece.place + piece.num_bytes
-        assert end == bucket.num_bytes <= bucket_bytes
+        assert end <= bucket_bytes
     assert arrived == sizes
 
 
@@ -72,3 +74,23 @@ def test_what_fits_into_a_bucket_is_whole_in_one(sizes):
     for piece in pieces:
         if sizes[piece.tensor] <= 2048:
             assert piece.num_bytes == sizes[piece.tensor]
+
+
+def test_a_large_tensor_travels_alone_and_small_ones_together():
+    [bucket] = plan([10, 20, 900, 30, 900, 900, 5], 8192, large=500)
+    messages = [[p.tensor for p in message] for message in bucket.messages]
+    assert messages == [[0, 1], [2], [3], [4], [5], [6]]
+    assert extent(bucket.messages[0]) == slice(0, 256 + 20)
+
+
+def test_every_piece_of_a_large_tensor_travels_alone():
+    buckets = plan([1500, 10], 1024, large=500)
+    assert [len(bucket.messages) for bucket in buckets] == [1, 2]
+
+
+@given(st.lists(st.integers(0, 5000), max_size=40))
+def test_messages_hold_every_piece_in_order(sizes):
+    for bucket in plan(sizes, 2048, large=700):
+        assert [p for m in bucket.messages for p in m] == bucket.pieces
+        ends = [extent(message) for message in bucket.messages]
+        assert all(a.stop <= b.start for a, b in pairwise(ends))

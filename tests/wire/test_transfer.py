@@ -142,3 +142,38 @@ def test_a_model_that_refuses_a_tensor_does_not_cost_the_group(worker):
     transfer(worker, sender, tensors(9))
     assert digests(model.loaded.items()) == digests(tensors(9).items())
     sender.group.close()
+
+
+class InPlace(Recorder):
+    """A model that knows where its large tensors end up."""
+
+    def __init__(self, named):
+        super().__init__()
+        self.places = {n: torch.empty_like(t) for n, t in named.items()}
+        self.in_place: set[str] = set()
+
+    def load_weights(self, weights):
+        weights.into(lambda name, shape, dtype: self.places.get(name))
+        for name, tensor in weights:
+            if tensor.data_ptr() == self.places[name].data_ptr():
+                self.in_place.add(name)
+            self.loaded[name] = tensor.clone()
+
+
+def test_large_tensors_are_received_where_they_end_up(worker):
+    def version(seed):
+        random = torch.Generator().manual_seed(seed)
+        return {
+            "longer_than_two_buckets": torch.randn(5 << 19, generator=random),
+            "small": torch.randn(64, generator=random),
+            "large": torch.randn(1024, 300, generator=random),
+            "last": torch.randn(3, generator=random),
+        }
+
+    worker.model = InPlace(version(0))
+    sender = connect(worker, bucket_bytes=4 << 20)
+    for seed in (1, 2):
+        transfer(worker, sender, version(seed))
+        assert digests(worker.model.loaded.items()) == digests(version(seed).items())
+        assert worker.model.in_place == {"longer_than_two_buckets", "large"}
+    sender.group.close()

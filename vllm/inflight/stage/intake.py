@@ -152,6 +152,9 @@ class Intake:
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:
         """`weights`, as many at once as their transport has."""
         batches = getattr(weights, "batches", None)
+        if (into := getattr(weights, "into", None)) is not None:
+            own = self._manifest.name_map
+            into(lambda name, *form: self._shadow.place(own.get(name, name), *form))
         try:
             yield from batches() if batches else ([pair] for pair in weights)
         except Exception as error:
@@ -181,10 +184,8 @@ class Intake:
         self._seen[name] = ops.Digest.ZERO
         if not self._verify or tensor.is_cuda:
             return True
-        digest, bad = ops.digest([tensor])[0], 0
-        if not self._allow_nonfinite:
-            bad = ops.count_nonfinite([tensor])[0]
-        return self._judge(name, digest, bad)
+        bad = 0 if self._allow_nonfinite else ops.count_nonfinite([tensor])[0]
+        return self._judge(name, ops.digest([tensor])[0], bad)
 
     def _judge(self, name: str, digest: ops.Digest, num_nonfinite: int) -> bool:
         """Whether the content of a tensor is what was announced, and can be served."""
@@ -205,7 +206,8 @@ class Intake:
             return True
         if name not in self._known:
             # A head tied to the embedding is in many checkpoints; loaders skip it.
-            if not (name == "lm_head.weight" and self._tied):
+            tied = self._shadow.model_config.hf_config.tie_word_embeddings
+            if not (name == "lm_head.weight" and tied):
                 self._unknown[name] = (list(shape), dtype)
             return False
         # The shape is known to the loaders, for every shard; they refuse.
@@ -218,10 +220,6 @@ class Intake:
             self._wrong[name] = f"it is {dtype}, the model's is {expected_dtype}"
             return False
         return True
-
-    @property
-    def _tied(self) -> bool:
-        return bool(self._shadow.model_config.hf_config.tie_word_embeddings)
 
     # ------------------------------------------------------ behind the door
     def watch(self) -> None:

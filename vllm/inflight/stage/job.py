@@ -29,6 +29,7 @@ from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import pace_of
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.nccl import still_writes
 
 POLL_S = 0.02
 LAST_ORDERS = ("seal", "init", "shutdown")
@@ -108,6 +109,11 @@ class Job(threading.Thread):
         self._pace.hurry_after(payload["deadline_s"] / 2)
         manifest = Manifest.parse(payload["manifest"]) if payload["manifest"] else None
         self._transport = self._choose(payload["transport"])
+        if still_writes():
+            raise EngineFault(
+                "a broadcast of an aborted update has not ended on the GPU and may "
+                "still write; if this stays so, restart the engine"
+            )
         # From here on the set served before is gone: this is the first write.
         self._stager.open()
         self._notice["state"] = "staging"

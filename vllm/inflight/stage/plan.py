@@ -57,6 +57,23 @@ class Plan:
             return None
         return found if tensor.is_contiguous() else None
 
+    def place(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Where such a tensor ends up, if that is whole and in one piece.
+
+        A transport may then receive it there: nothing else is written with it but
+        constants.
+        """
+        entry = self._entries.get(name)
+        if entry is None or (entry.shape, entry.dtype) != (shape, dtype):
+            return None
+        if len(entry.copies) != 1:
+            return None
+        target, (offset, copied, _) = entry.copies[0]
+        is_whole = offset == 0 and copied == tuple(shape) == tuple(target.shape)
+        return target if is_whole and target.is_contiguous() else None
+
     def keep(self, name: str, entry: Entry) -> None:
         """Remember an entry, if all of it can be replayed."""
         if entry.is_whole and entry.filled:
@@ -70,6 +87,8 @@ def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
     for entry, tensor in known:
         first = tensor.storage_offset()
         for target, (offset, shape, stride) in entry.copies:
+            if target.data_ptr() == tensor.data_ptr():
+                continue  # received in place
             targets.append(target)
             sources.append(tensor.as_strided(shape, stride, first + offset))
         for target in entry.zeros:

@@ -117,6 +117,13 @@ class Shadow:
             for name, shape in self.required.items()
         )
 
+    def place(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Where a transport of this device may receive a tensor; see `Plan.place`."""
+        target = self.plan.place(name, shape, dtype) if self.plan else None
+        return target if target is not None and target.device == self.device else None
+
     def known_names(self) -> Known:
         """Checkpoint names this rank's model is made of, with shape and dtype.
 

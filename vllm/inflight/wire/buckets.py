@@ -1,8 +1,10 @@
-"""Buckets: how tensors of given sizes are laid into messages of one size.
+"""Buckets: how tensors of given sizes are laid into buffers of one size.
 
 A pure function of the sizes, so both ends compute it and nothing about it is sent.
 A tensor that fits into a bucket lies in one, whole and aligned, and can be used where
-it arrives; a larger one fills what is left of a bucket and goes on in the next.
+it arrives; a larger one fills what is left of a bucket and goes on in the next. A large
+tensor travels in messages of its own, so that whoever knows where it ends up may
+receive it there; small ones share a message.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from dataclasses import dataclass, field
 
 ALIGNMENT = 256
 """Bytes; what CUDA's own allocations are aligned to, so kernels read whole lines."""
+
+LARGE = 1 << 20
+"""Bytes from which a tensor is large: a message more costs little beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +30,39 @@ class Piece:
     place: int
     """Its first byte, counted in the bucket; a multiple of the alignment."""
     num_bytes: int
+    is_alone: bool
+    """Whether it is a message of its own."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """One message."""
+    """What is sent at once."""
 
     pieces: list[Piece] = field(default_factory=list)
-    num_bytes: int = 0
-    """Up to the end of the last piece; what lies between pieces is never read."""
+
+    @property
+    def messages(self) -> list[list[Piece]]:
+        """Its pieces, those together that travel together."""
+        messages: list[list[Piece]] = []
+        for piece in self.pieces:
+            if messages and not (piece.is_alone or messages[-1][0].is_alone):
+                messages[-1].append(piece)
+            else:
+                messages.append([piece])
+        return messages
+
+
+def extent(message: list[Piece]) -> slice:
+    """The bytes of the bucket it takes; what lies between pieces is never read."""
+    return slice(message[0].place, message[-1].place + message[-1].num_bytes)
 
 
 def plan(
-    sizes: Iterable[int], bucket_bytes: int, alignment: int = ALIGNMENT
+    sizes: Iterable[int],
+    bucket_bytes: int,
+    *,
+    alignment: int = ALIGNMENT,
+    large: int = LARGE,
 ) -> list[Bucket]:
     """The buckets that carry tensors of `sizes` bytes, in order.
 
@@ -47,6 +72,7 @@ def plan(
         sizes: bytes of each tensor.
         bucket_bytes: most bytes of a bucket; a multiple of `alignment`.
         alignment: of each piece in its bucket, in bytes.
+        large: bytes from which a tensor travels alone.
 
     """
     assert bucket_bytes > 0 and bucket_bytes % alignment == 0
@@ -62,8 +88,8 @@ def plan(
                 free = bucket_bytes
             place = bucket_bytes - free
             taken = min(size - start, free)
-            buckets[-1].pieces.append(Piece(index, start, place, taken))
-            buckets[-1].num_bytes = place + taken
+            piece = Piece(index, start, place, taken, size >= large)
+            buckets[-1].pieces.append(piece)
             start += taken
             free -= min(free, -(-taken // alignment) * alignment)
     return buckets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -37,20 +38,21 @@ class GlooGroup:
         except RuntimeError as error:
             raise TransferFault(f"gloo could not connect all ranks: {error}") from error
 
-    def broadcast(self, buffer: torch.Tensor, watch: Watch) -> Pending:
+    def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
         """Begin to send or receive; see `Group.broadcast`."""
         del watch  # gloo only enters it in a queue
         if self.ended is not None:
             raise lost(self.ended)
-        work = self._gloo.broadcast(buffer, 0)
+        works = [self._gloo.broadcast(buffer, 0) for buffer in buffers]
 
         def ready() -> bool:
             if self.ended is not None:
                 raise lost(self.ended)
             failure = None
-            if work.is_completed():
+            if all(work.is_completed() for work in works):
                 try:
-                    work.wait()
+                    for work in works:
+                        work.wait()
                     return True
                 except RuntimeError as error:
                     failure = f"gloo says {str(error).splitlines()[0]}"

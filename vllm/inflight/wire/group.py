@@ -5,7 +5,7 @@ Made anew after every failure: a group that was aborted stays so, and says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,15 +27,15 @@ class Group(Protocol):
     ended: str | None
     """Why nothing can be sent any more; None while it can."""
 
-    def broadcast(self, buffer: torch.Tensor, watch: Watch) -> Pending:
-        """Begin to send the trainer's `buffer` into everybody's.
+    def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
+        """Begin to send the trainer's `buffers` into everybody's, all at once.
 
         It comes after all that the current stream was given so far, and after the
         broadcasts before it. `watch` bounds the beginning, not the broadcast.
 
         Args:
-            buffer: uint8, contiguous, equally long on every rank; it has to live
-                until the broadcast has ended.
+            buffers: uint8, contiguous, as many and as long on every rank; they have
+                to live until the broadcast has ended.
 
         """
         ...

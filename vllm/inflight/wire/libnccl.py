@@ -88,6 +88,8 @@ SIGNATURES: dict[str, list[Any]] = {
         _COMM,
         _STREAM,
     ],
+    "ncclGroupStart": [],
+    "ncclGroupEnd": [],
     "ncclCommFinalize": [_COMM],
     "ncclCommDestroy": [_COMM],
     "ncclCommAbort": [_COMM],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -24,8 +25,14 @@ UNIQUE_ID = "nccl_id"
 CLOSE_S = 2.0
 DRAIN_S = 2.0
 
-_undrained: list[object] = []
-"""Memory that a kernel which would not end may still write: never given back."""
+_undrained: list[tuple[torch.cuda.Stream, object]] = []
+"""Memory that a kernel which would not end may still write: not given back."""
+
+
+def still_writes() -> bool:
+    """Whether a kernel of a group that was aborted has not ended yet."""
+    _undrained[:] = [kept for kept in _undrained if not kept[0].query()]
+    return bool(_undrained)
 
 
 class NcclGroup:
@@ -42,7 +49,9 @@ class NcclGroup:
         # Around the handle: abort may come from another thread.
         self._lock = threading.Lock()
         self._comm: ctypes.c_void_p | None = None
-        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._under_way: deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = (
+            deque()
+        )
         # Torch's default priority is CUDA's lowest: decoding goes first.
         self._stream = torch.cuda.Stream(device)
         try:
@@ -71,24 +80,23 @@ class NcclGroup:
             self._comm = comm
             watch.until(self._is_settled, "NCCL to connect all ranks")
 
-    def broadcast(self, buffer: torch.Tensor, watch: Watch) -> Pending:
+    def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
         """Begin to send or receive on the wire's stream; see `Group.broadcast`."""
         self.follow()
-        address = buffer.data_ptr()
         event = torch.cuda.Event()
-        self._under_way.append((event, buffer))
+        self._under_way.append((event, buffers))
         with torch.cuda.device(self.device):
             with self._lock:
-                self._nccl.call(
-                    "ncclBroadcast",
-                    address,
-                    address,
-                    buffer.numel(),
-                    UINT8,
-                    0,
-                    self._handle(),
-                    self._stream.cuda_stream,
-                )
+                comm, stream = self._handle(), self._stream.cuda_stream
+                self._nccl.call("ncclGroupStart")  # one kernel for all of them
+                try:
+                    for buffer in buffers:
+                        place, size = buffer.data_ptr(), buffer.numel()
+                        self._nccl.call(
+                            "ncclBroadcast", place, place, size, UINT8, 0, comm, stream
+                        )
+                finally:
+                    self._nccl.call("ncclGroupEnd")
             # Until then the kernel may not be on the stream, and an event recorded
             # there would tell nothing of it.
             watch.until(self._is_settled, "NCCL to begin a broadcast")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 
 from vllm.inflight.wire.announcement import Announcement, Pair
-from vllm.inflight.wire.buckets import Bucket, plan
+from vllm.inflight.wire.buckets import Bucket, extent, plan
 from vllm.inflight.wire.group import Group, Pending
 from vllm.inflight.wire.slots import Slots, bucket_slots
 from vllm.inflight.wire.watch import Watch
@@ -17,6 +17,8 @@ from vllm.inflight.wire.watch import Watch
 T = TypeVar("T")
 Piece = tuple[int, torch.Tensor]
 """Index and bytes of a tensor."""
+Place = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor | None]
+"""Where a tensor of that name and form ends up whole and contiguous, if it does."""
 
 
 class Receiver:
@@ -36,23 +38,11 @@ class Receiver:
             watch: bounds the wait for each bucket.
 
         """
-        transfer = self._transfer(announced.sizes)
-        return Incoming(self.group, announced, transfer.run(watch))
+        return Incoming(self.group, announced, self._transfer(announced), watch)
 
-    def _transfer(self, sizes: list[int]) -> _Transfer:
-        buckets = plan(sizes, self.group.terms.bucket_bytes)
-        split = [
-            sizes[piece.tensor]
-            for bucket in buckets
-            for piece in bucket.pieces
-            if piece.num_bytes < sizes[piece.tensor]
-        ]
-        # Allocated once, before a broadcast is under way, for CUDA may then wait for
-        # the whole device. Two, since a model looks at one tensor until it asks for
-        # the next.
-        if max(split, default=0) > self._whole.num_bytes:
-            self._whole = Slots(2, max(split), self.group.device)
-        return _Transfer(self.group, self._slots, self._whole, sizes, buckets)
+    def _transfer(self, announced: Announcement) -> _Transfer:
+        buckets = plan(announced.sizes, self.group.terms.bucket_bytes)
+        return _Transfer(self.group, self._slots, self._whole, announced, buckets)
 
 
 class Incoming:
@@ -63,6 +53,9 @@ class Incoming:
     one when the next is asked for. To leave this before its end breaks the group:
     buckets are in flight.
 
+    Once it was told where tensors end up, those that are large come in there; what is
+    handed over is then that memory.
+
     Raises:
         TransferFault: a peer died, left or stalled; the group was aborted.
         Cancelled: likewise.
@@ -70,10 +63,15 @@ class Incoming:
     """
 
     def __init__(
-        self, group: Group, announced: Announcement, run: Iterator[list[Piece]]
+        self,
+        group: Group,
+        announced: Announcement,
+        transfer: _Transfer,
+        watch: Watch,
     ) -> None:
         self._group = group
-        self._batches = self._typed(announced, run)
+        self._transfer = transfer
+        self._batches = self._typed(announced, transfer.run(watch))
         self._pairs = (pair for batch in self._batches for pair in _taken(batch))
 
     def __iter__(self) -> Iterator[Pair]:
@@ -81,6 +79,10 @@ class Incoming:
 
     def __next__(self) -> Pair:
         return next(self._pairs)
+
+    def into(self, place: Place) -> None:
+        """Receive in place what `place` knows; to be called before the first tensor."""
+        self._transfer.into(place)
 
     def batches(self) -> Iterator[list[Pair]]:
         """The same, as many as became whole at once."""
@@ -122,22 +124,36 @@ class _Transfer:
         group: Group,
         slots: Slots,
         whole: Slots,
-        sizes: list[int],
+        announced: Announcement,
         buckets: list[Bucket],
     ) -> None:
         self._group = group
         self._slots = slots
         self._whole = whole
-        self._sizes = sizes
+        self._announced = announced
+        self._sizes = announced.sizes
         self._buckets = buckets
+        self._places: dict[int, torch.Tensor] = {}
+        """Of tensors that are received where they end up; their bytes."""
         self._split = torch.empty(0)
         """The buffer of the tensor that is being put together."""
         self._num_split = 0
         self._begun = 0
         self._in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
 
+    def into(self, place: Place) -> None:
+        """Find the places of those that travel alone."""
+        announced = self._announced
+        pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
+        for index in {piece.tensor for piece in pieces if piece.is_alone}:
+            form = announced.shapes[index], announced.dtypes[index]
+            found = place(announced.names[index], *form)
+            if found is not None:
+                self._places[index] = found.view(-1).view(torch.uint8)
+
     def run(self, watch: Watch) -> Iterator[list[Piece]]:
         """The index and the bytes of every tensor, bucket by bucket."""
+        self._make_room()
         empty = torch.empty(0, dtype=torch.uint8, device=self._group.device)
         if without := [(i, empty) for i, size in enumerate(self._sizes) if size == 0]:
             yield without
@@ -150,6 +166,21 @@ class _Transfer:
             del pending
             yield list(self._complete(bucket, buffer))
 
+    def _make_room(self) -> None:
+        """For tensors that no bucket holds whole, unless they have a place.
+
+        Before a broadcast is under way, for CUDA may then wait for the whole device;
+        and kept. Two, since a model looks at one tensor until it asks for the next.
+        """
+        split = [
+            self._sizes[piece.tensor]
+            for bucket in self._buckets
+            for piece in bucket.pieces
+            if piece.num_bytes < self._sizes[piece.tensor]
+            and piece.tensor not in self._places
+        ]
+        self._whole.grow(2, max(split, default=0))
+
     def _begin(self, number: int, watch: Watch) -> None:
         """Begin as many broadcasts as there is room for, beside bucket `number`.
 
@@ -160,10 +191,22 @@ class _Transfer:
             not self._in_flight or self._slots.is_free(self._begun)
         ):
             buffer = self._slots.take(self._begun)
-            received = buffer[: self._buckets[self._begun].num_bytes]
+            received = self._received(self._buckets[self._begun], buffer)
             pending = self._group.broadcast(received, watch)
             self._in_flight.append((buffer, pending))
             self._begun += 1
+
+    def _received(self, bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Where the messages of a bucket go: to their place, or into `buffer`."""
+        received = []
+        for message in bucket.messages:
+            first = message[0]
+            place = self._places.get(first.tensor)
+            if place is None:
+                received.append(buffer[extent(message)])
+            else:
+                received.append(place[first.start : first.start + first.num_bytes])
+        return received
 
     def _complete(
         self, bucket: Bucket, buffer: torch.Tensor
@@ -171,6 +214,11 @@ class _Transfer:
         """The tensors that are whole with this bucket."""
         for piece in bucket.pieces:
             size = self._sizes[piece.tensor]
+            place = self._places.get(piece.tensor)
+            if place is not None:
+                if piece.start + piece.num_bytes == size:
+                    yield piece.tensor, place
+                continue
             data = buffer[piece.place : piece.place + piece.num_bytes]
             if piece.num_bytes < size:
                 whole = self._split

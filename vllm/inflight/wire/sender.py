@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from vllm.inflight.wire.announcement import Announcement, Pair
-from vllm.inflight.wire.buckets import plan
+from vllm.inflight.wire.buckets import extent, plan
 from vllm.inflight.wire.group import Group, Pending
 from vllm.inflight.wire.slots import bucket_slots
 from vllm.inflight.wire.watch import Watch
@@ -66,8 +66,8 @@ class Sender:
                 assert data is not None
                 packed = buffer[piece.place : piece.place + piece.num_bytes]
                 packed.copy_(data[piece.start : piece.start + piece.num_bytes])
-            packed = buffer[: bucket.num_bytes]
-            in_flight.append(self.group.broadcast(packed, watch))
+            messages = [buffer[extent(message)] for message in bucket.messages]
+            in_flight.append(self.group.broadcast(messages, watch))
         for _ in source:  # those without elements, and a check that none is left
             pass
         for pending in in_flight:

@@ -22,6 +22,11 @@ class Slots:
         self._buffers = [self._new() for _ in range(count)]
         self._unused = [_num_uses(buffer) for buffer in self._buffers]
 
+    def grow(self, count: int, num_bytes: int) -> None:
+        """Become `count` buffers of at least that size, if they are not."""
+        if num_bytes > self.num_bytes:
+            self.__init__(count, num_bytes, self._device)  # type: ignore[misc]
+
     def is_free(self, index: int) -> bool:
         """Whether nobody looks into slot `index % count`, on any level of views."""
         index %= self.count
@@ -52,7 +57,7 @@ def bucket_slots(group: Group, num_buckets: int, watch: Watch) -> Slots:
         raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
     try:
         slots = Slots(num_buckets, group.terms.bucket_bytes, group.device)
-        watch.until(group.broadcast(slots.take(0), watch), "the first broadcast")
+        watch.until(group.broadcast([slots.take(0)], watch), "the first broadcast")
     except BaseException as error:
         group.abort(f"could not send the first bucket: {error}")
         raise
