@@ -1,16 +1,17 @@
 """Updating weights over NCCL while decoding, ours beside upstream's, on two GPUs.
 
-`python -m benchmarks.gpu [--shapes 0.6B 8B 14B]`. One engine on GPU 0, a trainer on
-GPU 1, NVLink or what there is between them; first with vllm-inflight, updated while it
-decodes, then without, updated upstream's own way (pause, update, resume). Random
-weights of the named shape, vLLM's defaults, the same streams and the same trainer
-interface. docs/performance.md says how to read the figures.
+`python -m benchmarks.gpu [--shapes 0.6B 8B 14B 32B]`. One engine on GPU 0 (32B: on GPUs
+0 and 1), a trainer on the next, NVLink or what there is between them; first with
+vllm-inflight, updated while it decodes, then without, updated upstream's own way (pause,
+update, resume). Random weights of the named shape, vLLM's defaults, the same streams and
+the same trainer interface. docs/performance.md says how to read the figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from benchmarks.figures import summary, update_figures
 from benchmarks.machine import facts
 from benchmarks.process import arm
 from benchmarks.record import OURS, UPSTREAM, Plan, Record
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import SHAPES, num_ranks, write_shape
 
 ROWS = {
     "tokens_per_s": ("decoding alone, tokens/s", "{:.0f}"),
@@ -80,7 +81,12 @@ def figures(records: list[Record]) -> dict[str, Any]:
     if told:
         found["flip_ms"] = 1e3 * median(each["flip"] for each in told)
         found["commit_ms"] = median(each["commit_ms"] for each in told)
-        found["staging_s"] = median(each.get("staging", 0.0) for each in told)
+        # What the engine says of an update's time, by its phases.
+        found["phases_s"] = {
+            phase: median(each[phase] for each in told)
+            for phase in told[0]
+            if phase != "commit_ms"
+        }
     return found
 
 
@@ -114,12 +120,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--updates", type=int, default=10, help="per arm and round")
     parser.add_argument("--steady", type=float, default=0.5, help="seconds around each")
+    parser.add_argument("--inflight", default="{}", help="our options, as JSON")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    if len(gpus) < 2:
-        raise SystemExit(f"two GPUs are needed, here are: {', '.join(gpus) or 'none'}")
+    needed = 1 + max(num_ranks(shape) for shape in options.shapes)
+    if len(gpus) < needed:
+        raise SystemExit(f"{needed} GPUs are needed, here are: {', '.join(gpus)}")
+    os.environ["BENCH_INFLIGHT"] = options.inflight
     report: dict[str, Any] = {"machine": facts() | {"gpus": gpus}, "shapes": {}}
     for shape in options.shapes:
         report["shapes"][shape] = measure(shape, options)

@@ -1,4 +1,4 @@
-"""One arm of the GPU benchmark: an engine on one GPU, its trainer on another.
+"""One arm of the GPU benchmark: an engine on the first GPUs, its trainer on the next.
 
 `python -m benchmarks.gpu_arm NAME FOLDER FD`, started by benchmarks/gpu.py. Weights
 come over NCCL, in both arms through upstream's own trainer interface.
@@ -7,6 +7,7 @@ come over NCCL, in both arms through upstream's own trainer interface.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 
 from benchmarks.arm import Arm, serve
 from benchmarks.record import OURS, UPSTREAM
+from benchmarks.shapes import num_ranks
 
 BACKENDS = {OURS: "inflight_nccl", UPSTREAM: "nccl"}
 
@@ -91,6 +93,7 @@ class Trainer:
 async def main(name: str, folder: str, handle: str) -> None:
     backend = BACKENDS[name]
     trainer = Trainer(backend, folder)
+    options = {"inflight": json.loads(os.environ.get("BENCH_INFLIGHT", "{}"))}
 
     async def update_ours(engine: Any, _: str) -> dict[str, float]:
         await trainer.send(engine)
@@ -110,6 +113,8 @@ async def main(name: str, folder: str, handle: str) -> None:
             dtype="bfloat16",
             max_model_len=8192,
             gpu_memory_utilization=0.85,
+            tensor_parallel_size=num_ranks(folder),
+            additional_config=options if name == OURS else {},
             weight_transfer_config={"backend": backend},
         )
         await trainer.join(arm.engine)

@@ -19,6 +19,8 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.plugins import load_general_plugins
 
+from benchmarks.shapes import num_ranks
+
 SPREAD = 0.02
 
 
@@ -80,13 +82,13 @@ class Client:
             self._pipe.recv()
 
 
-def init_info(backend: str, port: int) -> Any:
+def init_info(backend: str, port: int, num_workers: int) -> Any:
     """What upstream's factory chooses the trainer engine by."""
     common = {
         "rank": 0,
         "master_address": "127.0.0.1",
         "master_port": port,
-        "world_size": 2,
+        "world_size": 1 + num_workers,
     }
     if backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -101,13 +103,13 @@ def main(backend: str, folder: str, handle: str) -> None:
     """Join, then send a new version at every order."""
     pipe = Connection(int(handle))
     load_general_plugins()
-    device = torch.device("cuda", 1)
+    device = torch.device("cuda", num_ranks(folder))
     torch.cuda.set_device(device)
     weights = Weights(folder, device)
     pipe.send(("ready", None))
     port = pipe.recv()
     engine = WeightTransferTrainerFactory.trainer_init(
-        init_info(backend, port), client=Client(pipe), source=weights
+        init_info(backend, port, num_ranks(folder)), client=Client(pipe), source=weights
     )
     pipe.send(("done", None))
     while pipe.recv() is not None:

@@ -53,9 +53,18 @@ SHAPES = {
 }
 """Those of Qwen3, by its model cards."""
 
+RANKS = {"32B": 2}
+"""GPUs of a rank each that an engine takes, where one has no room for two sets."""
 
-def write_shape(name: str, folder: Path) -> Path:
-    """A folder that vLLM loads with `load_format="dummy"`."""
+
+def num_ranks(folder: str) -> int:
+    """GPUs of the engine that serves a shape's folder."""
+    return RANKS.get(Path(folder).name, 1)
+
+
+def write_shape(name: str, root: Path) -> Path:
+    """A folder of that name that vLLM loads with `load_format="dummy"`."""
+    folder = root / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_QWEN3 | SHAPES[name], indent=1))
     return folder

@@ -148,6 +148,8 @@ class Job(threading.Thread):
             raise Malformed(str(error)) from error
         # Not update_weights(): that ends in a device-wide wait.
         self._transport.receive_weights(info)
+        # Told that we have it, a trainer may write over memory that we share with it.
+        self._stager.drain()
 
     def _seal(self, _: Any) -> None:
         assert self._intake is not None

@@ -1,0 +1,69 @@
+"""Tearing on a GPU: every step's logits are those of the stamped version and no other.
+
+In float32, so that the reference on the CPU tells versions apart from noise; with
+torch.compile and CUDA graphs, where a page that stayed behind would be read.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.conftest import checkpoint, start  # noqa: F401 (fixtures)
+from tests.engine.reference import Reference
+from tests.engine.test_tearing import SEEDS, mismatches, stream_under_commits
+from vllm.inflight.commit.flip import PageFlip
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def versions(checkpoint: Callable[..., Path]) -> dict[str, Path]:  # noqa: F811
+    return {label: checkpoint(seed) for label, seed in SEEDS.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(versions: dict[str, Path]) -> Reference:
+    return Reference(versions, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[..., Any], versions: dict[str, Path]) -> Any:  # noqa: F811
+    return start(versions["a"], dtype="float32", enforce_eager=False)
+
+
+def test_every_step_of_200_commits_under_load_is_of_one_version(
+    llm: Any, versions: dict[str, Path], reference: Reference
+) -> None:
+    outputs = stream_under_commits(llm, versions, 200)
+    assert llm.weight_info()["epoch"] >= 200
+    assert sum(len(o.outputs[0].weight_versions) > 1 for o in outputs) > 10
+    # The reference runs on the CPU, and is what takes the time.
+    assert mismatches(outputs[-64:], reference, "a") == []
+
+
+def test_a_torn_flip_is_found_by_the_test_above(
+    llm: Any,
+    versions: dict[str, Path],
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = PageFlip.__call__
+
+    def half(self: PageFlip) -> float:
+        worker = llm.llm_engine.model_executor.driver_worker
+        parameters = list(worker.get_model().parameters())
+        kept = [p.clone() for p in parameters[: len(parameters) // 2]]
+        seconds = whole(self)
+        for parameter, old in zip(parameters, kept, strict=False):
+            parameter.data.copy_(old)
+        return seconds
+
+    monkeypatch.setattr(PageFlip, "__call__", half)
+    outputs = stream_under_commits(llm, versions, 4)
+    assert len(mismatches(outputs[-16:], reference, "a")) > 10

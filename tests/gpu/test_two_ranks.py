@@ -1,0 +1,139 @@
+"""Tensor parallelism on GPUs: both ranks flip together, under CUDA graphs and load."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.conftest import checkpoint, start  # noqa: F401 (fixtures)
+from tests.engine.probe import greedy, prompts
+from tests.gpu.far_trainer import FarTrainer
+from vllm.inflight.errors import TransferFault, WeightsMismatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+SHAPE = {"hidden": 1024, "layers": 4}
+NUM_FLIPS = 50
+
+
+@pytest.fixture(scope="module")
+def old(checkpoint: Callable[..., Path]) -> Path:  # noqa: F811
+    return checkpoint(0, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def new(checkpoint: Callable[..., Path]) -> Path:  # noqa: F811
+    return checkpoint(1, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def two(start: Callable[..., Any]) -> Callable[[Path], Any]:  # noqa: F811
+    def llm(folder: Path) -> Any:
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        return start(
+            folder,
+            tensor_parallel_size=2,
+            enforce_eager=False,
+            weight_transfer_config=WeightTransferConfig(backend="inflight_nccl"),
+        )
+
+    return llm
+
+
+@pytest.fixture(scope="module")
+def fresh(two: Callable[[Path], Any], new: Path) -> list[list[int]]:
+    return greedy(two(new))
+
+
+@pytest.fixture(scope="module")
+def llm(two: Callable[[Path], Any], fresh: Any, old: Path) -> Any:
+    return two(old)
+
+
+def test_two_ranks_equal_a_fresh_engine_after_many_flips_under_load(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path
+) -> None:
+    from vllm import SamplingParams
+
+    before = greedy(llm)
+    assert before != fresh
+    seconds: list[float] = []
+    done = threading.Event()
+
+    def commit_all() -> None:
+        try:
+            for number in range(NUM_FLIPS):
+                path = (new, old)[number % 2]
+                reply = llm.update_weights_from_disk(str(path), f"v{number}")
+                seconds.append(reply["seconds"]["flip"])
+        finally:
+            done.set()
+
+    committer = threading.Thread(target=commit_all)
+    committer.start()
+    outputs = []
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    while not done.is_set():
+        outputs += llm.generate(prompts(8), params, use_tqdm=False)
+    committer.join()
+    assert len(seconds) == NUM_FLIPS
+    print(f"\nflip of two ranks: {1e3 * sorted(seconds)[len(seconds) // 2]:.3f} ms")
+    assert {len(o.outputs[0].token_ids) for o in outputs} == {200}
+    assert any(len(o.outputs[0].weight_versions) > 1 for o in outputs)
+    assert greedy(llm) == before
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="the trainer needs a third")
+def test_two_ranks_take_updates_over_nccl_and_survive_their_trainer(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path
+) -> None:
+    llm.update_weights_from_disk(str(old), "old")
+    before = greedy(llm)
+
+    def trainer() -> FarTrainer:
+        return FarTrainer(
+            llm, "inflight_nccl", new, gpu=2, num_workers=2, bucket_bytes=1 << 20
+        )
+
+    with trainer() as far:
+        for folder, expected in ((new, fresh), (old, before)) * 2:
+            far.send(folder)
+            assert greedy(llm) == expected
+        sending = far.fall_silent(new)
+        assert greedy(llm) == before
+        far.kill()
+        with pytest.raises(TransferFault):
+            sending.result(timeout=60)
+    assert greedy(llm) == before
+    with trainer() as far:
+        far.send(new)
+        assert greedy(llm) == fresh
+
+
+def test_a_version_that_is_not_whole_is_served_by_no_rank(
+    llm: Any,
+    old: Path,
+    checkpoint: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    llm.update_weights_from_disk(str(old), "old")
+    before = greedy(llm)
+    tensors = load_file(old / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsMismatch, match=r"layers\.1\.mlp\.down_proj"):
+        llm.update_weights_from_disk(str(tmp_path), "short")
+    assert greedy(llm) == before
