@@ -1,10 +1,10 @@
 """Updating weights over NCCL while decoding, ours beside upstream's, on two GPUs.
 
-`python -m benchmarks.gpu [--shapes 0.6B 8B 14B 32B]`. One engine on GPU 0 (32B: on GPUs
-0 and 1), a trainer on the next, NVLink or what there is between them; first with
-vllm-inflight, updated while it decodes, then without, updated upstream's own way (pause,
-update, resume). Random weights of the named shape, vLLM's defaults, the same streams and
-the same trainer interface. docs/performance.md says how to read the figures.
+`python -m benchmarks.gpu [--shapes 0.6B 8B 14B 32B]`. One engine on GPU 0 (32B: on
+GPUs 0 and 1), a trainer on the next, NVLink or what there is between them; first with
+vllm-inflight, updated while it decodes, then without, updated upstream's own way
+(pause, update, resume). Random weights of the named shape, vLLM's defaults, the same
+streams and the same trainer interface. docs/performance.md says how to read the figures.
 """
 
 from __future__ import annotations
