@@ -4,7 +4,7 @@
 GPUs 0 and 1), a trainer on the next, NVLink or what there is between them; first with
 vllm-inflight, updated while it decodes, then without, updated upstream's own way
 (pause, update, resume). Random weights of the named shape, vLLM's defaults, the same
-streams and the same trainer interface. docs/performance.md says how to read the figures.
+streams and the same trainer interface. How to read the figures: docs/performance.md.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.engine.conftest import checkpoint, start  # noqa: F401 (fixtures)
+from tests.engine.far_trainer import FarTrainer
 from tests.engine.probe import greedy, prompts
-from tests.gpu.far_trainer import FarTrainer
 from vllm.inflight.errors import TransferFault, WeightsMismatch
 
 pytestmark = [

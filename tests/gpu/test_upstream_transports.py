@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.engine.conftest import checkpoint, start  # noqa: F401 (fixtures)
+from tests.engine.far_trainer import FarTrainer
 from tests.engine.probe import greedy
-from tests.gpu.far_trainer import FarTrainer
 
 pytestmark = [
     pytest.mark.gpu,

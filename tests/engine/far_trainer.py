@@ -1,4 +1,4 @@
-"""A trainer with a process and a GPU of its own, driven through a pipe.
+"""A trainer with a process of its own, and a GPU if there are any, driven by a pipe.
 
 Upstream's trainer interface sends; what it asks of the inference side is done by the
 test's process, on an `LLM`.
@@ -6,6 +6,7 @@ test's process, on an `LLM`.
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 import time
 from collections.abc import Iterator
@@ -17,12 +18,16 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from benchmarks.gpu_trainer import Client
-from tests.wire.peers import HOST, spawn
+from tests.wire.peers import HOST
 from vllm.inflight.wire.watch import in_background
+
+# Forked off a server that has imported everything, each is there at once.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload([__name__])
 
 
 class Weights(WeightSource):
-    """Those of a checkpoint, on a GPU; after half of them it may fall silent."""
+    """Those of a checkpoint; after half of them it may fall silent."""
 
     def __init__(self, device: torch.device, silent: Any) -> None:
         self._device = device
@@ -41,7 +46,8 @@ class Weights(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, pair in enumerate(self._tensors.items()):
             if self.is_to_fall_silent and index == len(self._tensors) // 2:
-                torch.cuda.synchronize()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize()
                 self._silent.set()
                 time.sleep(1000)
             yield pair
@@ -55,8 +61,10 @@ def run(
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    device = torch.device("cuda", gpu)
-    torch.cuda.set_device(device)
+    device = torch.device("cpu")
+    if backend != "inflight_gloo":
+        device = torch.device("cuda", gpu)
+        torch.cuda.set_device(device)
     source = Weights(device, silent)
     source.load(folder)
     engine = WeightTransferTrainerFactory.trainer_init(
@@ -79,9 +87,11 @@ def _init_info(backend: str, common: dict[str, Any]) -> Any:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(**common)
-    from vllm.inflight.wire.trainer import NcclTrainerInitInfo
+    from vllm.inflight.wire import trainer
 
-    return NcclTrainerInitInfo(**common)
+    if backend == "inflight_gloo":
+        return trainer.GlooTrainerInitInfo(**common)
+    return trainer.NcclTrainerInitInfo(**common)
 
 
 class FarTrainer:
@@ -89,9 +99,9 @@ class FarTrainer:
 
     Args:
         llm: the engine that takes its weights, in this process.
-        backend: `inflight_nccl`, `nccl` or `ipc`.
+        backend: `inflight_gloo`, `inflight_nccl`, `nccl` or `ipc`.
         folder: the first checkpoint it has.
-        gpu: of the trainer.
+        gpu: of the trainer, if it has one.
         num_workers: of the engine; counted for backends that make a group.
         **options: of the backend's init info.
 
@@ -108,8 +118,8 @@ class FarTrainer:
         **options: Any,
     ) -> None:
         self._llm = llm
-        self._pipe, theirs = spawn.Pipe()
-        self.silent = spawn.Event()
+        self._pipe, theirs = context.Pipe()
+        self.silent = context.Event()
         """Set when half of an update was sent and no more will be."""
         common = {"rank": 0, **options}
         if backend != "ipc":
@@ -118,9 +128,9 @@ class FarTrainer:
                 "master_port": _free_port(),
                 "world_size": 1 + num_workers,
             }
-        gpu %= torch.cuda.device_count()
+        gpu %= max(1, torch.cuda.device_count())
         arguments = (theirs, self.silent, backend, gpu, str(folder), common)
-        self._process = spawn.Process(target=run, args=arguments, daemon=True)
+        self._process = context.Process(target=run, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
