@@ -1,10 +1,13 @@
-"""A flip that fails: all ranks go back, or the engine stops."""
+"""Ranks: a flip that fails on one of them, and what they wait for."""
+
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.errors import ArenaTorn, EngineFault
-from vllm.inflight.patch.worker import inflight_flip
+from vllm.inflight.patch.worker import _wait_for_decoding_only, inflight_flip
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}
@@ -67,3 +70,17 @@ def test_a_worker_tells_a_lost_set_from_a_flip_that_did_nothing():
     assert inflight_flip(Worker) == TORN
     Worker._inflight_stager.error = RuntimeError("no")
     assert inflight_flip(Worker) == BAD
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_while_a_version_is_staged_only_the_steps_are_waited_for(monkeypatch, is_busy):
+    """A broadcast stands on the device for as long as its trainer is silent."""
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("steps"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    synchronize = _wait_for_decoding_only(lambda self: waited.append("device"))
+    stager = SimpleNamespace(is_busy=is_busy)
+    synchronize(
+        SimpleNamespace(_inflight_stager=stager, device=torch.device("cuda", 0))
+    )
+    assert waited == ["steps" if is_busy else "device"]

@@ -86,6 +86,21 @@ def _load_with_shadow(original: Any) -> Any:
     return load_model
 
 
+def _wait_for_decoding_only(original: Any) -> Any:
+    def synchronize_device(self: Any) -> None:
+        stager = getattr(self, "_inflight_stager", None)
+        if stager is None or not stager.is_busy or self.device.type != "cuda":
+            original(self)
+            return
+        # A broadcast stands on the device as long as its trainer is silent; a pause
+        # waits for the steps, and not for that.
+        import torch
+
+        torch.cuda.current_stream(self.device).synchronize()
+
+    return synchronize_device
+
+
 def _shutdown(original: Any) -> Any:
     def shutdown(self: Any) -> None:
         if (stager := getattr(self, "_inflight_stager", None)) is not None:
@@ -185,6 +200,13 @@ PATCHES = [
         why="the staging thread ends with its worker",
         remove_when="upstream offers a hook at worker shutdown",
         around=_shutdown,
+    ),
+    Patch(
+        target="vllm.v1.worker.worker_base:WorkerBase.synchronize_device",
+        expects=("self",),
+        why="a pause does not wait for a transfer that has stalled",
+        remove_when="upstream waits for the stream that computes",
+        around=_wait_for_decoding_only,
     ),
     _added(inflight_attach, "ranks report through shared memory"),
     _added(inflight_order, "orders for the staging thread return at once"),

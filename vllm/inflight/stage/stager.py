@@ -61,6 +61,11 @@ class Stager:
             written.record(self._stream)
             written.synchronize()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an update is being staged, or has not let go yet."""
+        return self._job is not None and self._job.is_alive()
+
     def attach(self, board_path: str, num_ranks: int) -> dict[str, Any]:
         """Open the board; tell what this rank can do."""
         self._board = Board(board_path, num_ranks)
