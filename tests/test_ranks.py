@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from vllm.inflight.engine.ranks import Ranks
-from vllm.inflight.errors import ArenaTorn, EngineFault
-from vllm.inflight.patch.worker import _wait_for_decoding_only, inflight_flip
+from vllm.inflight.errors import ArenaTorn, ConfigError, EngineFault
+from vllm.inflight.patch import worker
+from vllm.inflight.patch.worker import inflight_flip
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}
@@ -78,9 +79,28 @@ def test_while_a_version_is_staged_only_the_steps_are_waited_for(monkeypatch, is
     waited = []
     stream = SimpleNamespace(synchronize=lambda: waited.append("steps"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    synchronize = _wait_for_decoding_only(lambda self: waited.append("device"))
+    synchronize = worker._wait_for_decoding_only(lambda self: waited.append("device"))
     stager = SimpleNamespace(is_busy=is_busy)
     synchronize(
         SimpleNamespace(_inflight_stager=stager, device=torch.device("cuda", 0))
     )
     assert waited == ["steps" if is_busy else "device"]
+
+
+@pytest.mark.parametrize(("asked_gib", "is_refused"), [(None, 0), (3, 0), (5, 1)])
+def test_a_cache_of_a_given_size_must_fit_beside_two_sets(
+    monkeypatch, asked_gib, is_refused
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 << 30, 8 << 30))
+    asked = asked_gib and asked_gib << 30
+    rank = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=asked),
+        vllm_config=SimpleNamespace(additional_config={}),
+        device=torch.device("cuda", 0),
+    )
+    determine = worker._with_room_for_the_cache(lambda self: asked or 17)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"5\.00 GiB.*4\.00 GiB are free"):
+            determine(rank)
+    else:
+        assert determine(rank) == asked or 17

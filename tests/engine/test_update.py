@@ -31,6 +31,15 @@ def test_after_a_commit_new_requests_equal_a_fresh_engine(
     assert (reply["weight_version"], llm.get_weight_version()) == ("v1", "v1")
 
 
+def test_a_transport_may_hand_over_one_tensor_at_a_time(
+    llm: Any, new: Path, fresh: Any
+) -> None:
+    llm.start_weight_update()
+    send(llm, new, one_by_one=True)
+    llm.finish_weight_update()
+    assert greedy(llm) == fresh
+
+
 def test_a_transport_of_somebody_else_receives_into_the_second_set(
     llm: Any, new: Path, fresh: Any
 ) -> None:

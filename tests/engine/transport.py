@@ -46,6 +46,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     fail_after: int | None = None
     fail_rank: int | None = None
     sleep_s: float = 0.0
+    one_by_one: bool = False
 
 
 class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -61,7 +62,11 @@ class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.model.load_weights(self.stream(update_info))
+        if not update_info.one_by_one:
+            self.model.load_weights(self.stream(update_info))
+            return
+        for pair in self.stream(update_info):
+            self.model.load_weights([pair])
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

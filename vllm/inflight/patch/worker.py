@@ -86,6 +86,30 @@ def _load_with_shadow(original: Any) -> Any:
     return load_model
 
 
+def _with_room_for_the_cache(original: Any) -> Any:
+    def determine_available_memory(self: Any) -> int:
+        num_bytes: int = original(self)
+        asked = self.cache_config.kv_cache_memory_bytes
+        if asked and _is_on(self.vllm_config) and self.device.type == "cuda":
+            _check_room(asked, self.device)
+        return num_bytes
+
+    return determine_available_memory
+
+
+def _check_room(asked: int, device: Any) -> None:
+    """Upstream takes the user's word for it, and fails later without a reason."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    if asked > free:
+        raise ConfigError(
+            f"kv_cache_memory_bytes asks for {asked / 2**30:.2f} GiB; beside two sets "
+            f"of weights {free / 2**30:.2f} GiB are free: ask for less, or keep the "
+            "second set elsewhere with --inflight-staging host"
+        )
+
+
 def _wait_for_decoding_only(original: Any) -> Any:
     def synchronize_device(self: Any) -> None:
         stager = getattr(self, "_inflight_stager", None)
@@ -200,6 +224,13 @@ PATCHES = [
         why="the staging thread ends with its worker",
         remove_when="upstream offers a hook at worker shutdown",
         around=_shutdown,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        expects=("self",),
+        why="kv_cache_memory_bytes goes past upstream's budget, and the second set",
+        remove_when="upstream checks what it is asked for",
+        around=_with_room_for_the_cache,
     ),
     Patch(
         target="vllm.v1.worker.worker_base:WorkerBase.synchronize_device",

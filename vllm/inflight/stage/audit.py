@@ -31,6 +31,8 @@ class Audit:
         self._pages: list[torch.Tensor] = []
         self._num_rows = 0
         """Used, of the last page."""
+        self._stream: torch.cuda.Stream | None = None
+        """The one that was added on last."""
         self._added: list[tuple[str, int, int, int]] = []
         """(name, bytes, page, row)."""
 
@@ -39,6 +41,7 @@ class Audit:
 
         They may be written over as soon as the stream has read them.
         """
+        self._follow()
         by_dtype: dict[torch.dtype, list[Pair]] = {}
         for name, tensor in pairs:
             if tensor.nbytes > PAGE_BYTES:
@@ -50,6 +53,18 @@ class Audit:
         for dtype, group in by_dtype.items():
             for start in range(0, len(group), ROWS):
                 self._add(dtype, group[start : start + ROWS])
+
+    def _follow(self) -> None:
+        """Come after what was added before, be it on another stream.
+
+        A transport may load each of its buffers on a stream of its own.
+        """
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def _add(self, dtype: torch.dtype, pairs: list[Pair]) -> None:
         from vllm.inflight._digest_triton import ROW, add_sums, make_table
@@ -73,6 +88,7 @@ class Audit:
 
     def results(self) -> list[tuple[str, ops.Digest, int]]:
         """(name, digest, number of non-finite values) of every tensor."""
+        self._follow()
         pages = [page.tolist() for page in self._pages]
         results = []
         for name, size, page, row in self._added:
