@@ -102,6 +102,7 @@ def _check_room(asked: int, device: Any) -> None:
     import torch
 
     free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if asked > free:
         raise ConfigError(
             f"kv_cache_memory_bytes asks for {asked / 2**30:.2f} GiB; beside two sets "

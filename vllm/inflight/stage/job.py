@@ -233,6 +233,8 @@ class Job(threading.Thread):
 
     def _post(self) -> None:
         self._posted = time.monotonic()
+        if isinstance(self._transport, StagedEngine):
+            self._notice |= self._transport.gauges
         self._board.post(self._worker.rank, self._notice)
 
 

@@ -43,6 +43,9 @@ class BroadcastInitInfo(upstream.WeightTransferInitInfo):
     packed: bool = True
     timeout_s: float = 120.0
     """Longest wait for the other ranks, and later for any one bucket."""
+    target_bucket_ms: float = 2.0
+    """A bucket that is waited for longer has one more of them begun ahead of its time,
+    up to `num_buckets`."""
 
     def __post_init__(self) -> None:
         if not self.packed:
@@ -52,11 +55,9 @@ class BroadcastInitInfo(upstream.WeightTransferInitInfo):
                 f"rank_offset must be at least 1, for the trainer is rank 0; "
                 f"got {self.rank_offset}"
             )
-        if self.num_buckets < 1 or not self.timeout_s > 0:
-            raise ValueError(
-                f"num_buckets and timeout_s must be positive, got {self.num_buckets} "
-                f"and {self.timeout_s}"
-            )
+        for name in ("num_buckets", "timeout_s", "target_bucket_ms"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         _ = self.terms
 
     @property
@@ -146,7 +147,12 @@ class BroadcastEngine(StagedEngine):
                 max_ctas=getattr(init_info, "max_ctas", 0),
             )
             try:
-                self._receiver = Receiver(group, init_info.num_buckets, watch)
+                self._receiver = Receiver(
+                    group,
+                    init_info.num_buckets,
+                    watch,
+                    target_s=init_info.target_bucket_ms / 1e3,
+                )
             except torch.OutOfMemoryError as error:
                 raise EngineFault(
                     f"there is no memory for {init_info.num_buckets} buckets of "
@@ -189,6 +195,18 @@ class BroadcastEngine(StagedEngine):
         finally:
             if self._group.ended is not None:
                 self._receiver = None  # and its buckets
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """The window in buckets and in bytes, and how long the last one took."""
+        if self._group is None or self._receiver is None:
+            return {}
+        window = self._receiver.window
+        return {
+            "window": window.size,
+            "window_bytes": window.size * self._group.terms.bucket_bytes,
+            "bucket_wait_ms": round(1e3 * window.waited_s, 3),
+        }
 
     def shutdown(self) -> None:
         """Leave the group; its connections, threads and buckets are gone."""

@@ -19,6 +19,11 @@ class StagedEngine(upstream.WeightTransferEngine):
 
     cancelled: Callable[[], bool] = staticmethod(never)
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        """What a status report says of the wire."""
+        return {}
+
     def start_weight_update(self) -> None:
         """Let layers be packed as soon as they are complete."""
         upstream.initialize_layerwise_reload(self.model)

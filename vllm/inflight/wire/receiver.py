@@ -13,6 +13,7 @@ from vllm.inflight.wire.buckets import Bucket, extent, plan
 from vllm.inflight.wire.group import Group, Pending
 from vllm.inflight.wire.slots import Slots, bucket_slots
 from vllm.inflight.wire.watch import Watch
+from vllm.inflight.wire.window import Window
 
 T = TypeVar("T")
 Piece = tuple[int, torch.Tensor]
@@ -24,9 +25,12 @@ Place = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor | None]
 class Receiver:
     """One worker's end of a group; to make it is collective."""
 
-    def __init__(self, group: Group, num_buckets: int, watch: Watch) -> None:
+    def __init__(
+        self, group: Group, num_buckets: int, watch: Watch, *, target_s: float = 0.002
+    ) -> None:
         self.group = group
         self._slots = bucket_slots(group, num_buckets, watch)
+        self.window = Window(num_buckets, target_s)
         self._whole = Slots(0, 0, group.device)
         """For tensors that a bucket is too small for."""
 
@@ -42,7 +46,9 @@ class Receiver:
 
     def _transfer(self, announced: Announcement) -> _Transfer:
         buckets = plan(announced.sizes, self.group.terms.bucket_bytes)
-        return _Transfer(self.group, self._slots, self._whole, announced, buckets)
+        return _Transfer(
+            self.group, self._slots, self._whole, self.window, announced, buckets
+        )
 
 
 class Incoming:
@@ -124,12 +130,14 @@ class _Transfer:
         group: Group,
         slots: Slots,
         whole: Slots,
+        window: Window,
         announced: Announcement,
         buckets: list[Bucket],
     ) -> None:
         self._group = group
         self._slots = slots
         self._whole = whole
+        self._window = window
         self._announced = announced
         self._sizes = announced.sizes
         self._buckets = buckets
@@ -160,7 +168,8 @@ class _Transfer:
         for number, bucket in enumerate(self._buckets):
             self._begin(number, watch)
             buffer, pending = self._in_flight.popleft()
-            watch.until(pending, f"bucket {number + 1} of {len(self._buckets)}")
+            what = f"bucket {number + 1} of {len(self._buckets)}"
+            self._window.note(watch.until(pending, what))
             # The next ones are on their way while this one is looked at.
             self._begin(number, watch)
             del pending
@@ -186,7 +195,7 @@ class _Transfer:
 
         A bucket that is still looked at is left alone while others are in flight.
         """
-        last = min(len(self._buckets), number + self._slots.count)
+        last = min(len(self._buckets), number + self._window.size)
         while self._begun < last and (
             not self._in_flight or self._slots.is_free(self._begun)
         ):

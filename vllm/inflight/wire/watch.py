@@ -38,15 +38,20 @@ class Watch:
         waiting_for: str,
         *,
         longest_nap_s: float = LONGEST_NAP_S,
-    ) -> None:
+    ) -> float:
         """Return once `ready()`; its own errors fly.
+
+        Returns the seconds it took; 0 if it was ready.
 
         Raises:
             Cancelled: nobody wants it any more.
             TransferFault: it has lasted `timeout_s`.
 
         """
-        ends = time.monotonic() + self.timeout_s
+        if ready():
+            return 0.0
+        began = time.monotonic()
+        ends = began + self.timeout_s
         nap = FIRST_NAP_S
         while not ready():
             if self._cancelled():
@@ -58,6 +63,7 @@ class Watch:
                 )
             time.sleep(nap)
             nap = min(nap * 2, longest_nap_s)
+        return time.monotonic() - began
 
     def result(self, future: Future[T], waiting_for: str) -> T:
         """What `future` comes to; raises as `until` does."""

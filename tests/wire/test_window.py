@@ -1,0 +1,48 @@
+"""The window grows while the wire is waited for, and shrinks while it waits."""
+
+from __future__ import annotations
+
+from tests.wire.peers import connect, engine, tensors, transfer
+from vllm.inflight.wire.window import Window
+
+
+def sizes(window: Window, *waits: float) -> list[int]:
+    """Its size after each wait."""
+    seen = []
+    for waited_s in waits:
+        window.note(waited_s)
+        seen.append(window.size)
+    return seen
+
+
+def test_buckets_that_are_there_already_make_it_smaller_down_to_two():
+    assert sizes(Window(4, 0.002), 0.0, 0.0, 0.0, 0.0) == [3, 2, 2, 2]
+
+
+def test_buckets_that_are_waited_for_make_it_larger_up_to_what_fits():
+    window = Window(4, 0.002)
+    window.size = 2
+    assert sizes(window, 0.003, 0.1, 0.1) == [3, 4, 4]
+
+
+def test_a_short_wait_changes_nothing():
+    window = Window(4, 0.002)
+    window.size = 3
+    assert sizes(window, 0.001, 0.002) == [3, 3]
+
+
+def test_with_memory_for_one_bucket_it_is_one():
+    assert sizes(Window(1, 0.002), 0.0, 1.0, 0.0) == [1, 1, 1]
+
+
+def test_an_engine_tells_its_window():
+    worker = engine()
+    assert worker.gauges == {}
+    sender = connect(worker, num_buckets=5)
+    transfer(worker, sender, tensors(1))
+    gauges = worker.gauges
+    assert 2 <= gauges["window"] <= 5
+    assert gauges["window_bytes"] == gauges["window"] * sender.group.terms.bucket_bytes
+    assert gauges["bucket_wait_ms"] >= 0
+    sender.group.close()
+    worker.shutdown()
