@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from tests.engine.probe import greedy, prompts, send, state
@@ -22,6 +23,21 @@ pytestmark = pytest.mark.engine
 
 
 # ------------------------------------------------------------------ success
+def test_a_commit_tells_how_far_the_weights_moved(
+    llm: Any, old: Path, new: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(old / "model.safetensors")
+    nearby = {name: tensor * 1.25 for name, tensor in tensors.items()}
+    save_file(nearby, tmp_path / "model.safetensors")
+    reply = llm.update_weights_from_disk(str(tmp_path))
+    assert reply["drift"]["overall"] == pytest.approx(0.25, abs=0.01)
+    assert reply["drift"]["layers"]["model.layers.1"] == pytest.approx(0.25, abs=0.01)
+    # After a rollback it is the old version that the next one is compared with.
+    llm.rollback_weights()
+    assert llm.update_weights_from_disk(str(old))["drift"]["overall"] == 0.0
+    assert llm.update_weights_from_disk(str(new))["drift"]["overall"] > 1.0
+
+
 def test_after_a_commit_new_requests_equal_a_fresh_engine(
     llm: Any, new: Path, fresh: Any
 ) -> None:

@@ -59,6 +59,8 @@ class Update:
     sealed: bool = False
     digest: str | None = None
     """What every rank staged, once they agree."""
+    drift: dict[str, Any] | None = None
+    """How far that is from what was served when it was staged; see stage/drift.py."""
     error: InflightError | None = None
     pending: Future[dict[str, Any]] | None = None
     """Its commit, while that waits for running requests."""

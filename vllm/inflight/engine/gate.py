@@ -111,6 +111,7 @@ class Gate:
                 self.version.to_dict()
                 | facts
                 | {"update_id": update.update_id, "seconds": seconds}
+                | {"drift": update.drift}
             )
             logger.info(
                 "weights %r (epoch %d) are live: %.3f s after the start of the "

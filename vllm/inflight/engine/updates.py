@@ -152,7 +152,7 @@ class Updates:
         report = update.to_dict()
         if update.is_active:
             report["ranks"] = [
-                {k: v for k, v in notice.items() if k != "unfilled"}
+                {k: v for k, v in notice.items() if k not in ("unfilled", "drift")}
                 for notice in self._ranks.notices()
                 if notice.get("serial") == update.serial
             ]

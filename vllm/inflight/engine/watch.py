@@ -143,6 +143,8 @@ class Watch:
                 self._end(update, digest)
             else:
                 update.digest = digest
+                # Every rank is handed every tensor, and samples the same.
+                update.drift = notices[0]["drift"]
                 self._ledger.move(update, Phase.STAGED)
 
     def _end(self, update: Update, error: InflightError) -> None:

@@ -21,6 +21,7 @@ from vllm.inflight.errors import Cancelled, InflightError, WeightsMismatch
 from vllm.inflight.names import checkpoint_names
 from vllm.inflight.stage.audit import Audit, Pair
 from vllm.inflight.stage.coverage import Fill
+from vllm.inflight.stage.drift import Sampler
 from vllm.inflight.stage.plan import Entry, Writes, replay
 from vllm.inflight.stage.refusal import refusal
 from vllm.inflight.stage.shadow import Shadow
@@ -56,6 +57,7 @@ class Intake:
         self._wrong: dict[str, str] = {}
         self._unknown: dict[str, tuple[list[int], str]] = {}
         self._audit = Audit(shadow.device, shadow.tables)
+        self.sampler = Sampler()
         self._filling = 0
         self._handed: torch.Tensor | None = None
         self._entry: Entry | None = None
@@ -127,6 +129,7 @@ class Intake:
             if self._accept(name, tensor):
                 accepted.append((name, tensor))
                 self.num_bytes += tensor.nbytes
+        self.sampler.add(accepted)
         if self._verify and accepted and accepted[0][1].is_cuda:
             # Judged with the verdict: asking now would wait for the GPU.
             self._audit.add(accepted)
@@ -211,13 +214,12 @@ class Intake:
                 self._unknown[name] = (list(shape), dtype)
             return False
         # The shape is known to the loaders, for every shard; they refuse.
-        _, expected_dtype = self._known[name]
-        floats = [
-            getattr(torch, d, torch.int8).is_floating_point
-            for d in (dtype, expected_dtype or dtype)
+        expected = self._known[name][1] or dtype
+        kinds = [
+            getattr(torch, d, torch.int8).is_floating_point for d in (dtype, expected)
         ]
-        if floats[0] != floats[1]:
-            self._wrong[name] = f"it is {dtype}, the model's is {expected_dtype}"
+        if kinds[0] != kinds[1]:
+            self._wrong[name] = f"it is {dtype}, the model's is {expected}"
             return False
         return True
 

@@ -161,9 +161,9 @@ class Job(threading.Thread):
         self._shadow.retie()
         self._intake.unwatch()
         self._stager.drain()
-        self._stager.staged()
         self._notice |= {
             "state": "staged",
+            "drift": self._stager.staged(self._intake.sampler.samples()),
             "digest": digest,
             "unfilled": self._intake.unfilled,
             "bytes": self._intake.num_bytes,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.drift import Samples, drift
 from vllm.inflight.stage.job import Job
 from vllm.inflight.stage.shadow import Shadow
 
@@ -34,6 +35,8 @@ class Stager:
         self._pair = pair
         """Makes the call that exchanges what the two trees hold."""
         self._flip: Flip | None = None
+        self._samples: list[Samples | None] = [None, None]
+        """Of what is served, and of the other set."""
         self._board: Board | None = None
         self._job: Job | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -87,10 +90,16 @@ class Stager:
     def open(self) -> None:
         """The second set is about to be written over: there is no way back."""
         self._flip = None
+        self._samples[1] = None
 
-    def staged(self) -> None:
-        """The second set is whole: a flip may exchange it with the live one."""
+    def staged(self, samples: Samples) -> dict[str, object] | None:
+        """The second set is whole: a flip may exchange it with the live one.
+
+        Returns its drift from what is served.
+        """
         self._flip = self._pair(self.shadow)
+        self._samples[1] = samples
+        return drift(self._samples[0], samples)
 
     def flip(self) -> float:
         """Exchange live and shadow; returns the seconds it took."""
@@ -99,7 +108,9 @@ class Stager:
         flip = self._flip
         if not self.shadow.is_reversible:
             self._flip = None
-        return flip()
+        seconds = flip()
+        self._samples.reverse()
+        return seconds
 
     def close(self) -> None:
         """End the job and let the board go."""

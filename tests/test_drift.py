@@ -1,0 +1,96 @@
+"""Drift: the sample tells how far all of a version has moved."""
+
+import pytest
+import torch
+
+from vllm.inflight.stage.drift import SIZE, Sampler, drift
+
+LARGE, SMALL = "model.layers.0.mlp.up_proj.weight", "model.layers.0.norm.weight"
+OTHER, TOP = "model.layers.11.norm.weight", "model.norm.weight"
+
+
+def version(seed: int = 0) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    shapes = {LARGE: (700, 300), SMALL: (64,), OTHER: (64,), TOP: (5000,)}
+    return {n: torch.randn(s, generator=random) for n, s in shapes.items()}
+
+
+def samples(named):
+    sampler = Sampler()
+    pairs = list(named.items())
+    sampler.add(pairs[:2])
+    sampler.add(pairs[2:])
+    return sampler.samples()
+
+
+def moved(named, share: float, seed: int = 7):
+    """Every tensor, moved by that share of its length in a direction of its own."""
+    random = torch.Generator().manual_seed(seed)
+    result = {}
+    for name, tensor in named.items():
+        step = torch.randn(tensor.shape, generator=random)
+        result[name] = tensor + step * (share * tensor.norm() / step.norm())
+    return result
+
+
+@pytest.mark.parametrize("share", [1e-4, 0.01, 0.5])
+def test_the_sample_tells_how_far_everything_moved(share):
+    old = version()
+    found = drift(samples(old), samples(moved(old, share)))
+    assert found["overall"] == pytest.approx(share, rel=0.05)
+    assert found["layers"]["model.layers.0"] == pytest.approx(share, rel=0.05)
+
+
+def test_a_layer_that_moved_alone_is_told():
+    old = version()
+    new = old | {OTHER: old[OTHER] * 1.5}
+    found = drift(samples(old), samples(new))
+    assert found["layers"] == {
+        "model.layers.0": 0.0,
+        "model.layers.11": pytest.approx(0.5),
+        "model.norm": 0.0,
+    }
+    assert 0 < found["overall"] < 0.5
+
+
+def test_the_same_bytes_have_not_moved():
+    assert drift(samples(version()), samples(version()))["overall"] == 0.0
+
+
+def test_without_a_version_before_nobody_knows():
+    assert drift(None, samples(version())) is None
+
+
+def test_what_only_one_version_has_is_left_out():
+    old, new = version(), version()
+    del old[TOP]
+    new[SMALL] = new[SMALL][:10]
+    found = drift(samples(old), samples(new))
+    assert set(found["layers"]) == {"model.layers.0", "model.layers.11"}
+
+
+def test_from_zero_there_is_no_ratio():
+    old = {TOP: torch.zeros(9)}
+    assert drift(samples(old), samples({TOP: torch.ones(9)}))["overall"] is None
+    assert drift(samples(old), samples(old))["overall"] == 0.0
+
+
+def test_a_sample_is_small_and_of_any_kind_of_tensor():
+    named = {
+        "a.weight": torch.randn(40, 5000).to(torch.bfloat16).t(),
+        "b.weight": torch.randn(3, 5).to(torch.float8_e4m3fn),
+        "c.weight": torch.arange(10),
+        "d.weight": torch.empty(0, 3),
+        "e.weight": torch.randn(9000)[1:].half(),
+    }
+    taken = samples(named)
+    assert [len(taken[name]) for name in named] == [SIZE, 15, 10, 0, SIZE]
+    assert drift(taken, taken)["overall"] == 0.0
+
+
+def test_a_sample_outlives_the_memory_it_was_taken_from():
+    named = version()
+    taken = samples(named)
+    for tensor in named.values():
+        tensor.zero_()
+    assert drift(taken, samples(version()))["overall"] == 0.0

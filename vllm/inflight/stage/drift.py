@@ -1,0 +1,100 @@
+"""Drift: how far a version has moved from the one served before it.
+
+    drift = |new - old| / |old|      (Euclidean norms, over a sample)
+
+Of every checkpoint tensor the same few thousand elements are kept, evenly spread: runs
+of 64, so that memory is read in whole lines. For an update that moves most of its
+elements the estimate is good to a few per cent; one that changes only a few of them may
+not show, and the digest is what tells that anything changed at all.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+
+NUM_RUNS, RUN = 64, 64
+SIZE = NUM_RUNS * RUN
+"""Most elements that are kept of a tensor."""
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+Pair = tuple[str, torch.Tensor]
+Samples = Mapping[str, torch.Tensor]
+"""Checkpoint name → at most `SIZE` elements, in the tensor's dtype, on the CPU."""
+
+
+class Sampler:
+    """Takes the sample of one update, where its tensors are."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[list[str], torch.Tensor]] = []
+
+    def add(self, pairs: Sequence[Pair]) -> None:
+        """Enqueue the copy of a sample of each, one for those of one kind together.
+
+        They may be written over as soon as the current stream has read them.
+        """
+        alike: dict[tuple[torch.dtype, int], list[Pair]] = {}
+        for name, tensor in pairs:
+            kind = tensor.dtype, min(tensor.numel(), SIZE)
+            alike.setdefault(kind, []).append((name, _runs(tensor)))
+        for group in alike.values():
+            taken = torch.stack([view for _, view in group])
+            self._taken.append(([name for name, _ in group], taken))
+
+    def samples(self) -> Samples:
+        """What was taken; waits for the device."""
+        return {
+            name: row
+            for names, taken in self._taken
+            for name, row in zip(names, taken.flatten(1).cpu(), strict=True)
+        }
+
+
+def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
+    """`{"overall", "layers"}`, ratios; None without an old version to compare with.
+
+    A layer is what its tensors' names have in common up to their index; what has none
+    counts by its own name. Tensors that only one of the versions has are left out.
+    """
+    if old is None:
+        return None
+    moved: dict[str, float] = {}
+    lengths: dict[str, float] = {}
+    for name, after in new.items():
+        before = old.get(name)
+        if before is None or before.shape != after.shape:
+            continue
+        was, now = before.double(), after.double()
+        layer = _layer(name)
+        moved[layer] = moved.get(layer, 0.0) + float((now - was).square().sum())
+        lengths[layer] = lengths.get(layer, 0.0) + float(was.square().sum())
+    return {
+        "overall": _ratio(sum(moved.values()), sum(lengths.values())),
+        "layers": {layer: _ratio(moved[layer], lengths[layer]) for layer in moved},
+    }
+
+
+def _ratio(moved: float, length: float) -> float | None:
+    """None where there was nothing but zeros."""
+    if not length:
+        return 0.0 if not moved else None
+    return float(f"{math.sqrt(moved / length):.4g}")
+
+
+def _layer(name: str) -> str:
+    match = _LAYER.match(name)
+    return match[1] if match else name.removesuffix(".weight")
+
+
+def _runs(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    if flat.numel() <= SIZE:
+        return flat
+    return flat.as_strided(
+        (NUM_RUNS, RUN), (flat.numel() // NUM_RUNS, 1), flat.storage_offset()
+    )
