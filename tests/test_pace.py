@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from vllm.inflight.stage.pace import LONGEST_REST_S, Pace, free_cores
+from vllm.inflight.stage.pace import LONGEST_REST_S, DevicePace, Pace, free_cores
 
 TRIES = 20
 PATIENCE_S = 60.0
@@ -98,3 +99,12 @@ def test_at_full_share_or_late_it_never_rests(share, hurry_s):
 def test_staging_has_a_core_to_run_on():
     assert free_cores()
     assert free_cores() <= set(range(os.cpu_count() or 1))
+
+
+def test_a_device_s_pace_has_the_interpreter_switch_more_often_only_while_it_stages():
+    before = sys.getswitchinterval()
+    pace = DevicePace(100.0)
+    pace.settle()
+    assert sys.getswitchinterval() < before
+    pace.leave()
+    assert sys.getswitchinterval() == before

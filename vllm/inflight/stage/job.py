@@ -102,6 +102,8 @@ class Job(threading.Thread):
             rank = self._worker.rank
             logger.exception("update %d failed on rank %d", self.serial, rank)
             self._leave(EngineFault(f"{type(error).__name__}: {error}"))
+        finally:
+            self._pace.leave()
 
     # ----------------------------------------------------------------- orders
     def _begin(self, payload: dict[str, Any]) -> None:

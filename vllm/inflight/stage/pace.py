@@ -38,6 +38,7 @@ SWITCH_S = 0.0001
 """How long the interpreter leaves its lock with a thread that does not let go of it.
 
 The default, 5 ms, is most of a decode step."""
+USUAL_S = sys.getswitchinterval()
 
 
 def pace_of(config: InflightConfig, device: torch.device) -> Pace | DevicePace:
@@ -58,7 +59,11 @@ class DevicePace:
 
     def settle(self) -> None:
         """Ask the interpreter to share its lock in smaller pieces."""
-        sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
+        sys.setswitchinterval(min(SWITCH_S, USUAL_S))
+
+    def leave(self) -> None:
+        """The job is over: decoding alone is faster with fewer switches."""
+        sys.setswitchinterval(USUAL_S)
 
     def hurry_after(self, seconds: float) -> None:
         """Rest no more once `seconds` have passed: a late update is a failed one."""
@@ -98,6 +103,9 @@ class Pace:
         set_threads: Callable[[int], None] = torch._C.set_num_threads
         set_threads(1)
         self._last = _clocks()
+
+    def leave(self) -> None:
+        """The thread ends, and with it all that was settled."""
 
     def hurry_after(self, seconds: float) -> None:
         """Rest no more once `seconds` have passed: a late update is a failed one."""
