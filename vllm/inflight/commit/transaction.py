@@ -60,6 +60,8 @@ class Update:
     digest: str | None = None
     """What every rank staged, once they agree."""
     error: InflightError | None = None
+    source: str | None = None
+    """The path its files were read from, if it came from files."""
     pending: Future[dict[str, Any]] | None = None
     """Its commit, while that waits for running requests."""
     result: dict[str, Any] | None = None
@@ -160,6 +162,7 @@ class Ledger:
                 None if parsed is None else parsed.step,
                 time.monotonic() + deadline_s,
             )
+            update.source = body.get("source")
             self._updates[update_id] = update
             while len(self._updates) > NUM_OUTCOMES_KEPT:
                 self._updates.popitem(last=False)
