@@ -17,15 +17,30 @@ class Engine:
     def __init__(self) -> None:
         self.engine_core = self
         self.asked: list[str] = []
-        parallel = SimpleNamespace(world_size=1, world_size_across_dp=1)
-        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        parallel = SimpleNamespace(
+            world_size=1, world_size_across_dp=1, data_parallel_size=1
+        )
+        model = SimpleNamespace(enable_sleep_mode=False)
+        self.vllm_config = SimpleNamespace(
+            parallel_config=parallel, model_config=model, additional_config={}
+        )
+        self.renderer = self
 
     async def call_utility_all_async(
         self, _: str, method: str, body: dict[str, Any]
     ) -> list[dict[str, Any]]:
         self.asked.append(method)
         facts = {"update_id": "u", "phase": "staging", "is_paused": False}
+        facts |= {"active": None, "num_running": 0, "num_waiting": 0, "paused": False}
+        facts |= {"num_aborted": 0, "ranks": [], "rows": []}
+        facts |= {"parameters": {"total": 1, "begun": 1, "complete": 1}}
         return [{"ok": facts | {"weight_version": "v", "epoch": 0}}]
+
+    async def clear_mm_cache_async(self) -> None:
+        """There is none."""
+
+    async def reset_prefix_cache(self, *_: bool) -> bool:
+        return True
 
 
 def served(engine: Engine, **args: Any) -> FastAPI:

@@ -68,7 +68,8 @@ def test_a_body_that_cannot_be_read_is_refused(raw):
         ("/update_weights", {"update_info": "x"}),
         ("/update_weights_from_disk", {}),
         ("/update_weights_from_disk", {"path": 3}),
-        ("/update_weights_from_disk", {"path": "x", "load_format": "auto"}),
+        ("/update_weights_from_disk", {"path": "x", "load_format": "pt"}),
+        ("/update_weights_from_disk", {"path": "x", "colour": "red"}),
         ("/init_weight_transfer_engine", {}),
         ("/rollback_weights", {"version": "v"}),
         ("/update_weight_version", {}),
@@ -87,7 +88,8 @@ def test_a_field_that_is_missing_unknown_or_wrong_is_refused(path, body):
 @given(st.dictionaries(FIELDS, JSON, max_size=4))
 def test_no_body_makes_a_route_fail(path, body):
     reply = client().post(path, content=json.dumps(body))
-    assert reply.status_code in (200, 400)
+    # 409: this server was not started for what the route does.
+    assert reply.status_code in (200, 400, 409)
     assert isinstance(reply.json(), dict)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.torch_trainer import training
 from tests.serving import Server
 from vllm.inflight.api.routes import ROUTES
 
@@ -45,11 +46,24 @@ def shape(value: Any) -> Any:
     return "number" if isinstance(value, int | float) else type(value).__name__
 
 
-def test_every_example_gets_the_reply_on_the_page(server: Server, folders: Path):
+@pytest.fixture
+def trainers(folders: Path) -> Iterator[dict[str, str]]:
+    """Those that the page's groups are opened by: port of the page → their own."""
+    with training("weight_update_group") as first, training("actor") as second:
+        for trainer in (first, second):
+            trainer.begin(folders / "qwen-step-200", ["model.norm.weight"])
+        yield {"51216": str(first.port), "51217": str(second.port)}
+
+
+def test_every_example_gets_the_reply_on_the_page(
+    server: Server, folders: Path, trainers: dict[str, str]
+):
     examples = EXAMPLE.findall(PAGE.read_text())
     assert len(examples) >= len(ROUTES)
     for commands, expected in examples:
         told = commands.replace("localhost:8000", server.url)
+        for port, own in trainers.items():
+            told = told.replace(port, own)
         told = told.replace("/models/", f"{folders}/")
         done = subprocess.run(
             ["bash", "-ec", told.replace("curl ", "curl -sS -w '\\n' ")],

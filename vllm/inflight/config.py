@@ -86,6 +86,13 @@ class InflightConfig:
         choices=("digest", "off"),
     )
 
+    pickled_tensors: str = _knob(
+        "off",
+        "'on': `/update_weights_from_tensor` reads SGLang's pickled tensors as well, "
+        "with an unpickler that knows tensors only. 'off': safetensors only.",
+        choices=("off", "on"),
+    )
+
     def __post_init__(self) -> None:
         for knob in dataclasses.fields(self):
             value = getattr(self, knob.name)

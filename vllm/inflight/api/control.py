@@ -131,7 +131,7 @@ class Control:
         if not isinstance(path, str) or not path:
             raise Malformed("path must be the path of a safetensors checkpoint")
         started = await self.start(
-            transport="local", weight_version=weight_version, **options
+            transport="local", source=path, weight_version=weight_version, **options
         )
         update_id = started["update_id"]
         if started["phase"] == "staging":
@@ -173,6 +173,22 @@ class Control:
     async def shutdown_transport(self) -> Reply:
         """Let the trainer's connection go."""
         return await self._call("transport", order="shutdown")
+
+    async def join_group(self, init_info: dict[str, Any]) -> Reply:
+        """Have every worker join a group that a trainer opens with torch alone."""
+        body = {"transport": "groups", "order": "join", "init_info": init_info}
+        return await self._call("transport", **body)
+
+    async def leave_group(self, name: str) -> Reply:
+        """Have every worker leave that group."""
+        body = {"transport": "groups", "order": "leave", "init_info": name}
+        return await self._call("transport", **body)
+
+    async def ask(self, method: str, **body: Any) -> list[Reply]:
+        """The reply of every engine; raises the first error, if any has one."""
+        envelopes = await self._door.call(method, body)
+        _merged(envelopes)
+        return [envelope["ok"] for envelope in envelopes]
 
     async def pause(
         self,

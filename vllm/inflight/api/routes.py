@@ -14,14 +14,14 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from vllm.inflight.api import auth
+from vllm.inflight.api import auth, pipelinerl, reads, sglang
 from vllm.inflight.api.control import Control, Reply
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.api.methods import pause_generation as pause_engine
 from vllm.inflight.errors import InflightError, Malformed, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
-Handler = Callable[[Any, dict[str, Any]], Awaitable[Reply]]
+Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 
 
 def _control(engine: Any) -> Control:
@@ -95,24 +95,6 @@ async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
     return await _control(engine).finish(**_only(body, allowed))
 
 
-async def _from_disk(engine: Any, body: dict[str, Any]) -> Reply:
-    """SGLang names the field `model_path`; `path` is ours."""
-    body = dict(body)
-    path = body.pop("path", None) or body.pop("model_path", None)
-    allowed = (
-        "weight_version",
-        "mode",
-        "flush_cache",
-        "update_id",
-        "base_version",
-        "manifest",
-        "deadline_s",
-        "allow_nonfinite",
-    )
-    reply = await _control(engine).from_disk(path, **_only(body, allowed))
-    return reply | {"success": True, "message": "weights updated"}
-
-
 async def _abort(engine: Any, body: dict[str, Any]) -> Reply:
     return await _control(engine).abort(body.get("update_id"))
 
@@ -129,12 +111,6 @@ async def _info(engine: Any, body: dict[str, Any]) -> Reply:
     return await _control(engine).info()
 
 
-async def _rename(engine: Any, body: dict[str, Any]) -> Reply:
-    version = _needed(body, "new_version")
-    await _control(engine).rename(version)
-    return {"success": True, "new_version": version}
-
-
 async def _world_size(engine: Any, body: dict[str, Any]) -> Reply:
     parallel = engine.vllm_config.parallel_config
     across = str(body.get("include_dp", "true")).lower() != "false"
@@ -147,8 +123,8 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/pause"): _pause,
     ("POST", "/resume"): _resume,
     ("GET", "/is_paused"): _is_paused,
-    ("POST", "/pause_generation"): _pause_generation,
-    ("POST", "/continue_generation"): _resume,
+    ("POST", "/pause_generation"): sglang.pausing(_pause_generation),
+    ("POST", "/continue_generation"): sglang.continuing(_resume),
     ("POST", "/init_weight_transfer_engine"): _init,
     ("POST", "/shutdown_weight_transfer_engine"): _shutdown,
     ("POST", "/start_weight_update"): _start,
@@ -159,11 +135,15 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/weight_update"): _status,
     ("GET", "/weight_update/{update_id}"): _status,
     ("GET", "/weight_info"): _info,
-    ("POST", "/update_weights_from_disk"): _from_disk,
-    ("POST", "/update_weight_version"): _rename,
     ("GET", "/get_world_size"): _world_size,
+    **sglang.ROUTES,
+    **pipelinerl.ROUTES,
+    **reads.ROUTES,
 }
 """Every control route: method and path → handler."""
+
+LARGEST_BODY = {"/update_weights_from_tensor": 1 << 30}
+"""In bytes, where it is not `MAX_MANIFEST_BYTES`."""
 
 
 class InflightEndpoints:
@@ -178,7 +158,7 @@ class InflightEndpoints:
         for (method, path), handler in ROUTES.items():
             router.add_api_route(
                 path,
-                _endpoint(handler),
+                _endpoint(handler, LARGEST_BODY.get(path)),
                 methods=[method],
                 name=handler.__name__.strip("_"),
                 summary=(handler.__doc__ or "").strip() or None,
@@ -207,26 +187,29 @@ def check_routing(app: FastAPI) -> None:
                 break
 
 
-def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[JSONResponse]]:
+def _endpoint(
+    handler: Handler, largest: int | None
+) -> Callable[[Request], Awaitable[JSONResponse]]:
     async def endpoint(request: Request) -> JSONResponse:
         try:
             auth.check(request)
-            body = await _body(request)
+            body = await _body(request, largest or MAX_MANIFEST_BYTES)
             engine = request.app.state.engine_client
             return JSONResponse(await handler(engine, body))
         except InflightError as error:
-            return JSONResponse({"error": error.to_dict()}, error.status)
+            refusal = {"success": False, "message": error.message}
+            return JSONResponse(refusal | {"error": error.to_dict()}, error.status)
 
     return endpoint
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _body(request: Request, largest: int) -> dict[str, Any]:
     """Path, query and JSON body as one object."""
-    raw = b""
+    raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
-        if len(raw) > MAX_MANIFEST_BYTES:
-            raise Malformed(f"the body is larger than {MAX_MANIFEST_BYTES} bytes")
+        if len(raw) > largest:
+            raise Malformed(f"the body is larger than {largest} bytes")
     body: Any = {}
     if raw.strip():
         try:

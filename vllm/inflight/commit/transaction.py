@@ -62,6 +62,8 @@ class Update:
     drift: dict[str, Any] | None = None
     """How far that is from what was served when it was staged; see stage/drift.py."""
     error: InflightError | None = None
+    source: str | None = None
+    """The path its files were read from, if it came from files."""
     pending: Future[dict[str, Any]] | None = None
     """Its commit, while that waits for running requests."""
     result: dict[str, Any] | None = None
@@ -162,6 +164,7 @@ class Ledger:
                 None if parsed is None else parsed.step,
                 time.monotonic() + deadline_s,
             )
+            update.source = body.get("source")
             self._updates[update_id] = update
             while len(self._updates) > NUM_OUTCOMES_KEPT:
                 self._updates.popitem(last=False)

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine import doors
 from vllm.inflight.engine.pause import Pauses
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.served import Served
@@ -49,6 +50,8 @@ class Gate:
         self.updates = Updates(core, self._ranks, self._served)
         self.in_process = not hasattr(core, "input_queue")
         """Whether the engine steps in its caller's process, without a loop."""
+        self.has_actor_group = False
+        """Whether PipelineRL's worker calls have joined its trainer's group."""
         self.farewells: list[str] = []
         """Ids of requests aborted in an engine without an output queue."""
         self.turns = Turns(self.rouse)
@@ -243,4 +246,5 @@ _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "resume": Gate.resume,
     "paused": Gate.paused,
     "undo": Gate.undo,
+    **doors.CALLS,
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from vllm.inflight.engine import pipelinerl
 from vllm.inflight.errors import Conflict, InflightError
 
 Answer = Any
@@ -25,22 +26,45 @@ def _draft(gate: Any, kwargs: dict[str, Any]) -> Answer:
 def _finish(gate: Any, kwargs: dict[str, Any]) -> Answer:
     """Seal, and commit in a turn of its own once every rank has voted."""
     sealed = gate.call("seal", {})
-    if not isinstance(sealed, Future):
-        return sealed if "error" in sealed else gate.call("commit", {})
-    if gate.in_process:
-        envelope = sealed.result()
-        return envelope if "error" in envelope else gate.call("commit", {})
-    answer: Future[dict[str, Any]] = Future()
+    return _then(gate, sealed, lambda: gate.call("commit", {}))
 
-    def voted(done: Future[dict[str, Any]]) -> None:
+
+def _receive_whole(gate: Any, request: Any) -> Answer:
+    """All of PipelineRL's update: begin, receive what is broadcast, vote, commit."""
+    try:
+        label, info = pipelinerl.announced(pipelinerl.plain(request))
+    except InflightError as error:
+        return {"error": error.to_dict()}
+    begun = gate.call("begin", {"transport": "groups", "weight_version": label})
+    if "error" in begun:
+        return begun
+    received = gate.call("receive", {"update_info": info})
+    return _then(gate, received, lambda: _finish(gate, {}))
+
+
+def _then(gate: Any, answer: Answer, following: Callable[[], Answer]) -> Answer:
+    """`following` in a turn of its own, once `answer` is there and no error."""
+    if isinstance(answer, Future) and gate.in_process:
+        answer = answer.result()
+    if not isinstance(answer, Future):
+        return answer if "error" in answer else following()
+    result: Future[dict[str, Any]] = Future()
+
+    def pass_on(done: Future[Any]) -> None:
+        found = done.result()
+        if isinstance(found, Future):
+            found.add_done_callback(pass_on)
+        else:
+            result.set_result(found)
+
+    def arrived(done: Future[dict[str, Any]]) -> None:
         if "error" in done.result():
-            answer.set_result(done.result())
+            result.set_result(done.result())
             return
-        turn = gate.turns.submit(lambda: gate.call("commit", {}))
-        turn.add_done_callback(lambda t: answer.set_result(t.result()))
+        gate.turns.submit(following).add_done_callback(pass_on)
 
-    sealed.add_done_callback(voted)
-    return answer
+    answer.add_done_callback(arrived)
+    return result
 
 
 PHASES: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
@@ -65,6 +89,28 @@ _POSITIONAL = {
 }
 
 
+def takes(gate: Any, method: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a worker call is to become calls of the gate."""
+    if not isinstance(method, str):
+        return False
+    return method in PHASES or pipelinerl.takes(gate, method, args)
+
+
+def _answer(
+    gate: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Answer:
+    if method in PHASES:
+        named = dict(kwargs or {})
+        if args:
+            named[_POSITIONAL[method]] = args[0]
+        return PHASES[method](gate, named)
+    if method == pipelinerl.RECEIVE:
+        return _receive_whole(gate, args[0])
+    body = pipelinerl.CALLS[method](*args)
+    gate.has_actor_group = body["order"] == "join"
+    return gate.call("transport", {"transport": "groups"} | body)
+
+
 def carry_out(
     gate: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
@@ -74,10 +120,7 @@ def carry_out(
         InflightError: what the gate refused; its message names the remedy.
 
     """
-    named = dict(kwargs or {})
-    if args:
-        named[_POSITIONAL[method]] = args[0]
-    answer = PHASES[method](gate, named)
+    answer = _answer(gate, method, args, kwargs)
     if isinstance(answer, Future) and gate.in_process:
         answer = answer.result()
     if not isinstance(answer, Future):

@@ -123,15 +123,18 @@ class Updates:
         }
 
     def transport(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Connect or disconnect the configured transport, in the staging thread."""
-        self._require_transport()
+        """Connect or disconnect a transport, in the staging thread."""
+        if body.get("transport") == "groups":
+            self._ranks.require_staging()
+        else:
+            self._require_transport()
         if (active := self.ledger.active) is not None:
             raise UpdateBusy(
                 f"update {active.update_id!r} is {active.phase.value}",
                 update_id=active.update_id,
             )
         order, payload = body["order"], body.get("init_info")
-        if order == "init" and not isinstance(payload, dict):
+        if order in ("init", "join") and not isinstance(payload, dict):
             raise Malformed("init_info must be an object")
         serial = self.ledger.next_serial()
         self._ranks.order(serial, order, payload)

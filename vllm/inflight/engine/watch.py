@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -53,6 +54,7 @@ class Watch:
                 return None if update.phase is Phase.STAGING else _state(update)
             return _state(update) | {
                 "bytes": sum(n.get("bytes", 0) for n in notices),
+                "parameters": _added(n.get("parameters", {}) for n in notices),
             }
 
         return self._wait(ready)
@@ -177,6 +179,13 @@ class Watch:
                 future.set_exception(error)
             with self._lock:
                 self._waiting.remove(entry)
+
+
+def _added(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for part in parts:
+        sums.update(part)
+    return dict(sums)
 
 
 def _state(update: Update) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import inspect
 import os
 from typing import Any
 
-from vllm.inflight.api import methods
+from vllm.inflight.api import methods, pipelinerl
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Patch
@@ -77,6 +77,7 @@ _METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.rollback_weights: (None, None),
     methods.weight_update_status: (None, None),
     methods.weight_info: (None, None),
+    pipelinerl.pause_and_update: (None, None),
 }
 
 

@@ -70,7 +70,7 @@ def _redirect_phases(original: Any) -> Any:
         from vllm.inflight.engine import phases
 
         gate = getattr(self, "inflight_gate", None)  # none yet during start-up
-        if gate is not None and isinstance(method, str) and method in phases.PHASES:
+        if gate is not None and phases.takes(gate, method, args):
             return phases.carry_out(gate, method, args, kwargs)
         return original(self, method, timeout, args, kwargs)
 

@@ -168,6 +168,17 @@ def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
     return _answer(lambda: self._inflight_stager.flip())
 
 
+def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
+    """Read something of what this rank serves; see stage/readout.py."""
+    from vllm.inflight.stage import readout
+
+    reads: dict[str, Callable[..., Any]] = {
+        "checksums": readout.checksums,
+        "rows": readout.rows,
+    }
+    return _answer(lambda: reads[what](self, *args))
+
+
 def _added(function: Any, why: str) -> Patch:
     return Patch(
         target=f"vllm.v1.worker.worker_base:WorkerBase.{function.__name__}",
@@ -243,4 +254,5 @@ PATCHES = [
     _added(inflight_attach, "ranks report through shared memory"),
     _added(inflight_order, "orders for the staging thread return at once"),
     _added(inflight_flip, "the one RPC of a commit"),
+    _added(inflight_read, "weights can be compared with a trainer's, rank by rank"),
 ]

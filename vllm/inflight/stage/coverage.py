@@ -7,6 +7,7 @@ were called.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -31,3 +32,17 @@ class Fill:
         for offset, shape, stride in self.views:
             written.as_strided(shape, stride, offset).fill_(True)
         return self.numel - int(written.sum())
+
+
+def tally(fills: Mapping[str, Fill]) -> dict[str, int]:
+    """How many parameters there are, are begun, and have had as much as they need.
+
+    Cheap enough for every chunk: what a loader wrote twice is counted twice, and only
+    the verdict looks closer.
+    """
+    written = [(fill.numel, sum(fill.views.values())) for fill in fills.values()]
+    return {
+        "total": len(written),
+        "begun": sum(count > 0 for _, count in written),
+        "complete": sum(count >= numel for numel, count in written),
+    }

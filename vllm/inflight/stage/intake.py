@@ -50,7 +50,8 @@ class Intake:
         self._allow_nonfinite = allow_nonfinite
         self._cancelled = cancelled
         self._progress = progress
-        self._fills = {n: Fill(s.numel()) for n, s in shadow.required.items()}
+        self.fills = {n: Fill(s.numel()) for n, s in shadow.required.items()}
+        """What has been written of each parameter."""
         self._known = shadow.known_names()
         self._seen: dict[str, ops.Digest] = {}
         self._entries: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -60,8 +61,7 @@ class Intake:
         self.sampler = Sampler()
         self._filling = 0
         self._handed: torch.Tensor | None = None
-        self._entry: Entry | None = None
-        """What is being recorded of the tensor that the loader has."""
+        self._entry: Entry | None = None  # recorded of the tensor the loader has
         self._broken: Exception | None = None
         self._watching: list[tuple[Any, Any]] = []
         self.unfilled: list[str] = []
@@ -148,7 +148,7 @@ class Intake:
                 continue
             known.append((entry, tensor))
             for param, view in entry.filled:
-                self._fills[param].views[view] = prod(view[1])
+                self.fills[param].views[view] = prod(view[1])
         replay(known)
         return fresh
 
@@ -232,7 +232,7 @@ class Intake:
         for prefix, layer in module.named_modules():
             for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 name = f"{prefix}.{key}" if prefix else key
-                if tensor is None or name not in self._fills:
+                if tensor is None or name not in self.fills:
                     continue
                 loader = getattr(tensor, "weight_loader", None)
                 self._watching.append((tensor, loader))
@@ -254,7 +254,7 @@ class Intake:
         self._watching.clear()
 
     def _watched(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
-        fill = self._fills[name]
+        fill = self.fills[name]
 
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:
             param = args[0] if args else kwargs["param"]
@@ -277,7 +277,7 @@ class Intake:
         """
         for name, digest, bad in self._audit.results():
             self._judge(name, digest, bad)
-        missing = [name for name, fill in self._fills.items() if fill.missing]
+        missing = [name for name, fill in self.fills.items() if fill.missing]
         announced = self._manifest.tensors.keys() - self._seen.keys()
         if missing or announced or self._wrong or self._unknown:
             raise self._mismatch(missing, sorted(announced - self._wrong.keys()))

@@ -25,6 +25,7 @@ from vllm.inflight.errors import (
     NoTransport,
 )
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.coverage import tally
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import pace_of
 from vllm.inflight.update import Manifest
@@ -32,7 +33,7 @@ from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.nccl import still_writes
 
 POLL_S = 0.02
-LAST_ORDERS = ("seal", "init", "shutdown")
+LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave")
 
 logger = upstream.init_logger(__name__)
 
@@ -80,6 +81,8 @@ class Job(threading.Thread):
             "seal": self._seal,
             "init": self._init_transport,
             "shutdown": self._shutdown_transport,
+            "join": lambda payload: self._init_transport(payload, "groups"),
+            "leave": lambda name: self._stager.groups.leave(name),
         }
         try:
             self._wait_for_predecessor()
@@ -152,6 +155,8 @@ class Job(threading.Thread):
         self._transport.receive_weights(info)
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
+        assert self._intake is not None
+        self._notice["parameters"] = tally(self._intake.fills)
 
     def _seal(self, _: Any) -> None:
         assert self._intake is not None
@@ -171,8 +176,8 @@ class Job(threading.Thread):
             "bytes": self._intake.num_bytes,
         }
 
-    def _init_transport(self, payload: Any) -> None:
-        transport = self._choose("configured")
+    def _init_transport(self, payload: Any, name: str = "configured") -> None:
+        transport = self._choose(name)
         try:
             info = transport.parse_init_info(payload)
         except ValueError as error:
@@ -184,6 +189,9 @@ class Job(threading.Thread):
 
     # ---------------------------------------------------------------- helpers
     def _choose(self, name: str) -> Any:
+        if name == "groups":
+            self._stager.groups.cancelled = self._is_cancelled
+            return self._stager.groups
         if name == "local":
             from vllm.inflight.wire.local import LocalEngine
 

@@ -7,16 +7,19 @@ second set of weights; each update has a job (job.py) that fills it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from vllm.inflight import upstream
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.drift import Samples, drift
 from vllm.inflight.stage.job import Job
 from vllm.inflight.stage.shadow import Shadow
+from vllm.inflight.wire.process_group import GroupsEngine
 
 Flip = Callable[[], float]
 
@@ -43,6 +46,15 @@ class Stager:
         if worker.device.type == "cuda":
             # A thread begins on the default stream, which waits for all others.
             self._stream = torch.cuda.Stream(worker.device)
+
+    @functools.cached_property
+    def groups(self) -> GroupsEngine:
+        """The groups that trainers of other frameworks have opened."""
+        config = upstream.WeightTransferConfig(backend="groups")
+        worker = self.worker
+        return GroupsEngine(
+            config, worker.vllm_config, worker.device, self.shadow.module
+        )
 
     @contextmanager
     def lane(self) -> Iterator[None]:
@@ -119,6 +131,8 @@ class Stager:
         if self._job is not None:
             self._board.cancel(self._job.serial)
             self._job.join(timeout=1.0)
+        if "groups" in vars(self):
+            self.groups.shutdown()
         # A job that cannot be interrupted may still post: leave it its memory.
         if self._job is None or not self._job.is_alive():
             self._board.close()

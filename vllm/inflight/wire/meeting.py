@@ -103,7 +103,7 @@ class Meeting:
             )
         meeting = cls(terms, rank, address, port)
         trainer = f"a trainer at {address}:{port}"
-        watch.until(lambda: _answers(address, port), trainer, longest_nap_s=KNOCK_S)
+        watch.until(lambda: is_answered(address, port), trainer, longest_nap_s=KNOCK_S)
         # A port that is somebody else's would keep the constructor for ever.
         connecting = in_background(lambda: _store(address, port, watch.timeout_s))
         try:
@@ -154,7 +154,8 @@ def _store(
     )
 
 
-def _answers(address: str, port: int) -> bool:
+def is_answered(address: str, port: int) -> bool:
+    """Whether somebody listens there, now."""
     try:
         socket.create_connection((address, port), timeout=KNOCK_S).close()
     except OSError:

@@ -61,11 +61,7 @@ class NcclGroup:
             raise
 
     def _connect(self, watch: Watch, max_ctas: int) -> None:
-        store, rank = self._meeting.store, self._meeting.rank
-        if rank == 0:
-            store.set(UNIQUE_ID, self._nccl.unique_id().hex())
-        watch.until(lambda: store.check([UNIQUE_ID]), "the trainer's NCCL id")
-        unique = UniqueId.from_buffer_copy(bytes.fromhex(store.get(UNIQUE_ID).decode()))
+        unique = UniqueId.from_buffer_copy(self._agree(watch))
         comm = ctypes.c_void_p()
         settings = config(self._nccl.version, max_ctas=max_ctas)
         with torch.cuda.device(self.device):
@@ -74,11 +70,19 @@ class NcclGroup:
                 ctypes.byref(comm),
                 self.terms.world_size,
                 unique,
-                rank,
+                self._meeting.rank,
                 ctypes.byref(settings),
             )
             self._comm = comm
             watch.until(self._is_settled, "NCCL to connect all ranks")
+
+    def _agree(self, watch: Watch) -> bytes:
+        """The name of the communicator, which the trainer has given it."""
+        store = self._meeting.store
+        if self._meeting.rank == 0:
+            store.set(UNIQUE_ID, self._nccl.unique_id().hex())
+        watch.until(lambda: store.check([UNIQUE_ID]), "the trainer's NCCL id")
+        return bytes.fromhex(store.get(UNIQUE_ID).decode())
 
     def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
         """Begin to send or receive on the wire's stream; see `Group.broadcast`."""

@@ -1,0 +1,192 @@
+"""PipelineRL's request, worker calls and method, with a trainer over gloo."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from vllm.v1.engine.core import EngineCore
+
+from tests.engine.bare_core import publish
+from tests.engine.core_door import Door, said
+from tests.engine.probe import greedy
+from tests.engine.torch_trainer import HOST, TorchTrainer, facts, training
+from tests.engine.user_extension import CALLED
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+
+
+class ParameterInfo(BaseModel):
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+class WeightUpdateRequest(BaseModel):
+    """As PipelineRL's trainer sends it."""
+
+    kind: str = "weight_update_request"
+    version: int
+    parameters_info: list[ParameterInfo]
+    timestamp: float = 1.0
+
+
+def request(folder: Path, version: int) -> WeightUpdateRequest:
+    told = facts(folder)
+    infos = [
+        ParameterInfo(name=name, shape=shape, dtype=f"torch.{dtype}")
+        for name, dtype, shape in zip(*told.values(), strict=True)
+    ]
+    return WeightUpdateRequest(version=version, parameters_info=infos)
+
+
+@pytest.fixture
+def trainer() -> Iterator[TorchTrainer]:
+    with training("actor") as running:
+        yield running
+
+
+def joining(trainer: TorchTrainer) -> tuple[Any, ...]:
+    """Arguments of the worker call."""
+    return (0, 1, f"tcp://{HOST}:{trainer.port}", 2)
+
+
+# ------------------------------------------------------------ a core of its own
+@pytest.fixture
+def door(core: EngineCore) -> Door:
+    return Door(core)
+
+
+@pytest.fixture(scope="module")
+def expected(booted: EngineCore, folders: dict[str, Path]) -> dict[str, Any]:
+    publish(booted, folders["new"], "expected")
+    return said(booted)
+
+
+def test_a_request_over_http_is_received_and_served(
+    door: Door, trainer: TorchTrainer, folders: dict[str, Path], expected: Any
+) -> None:
+    names = ("actor_idx", "actor_ngpus", "init_method", "world_size")
+    group = dict(zip(names, joining(trainer), strict=True))
+    assert door.post("/init_actor_update_group", **group) == {"status": "ok"}
+    asked = request(folders["new"], 7)
+    trainer.begin(folders["new"], facts(folders["new"])["names"])
+    reply = door.post("/receive_weight_update", **asked.model_dump())
+    assert trainer.heard() == "joined" and trainer.heard() == "sent"
+    assert (reply["status"], reply["weight_version"]) == ("ok", "7")
+    assert said(door.core) == expected
+
+
+def test_worker_calls_of_a_core_become_the_transaction(
+    core: EngineCore, trainer: TorchTrainer, folders: dict[str, Path], expected: Any
+) -> None:
+    core.collective_rpc("init_actor_update_group", args=joining(trainer))
+    for version in (1, 2):
+        asked = request(folders["new"], version).model_dump_json()
+        trainer.begin(folders["new"], facts(folders["new"])["names"])
+        assert core.collective_rpc("receive_weight_update", args=(asked,)) == [None]
+        assert Door(core).label == str(version)
+        assert said(core) == expected
+    core.collective_rpc("destroy_actor_update_group")
+
+
+def test_a_request_that_announces_too_little_changes_nothing(
+    door: Door, trainer: TorchTrainer, folders: dict[str, Path]
+) -> None:
+    before = said(door.core)
+    door.core.collective_rpc("init_actor_update_group", args=joining(trainer))
+    asked = request(folders["new"], 3).model_dump()
+    asked["parameters_info"] = asked["parameters_info"][1:]
+    trainer.begin(folders["new"], facts(folders["new"])["names"][1:])
+    status, message = door.refused("/receive_weight_update", **asked)
+    assert (status, "lm_head.weight" in message) == (422, True)
+    assert (said(door.core), door.label) == (before, "old")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"version": None}, "version must be a number or a string"),
+        ({"parameters_info": None}, "'parameters_info'"),
+        ({"parameters_info": [{"name": "a"}]}, "'name', 'shape' and 'dtype'"),
+        (
+            {"parameters_info": [{"name": "a", "shape": [], "dtype": "x", "shard": 1}]},
+            "a: 'shard' is not supported",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_by_name(
+    door: Door, folders: dict[str, Path], change: dict[str, Any], named: str
+) -> None:
+    body = request(folders["new"], 1).model_dump() | change
+    status, message = door.refused("/receive_weight_update", **body)
+    assert (status, named in message) == (400, True), message
+
+
+# ---------------------------------------------------- with a user's own workers
+@pytest.fixture(scope="module")
+def extended(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
+    return start(old, worker_extension_cls="tests.engine.user_extension.Extension")
+
+
+def test_a_users_worker_extension_keeps_its_methods(
+    extended: Any, trainer: TorchTrainer, new: Path, fresh: list[list[int]]
+) -> None:
+    CALLED.clear()
+    assert extended.collective_rpc("tests_double", args=(21,)) == [42]
+    # Names of PipelineRL's with other arguments are calls of the user's.
+    assert extended.collective_rpc("init_actor_update_group") == ["the user's"]
+    assert extended.collective_rpc("receive_weight_update", args=("{}",)) == [
+        "the user's"
+    ]
+    assert extended.collective_rpc("close_communicator") == ["the user's"]
+    assert CALLED == ["init", "receive", "close"]
+    extended.collective_rpc("init_actor_update_group", args=joining(trainer))
+    trainer.begin(new, facts(new)["names"])
+    extended.collective_rpc(
+        "receive_weight_update", args=(request(new, 9).model_dump_json(),)
+    )
+    assert (greedy(extended), extended.get_weight_version()) == (fresh, "9")
+    extended.collective_rpc("close_communicator")
+    assert CALLED == ["init", "receive", "close"]
+
+
+def test_pause_and_update_of_an_llm(
+    extended: Any, trainer: TorchTrainer, old: Path, new: Path, fresh: list[list[int]]
+) -> None:
+    extended.update_weights_from_disk(str(old), "old")
+    extended.collective_rpc("init_actor_update_group", args=joining(trainer))
+    trainer.begin(new, facts(new)["names"])
+    reply = extended.pause_and_update(request(new, 10))
+    assert reply["weight_version"] == "10"
+    assert greedy(extended) == fresh
+
+
+# -------------------------------------------------------- in PipelineRL's server
+def test_its_servers_own_steps_serve_what_is_broadcast(
+    checkpoint: Callable[..., Path],
+) -> None:
+    old, new = checkpoint(0), checkpoint(1)
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.engine.pipelinerl_server", str(old), str(new)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [x for x in run.stdout.splitlines() if x.startswith("RESULT ")]
+    assert lines, run.stdout[-4000:] + run.stderr[-4000:]
+    seen = json.loads(lines[0].removeprefix("RESULT "))
+    assert seen["before"] != seen["expected"]
+    assert seen["after receive_weight_update"] == seen["expected"]
+    assert seen["after pause_and_update"] == seen["before"]
+    assert seen["versions of a stream"] == ["default", "1", "2"]
+    assert seen["length of that stream"] == 900

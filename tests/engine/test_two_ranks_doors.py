@@ -1,0 +1,61 @@
+"""What doors say of two ranks is what both serve, and not one of them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def seen(checkpoint: Callable[..., Path]) -> dict[str, Any]:
+    """One run of the script, for all tests of this module."""
+    command = [sys.executable, "-m", "tests.engine.two_ranks_doors"]
+    run = subprocess.run(
+        [*command, str(checkpoint(0)), str(checkpoint(1))],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    lines = [x for x in run.stdout.splitlines() if x.startswith("RESULT ")]
+    assert lines, run.stdout[-4000:] + run.stderr[-4000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def test_checksums_of_every_rank_equal_a_reference_cut_from_the_checkpoint(
+    seen: dict[str, Any],
+) -> None:
+    for moment in ("at start", "after commit", "after rollback", "after broadcast"):
+        assert seen[f"odd {moment}"] == [], moment
+    # Every weight that is drawn, on both ranks: 2 + 4 for each of the layers.
+    assert seen["odd against another"] == 2 * (2 + 2 * 4)
+
+
+def test_reads_put_the_parts_of_all_ranks_together(seen: dict[str, Any]) -> None:
+    assert seen["misread at start"] == seen["misread after commit"] == []
+
+
+def test_ranks_that_are_sent_different_tensors_commit_none(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["ranks that differ"] == "weights_mismatch"
+    assert seen["after ranks that differ"] == seen["before"]
+    assert seen["odd after that"] == []
+
+
+def test_tensors_for_each_rank_and_a_broadcast_to_both_are_served(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["one entry each"] is True
+    assert seen["broadcast"] == "weights updated"
+    assert seen["after broadcast"] == seen["expected"] != seen["before"]

@@ -1,0 +1,132 @@
+"""A trainer in a process of its own, which knows `torch.distributed` and nothing else.
+
+It opens its group the way SGLang's clients and PipelineRL do: a store under the group's
+name, and torch's own helper for a group beside the default one.
+"""
+
+import multiprocessing
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+HOST = "127.0.0.1"
+
+
+def open_group(name: str, port: int, world_size: int) -> Any:
+    """Rank 0 of a new group."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import (
+        PrefixStore,
+        _new_process_group_helper,
+        _world,
+        rendezvous,
+    )
+
+    timeout = timedelta(seconds=60)
+    store, rank, size = next(
+        rendezvous(f"tcp://{HOST}:{port}", 0, world_size, timeout=timeout)
+    )
+    group, _ = _new_process_group_helper(
+        size,
+        rank,
+        [],
+        dist.Backend("gloo"),
+        PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def trainer(pipe: Any, name: str, port: int, world_size: int) -> None:
+    """Open the group, then broadcast what is asked for: (path, names, flattened)."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    group = open_group(name, port, world_size)
+    pipe.send("joined")
+    while (order := pipe.recv()) is not None:
+        path, names, flattened = order
+        tensors = load_file(path)
+        parts = [tensors[n] for n in names]
+        if flattened:
+            parts = [torch.cat([t.flatten().view(torch.uint8) for t in parts])]
+        try:
+            for tensor in parts:
+                dist.broadcast(tensor, src=0, group=group)
+            pipe.send("sent")
+        except RuntimeError as error:
+            pipe.send(f"broke: {error}")
+
+
+class TorchTrainer:
+    """The process, and what it is told."""
+
+    def __init__(self, name: str, world_size: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port = probe.getsockname()[1]
+        self.name = name
+        self.world_size = world_size
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(
+            target=trainer, args=(theirs, name, self.port, world_size), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """Body of SGLang's `/init_weights_update_group`."""
+        return {
+            "master_address": HOST,
+            "master_port": self.port,
+            "rank_offset": 1,
+            "world_size": self.world_size,
+            "group_name": self.name,
+            "backend": "gloo",
+            "timeout_s": 20.0,
+        }
+
+    def begin(self, folder: Path, names: list[str], *, flattened: bool = False) -> None:
+        """Have it broadcast, beside whatever comes next."""
+        self.pipe.send((str(folder / "model.safetensors"), names, flattened))
+
+    def heard(self) -> str:
+        """What it says next."""
+        assert self.pipe.poll(60), "the trainer says nothing"
+        return str(self.pipe.recv())
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+@contextmanager
+def training(name: str = "weight_update_group", world_size: int = 2) -> Iterator[Any]:
+    """A trainer, for the length of a `with`."""
+    running = TorchTrainer(name, world_size)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def facts(folder: Path, names: list[str] | None = None) -> dict[str, list[Any]]:
+    """`names`, `dtypes` and `shapes` of a checkpoint, as SGLang's clients send them."""
+    tensors = load_file(folder / "model.safetensors")
+    chosen = list(tensors) if names is None else names
+    return {
+        "names": chosen,
+        "dtypes": [str(tensors[n].dtype).removeprefix("torch.") for n in chosen],
+        "shapes": [list(tensors[n].shape) for n in chosen],
+    }

@@ -1,0 +1,85 @@
+"""The fields of a request: each is taken once, and what is left over is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.inflight.errors import Malformed
+
+
+class Fields:
+    """One request's body; a field that is null counts as left out."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._left = {name: value for name, value in body.items() if value is not None}
+        self._known: list[str] = []
+
+    def take(self, name: str) -> Any:
+        """Its value; None if it is not there."""
+        self._known.append(name)
+        return self._left.pop(name, None)
+
+    def needed(self, name: str) -> Any:
+        """Its value, which has to be there."""
+        value = self.take(name)
+        if value is None:
+            raise Malformed(f"the body needs the field {name!r}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """`true` or `false`; a query parameter says it as text."""
+        value = self.take(name)
+        if isinstance(value, str):
+            value = {"true": True, "1": True, "false": False, "0": False}.get(
+                value.lower(), value
+            )
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise Malformed(f"{name} must be true or false, got {value!r}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A string."""
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise Malformed(f"{name} must be a string, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> Any:
+        """A number."""
+        value = self.take(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise Malformed(f"{name} must be a number, got {value!r}")
+        return value
+
+    def one_of(self, name: str, choices: Sequence[str | None]) -> str | None:
+        """One of these strings, or left out."""
+        value = self.take(name)
+        if value not in choices:
+            named = ", ".join(repr(choice) for choice in choices if choice)
+            raise Malformed(f"{name} {value!r} is not supported; it can be {named}")
+        return value
+
+    def default(self, name: str, value: Any) -> None:
+        """Say it for the caller, who has not."""
+        self._left.setdefault(name, value)
+
+    def rest(self) -> dict[str, Any]:
+        """What was not taken."""
+        return dict(self._left)
+
+    def only(self, *names: str) -> dict[str, Any]:
+        """Those of `names` that are there; raises if anything else is left."""
+        known = [*self._known, *names]
+        for name in self._left:
+            if name not in known:
+                raise Malformed(
+                    f"unknown field {name!r}; this route takes {', '.join(known)}"
+                )
+        return dict(self._left)

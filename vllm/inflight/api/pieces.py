@@ -1,0 +1,117 @@
+"""Updates that come in pieces, with neither a beginning nor an end of their own.
+
+SGLang's calls bring some tensors at a time and write them at once. Here the first piece
+opens an update, every piece goes into the second set, and the one that completes the
+model commits it: what is served changes once, and never in parts.
+
+What ends an update that stays incomplete: another label, a new group, a new pause, its
+deadline, or `continue_generation`, which says what is missing.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from vllm.inflight.api.control import Control, Reply
+from vllm.inflight.errors import InflightError, WeightsMismatch
+
+PREFIX = "pieces-"
+TWICE = "it was sent twice"
+
+
+async def take(
+    control: Control,
+    transport: str,
+    update_info: Any,
+    *,
+    label: str | None,
+    can_repeat: bool,
+    commit: dict[str, Any],
+    begin: dict[str, Any] | None = None,
+) -> Reply:
+    """Stage a piece; commit if the model is complete with it.
+
+    Args:
+        control: of the engines.
+        transport: what brings it.
+        update_info: the piece, as that transport is told of it.
+        label: the version it belongs to, if its sender says.
+        can_repeat: whether the piece can be read again: a tensor that came before then
+            begins a new version, where that of a broadcast ends the old one.
+        commit: `mode` and `flush_cache` of the commit.
+        begin: what else is said when the update begins.
+
+    """
+    active = await _open(control, transport, label)
+    update_id = active or await _start(control, transport, label, begin)
+    try:
+        progress = await control.update(update_info, update_id)
+    except WeightsMismatch as error:
+        if not (active and can_repeat and TWICE in error.message):
+            raise
+        update_id = await _start(control, transport, label, begin)
+        progress = await control.update(update_info, update_id)
+    parts = [reply["parameters"] for reply in progress.get("engines", [progress])]
+    if all(part["begun"] == 0 for part in parts):
+        await control.abort(update_id)
+        return {"message": "no parameter of this model is filled by these tensors"}
+    if any(part["complete"] < part["total"] for part in parts):
+        done, total = parts[0]["complete"], parts[0]["total"]
+        return {
+            "message": f"staged: {done} of {total} parameters are complete, and the "
+            "version is served when all are",
+            "update_id": update_id,
+            "parameters": parts[0],
+        }
+    reply = await control.finish(label, update_id=update_id, **commit)
+    return reply | {"message": "weights updated"}
+
+
+async def drop(control: Control) -> None:
+    """Give up a version whose pieces will not come any more."""
+    if (update_id := await unfinished(control)) is not None:
+        await control.abort(update_id)
+
+
+async def close(control: Control) -> InflightError | None:
+    """End a version that should be complete by now; what is missing, if it is not."""
+    update_id = await unfinished(control)
+    if update_id is None:
+        return None
+    try:
+        await control.finish(update_id=update_id)
+    except InflightError as error:
+        await control.abort(update_id)
+        return error
+    return None
+
+
+async def unfinished(control: Control) -> str | None:
+    """The id of the update that waits for pieces, if one does."""
+    active = (await control.status())["active"]
+    if active is None or not active["update_id"].startswith(PREFIX):
+        return None
+    return str(active["update_id"])
+
+
+async def _open(control: Control, transport: str, label: str | None) -> str | None:
+    active = (await control.status())["active"]
+    if active is None or not active["update_id"].startswith(f"{PREFIX}{transport}-"):
+        return None
+    if label is not None and active["weight_version"] not in (None, label):
+        await control.abort(active["update_id"])
+        return None
+    return str(active["update_id"])
+
+
+async def _start(
+    control: Control, transport: str, label: str | None, begin: dict[str, Any] | None
+) -> str:
+    started = await control.start(
+        update_id=f"{PREFIX}{transport}-{uuid.uuid4().hex}",
+        transport=transport,
+        weight_version=label,
+        **(begin or {}),
+    )
+    return str(started["update_id"])

@@ -1,0 +1,230 @@
+"""What trainers ask of a server besides updates: reads, caches, requests, sleep.
+
+Upstream has some of these paths in its development mode only, without a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vllm.inflight.api.control import Reply
+from vllm.inflight.api.fields import Fields
+from vllm.inflight.api.methods import control_of
+from vllm.inflight.errors import Conflict, Malformed
+
+Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
+
+ACTIONS = ("checksum", "compare")
+SLEEPS = {"weights", "kv_cache"}
+NO_ROWS = 100
+
+
+async def flush_cache(engine: Any, body: dict[str, Any]) -> Reply:
+    """Drop the prefix cache; refused while running requests hold KV."""
+    replies = await control_of(engine).ask("flush")
+    await engine.renderer.clear_mm_cache_async()
+    waiting = sum(reply["num_waiting"] for reply in replies)
+    return {"success": True, "message": "Cache flushed.", "num_waiting": waiting}
+
+
+async def reset_prefix_cache(engine: Any, body: dict[str, Any]) -> Reply:
+    """Upstream's: `success` is false where `/flush_cache` would refuse."""
+    fields = Fields(body)
+    running = fields.flag("reset_running_requests", False)
+    external = fields.flag("reset_external", False)
+    fields.only()
+    return {"success": bool(await engine.reset_prefix_cache(running, external))}
+
+
+async def abort_request(engine: Any, body: dict[str, Any]) -> Reply:
+    """End the request with SGLang's `rid`, or all with `abort_all`."""
+    fields = Fields(body)
+    rid, every = fields.take("rid"), fields.flag("abort_all", False)
+    for name in ("abort_message", "finished_reason"):  # SGLang's own, between processes
+        fields.take(name)
+    fields.only()
+    ids = [rid] if isinstance(rid, str) and rid else rid
+    if every:
+        ids = None
+    elif not _are_ids(ids):
+        raise Malformed("the body needs 'rid', or 'abort_all': true")
+    aborted = await _aborted(engine, ids)
+    message = "aborted" if aborted else "no such request is running or waiting"
+    return {"success": True, "message": message, "num_aborted": aborted}
+
+
+async def abort_requests(engine: Any, body: dict[str, Any]) -> Reply:
+    """Upstream's: end the requests named in `request_ids`, or all."""
+    fields = Fields(body)
+    ids = fields.take("request_ids")
+    fields.only()
+    if ids and not _are_ids(ids):
+        raise Malformed("request_ids must be a list of strings")
+    return {"status": "aborted", "aborted": await _aborted(engine, ids or None)}
+
+
+async def weight_version(engine: Any, body: dict[str, Any]) -> Reply:
+    """The label of what is served."""
+    info = await control_of(engine).info()
+    return {"weight_version": info["weight_version"]}
+
+
+async def model_info(engine: Any, body: dict[str, Any]) -> Reply:
+    """SGLang's description of the model; `model_path` is that of the last commit.
+
+    What came without a path, over a wire, leaves the one of the start.
+    """
+    (source, *_) = await control_of(engine).ask("source")
+    model = engine.vllm_config.model_config
+    return {
+        "model_path": source["path"] or model.model,
+        "tokenizer_path": model.tokenizer,
+        "is_generation": model.runner_type == "generate",
+        "weight_version": source["weight_version"],
+        "model_type": getattr(model.hf_config, "model_type", None),
+        "architectures": getattr(model.hf_config, "architectures", None),
+    }
+
+
+async def get_weights_by_name(engine: Any, body: dict[str, Any]) -> Any:
+    """The first rows of a tensor as lists of numbers, from all ranks."""
+    fields = Fields(body)
+    name, size = fields.needed("name"), fields.take("truncate_size")
+    fields.only()
+    if isinstance(size, str) and size.isdigit():  # a query parameter
+        size = int(size)
+    size = NO_ROWS if size is None else size
+    replies = await control_of(engine).ask("rows", name=name, num_rows=size)
+    return replies[0]["rows"]
+
+
+async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
+    """SGLang's: digests of every parameter of every rank, as decoding uses them.
+
+    Of its other actions, `reset_tensors` destroys weights and is refused.
+    """
+    fields = Fields(body)
+    action = fields.text("action", "checksum")
+    fields.flag("allow_quant_error", False)
+    fields.only()
+    if action != "checksum":
+        raise Malformed(
+            f"action {action!r} is not offered: it would write into live weights, or "
+            "keep a copy of them; 'checksum' tells what to compare"
+        )
+    replies = await control_of(engine).ask("checksums")
+    ranks = [rank for reply in replies for rank in reply["ranks"]]
+    message = f"checksums of {len(ranks)} ranks"
+    return {"success": True, "message": message, "payload": ranks}
+
+
+async def weight_checker(engine: Any, body: dict[str, Any]) -> Reply:
+    """Upstream's: the same digests under its keys, or compared with a `baseline`."""
+    fields = Fields(body)
+    action, baseline = fields.needed("action"), fields.take("baseline")
+    fields.only()
+    if action not in ACTIONS:
+        raise Malformed(
+            f"action {action!r} is not offered; it can be 'checksum' or 'compare'"
+        )
+    if action == "compare" and not isinstance(baseline, dict):
+        raise Malformed("action 'compare' needs 'baseline', an object of checksums")
+    found: dict[str, str] = {}
+    for reply in await control_of(engine).ask("checksums"):
+        for rank in reply["ranks"]:
+            at = rank["parallelism_info"]
+            where = f"dp{at['dp_rank']}:pp{at['pp_rank']}:pcp0:tp{at['tp_rank']}:"
+            found |= {where + name: d for name, d in rank["checksums"].items()}
+    if action == "checksum":
+        return {"checksums": found}
+    names = found.keys() | baseline.keys()
+    odd = sorted(name for name in names if found.get(name) != baseline.get(name))
+    return {"match": not odd, "mismatches": odd}
+
+
+async def server_info(engine: Any, body: dict[str, Any]) -> Reply:
+    """Upstream's: the configuration, and nothing of the environment."""
+    import pydantic
+
+    fields = Fields(body)
+    form = fields.one_of("config_format", (None, "text", "json")) or "text"
+    fields.only()
+    config = engine.vllm_config
+    if form == "text":
+        return {"vllm_config": str(config)}
+    adapter = pydantic.TypeAdapter(type(config))
+    return {"vllm_config": adapter.dump_python(config, mode="json", fallback=str)}
+
+
+async def release_memory_occupation(engine: Any, body: dict[str, Any]) -> Reply:
+    """Sleep: give the memory of weights and KV back; running requests are aborted."""
+    tags = _tags(engine, body)
+    if tags == {"kv_cache"}:
+        raise Malformed(
+            "tags ['kv_cache'] alone: vLLM sleeps with its weights, at level 1, or "
+            "without them; leave tags out"
+        )
+    # Level 1 keeps a copy of the weights in host memory, so waking needs no trainer.
+    await engine.sleep(level=1, mode="abort")
+    return {"success": True, "message": "asleep"}
+
+
+async def resume_memory_occupation(engine: Any, body: dict[str, Any]) -> Reply:
+    """Wake up: all of it, or one of SGLang's tags at a time."""
+    tags = _tags(engine, body)
+    await engine.wake_up(sorted(tags) if tags else None)
+    return {"success": True, "message": "awake"}
+
+
+def _tags(engine: Any, body: dict[str, Any]) -> set[str]:
+    fields = Fields(body)
+    tags = fields.take("tags")
+    fields.only()
+    if tags is not None and not _are_ids(tags):
+        raise Malformed("tags must be a list of strings")
+    unknown = set(tags or ()) - SLEEPS
+    if unknown:
+        raise Malformed(
+            f"tags {sorted(unknown)} are unknown; there are weights, kv_cache"
+        )
+    if not engine.vllm_config.model_config.enable_sleep_mode:
+        raise Conflict(
+            "this server was started without --enable-sleep-mode, so it cannot give "
+            "memory back (with it, weights cannot be updated in flight)"
+        )
+    return set(tags or ())
+
+
+async def _aborted(engine: Any, ids: list[str] | None) -> int:
+    replies = await control_of(engine).ask("abort_requests", ids=ids)
+    return sum(reply["num_aborted"] for reply in replies)
+
+
+def _are_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(item, str) and item for item in value)
+    )
+
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", "/flush_cache"): flush_cache,
+    ("GET", "/flush_cache"): flush_cache,
+    ("POST", "/abort_request"): abort_request,
+    ("GET", "/weight_version"): weight_version,
+    ("GET", "/get_weight_version"): weight_version,
+    ("GET", "/model_info"): model_info,
+    ("GET", "/get_model_info"): model_info,
+    ("POST", "/get_weights_by_name"): get_weights_by_name,
+    ("GET", "/get_weights_by_name"): get_weights_by_name,
+    ("POST", "/weights_checker"): weights_checker,
+    ("POST", "/release_memory_occupation"): release_memory_occupation,
+    ("POST", "/resume_memory_occupation"): resume_memory_occupation,
+    ("POST", "/weight_checker"): weight_checker,
+    ("POST", "/abort_requests"): abort_requests,
+    ("POST", "/reset_prefix_cache"): reset_prefix_cache,
+    ("GET", "/server_info"): server_info,
+}
+"""SGLang's, then upstream's."""

@@ -1,0 +1,258 @@
+"""The control routes that SGLang's clients call, with its fields and its replies.
+
+What they ask for becomes the transaction: tensors go into the second set, and the call
+that completes a version commits it. SGLang waits for running requests, or for a pause,
+before it writes; here nothing has to stand still, and an update alone stops nothing.
+Fields that have nothing to switch here are accepted; values that cannot be had are
+refused by name. A reply has `success` and `message`, a refusal `error` beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+from vllm.inflight.api import pieces
+from vllm.inflight.api.control import Reply
+from vllm.inflight.api.fields import Fields
+from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.options import commit_options
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import Malformed
+from vllm.inflight.wire.spool import spooled
+
+Handler = Callable[[Any, dict[str, Any]], Awaitable[Reply]]
+
+GROUP = "weight_update_group"
+LONGEST_WAIT_S = 300.0
+
+OLDER_MODES = {
+    "abort_all": "abort",
+    "retract_all": "retract",
+    "non_blocking": "in_place",
+}
+"""Drafts of SGLang's pause called its modes so."""
+
+
+async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) -> Reply:
+    """SGLang's modes, older spellings of them, and ours; its default is `abort`."""
+    fields = Fields(body)
+    for older, mode in OLDER_MODES.items():
+        if fields.flag(older, False):
+            fields.default("mode", mode)
+    if fields.flag("block_generation", False):
+        fields.default("mode", "wait")
+    if fields.flag("online", False) or body.get("mode") == "online":
+        raise Malformed("online: an update needs no pause here; leave this call out")
+    fields.default("flush_cache", fields.flag("flush_cache", False))
+    asked = fields.rest()
+    mode = asked.get("mode", "abort")
+    asked["mode"] = OLDER_MODES.get(mode, mode) if isinstance(mode, str) else mode
+    control = control_of(engine)
+    if not (await control.paused())["is_paused"]:
+        await pieces.drop(control)
+    reply = await pause(engine, asked)
+    return _ok(reply, "Generation paused successfully.") | {"status": "ok"}
+
+
+async def continue_generation(
+    engine: Any, body: dict[str, Any], resume: Handler
+) -> Reply:
+    """Go on; a version that is still incomplete is given up, and named in a 422."""
+    fields = Fields(body)
+    fields.flag("torch_empty_cache", True)
+    missing = await pieces.close(control_of(engine))
+    reply = await resume(engine, fields.rest())
+    if missing is not None:
+        missing.message += "; decoding goes on with the weights before"
+        raise missing
+    return _ok(reply, "Generation continued successfully.") | {"status": "ok"}
+
+
+async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
+    """Serve a checkpoint of the engine's host; `model_path` is SGLang's `path`."""
+    fields = Fields(body)
+    path = fields.take("path") or fields.take("model_path")
+    fields.one_of("load_format", (None, "auto", "safetensors"))
+    step = fields.number("token_step", 0)
+    keep_pause = fields.flag("keep_pause", False)
+    control = control_of(engine)
+    commit = await commit_options(engine, control, fields)
+    options = fields.only(
+        "weight_version",
+        "update_id",
+        "base_version",
+        "manifest",
+        "deadline_s",
+        "allow_nonfinite",
+    )
+    if step:
+        manifest = options.setdefault("manifest", {"format": 1})
+        if isinstance(manifest, dict):
+            manifest["step"] = step
+    paused_here = keep_pause and not (await control.paused())["is_paused"]
+    if paused_here:
+        await control.pause("in_place")
+    try:
+        reply = await control.from_disk(path, **options, **commit)
+    except BaseException:
+        if paused_here:
+            await control.resume()
+        raise
+    counts = await control.ask("requests")
+    frozen = sum(c["num_running"] + c["num_waiting"] for c in counts if c["paused"])
+    return _ok(reply, "weights updated") | {"num_paused_requests": frozen}
+
+
+async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply:
+    """Tensors as base64 of safetensors bytes: one entry for all ranks, or one each."""
+    fields = Fields(body)
+    entries = fields.take("serialized_named_tensors")
+    if isinstance(entries, str):
+        entries = [entries]
+    size = engine.vllm_config.parallel_config.world_size
+    if not isinstance(entries, list) or len(entries) not in (1, size):
+        raise Malformed(
+            f"serialized_named_tensors must be a list of 1 or {size} strings, one for "
+            "all ranks or one for each"
+        )
+    load_format = fields.one_of("load_format", (None, "flattened_bucket"))
+    control = control_of(engine)
+    commit = await commit_options(engine, control, fields)
+    label = fields.only("weight_version").get("weight_version")
+    allow = InflightConfig.of(engine.vllm_config).pickled_tensors == "on"
+    with spooled(entries, load_format, allow_pickle=allow) as names:
+        info: Any = [{"shm": name} for name in names]
+        if len(info) > 1:
+            replicas = engine.vllm_config.parallel_config.data_parallel_size
+            info = info * replicas
+        reply = await pieces.take(
+            control,
+            "local",
+            info if len(info) > 1 else info[0],
+            label=label,
+            can_repeat=True,
+            commit=commit,
+        )
+    return _ok(reply, reply["message"])
+
+
+async def init_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
+    """Join the group that a trainer, rank 0, opens with `torch.distributed`."""
+    fields = Fields(body)
+    address, port = fields.needed("master_address"), fields.needed("master_port")
+    info = {
+        "init_method": f"tcp://{address}:{port}",
+        "rank_offset": fields.needed("rank_offset"),
+        "world_size": fields.needed("world_size"),
+        "group_name": fields.text("group_name", GROUP),
+        "backend": fields.text("backend", "nccl"),
+        "timeout_s": fields.number("timeout_s", LONGEST_WAIT_S),
+    }
+    fields.only()
+    control = control_of(engine)
+    await pieces.drop(control)  # its trainer is gone, or begins anew
+    await control.join_group(info)
+    return _ok({}, f"joined group {info['group_name']!r}")
+
+
+async def destroy_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
+    """Leave a group; a version that waits for more from it is given up."""
+    fields = Fields(body)
+    name = fields.text("group_name", GROUP)
+    fields.only()
+    control = control_of(engine)
+    await pieces.drop(control)
+    await control.leave_group(name)
+    return _ok({}, f"left group {name!r}")
+
+
+async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> Reply:
+    """Receive what the trainer broadcasts now: `names`, `dtypes` and `shapes` of it."""
+    fields = Fields(body)
+    bucket = fields.one_of("load_format", (None, "flattened_bucket"))
+    dtypes = fields.needed("dtypes")
+    info = {
+        "names": fields.needed("names"),
+        "dtype_names": [_plain(d) for d in dtypes] if _is_list(dtypes) else dtypes,
+        "shapes": fields.needed("shapes"),
+        "group_name": fields.text("group_name", GROUP),
+        "flattened": bucket is not None,
+    }
+    control = control_of(engine)
+    commit = await commit_options(engine, control, fields)
+    label = fields.only("weight_version").get("weight_version")
+    reply = await pieces.take(
+        control, "groups", info, label=label, can_repeat=False, commit=commit
+    )
+    return _ok(reply, reply["message"])
+
+
+async def update_weights_from_ipc(engine: Any, body: dict[str, Any]) -> Reply:
+    """Refused: handles of a checkpoint-engine cannot be opened here."""
+    raise Malformed(
+        "zmq_handles of a checkpoint-engine are not supported; on one host hand a file "
+        "in shared memory to POST /update_weights (backend 'local', {'shm': name}), "
+        "or call /update_weights_from_disk"
+    )
+
+
+async def update_weight_version(engine: Any, body: dict[str, Any]) -> Reply:
+    """Rename what is served: a version of its own, without bytes.
+
+    SGLang aborts every request here by default; this aborts when asked to.
+    """
+    fields = Fields(body)
+    label = fields.needed("new_version")
+    abort = fields.flag("abort_all_requests", False)
+    fields.only()
+    control = control_of(engine)
+    if abort:
+        await control.ask("abort_requests", ids=None)
+    await control.rename(label)
+    return _ok({"new_version": label}, f"Weight version updated to {label}")
+
+
+def pausing(pause: Handler) -> Handler:
+    """`pause`, asked and answered as SGLang would."""
+
+    @wraps(pause_generation)
+    async def handler(engine: Any, body: dict[str, Any]) -> Reply:
+        return await pause_generation(engine, body, pause)
+
+    return handler
+
+
+def continuing(resume: Handler) -> Handler:
+    """`resume`, asked and answered as SGLang would."""
+
+    @wraps(continue_generation)
+    async def handler(engine: Any, body: dict[str, Any]) -> Reply:
+        return await continue_generation(engine, body, resume)
+
+    return handler
+
+
+def _ok(reply: Reply, message: str) -> Reply:
+    return reply | {"success": True, "message": message}
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _plain(dtype: Any) -> Any:
+    return dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", "/update_weights_from_disk"): update_weights_from_disk,
+    ("POST", "/update_weights_from_tensor"): update_weights_from_tensor,
+    ("POST", "/init_weights_update_group"): init_weights_update_group,
+    ("POST", "/update_weights_from_distributed"): update_weights_from_distributed,
+    ("POST", "/destroy_weights_update_group"): destroy_weights_update_group,
+    ("POST", "/update_weights_from_ipc"): update_weights_from_ipc,
+    ("POST", "/update_weight_version"): update_weight_version,
+}
+"""Of updates; what can be asked besides is in reads.py."""

@@ -1,0 +1,140 @@
+"""What the doors of other frameworks ask of an engine core, beside its updates.
+
+Calls of the gate like those in gate.py; nothing here changes what is served.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
+
+MAX_ROWS = 1 << 16
+
+FRONT_ENDS = "(?:cmpl-|chatcmpl-|generate-tokens-|resp_)?"
+"""What vLLM's own routes write in front of the id that a user gave."""
+
+
+def abort_requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Finish some requests now, with what they have; `num_aborted` is how many.
+
+    Args:
+        gate: of the engine.
+        body: `ids`, as their users know them, or None for every request.
+
+    """
+    scheduler = gate._core.scheduler
+    ids = body.get("ids")
+    chosen = None if ids is None else matching(scheduler.requests, ids)
+    if chosen is not None and not chosen:
+        return {"num_aborted": 0}
+    aborted = scheduler.finish_requests(chosen, upstream.RequestStatus.FINISHED_ABORTED)
+    if gate.in_process:
+        gate.farewells += [request.request_id for request in aborted]
+    else:
+        gate._core._send_abort_outputs(aborted)
+        gate.rouse()
+    return {"num_aborted": len(aborted)}
+
+
+def matching(known: Iterable[str], ids: Iterable[str]) -> list[str]:
+    """Those of an engine's own request ids that users call one of `ids`.
+
+    vLLM puts the route and the choice around a user's id, and random digits behind it.
+    """
+    wanted = "|".join(map(re.escape, ids))
+    pattern = re.compile(
+        rf"(?:\d+_)?{FRONT_ENDS}(?:{wanted})(?:-\d+)?(?:-[0-9a-f]{{8}})?"
+    )
+    return [request_id for request_id in known if pattern.fullmatch(request_id)]
+
+
+def flush(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Drop every cache; refused while running requests hold KV."""
+    del body
+    counts = requests(gate, {})
+    if counts["num_running"]:
+        state = "are frozen" if counts["paused"] else "are running"
+        raise PauseConflict(
+            f"{counts['num_running']} requests {state} and hold KV that cannot be "
+            "dropped under them; pause with mode 'retract' (or 'abort') first"
+        )
+    gate.pauses.flush()
+    return counts
+
+
+def requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """How many requests run and wait, and whether they stand still."""
+    del body
+    running, waiting = gate._core.scheduler.get_request_counts()
+    return {
+        "num_running": running,
+        "num_waiting": waiting,
+        "paused": gate.pauses.is_paused,
+    }
+
+
+def checksums(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Digests of every parameter of every rank, read from what decoding uses."""
+    del body
+    return {"ranks": _read(gate, "checksums"), "epoch": gate.version.epoch}
+
+
+def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """The first rows of one tensor, put together from all ranks."""
+    name, count = body.get("name"), body.get("num_rows")
+    if not isinstance(name, str) or not name:
+        raise Malformed("name must be the name of a tensor")
+    if type(count) is not int or not 0 < count <= MAX_ROWS:
+        raise Malformed(f"truncate_size must be from 1 to {MAX_ROWS}, got {count!r}")
+    parts = [part for part in _read(gate, "rows", name, count) if part is not None]
+    if not parts:
+        raise Malformed(f"this model has no parameter {name!r}")
+    return {"rows": joined(parts, count)}
+
+
+def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
+    """The parts of all ranks as one; raises `EngineFault` if copies differ."""
+    if parts[0]["dim"] is None:
+        if any(part["rows"] != parts[0]["rows"] for part in parts):
+            raise EngineFault("the ranks serve different values of one parameter")
+        return list(parts[0]["rows"][:count])
+    own = [part["rows"] for part in parts if not part["is_copy"]]
+    if parts[0]["dim"] == 0:
+        return [row for part in own for row in part][:count]
+    return [list(chain(*pieces)) for pieces in zip(*own, strict=True)][:count]
+
+
+def source(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """The path that what is served was read from, and its version."""
+    del body
+    update = gate._served.update
+    return {
+        "path": None if update is None else update.source,
+        "weight_version": gate.version.label,
+        "epoch": gate.version.epoch,
+    }
+
+
+def _read(gate: Any, what: str, *args: Any) -> list[Any]:
+    replies = gate._core.model_executor.collective_rpc(
+        "inflight_read", args=(what, *args)
+    )
+    for rank, reply in enumerate(replies):
+        if "error" in reply:
+            raise EngineFault(f"rank {rank} cannot be read: {reply['error']}")
+    return [reply["ok"] for reply in replies]
+
+
+CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "abort_requests": abort_requests,
+    "flush": flush,
+    "requests": requests,
+    "checksums": checksums,
+    "rows": rows,
+    "source": source,
+}

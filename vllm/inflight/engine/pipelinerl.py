@@ -1,0 +1,94 @@
+"""PipelineRL's worker calls, as calls of the gate.
+
+It gives its workers methods through `worker_extension_cls` and calls them by
+`collective_rpc`: to join the trainer's group, and to receive and load a version. On the
+workers they would write into what is served, so the engine core takes them over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from vllm.inflight.errors import Malformed
+
+GROUP = "actor"
+"""What PipelineRL calls the group of its trainer and its engines."""
+
+JOIN, RECEIVE = "init_actor_update_group", "receive_weight_update"
+LEAVE = ("destroy_actor_update_group", "close_communicator")
+
+
+def takes(gate: Any, method: str, args: tuple[Any, ...]) -> bool:
+    """Whether this worker call is PipelineRL's, and not another one of that name."""
+    if method == JOIN:
+        return len(args) == 4 and isinstance(args[2], str)
+    if method == RECEIVE:
+        return len(args) == 1 and _is_request(plain(args[0], strict=False))
+    return method in LEAVE and gate.has_actor_group
+
+
+def group(
+    actor_idx: Any, actor_ngpus: Any, init_method: Any, world_size: Any
+) -> dict[str, Any]:
+    """The group to join: the trainer is rank 0, the actors follow one by one."""
+    numbers = (actor_idx, actor_ngpus, world_size)
+    if any(type(number) is not int for number in numbers):
+        raise Malformed("actor_idx, actor_ngpus and world_size must be whole numbers")
+    return {
+        "init_method": init_method,
+        "world_size": world_size,
+        "rank_offset": 1 + actor_idx * actor_ngpus,
+        "group_name": GROUP,
+        "backend": "auto",
+    }
+
+
+def announced(request: Any) -> tuple[str, dict[str, Any]]:
+    """The label of a `WeightUpdateRequest`, and what it says will be broadcast."""
+    if not _is_request(request):
+        raise Malformed("the request needs 'version' and the list 'parameters_info'")
+    version, infos = request.get("version"), request["parameters_info"]
+    if isinstance(version, bool) or not isinstance(version, int | str):
+        raise Malformed(f"version must be a number or a string, got {version!r}")
+    for info in infos:
+        if not isinstance(info, dict) or not {"name", "shape", "dtype"} <= info.keys():
+            raise Malformed("parameters_info needs 'name', 'shape' and 'dtype' of each")
+        if info.get("shard") is not None:
+            raise Malformed(
+                f"{info['name']}: 'shard' is not supported; broadcast whole tensors, "
+                "which every rank cuts for itself"
+            )
+    return str(version), {
+        "names": [info["name"] for info in infos],
+        "dtype_names": [str(info["dtype"]).removeprefix("torch.") for info in infos],
+        "shapes": [info["shape"] for info in infos],
+        "group_name": GROUP,
+    }
+
+
+def plain(request: Any, *, strict: bool = True) -> Any:
+    """A request given as pydantic's model, as its JSON, or as a dict."""
+    if hasattr(request, "model_dump"):
+        return request.model_dump()
+    if isinstance(request, str | bytes):
+        try:
+            return json.loads(request)
+        except ValueError as error:
+            if strict:
+                raise Malformed(f"the request is not JSON: {error}") from None
+    return request
+
+
+CALLS: dict[str, Callable[..., dict[str, Any]]] = {
+    JOIN: lambda *args: {"order": "join", "init_info": group(*args)},
+    **{name: lambda: {"order": "leave", "init_info": GROUP} for name in LEAVE},
+}
+"""Worker calls that are calls of the transport `groups`."""
+
+
+def _is_request(request: Any) -> bool:
+    return isinstance(request, dict) and isinstance(
+        request.get("parameters_info"), list
+    )

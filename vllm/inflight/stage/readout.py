@@ -1,0 +1,151 @@
+"""Reading what one rank serves: digests of its parameters, and their first rows.
+
+The CPU build takes the weights of a linear layer out of their parameter and packs them
+for its GEMM. They are read back through that GEMM, by multiplying with the unit matrix:
+what is read is what decoding uses. (Each result is one product and many zeros, which is
+exact, but for the sign of a zero.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm.inflight import ops
+from vllm.inflight.errors import EngineFault
+from vllm.inflight.names import checkpoint_names
+from vllm.inflight.stage.audit import Audit
+from vllm.inflight.stage.swappable import PACKED
+
+SLAB = 1024
+"""Columns of a packed weight that are read at a time."""
+
+Pair = tuple[str, torch.Tensor]
+
+
+def checksums(worker: Any) -> dict[str, Any]:
+    """The digest of every parameter of this rank, in its own shard and layout."""
+    found: dict[str, ops.Digest] = {}
+    with torch.no_grad():
+        for name, tensor in served(worker.model_runner.get_model()):
+            if tensor.is_cuda:
+                audit = Audit(tensor.device, {})
+                audit.add([(name, tensor)])
+                found[name] = audit.results()[0][1]
+            else:
+                found[name] = ops.digest([tensor])[0]
+    # Over names as well, so that two parameters cannot change places unseen.
+    whole = ops.manifest_digest((n, "", (), d) for n, d in found.items())
+    parallel = worker.vllm_config.parallel_config
+    return {
+        "checksums": {name: digest.hex() for name, digest in found.items()},
+        "per_gpu_checksum": whole,
+        "parallelism_info": {
+            "tp_rank": worker.rank % parallel.tensor_parallel_size,
+            "tp_size": parallel.tensor_parallel_size,
+            "dp_rank": parallel.data_parallel_index,
+            "dp_size": parallel.data_parallel_size,
+            "pp_rank": worker.rank
+            // parallel.tensor_parallel_size
+            % parallel.pipeline_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+            "rank": worker.rank,
+            "size": parallel.world_size,
+        },
+    }
+
+
+def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
+    """This rank's part of the first rows of a tensor; None if it has no part of it.
+
+    Args:
+        worker: of this rank.
+        name: as the checkpoint calls it, or as the engine does.
+        num_rows: how many are wanted of the whole tensor.
+
+    Returns:
+        `rows`, and the dimension along which the ranks' parts lie side by side: 0,
+        1, or None where every rank has the whole.
+
+    """
+    model = worker.model_runner.get_model()
+    fused = getattr(model, "packed_modules_mapping", {}) or {}
+    for path, layer in model.named_modules():
+        for key, param in layer._parameters.items():
+            param_name = f"{path}.{key}" if path else key
+            shards = checkpoint_names(param_name, fused)
+            if param is None or name not in (param_name, *shards):
+                continue
+            number = shards.index(name) if name in shards else None
+            if len(shards) > 1 and number is not None:
+                sizes = list(layer.output_partition_sizes)
+                start, size = sum(sizes[:number]), sizes[number]
+            else:
+                start, size = 0, None
+            whole = content(layer, key, param)
+            part = whole[start:] if size is None else whole[start : start + size]
+            return {
+                "rows": part[:num_rows].float().tolist(),
+                "dim": _dimension(layer, param, worker),
+                "is_copy": _is_copy(layer, number, worker),
+            }
+    return None
+
+
+def served(model: torch.nn.Module) -> Iterator[Pair]:
+    """Every parameter under its name, once, as decoding uses it."""
+    seen: set[int] = set()
+    for path, layer in model.named_modules():
+        for key, param in layer._parameters.items():
+            if param is None or id(param) in seen:
+                continue
+            seen.add(id(param))
+            yield f"{path}.{key}" if path else key, content(layer, key, param)
+
+
+def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tensor:
+    """What `param` holds, wherever the build keeps it."""
+    multiply = vars(layer).get(PACKED)
+    if key != "weight" or multiply is None:
+        return param.data
+    # A head is there twice: it is looked up in one form and multiplied with in one.
+    is_twice = param.numel() > 0
+    width: Any = param.shape[1] if is_twice else layer.input_size_per_partition
+    columns = []
+    for start in range(0, width, SLAB):
+        unit = torch.zeros(min(SLAB, width - start), width, dtype=param.dtype)
+        unit.diagonal(start).fill_(1)
+        columns.append(multiply(unit, param, None).t())
+    packed = torch.cat(columns, dim=1).contiguous()
+    if is_twice and not torch.equal(packed, param.data):
+        raise EngineFault("a weight and its packed form are of two versions")
+    return packed
+
+
+def _dimension(layer: Any, param: Any, worker: Any) -> int | None:
+    if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
+        return None
+    if "Row" in type(layer).__name__ and param.dim() < 2:
+        return None  # the bias of a row-parallel layer is whole
+    for dim, attribute in (
+        (0, "output_size_per_partition"),
+        (0, "num_embeddings_per_partition"),
+        (1, "input_size_per_partition"),
+    ):
+        full = attribute.replace("_per_partition", "")
+        if hasattr(layer, full) and getattr(layer, attribute, None) != getattr(
+            layer, full
+        ):
+            return dim
+    return None
+
+
+def _is_copy(layer: Any, number: int | None, worker: Any) -> bool:
+    """Whether the rank before has the same part: a KV head that is on several."""
+    replicas = getattr(layer, "num_kv_head_replicas", 1)
+    if number not in (1, 2) or replicas == 1:
+        return False
+    tp_size = worker.vllm_config.parallel_config.tensor_parallel_size
+    return bool(worker.rank % tp_size % replicas)

@@ -1,0 +1,88 @@
+"""SGLang's pickled tensors, read by an unpickler that knows a dozen names.
+
+A pickle names functions and calls them. This one finds only those that put tensors
+together from bytes at hand; anything else ends it. Handles of memory of another process
+are not among them: a rank, and not the server, would have to open them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from vllm.inflight.errors import Malformed
+
+PROTOCOLS = tuple(bytes([0x80, version]) for version in range(2, 6))
+METADATA = "FlattenedTensorMetadata"
+
+
+def is_pickle(data: bytes) -> bool:
+    """Whether these bytes are a pickle; no safetensors file begins like one."""
+    # A safetensors file begins with the length of its header, 8 bytes.
+    return data[:2] in PROTOCOLS and data[-1:] == b"."
+
+
+def tensors(data: bytes, where: str) -> Any:
+    """The list of pairs, or the bucket, in a pickle; as spool.py wants them.
+
+    Raises:
+        Malformed: it names something else than tensors, or holds something else.
+
+    """
+    try:
+        found = _Tensors(io.BytesIO(data)).load()
+    except Malformed as error:
+        raise Malformed(f"{where}: {error.message}") from None
+    except Exception as error:
+        raise Malformed(f"{where} cannot be read: {error}") from None
+    if isinstance(found, dict):
+        parts = found.get("metadata")
+        bucket = found.get("flattened_tensor")
+        if isinstance(parts, list) and isinstance(bucket, torch.Tensor):
+            return {
+                "flattened_tensor": bucket,
+                "metadata": [vars(part) for part in parts],
+            }
+    if isinstance(found, list | tuple) and all(map(_is_pair, found)):
+        return found
+    raise Malformed(f"{where} holds no list of (name, tensor) and no bucket")
+
+
+def _is_pair(item: Any) -> bool:
+    return (
+        isinstance(item, list | tuple)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and isinstance(item[1], torch.Tensor)
+    )
+
+
+def _storage(data: bytes) -> Any:
+    # What torch itself calls here would unpickle anything that lies inside.
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+ALLOWED: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    ("torch.storage", "_load_from_bytes"): _storage,
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+"""All that a pickle may name, besides dtypes and SGLang's record of a part."""
+
+
+class _Tensors(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        # New objects, since a pickle may change whatever it is handed.
+        if (found := ALLOWED.get((module, name))) is not None:
+            return found if isinstance(found, type) else lambda *args: found(*args)
+        if module.startswith("sglang.srt.") and name == METADATA:
+            return type(METADATA, (), {})
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise Malformed(f"the pickle names {module}.{name}, which is not allowed")

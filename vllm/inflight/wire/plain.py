@@ -1,0 +1,46 @@
+"""Our end of a group that a trainer has opened with `torch.distributed` alone.
+
+What torch's backends say to each other while they connect is said here too: both meet
+under the first device that they serve, and NCCL finds the communicator's name there
+under the key of the first one. After that our own groups take over, whose waits all
+end.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.inflight.wire.gloo import GlooGroup
+from vllm.inflight.wire.group import Group
+from vllm.inflight.wire.nccl import NcclGroup
+from vllm.inflight.wire.rendezvous import Rendezvous
+from vllm.inflight.wire.watch import Watch
+
+FIRST_COMMUNICATOR = "0"
+"""Under which torch's NCCL backend leaves the name of its first communicator."""
+
+
+def open_plain(
+    meeting: Rendezvous, device: torch.device, watch: Watch, *, max_ctas: int
+) -> Group:
+    """The group of all who have come; with NCCL, when the trainer first broadcasts.
+
+    Raises:
+        TransferFault: somebody did not connect.
+
+    """
+    if meeting.terms.wire == "nccl":
+        return _PlainNccl(meeting, device, watch, max_ctas=max_ctas)
+    return GlooGroup(meeting, device, watch)
+
+
+class _PlainNccl(NcclGroup):
+    """A communicator that torch has named."""
+
+    def _agree(self, watch: Watch) -> bytes:
+        store = self._meeting.store
+        watch.until(
+            lambda: store.check([FIRST_COMMUNICATOR]), "the trainer's first broadcast"
+        )
+        name: bytes = store.get(FIRST_COMMUNICATOR)
+        return name

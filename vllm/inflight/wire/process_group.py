@@ -1,0 +1,244 @@
+"""The transport `groups`: tensors from groups that trainers open with torch alone.
+
+It serves the doors of other frameworks and needs no `--weight-transfer-config`. A
+worker may be in several groups at once, each under its name, and one update may come
+through all of them, as from trainers whose pipeline stages broadcast on their own.
+Tensors come one by one, in the order announced, or all at once in a flat bucket.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.errors import Cancelled, Malformed, TransferFault
+from vllm.inflight.wire.announcement import Announcement, Pair
+from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.group import Group, Pending
+from vllm.inflight.wire.plain import open_plain
+from vllm.inflight.wire.rendezvous import Rendezvous
+from vllm.inflight.wire.slots import Slots
+from vllm.inflight.wire.watch import Watch, in_background
+
+NUM_SLOTS = 3
+"""Tensors in memory at once: one is loaded while the next two come in."""
+
+LONGEST_S = 86400.0
+
+
+@dataclass(kw_only=True)
+class GroupInitInfo(upstream.WeightTransferInitInfo):
+    """The group that a trainer opens."""
+
+    init_method: str
+    """`tcp://host:port` of the trainer, rank 0."""
+    world_size: int
+    """The trainer and every worker of every engine."""
+    rank_offset: int = 1
+    """The rank of this engine's first worker."""
+    group_name: str
+    backend: str
+    """`gloo`, `nccl`, or `auto` for the one that fits the device."""
+    timeout_s: float = 300.0
+    """Longest wait for the other ranks, and later for any one tensor."""
+    max_ctas: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "rank_offset"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be a whole number")
+        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s!r}")
+
+
+@dataclass
+class GroupUpdateInfo(upstream.WeightTransferUpdateInfo):
+    """What is about to be broadcast."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    flattened: bool = False
+    """All in one tensor of bytes, one behind the other, without gaps."""
+    announced: Announcement = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ValueError("'names' is empty")
+        self.announced = Announcement.parse(self.names, self.dtype_names, self.shapes)
+
+
+@dataclass
+class Membership:
+    """A worker's place in one group."""
+
+    opening: Future[Group]
+    left: threading.Event
+    timeout_s: float
+    slots: Slots
+
+
+class GroupsEngine(StagedEngine):
+    """One worker's ends of all groups it is in."""
+
+    init_info_cls = GroupInitInfo
+    update_info_cls = GroupUpdateInfo
+
+    _joined: dict[str, Membership] | None = None
+
+    @property
+    def joined(self) -> dict[str, Membership]:
+        """The groups by their names."""
+        if self._joined is None:
+            self._joined = {}
+        return self._joined
+
+    def init_transfer_engine(self, init_info: GroupInitInfo) -> None:
+        """Join a group; one of that name is left first.
+
+        Raises:
+            Malformed: this worker has no place in such a group.
+            TransferFault: not everybody came within `timeout_s`.
+
+        """
+        self.leave(init_info.group_name)
+        backend = init_info.backend
+        if backend == "auto":
+            backend = "gloo" if self.device.type == "cpu" else "nccl"
+        if self.device.type == "cpu" and backend == "nccl":
+            raise Malformed("this engine runs on a CPU: open the group with 'gloo'")
+        parallel = self.parallel_config
+        index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        watch = Watch(init_info.timeout_s, self._is_cancelled)
+        meeting = Rendezvous.join(
+            backend,
+            init_info.init_method,
+            init_info.rank_offset + index,
+            init_info.world_size,
+            init_info.group_name,
+            watch,
+        )
+        where = torch.device("cpu") if backend == "gloo" else self.device
+        left = threading.Event()
+        # A trainer with NCCL connects at once, or not before its first broadcast; both
+        # are met when somebody waits for it beside all else.
+        patience = watch if backend == "gloo" else Watch(LONGEST_S, left.is_set)
+        opening = in_background(
+            lambda: open_plain(meeting, where, patience, max_ctas=init_info.max_ctas)
+        )
+        if backend == "gloo":
+            watch.result(opening, "gloo to connect all ranks")
+        self.joined[init_info.group_name] = Membership(
+            opening, left, init_info.timeout_s, _slots(0, where)
+        )
+
+    def receive_weights(self, update_info: GroupUpdateInfo) -> None:
+        """Load what a trainer broadcasts.
+
+        If the model refuses a tensor, the rest is received and dropped, so that the
+        group is good for the next update.
+
+        Raises:
+            TransferFault: there is no such group, or it broke.
+            Cancelled: the update is not wanted any more; the group is gone.
+
+        """
+        name = update_info.group_name
+        if name not in self.joined:
+            raise TransferFault(
+                f"this worker is in no group {name!r}; open it with the trainer first "
+                f"(groups joined: {', '.join(self.joined) or 'none'})"
+            )
+        incoming = self._tensors(self.joined[name], update_info)
+        try:
+            self.model.load_weights(incoming)
+            for _ in incoming:  # whatever the model did not ask for
+                pass
+        except Exception:
+            with suppress(TransferFault, Cancelled):
+                for _ in incoming:
+                    pass
+            raise
+
+    def leave(self, name: str) -> bool:
+        """Leave a group; whether this worker was in it."""
+        joined = self.joined.pop(name, None)
+        if joined is None:
+            return False
+        joined.left.set()
+        if joined.opening.done() and joined.opening.exception() is None:
+            joined.opening.result().close()
+        return True
+
+    def shutdown(self) -> None:
+        """Leave every group."""
+        for name in list(self.joined):
+            self.leave(name)
+
+    def _tensors(self, joined: Membership, info: GroupUpdateInfo) -> Iterator[Pair]:
+        watch = Watch(joined.timeout_s, self._is_cancelled)
+        group = watch.result(joined.opening, "the trainer to connect")
+        announced = info.announced
+        sizes = [sum(announced.sizes)] if info.flattened else announced.sizes
+        if max(sizes, default=0) > joined.slots.num_bytes:
+            joined.slots = _slots(max(sizes), group.device)
+        try:
+            for number, data in enumerate(_received(group, joined.slots, sizes, watch)):
+                if info.flattened:
+                    yield from _cut(announced, data)
+                else:
+                    yield _typed(announced, number, data)
+                del data
+            group.follow()
+        except BaseException as error:
+            group.abort(f"stopped receiving: {error or type(error).__name__}")
+            raise
+
+    def _is_cancelled(self) -> bool:
+        return self.cancelled()
+
+
+def _slots(num_bytes: int, device: torch.device) -> Slots:
+    return Slots(NUM_SLOTS, num_bytes, device)
+
+
+def _received(
+    group: Group, slots: Slots, sizes: list[int], watch: Watch
+) -> Iterator[torch.Tensor]:
+    """The bytes of each broadcast, in order, the next ones under way."""
+    in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
+    begun = 0
+    for number in range(len(sizes)):
+        while begun < min(len(sizes), number + NUM_SLOTS) and (
+            not in_flight or slots.is_free(begun)
+        ):
+            buffer = slots.take(begun)[: sizes[begun]]
+            in_flight.append((buffer, group.broadcast([buffer], watch)))
+            begun += 1
+        buffer, pending = in_flight.popleft()
+        watch.until(pending, f"tensor {number + 1} of {len(sizes)}")
+        yield buffer
+
+
+def _typed(announced: Announcement, index: int, data: torch.Tensor) -> Pair:
+    dtype = announced.dtypes[index]
+    if data.storage_offset() % dtype.itemsize:
+        data = data.clone()  # behind a narrower one in a flat bucket
+    return announced.names[index], data.view(dtype).view(announced.shapes[index])
+
+
+def _cut(announced: Announcement, data: torch.Tensor) -> Iterator[Pair]:
+    start = 0
+    for index, size in enumerate(announced.sizes):
+        yield _typed(announced, index, data[start : start + size])
+        start += size
+    assert start == math.prod(data.shape)

@@ -1,0 +1,108 @@
+"""Tensors that came in a request's body, laid where every rank of this host can read.
+
+Each entry is a safetensors file, or with `flattened_bucket` one with a single tensor of
+bytes and, under the metadata key `metadata`, the JSON list of what it is made of. In
+memory they become plain safetensors files, which the backend `local` reads.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vllm.inflight.errors import Malformed
+from vllm.inflight.wire import pickled
+from vllm.inflight.wire.local import SHARED_MEMORY
+
+BUCKET, PARTS = "flattened_tensor", "metadata"
+FORMATS = (None, "flattened_bucket")
+
+
+@contextmanager
+def spooled(
+    entries: Sequence[Any], load_format: str | None, *, allow_pickle: bool
+) -> Iterator[list[str]]:
+    """The names of files in shared memory, one per entry; gone at the end.
+
+    Raises:
+        Malformed: an entry is not what its format says.
+
+    """
+    with ExitStack() as files:
+        names = []
+        for number, entry in enumerate(entries):
+            where = f"serialized_named_tensors[{number}]"
+            file = files.enter_context(
+                tempfile.NamedTemporaryFile(
+                    dir=SHARED_MEMORY,
+                    prefix="vllm-inflight-tensors-",
+                    suffix=".safetensors",
+                )
+            )
+            path = Path(file.name)
+            data = _decoded(entry, where)
+            if pickled.is_pickle(data):
+                if not allow_pickle:
+                    raise Malformed(
+                        f"{where} is a pickle, which can run anything; send a "
+                        "safetensors file, or start with --inflight-pickled-tensors on"
+                    )
+                save_file(_cut(pickled.tensors(data, where), load_format, where), path)
+            else:
+                path.write_bytes(data)
+                _check(path, load_format, where)
+            names.append(path.name)
+        yield names
+
+
+def _decoded(entry: Any, where: str) -> bytes:
+    try:
+        return base64.b64decode(entry, validate=True)
+    except (TypeError, ValueError, binascii.Error):
+        raise Malformed(f"{where} is not base64") from None
+
+
+def _check(path: Path, load_format: str | None, where: str) -> None:
+    """Open a file that was sent; a bucket is written again as what is in it."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            if load_format is None:
+                return
+            if list(file.keys()) != [BUCKET]:
+                raise Malformed(f"{where}: a bucket has one tensor, {BUCKET!r}")
+            whole: dict[str, Any] = {
+                BUCKET: file.get_tensor(BUCKET),
+                PARTS: json.loads((file.metadata() or {}).get(PARTS, "null")),
+            }
+    except (SafetensorError, ValueError) as error:
+        raise Malformed(f"{where} is not a whole safetensors file: {error}") from None
+    save_file(_cut(whole, load_format, where), path)
+
+
+def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Tensor]:
+    """What is in a bucket, or in a list of pairs."""
+    if load_format is None:
+        return {name: tensor.contiguous().clone() for name, tensor in whole}
+    bucket, parts = whole[BUCKET], whole[PARTS]
+    if not isinstance(parts, list):
+        raise Malformed(f"{where}: the key {PARTS!r} must hold a list")
+    tensors: dict[str, torch.Tensor] = {}
+    for part in parts:
+        try:
+            dtype = getattr(torch, str(part["dtype"]).removeprefix("torch."))
+            # Older buckets are of the tensors' dtype and count elements.
+            run = bucket[part["start_idx"] : part["end_idx"]].clone()
+            tensors[part["name"]] = run.view(dtype).reshape(tuple(part["shape"]))
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise Malformed(f"{where}: {part!r} is no part of the bucket") from error
+    return tensors
