@@ -1,5 +1,6 @@
 """Cores in this process whose worker is simulated; they start in a second."""
 
+import logging
 import os
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -22,6 +23,16 @@ from tests.tiny import make_checkpoint
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model nobody runs: its configuration is read."""
     return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", 0)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def silence() -> Iterator[None]:
+    """Thousands of pauses would be thousands of lines."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")

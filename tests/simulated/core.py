@@ -84,6 +84,8 @@ def emptied(core: EngineCore) -> EngineCore:
     worker = core.model_executor
     if core.inflight_gate.version.label != "default":
         publish_weights(core, 0, "default")
+    call(core, "begin", transport="local")  # and so there is no way back
+    call(core, "abort")
     assert core.reset_prefix_cache()
     worker.sampled.clear()
     worker.rows.clear()

@@ -29,6 +29,8 @@ class Row:
 
     tokens: list[int]
     blocks: list[list[int]]
+    admitted: int
+    """The generation in which it last looked for KV."""
 
 
 @dataclass
@@ -39,11 +41,14 @@ class Sampled:
     weights: int
     kv: tuple[int, ...]
     """The weights that wrote the KV of every position before it."""
+    generations: tuple[int, ...]
+    """The same by generation, which counts flips and never comes back."""
+    admitted: int
 
 
 @dataclass
 class Memory:
-    """The KV cache of one group: (block, offset) → (token, position, weights)."""
+    """The KV cache of one group: (block, offset) → (token, position, generation)."""
 
     window: int | None
     slots: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
@@ -63,6 +68,9 @@ class SimulatedExecutor(Executor):
 
     def _init_executor(self) -> None:
         self.live, self.second = 0, 0
+        self.generation = 0
+        self.weights_of = [0]
+        """Generation → weights."""
         self.rows: dict[str, Row] = {}
         self.sampled: dict[str, list[Sampled]] = {}
         self.memories = [Memory(None), Memory(WINDOW)][: 1 + self.windowed]
@@ -110,13 +118,14 @@ class SimulatedExecutor(Executor):
             self.rows.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
             known = list(new.prefill_token_ids or new.prompt_token_ids)
-            self.rows[new.req_id] = Row(known, [list(b) for b in new.block_ids])
+            blocks = [list(b) for b in new.block_ids]
+            self.rows[new.req_id] = Row(known, blocks, self.generation)
         cached = scheduled.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             row, blocks = self.rows[name], cached.new_block_ids[index]
             if name in cached.resumed_req_ids:
                 assert cached.all_token_ids[name] == row.tokens, f"{name} forgot tokens"
-                row.blocks = [list(b) for b in blocks]
+                row.blocks, row.admitted = [list(b) for b in blocks], self.generation
             elif blocks is not None:
                 for mine, more in zip(row.blocks, blocks, strict=True):
                     mine.extend(more)
@@ -130,7 +139,7 @@ class SimulatedExecutor(Executor):
             for group, memory in enumerate(self.memories):
                 block = row.blocks[group][position // BLOCK]
                 slot = (block, position % BLOCK)
-                memory.slots[slot] = (text[position], position, self.live)
+                memory.slots[slot] = (text[position], position, self.generation)
         if start + count < known:
             return []  # a part of a prompt
         new: list[int] = []
@@ -155,14 +164,15 @@ class SimulatedExecutor(Executor):
                 block = row.blocks[group][position // BLOCK]
                 slot = memory.slots.get((block, position % BLOCK))
                 assert slot is not None, f"{name} reads a slot nobody wrote"
-                token, where, weights = slot
+                token, where, generation = slot
                 assert (token, where) == (row.tokens[position], position), (
                     f"{name} reads KV of another token at {position}"
                 )
-                seen.append(weights)
+                seen.append(generation)
             written = written or tuple(seen)
         token = next_token(self.live, row.tokens)
-        made = Sampled(token, self.live, written)
+        weights = tuple(self.weights_of[generation] for generation in written)
+        made = Sampled(token, self.live, weights, written, row.admitted)
         self.sampled.setdefault(name, []).append(made)
         return token
 
@@ -217,6 +227,8 @@ class SimulatedExecutor(Executor):
 
     def _inflight_flip(self, ranks: Any = None) -> Any:
         self.live, self.second = self.second, self.live
+        self.generation += 1
+        self.weights_of.append(self.live)
         return {"ok": 0.0}
 
 

@@ -41,11 +41,7 @@ class Gate:
         self._config = InflightConfig.of(config)
         self.num_ranks = config.parallel_config.world_size
         self._ranks = Ranks(core.model_executor, self.num_ranks)
-        self._served = Served(
-            core,
-            self._ranks,
-            versioned_cache=self._config.prefix_cache == "versioned",
-        )
+        self._served = Served(core, self._ranks)
         self.updates = Updates(core, self._ranks, self._served, self._ended)
         self.in_process = not hasattr(core, "input_queue")
         """Whether the engine steps in its caller's process, without a loop."""

@@ -128,7 +128,7 @@ class Pauses:
             "is_paused": self.is_paused,
             "mode": mode and mode.value,
             "is_draining": mode is PauseMode.WAIT and running > 0,
-            "for_commit": self._commit is not None,
+            "for_commit": self._commit is not None and self._mode is None,
             "owner": self._lease.owner,
             "lease_left_s": self._lease.left_s,
             "leases_expired": self._lease.num_expired,

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.inflight.commit.transaction import Ledger, Update
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine import connectors
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.served import Served
 from vllm.inflight.engine.watch import Watch
@@ -35,6 +36,7 @@ class Updates:
         served: Served,
         ended: Callable[[InflightError], None],
     ) -> None:
+        self._core = core
         self._config = InflightConfig.of(core.vllm_config)
         self._has_transport = core.vllm_config.weight_transfer_config is not None
         self._ranks = ranks
@@ -47,6 +49,10 @@ class Updates:
     def begin(self, body: dict[str, Any]) -> dict[str, Any]:
         """Open an update; replies `{"update_id", "phase"}`."""
         self._ranks.require_staging()
+        scheduler = self._core.scheduler
+        connectors.check(
+            scheduler.connector, is_shared=scheduler.inflight_policy.oldest is None
+        )
         transport = body.get("transport", "configured")
         if transport == "configured":
             self._require_transport()
