@@ -68,11 +68,9 @@ class Streams:
 
     def step(self, times: int = 1) -> "Streams":
         for _ in range(times):
-            outputs, executed = self.core.step_fn()
-            self.core.post_step(executed)
-            for group in (outputs or {}).values():
-                label = Stamp.decode(group.weight_version).label
+            for group in self._groups():
                 for output in group.outputs:
+                    label = Stamp.decode(group.weight_version or "").label
                     new = list(output.new_token_ids)
                     self.tokens.setdefault(output.request_id, []).extend(new)
                     self.stamps.setdefault(output.request_id, []).extend(
@@ -81,6 +79,15 @@ class Streams:
                     if output.finish_reason is not None:
                         self.finished[output.request_id] = str(output.finish_reason)
         return self
+
+    def _groups(self) -> list[Any]:
+        """What one step of a core, or one round of a loop, has put out."""
+        if hasattr(self.core, "round"):
+            return self.core.round()
+        outputs, executed = self.core.step_fn()
+        self.core.post_step(executed)
+        late, self.core.inflight_gate.leftovers = self.core.inflight_gate.leftovers, []
+        return [g for each in [*late, outputs or {}] for g in each.values()]
 
     def run(self, most: int = 400) -> "Streams":
         for _ in range(most):

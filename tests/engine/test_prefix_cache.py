@@ -7,6 +7,7 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, call, prompt, publish, request
+from vllm.inflight.engine.cache import Policy
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +53,7 @@ def test_kv_of_other_weights_is_never_read(
 def test_without_our_salt_the_same_sequence_reads_stale_kv(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core.inflight_gate._served, "_versioned_cache", False)
+    monkeypatch.setattr(core.scheduler, "inflight_policy", Policy(None))
     assert hit_tokens(core, "first", prompt(32, 100)) == 0
     publish(core, folders["new"], "new")
     assert hit_tokens(core, "second", prompt(32, 100)) == 96
@@ -82,8 +83,7 @@ def test_blocks_filled_across_a_commit_are_out_of_reach(
 
 
 def test_a_salt_of_the_user_still_separates(core: EngineCore) -> None:
-    from vllm.inflight.engine.cache import salted
-
+    salted = Policy().salted
     assert salted("x", 0) == "x"
     salts = {salted(user, epoch) for user in (None, "x", "w1\x1f") for epoch in (1, 2)}
     assert len(salts) == 6

@@ -29,6 +29,14 @@ def _knob(
     return field(default=default, metadata=metadata)
 
 
+def _choice(value: Any) -> Any:
+    """The choice that a value belongs to: `versioned:2` is one of `versioned:K`."""
+    name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if number.isdecimal() and 1 <= int(number) <= 64:
+        return f"{name}:K"
+    return None if number == "K" else value
+
+
 def _is_within(value: Any, low: float, high: float) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
@@ -50,8 +58,27 @@ class InflightConfig:
     prefix_cache: str = _knob(
         "versioned",
         "'versioned': a new request never reads KV that other weights computed. "
-        "'shared': it may, as in upstream vLLM.",
-        choices=("versioned", "shared"),
+        "'versioned:K': it may read KV that is up to K updates old, K from 1 to 64. "
+        "'shared': it may read any, as in upstream vLLM.",
+        choices=("versioned", "versioned:K", "shared"),
+    )
+    openai_spans: str = _knob(
+        "on",
+        "'on': the choices of OpenAI's replies have the field weight_versions. "
+        "'off': only if the request asks for it.",
+        choices=("on", "off"),
+    )
+    kv_versions: str = _knob(
+        "off",
+        "'on': every output says which versions computed the KV that it attended to. "
+        "'off': those of requests that ask for it do.",
+        choices=("off", "on"),
+    )
+    when_paused: str = _knob(
+        "queue",
+        "What happens to requests that arrive during a pause: 'queue' (they wait), "
+        "'reject' (503 with Retry-After; each request then asks the engine first).",
+        choices=("queue", "reject"),
     )
     update_deadline_s: float = _knob(
         600.0,
@@ -97,7 +124,7 @@ class InflightConfig:
         for knob in dataclasses.fields(self):
             value = getattr(self, knob.name)
             choices, limits = knob.metadata["choices"], knob.metadata["limits"]
-            if choices and value not in choices:
+            if choices and _choice(value) not in choices:
                 raise ConfigError(
                     f"inflight {knob.name} must be one of {', '.join(choices)}, "
                     f"got {value!r}"

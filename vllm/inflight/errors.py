@@ -17,6 +17,7 @@ InflightError
  │   ├─ NothingToRollBack    no earlier version is held
  │   └─ PauseConflict        a pause forbids it, or needs another mode
  ├─ PausedByAnother 423  the pause is somebody else's
+ ├─ EnginePaused    503  requests are refused during this pause
  ├─ WeightsMismatch 422  the weights are incomplete or not as announced
  ├─ EngineFault     500  a rank failed where none may
  │   ├─ ArenaFault           a call of the GPU's driver failed
@@ -206,6 +207,18 @@ class PausedByAnother(InflightError):
     code = "paused_by_another"
     status = 423
     remedy = "Wait for that owner or its lease, or call without an owner."
+
+
+class EnginePaused(InflightError):
+    """The engine is paused, and is configured to take no requests meanwhile."""
+
+    code = "engine_paused"
+    status = 503
+    remedy = "Send the request again after the seconds that Retry-After names."
+
+    def __init__(self, message: str, *, retry_after_s: int = 1, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.retry_after_s = retry_after_s
 
 
 class WeightsMismatch(InflightError):

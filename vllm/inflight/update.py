@@ -65,6 +65,16 @@ class PauseMode(StrEnum):
             ) from None
 
 
+STRICTNESS = (PauseMode.WAIT, PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.ABORT)
+"""A pause may become stricter; what it has let go of does not come back."""
+
+PAUSE_MOVES: dict[PauseMode | None, frozenset[PauseMode]] = {
+    None: frozenset(PauseMode),
+    **{mode: frozenset(STRICTNESS[i:]) for i, mode in enumerate(STRICTNESS)},
+}
+"""The mode in force (None: decoding) → the modes that a pause may ask for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """A version of the weights as it was committed."""

@@ -74,6 +74,10 @@ NAMES = {
     "FinishReason": "vllm.v1.engine:FinishReason",
     "PauseState": "vllm.v1.core.sched.interface:PauseState",
     "RequestStatus": "vllm.v1.request:RequestStatus",
+    "is_full_attention_spec": "vllm.v1.kv_cache_interface:is_full_attention_spec",
+    "KVConnectorBase_V1": (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+    ),
     "WeightVersionSpan": "vllm.outputs:WeightVersionSpan",
     # front end
     "FlexibleArgumentParser": "vllm.utils.argparse_utils:FlexibleArgumentParser",

@@ -97,7 +97,7 @@ class Control:
         self,
         weight_version: str | None = None,
         *,
-        mode: str = "in_place",
+        mode: str | None = None,
         flush_cache: bool = False,
         expect_version: str | None = None,
         update_id: str | None = None,
@@ -123,7 +123,7 @@ class Control:
         path: str,
         weight_version: str | None = None,
         *,
-        mode: str = "in_place",
+        mode: str | None = None,
         flush_cache: bool = False,
         **options: Any,
     ) -> Reply:
@@ -201,6 +201,10 @@ class Control:
         """Stop decoding between two steps, or renew the lease on that."""
         facts = {"mode": mode, "flush_cache": flush_cache}
         return await self._call("pause", **facts, lease_s=lease_s, owner=owner)
+
+    async def flush(self) -> Reply:
+        """Drop what is cached; refused while requests hold KV."""
+        return await self._call("flush")
 
     async def resume(self, owner: str | None = None) -> Reply:
         """Go on after a pause."""

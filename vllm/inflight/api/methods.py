@@ -87,7 +87,7 @@ async def update_weights_from_disk(
     path: str,
     weight_version: str | None = None,
     *,
-    mode: str = "in_place",
+    mode: str | None = None,
     **options: Any,
 ) -> Reply:
     """Serve the checkpoint at `path`: stage, verify and commit in one call."""

@@ -15,6 +15,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from vllm.inflight.api import auth, pipelinerl, reads, sglang
+from vllm.inflight.api.admission import Admission
 from vllm.inflight.api.control import Control, Reply
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.api.methods import pause_generation as pause_engine
@@ -164,6 +165,7 @@ class InflightEndpoints:
                 summary=(handler.__doc__ or "").strip() or None,
             )
         app.include_router(router)
+        app.add_middleware(Admission)
         self._app = app
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:

@@ -1,42 +1,82 @@
-"""The versioned prefix cache: KV of other weights is never read by a new request.
+"""The versioned prefix cache: how old the KV may be that a request begins with.
 
-vLLM's block hashes are chained, and a request's `cache_salt` enters the hash of
-block 0, so one salt separates the whole chain. Ours is the cache epoch, which
-grows whenever the bytes of the weights change and is never reused: a label may
-come back, its KV may not. Epoch 0 has no salt of ours, so that hashes equal
-upstream's until the first commit.
+vLLM's block hashes are chained, and a request's `cache_salt` enters the hash of block
+0, so one salt separates the whole chain. Ours names the *root*: the cache epoch in
+which the chain was begun. That epoch grows whenever the bytes of the weights change
+and is never reused: a label may come back, its KV may not. Root 0 has no salt of ours,
+so that hashes equal upstream's until the first commit.
 
-The rule: whenever a request looks for KV, it carries the salt of the current
-epoch. Those that run on across a commit keep their old root, and so the blocks they
-fill with KV of both versions stay out of reach of new requests.
+A request that runs on across a commit keeps its root, and so the blocks it fills with
+KV of both versions hang under the old one. Every block under a root was computed in
+that epoch or later, which makes the root a bound on its age:
+
+    versioned     look under the current root only
+    versioned:K   look under the last K + 1 roots, and take the longest hit
+    shared        look under root 0 only, as upstream does
+
+A request that was retracted is to be computed again under the weights then live, so it
+looks under the current root whatever the policy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 SEPARATOR = "\x1f"
 
 
-def salted(user_salt: str | None, epoch: int) -> str | None:
-    """The salt of a request that was given `user_salt`, in `epoch`.
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Of one engine: `--inflight-prefix-cache`, and whether its KV leaves it."""
 
-    The epoch comes first and has no separator in it, so no salt of a user can
-    be mistaken for another user's in another epoch.
-    """
-    if epoch == 0:
-        return user_salt
-    return f"w{epoch}{SEPARATOR}{user_salt or ''}"
+    oldest: int | None = 0
+    """How many epochs old KV may be; None for `shared`."""
+    nonce: str = ""
+    """Tells this engine's epochs from those of others with which it shares a tier."""
+
+    @classmethod
+    def parse(cls, text: str, nonce: str = "") -> Policy:
+        """The policy called `text`, a valid value of the knob."""
+        if text == "shared":
+            return cls(None, nonce)
+        return cls(int(text.partition(":")[2] or 0), nonce)
+
+    def roots(self, epoch: int, *, is_retracted: bool = False) -> Sequence[int]:
+        """Where a request looks for KV in `epoch`, the newest first."""
+        if is_retracted:
+            return (epoch,)
+        if self.oldest is None:
+            return (0,)
+        return range(epoch, max(0, epoch - self.oldest) - 1, -1)
+
+    def salted(self, user_salt: str | None, root: int) -> str | None:
+        """The salt under `root` of a request that was given `user_salt`.
+
+        The epoch comes first and has no separator in it, so no salt of a user can
+        be mistaken for another user's under another root.
+        """
+        if root == 0:
+            return user_salt
+        return f"w{root}{self.nonce}{SEPARATOR}{user_salt or ''}"
+
+    def plant(self, request: Any, root: int) -> None:
+        """Give `request` its hashes under `root`; those of other roots are kept."""
+        known = vars(request)
+        user_salt = known.setdefault("inflight_user_salt", request.cache_salt)
+        if known.get("inflight_root", 0) == root:
+            return
+        grown = known.setdefault("inflight_hashes", {})
+        grown[known.get("inflight_root", 0)] = request.block_hashes
+        request.inflight_root = root
+        request.cache_salt = self.salted(user_salt, root)
+        request.block_hashes = grown.pop(root, None) or []
+        request.update_block_hashes()  # for what was sampled since, or for all
 
 
-def resalt(request: Any, epoch: int) -> bool:
-    """Give `request` the salt of `epoch`, hashes included; False if it has it."""
-    known = vars(request)
-    known.setdefault("inflight_user_salt", request.cache_salt)
-    if known.get("inflight_cache_epoch", 0) == epoch:
-        return False
-    request.inflight_cache_epoch = epoch
-    request.cache_salt = salted(request.inflight_user_salt, epoch)
-    request.block_hashes.clear()
-    request.update_block_hashes()
-    return True
+def forget(request: Any, roots: Sequence[int]) -> None:
+    """Drop the hashes of `request` under other roots than these."""
+    grown = vars(request).get("inflight_hashes")
+    if grown:
+        request.inflight_hashes = {r: h for r, h in grown.items() if r in roots}

@@ -42,18 +42,16 @@ class Gate:
         self._config = InflightConfig.of(config)
         self.num_ranks = config.parallel_config.world_size
         self._ranks = Ranks(core.model_executor, self.num_ranks)
-        self._served = Served(
-            core,
-            self._ranks,
-            versioned_cache=self._config.prefix_cache == "versioned",
-        )
-        self.updates = Updates(core, self._ranks, self._served)
+        self._served = Served(core, self._ranks)
+        self.updates = Updates(core, self._ranks, self._served, self._ended)
         self.in_process = not hasattr(core, "input_queue")
         """Whether the engine steps in its caller's process, without a loop."""
         self.has_actor_group = False
         """Whether PipelineRL's worker calls have joined its trainer's group."""
         self.farewells: list[str] = []
         """Ids of requests aborted in an engine without an output queue."""
+        self.leftovers: list[Any] = []
+        """Outputs of steps that a pause waited for, in an engine without one."""
         self.turns = Turns(self.rouse)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
         if self._ranks.reason is not None:
@@ -98,8 +96,10 @@ class Gate:
         if update.pending is not None and not update.pending.done():
             return update.pending
         self._served.expect(body.get("expect_version"), "expect_version")
-        mode = PauseMode.parse(body.get("mode") or "in_place")
         flush_cache = bool(body.get("flush_cache"))
+        # What stays in place keeps its KV, so a flush that names no mode retracts.
+        default = "retract" if flush_cache else "in_place"
+        mode = PauseMode.parse(body.get("mode") or default)
         self.pauses.check_commit(mode, flush_cache=flush_cache)
 
         def switch() -> dict[str, Any]:
@@ -194,6 +194,11 @@ class Gate:
         """Go on after a pause; going on twice is going on once."""
         return self.pauses.resume(body.get("owner"))
 
+    def flush(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Drop the caches; the reply of `/flush_cache` says what was in them."""
+        del body
+        return self.pauses.flush()
+
     def paused(self, body: dict[str, Any]) -> dict[str, Any]:
         """Whether decoding stands still, and in which mode."""
         del body
@@ -211,6 +216,21 @@ class Gate:
         return self._served.version
 
     # --------------------------------------------------------------- helpers
+    def _ended(self, error: InflightError) -> None:
+        """An update was aborted: nobody needs to wait for its commit any more."""
+        self.turns.submit(lambda: self.pauses.give_up_commit(error))
+
+    def drain(self) -> None:
+        """Finish the steps in flight of an engine that steps in its caller's process.
+
+        What comes out of them is kept for whoever asks for output next.
+        """
+        while self._core.batch_queue:
+            outputs, executed = self._core.step_fn()
+            self._core.post_step(executed)
+            if outputs:
+                self.leftovers.append(outputs)
+
     def rouse(self) -> None:
         """Make the loop of an engine with its own process look for work."""
         if not self.in_process:
@@ -244,6 +264,7 @@ _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "transport": lambda gate, body: gate.updates.transport(body),
     "pause": Gate.pause,
     "resume": Gate.resume,
+    "flush": Gate.flush,
     "paused": Gate.paused,
     "undo": Gate.undo,
     **doors.CALLS,

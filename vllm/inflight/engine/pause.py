@@ -2,13 +2,13 @@
 
 | mode     | running requests                 | their KV | waiting requests |
 |----------|----------------------------------|----------|------------------|
+| wait     | run to their end                 | –        | queued           |
 | in_place | frozen where they are            | kept     | queued           |
 | retract  | back to the front of the queue   | freed    | queued           |
 | abort    | finished now, with what they have| freed    | finished too     |
-| wait     | run to their end                 | –        | queued           |
 
-A pause takes effect between two steps. A commit treats requests the same way
-but stops nothing.
+A pause takes effect between two steps. A commit treats requests the same way but
+stops nothing; with `wait` it holds new requests back until the running ones are done.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine import flush, requests
 from vllm.inflight.engine.lease import Lease, lease_owner, lease_seconds
 from vllm.inflight.errors import PauseConflict
-from vllm.inflight.update import PauseMode
+from vllm.inflight.update import PAUSE_MOVES, PauseMode
 
-STRICTNESS = [PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.ABORT]
-"""A pause may become stricter; what it has let go of does not come back."""
+Reply = dict[str, Any]
 
 
 class Pauses:
@@ -34,14 +34,30 @@ class Pauses:
         self._core = core
         self._gate = gate
         self._mode: PauseMode | None = None
+        """The mode somebody asked for; upstream's own calls leave none here."""
         self._lease = Lease(gate.turns.submit, self._go_on)
         self._lease_s = lease_s
+        self._settling: list[Future[Reply]] = []
+        """Pauses that have not taken effect yet, because steps are in flight."""
+        self._commit: Future[Reply] | None = None
+        """A commit that waits for running requests."""
 
     @property
     def is_paused(self) -> bool:
         """Whether decoding stands still or is about to."""
         return bool(self._core.is_scheduler_paused())
 
+    @property
+    def mode(self) -> PauseMode | None:
+        """The mode of the pause in force, whoever began it; None without one."""
+        if not self.is_paused:
+            return None
+        if self._mode is not None:
+            return self._mode
+        is_frozen = self._core.scheduler.pause_state == upstream.PauseState.PAUSED_ALL
+        return PauseMode.IN_PLACE if is_frozen else PauseMode.WAIT
+
+    # -------------------------------------------------------------- the calls
     def pause(
         self,
         mode: PauseMode,
@@ -50,63 +66,69 @@ class Pauses:
         lease_s: Any = None,
         owner: Any = None,
     ) -> Any:
-        """Pause, or renew the lease; replies when the mode has taken effect."""
+        """Pause, make a pause stricter, or renew its lease.
+
+        Replies when the mode has taken effect; once is as good as twice.
+        """
         started = time.perf_counter()
         owner, seconds = lease_owner(owner), lease_seconds(lease_s, self._lease_s)
         if self.is_paused:
             self._lease.check(owner)
-        if self.is_paused and self._mode is not None and _is_looser(mode, self._mode):
+        if mode not in PAUSE_MOVES[self.mode]:
             raise PauseConflict(
-                f"the engine is paused {self._mode.value}; that cannot become "
-                f"{mode.value}: continue first"
+                f"the engine is paused {self.mode}; that cannot become {mode.value}: "
+                "what it has let go of does not come back. Continue first"
             )
-        scheduler = self._core.scheduler
-        self._check_flush(mode, flush_cache)
+        self._check(mode, flush_cache=flush_cache)
+        counts = {"num_aborted": 0, "num_retracted": 0}
+        if mode is PauseMode.ABORT:
+            counts["num_aborted"] = self._abort_all()
+        stopped = self._stop(mode)
         self._mode = mode
-        num_aborted = 0
-        if mode is PauseMode.WAIT:
-            if self._gate.in_process and scheduler.running:
-                self._mode = None
-                raise PauseConflict(
-                    "mode 'wait' needs an engine of its own process; here, finish "
-                    "generate() first"
-                )
-            if self._gate.in_process:
-                scheduler.set_pause_state(upstream.PauseState.PAUSED_NEW)
-                pending = None
-            else:
-                pending = self._core.pause_scheduler("wait", False)
-        elif mode is PauseMode.ABORT:
-            num_aborted = self._abort_all()
-            pending = self._core.pause_scheduler("abort", False)
-        else:
-            pending = self._core.pause_scheduler("keep", False)
         self._lease.take(owner, seconds)
 
-        def settle() -> dict[str, Any]:
-            if mode is PauseMode.RETRACT:
-                scheduler.inflight_retract()
-            if flush_cache:
-                self.flush()
-            return self._reply(started) | {"num_aborted": num_aborted}
+        def settle() -> Reply:
+            # A stricter pause may have come meanwhile, and has done its own part.
+            if mode is PauseMode.RETRACT and self._mode is mode:
+                counts["num_retracted"] = self._core.scheduler.inflight_retract()
+            dropped = flush.flush(self._core) if flush_cache else None
+            return self._reply(started) | counts | {"dropped": dropped}
 
-        return _then(pending, settle)
+        return self._then(stopped, settle)
 
-    def resume(self, owner: Any = None) -> dict[str, Any]:
-        """Go on, on whatever weights are live."""
+    def resume(self, owner: Any = None) -> Reply:
+        """Go on, on whatever weights are live; twice is as good as once."""
         started = time.perf_counter()
         if self.is_paused:
             self._lease.check(lease_owner(owner))
+        if self._commit is not None and self._mode is None:
+            raise PauseConflict(
+                "a commit waits for the running requests, and new ones wait for it; "
+                "abort that update to go on without it"
+            )
+        if getattr(self._core, "pending_pause", False):
+            raise PauseConflict(
+                "the pause has not reached every data-parallel rank yet; continue "
+                "once it has replied"
+            )
         self._lease.drop()
         self._go_on()
         return self._reply(started)
 
-    def state(self) -> dict[str, Any]:
+    def flush(self) -> Reply:
+        """Drop every cached block nobody holds; refused while one is held."""
+        self._check_flush(PauseMode.IN_PLACE)
+        return {"dropped": flush.flush(self._core)}
+
+    def state(self) -> Reply:
         """Whether decoding stands still, in which mode, whose it is and how long."""
-        mode = self._mode if self.is_paused else None
+        running, _ = self._core.scheduler.get_request_counts()
+        mode = self.mode
         return {
             "is_paused": self.is_paused,
             "mode": mode and mode.value,
+            "is_draining": mode is PauseMode.WAIT and running > 0,
+            "for_commit": self._commit is not None and self._mode is None,
             "owner": self._lease.owner,
             "lease_left_s": self._lease.left_s,
             "leases_expired": self._lease.num_expired,
@@ -116,69 +138,139 @@ class Pauses:
         """No lease outlives its engine."""
         self._lease.drop()
 
-    def _go_on(self) -> None:
-        self._mode = None
-        self._core.resume_scheduler()
-        # A loop that was idle would go on waiting for its input queue.
-        self._gate.rouse()
-
-    def flush(self) -> None:
-        """Drop the prefix cache, the connector's and the encoder's."""
-        self._core._reset_caches(reset_running_requests=False, reset_connector=True)
-
-    def _check_flush(self, mode: PauseMode, flush_cache: bool) -> None:
-        if flush_cache and mode is PauseMode.IN_PLACE and self._core.scheduler.running:
-            raise PauseConflict(
-                "flush_cache cannot drop the KV of requests that stay in place; "
-                "use mode 'retract'"
-            )
-
+    # ------------------------------------------------------------- at a commit
     def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
         """Raise if a commit cannot treat requests as `mode` says, here and now."""
-        self._check_flush(mode, flush_cache)
-        if mode is PauseMode.WAIT and self.is_paused and self._core.scheduler.running:
+        self._check(mode, flush_cache=flush_cache)
+        frozen = self.mode not in (None, PauseMode.WAIT)
+        if mode is PauseMode.WAIT and frozen and self._core.scheduler.running:
             raise PauseConflict(
                 "mode 'wait' would wait for ever: running requests are paused"
             )
-        if (
-            mode is PauseMode.WAIT
-            and self._gate.in_process
-            and self._core.scheduler.running
-        ):
+
+    def between_requests(self, mode: PauseMode, switch: Callable[[], Reply]) -> Any:
+        """Run `switch` now, or for `wait` once the running requests are done."""
+        scheduler = self._core.scheduler
+        if mode is not PauseMode.WAIT or not scheduler.running:
+            return switch()
+
+        def after() -> Reply:
+            self._commit = None
+            try:
+                if scheduler.running:
+                    raise PauseConflict(
+                        "running requests were paused while the commit waited for "
+                        "them; it is still staged"
+                    )
+                return switch()
+            finally:
+                if self._mode is None:
+                    self._go_on()
+
+        answer = self._then(self._stop(PauseMode.WAIT), after)
+        if isinstance(answer, Future):
+            self._commit = answer
+        return answer
+
+    def give_up_commit(self, error: Exception) -> None:
+        """The update whose commit waits has ended: let new requests in again."""
+        if self._commit is None:
+            return
+        waiting, self._commit = self._commit, None
+        self._settling.remove(waiting)
+        waiting.set_exception(error)
+        if self._mode is None:
+            self._go_on()
+
+    def treat(self, mode: PauseMode, *, flush_cache: bool = False) -> Reply:
+        """Do to the requests what a commit in `mode` does; returns the counts."""
+        facts: Reply = {}
+        if mode is PauseMode.RETRACT:
+            facts["num_retracted"] = self._core.scheduler.inflight_retract()
+        elif mode is PauseMode.ABORT:
+            facts["num_aborted"] = self._abort_all()
+        if flush_cache:
+            facts["dropped"] = flush.flush(self._core)
+        return facts
+
+    # ---------------------------------------------------------------- helpers
+    def _check(self, mode: PauseMode, *, flush_cache: bool) -> None:
+        scheduler = self._core.scheduler
+        if mode is PauseMode.RETRACT and (stuck := requests.unretractable(scheduler)):
+            raise PauseConflict(
+                f"mode 'retract' cannot free the KV of {stuck}; use 'wait', 'abort' "
+                "or 'in_place'"
+            )
+        if mode is PauseMode.WAIT and self._gate.in_process and scheduler.running:
             raise PauseConflict(
                 "mode 'wait' needs an engine of its own process; here, finish "
                 "generate() first"
             )
-
-    def between_requests(
-        self, mode: PauseMode, switch: Callable[[], dict[str, Any]]
-    ) -> Any:
-        """Run `switch` now, or for `wait` once the running requests are done."""
-        if mode is not PauseMode.WAIT or not self._core.scheduler.running:
-            return switch()
-        pending = self._core.pause_scheduler("wait", False)
-
-        def after() -> dict[str, Any]:
-            try:
-                return switch()
-            finally:
-                self._core.resume_scheduler()
-                # The loop was idle when it got here, and would go on waiting for
-                # its input queue while requests wait for it.
-                self._gate.rouse()
-
-        return _then(pending, after)
-
-    def treat(self, mode: PauseMode, *, flush_cache: bool = False) -> dict[str, int]:
-        """Do to the requests what a commit in `mode` does; returns the counts."""
-        counts: dict[str, int] = {}
-        if mode is PauseMode.RETRACT:
-            counts["num_retracted"] = self._core.scheduler.inflight_retract()
-        elif mode is PauseMode.ABORT:
-            counts["num_aborted"] = self._abort_all()
         if flush_cache:
-            self.flush()
-        return counts
+            self._check_flush(mode)
+
+    def _check_flush(self, mode: PauseMode) -> None:
+        scheduler = self._core.scheduler
+        if mode is PauseMode.IN_PLACE and scheduler.running:
+            raise PauseConflict(
+                f"flush_cache cannot drop the KV of {len(scheduler.running)} requests "
+                "that stay in place; use mode 'retract'"
+            )
+        if mode is not PauseMode.WAIT and (held := requests.holders(scheduler)):
+            raise PauseConflict(f"flush_cache cannot drop the KV of {held}")
+
+    def _stop(self, mode: PauseMode) -> Future[Any] | None:
+        """Have the scheduler stop; done when no step is in flight."""
+        if not self._gate.in_process:
+            names = {PauseMode.WAIT: "wait", PauseMode.ABORT: "abort"}
+            pending: Future[Any] | None = self._core.pause_scheduler(
+                names.get(mode, "keep"), False
+            )
+            return pending
+        states = upstream.PauseState
+        is_loose = mode in (PauseMode.WAIT, PauseMode.ABORT)
+        self._core.scheduler.set_pause_state(
+            states.PAUSED_NEW if is_loose else states.PAUSED_ALL
+        )
+        self._gate.drain()
+        self._core.model_executor.collective_rpc("synchronize_device")
+        return None
+
+    def _go_on(self) -> None:
+        self._mode = None
+        for waiting in self._settling:
+            if waiting is not self._commit:
+                waiting.set_exception(
+                    PauseConflict("decoding went on before the pause took effect")
+                )
+        self._settling = [w for w in self._settling if w is self._commit]
+        if self._commit is not None:
+            # Somebody's pause is over, the wait of the commit is not.
+            self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_NEW)
+        else:
+            self._core.resume_scheduler()
+        # A loop that was idle would go on waiting for its input queue.
+        self._gate.rouse()
+
+    def _then(self, pending: Future[Any] | None, call: Callable[[], Reply]) -> Any:
+        """`call` now, or when `pending` is done, on the thread that finishes it."""
+        if pending is None:
+            return call()
+        result: Future[Reply] = Future()
+        self._settling.append(result)
+
+        def done(finished: Future[Any]) -> None:
+            if result not in self._settling:
+                return  # answered already: it was overtaken
+            self._settling.remove(result)
+            try:
+                finished.result()
+                result.set_result(call())
+            except Exception as error:
+                result.set_exception(error)
+
+        pending.add_done_callback(done)
+        return result
 
     def _abort_all(self) -> int:
         """Finish every request as aborted and tell whoever waits for it."""
@@ -191,11 +283,12 @@ class Pauses:
             self._core._send_abort_outputs(aborted)
         return len(aborted)
 
-    def _reply(self, started: float) -> dict[str, Any]:
+    def _reply(self, started: float) -> Reply:
         running, waiting = self._core.scheduler.get_request_counts()
+        mode = self.mode
         return {
             "paused": self.is_paused,
-            "mode": self._mode and self._mode.value,
+            "mode": mode and mode.value,
             "num_running": running,
             "num_waiting": waiting,
             "weight_version": self._gate.version.label,
@@ -203,26 +296,3 @@ class Pauses:
             "owner": self._lease.owner,
             "seconds": round(time.perf_counter() - started, 6),
         }
-
-
-def _is_looser(mode: PauseMode, than: PauseMode) -> bool:
-    if mode not in STRICTNESS or than not in STRICTNESS:
-        return False
-    return STRICTNESS.index(mode) < STRICTNESS.index(than)
-
-
-def _then(pending: Future[Any] | None, call: Callable[[], dict[str, Any]]) -> Any:
-    """`call` now, or when `pending` is done, on the thread that finishes it."""
-    if pending is None:
-        return call()
-    result: Future[dict[str, Any]] = Future()
-
-    def done(finished: Future[Any]) -> None:
-        try:
-            finished.result()
-            result.set_result(call())
-        except Exception as error:
-            result.set_exception(error)
-
-    pending.add_done_callback(done)
-    return result

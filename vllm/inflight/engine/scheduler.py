@@ -1,4 +1,4 @@
-"""What the scheduler gains: stamped steps, salted requests, retraction.
+"""What the scheduler gains: stamped steps, rooted requests, retraction.
 
 A mixin in front of whichever scheduler class vLLM chose, so that the sync, the
 async and a user's own scheduler all have it.
@@ -9,24 +9,59 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import cache
-from vllm.inflight.engine.stamp import Stamp
+from vllm.inflight.engine.connectors import nonce_for
+from vllm.inflight.engine.provenance import Provenance, Trail
+from vllm.inflight.engine.stamp import KV_FIELD, KV_OPTION, Stamp
 from vllm.inflight.update import Version
 
 
 class InflightSchedulerMixin:
     """Scheduler methods around and beside upstream's."""
 
-    inflight_version = Version()
-    """Labels the steps scheduled from now on."""
     inflight_cache_epoch = 0
-    """Epoch of the KV that a request admitted now may read; stays 0 if shared."""
+    """Counts the changes of the weights' bytes."""
+    _inflight_version = Version()
+    _inflight_stamp = Stamp("default", 0).encode()
 
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        config = InflightConfig.of(vllm_config)
+        self.inflight_policy = cache.Policy.parse(
+            config.prefix_cache,
+            nonce_for(self.connector),  # type: ignore[attr-defined]
+        )
+        managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
+        full = (i for i, m in enumerate(managers) if _keeps_all(m))
+        group = next(full, 0)
+        self._inflight_provenance = Provenance(managers[group].block_size, group)
+        self._inflight_tells_all = config.kv_versions == "on"
+        self._inflight_told: dict[str, tuple[Any, Trail]] = {}
+        """Requests that want to know whose KV they read → what they know by now."""
+        self._inflight_late: list[Any] = []
+        """Retracted requests that tokens are still on their way to."""
+
+    @property
+    def inflight_version(self) -> Version:
+        """Labels the steps scheduled from now on."""
+        return self._inflight_version
+
+    @inflight_version.setter
+    def inflight_version(self, version: Version) -> None:
+        self._inflight_version = version
+        self._inflight_stamp = Stamp(version.label, version.epoch).encode()
+
+    # ------------------------------------------------------------- every step
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Stamp the step when it is scheduled: its tokens may be read much later."""
+        if self._inflight_late:
+            self._inflight_late = [r for r in self._inflight_late if _is_late(r)]
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
-        version = self.inflight_version
-        output.inflight_stamp = Stamp(version.label, version.epoch).encode()
+        output.inflight_stamp = stamp = self._inflight_stamp
+        requests = self.requests  # type: ignore[attr-defined]
+        self._inflight_provenance.note(requests, output, stamp)
         return output
 
     def update_from_output(
@@ -38,18 +73,61 @@ class InflightSchedulerMixin:
         )
         for output in outputs.values():
             output.weight_version = scheduler_output.inflight_stamp
+            if self._inflight_told:
+                self._tell(output.outputs)
         return outputs
 
+    def _tell(self, outputs: Any) -> None:
+        """Send along the trails that have changed; the front end keeps the last."""
+        for output in outputs:
+            if (told := self._inflight_told.get(output.request_id)) is None:
+                continue
+            request, known = told
+            if request.inflight_trail != known:
+                trail = list(request.inflight_trail)
+                self._inflight_told[output.request_id] = (request, trail)
+                params = output.kv_transfer_params or {}
+                output.kv_transfer_params = params | {KV_FIELD: trail}
+            if output.finish_reason is not None:
+                del self._inflight_told[output.request_id]
+
+    def add_request(self, request: Any) -> None:
+        """Note whether the request wants to know whose KV it reads."""
+        options = request.sampling_params and request.sampling_params.extra_args
+        if self._inflight_tells_all or (options and options.get(KV_OPTION)):
+            self._inflight_told[request.request_id] = (request, [])
+        super().add_request(request)  # type: ignore[misc]
+
+    def _free_request(self, request: Any, **kwargs: Any) -> Any:
+        if request.status == upstream.RequestStatus.FINISHED_ABORTED:
+            self._inflight_told.pop(request.request_id, None)
+        return super()._free_request(request, **kwargs)  # type: ignore[misc]
+
+    # ------------------------------------------------------------ prefix cache
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
-        """Salt a request at the moment it looks for KV.
+        """Root a request at the moment it looks for KV.
 
         This is the one place where a request that holds no KV asks for some:
         new, hashed before a commit and admitted after it, waiting during one,
         preempted or retracted. So a commit costs nothing per waiting request.
         """
-        cache.resalt(request, self.inflight_cache_epoch)
-        return super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+        roots = self.inflight_policy.roots(
+            self.inflight_cache_epoch,
+            is_retracted=vars(request).get("inflight_is_retracted", False),
+        )
+        cache.forget(request, roots)
+        best, best_root = None, roots[0]
+        for root in roots:
+            self.inflight_policy.plant(request, root)
+            found = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+            if best is None or found[1] > best[1]:
+                best, best_root = found, root
+        self.inflight_policy.plant(request, best_root)
+        assert best is not None
+        request.inflight_num_found = best[1]
+        return best
 
+    # -------------------------------------------------------------- retraction
     def inflight_retract(self) -> int:
         """Send every running request back to the front of the queue, in order.
 
@@ -64,9 +142,32 @@ class InflightSchedulerMixin:
             self._preempt_request(  # type: ignore[attr-defined]
                 request, timestamp, drop_stale_output=False
             )
+            if _is_late(request):
+                self._inflight_late.append(request)
+        # Those that an earlier retraction or a full cache sent back are no different.
+        for request in self.waiting:  # type: ignore[attr-defined]
+            if request.num_preemptions:
+                request.inflight_is_retracted = True
         # A request retracted and resumed within one step is not "still running".
         self.prev_step_scheduled_req_ids.clear()  # type: ignore[attr-defined]
         return num_retracted
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        """Let nobody overtake a retracted request whose last tokens are on their way.
+
+        Upstream would pass over it for that step and admit those behind it.
+        """
+        if self._inflight_late and request not in self._inflight_late:
+            return False
+        return bool(super()._handle_blocked_waiting_request(request))  # type: ignore[misc]
+
+
+def _is_late(request: Any) -> bool:
+    return bool(request.num_stale_output_tokens) and not request.is_finished()
+
+
+def _keeps_all(manager: Any) -> bool:
+    return bool(upstream.is_full_attention_spec(manager.kv_cache_spec))
 
 
 def inflight_scheduler(scheduler: type) -> type:

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from vllm.inflight.commit.transaction import Update
+from vllm.inflight.engine import connectors
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.errors import VersionConflict
 from vllm.inflight.update import Version
@@ -18,10 +19,9 @@ from vllm.inflight.update import Version
 class Served:
     """The version served by one engine core, and the one before it."""
 
-    def __init__(self, core: Any, ranks: Ranks, *, versioned_cache: bool) -> None:
+    def __init__(self, core: Any, ranks: Ranks) -> None:
         self._core = core
         self._ranks = ranks
-        self._versioned_cache = versioned_cache
         self._epoch = 0
         self._cache_epoch = 0
         self.version = Version()
@@ -70,9 +70,11 @@ class Served:
         self, label: str | None, digest: str | None, step: int | None
     ) -> dict[str, Any]:
         started = time.perf_counter()
+        scheduler = self._core.scheduler
+        is_shared = scheduler.inflight_policy.oldest is None
+        connectors.drop(scheduler.connector, is_shared=is_shared)
         flip_s = self._ranks.flip()
-        if self._versioned_cache:
-            self._cache_epoch += 1
+        self._cache_epoch += 1
         self._take_on(label, digest, step)
         switch_ms = (time.perf_counter() - started) * 1e3
         return {"gap_ms": round(switch_ms, 3), "flip_s": round(flip_s, 6)}

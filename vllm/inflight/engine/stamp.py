@@ -11,6 +11,11 @@ from dataclasses import dataclass
 
 SEPARATOR = "\x1f"
 
+KV_OPTION = "kv_versions"
+"""The extra argument by which a request asks whose KV it reads."""
+KV_FIELD = "inflight_kv_trail"
+"""Where the answer travels, in the `kv_transfer_params` of an output."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stamp:

@@ -6,32 +6,53 @@ nothing here touches what is served.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight.commit.transaction import Ledger, Update
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine import connectors
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.served import Served
 from vllm.inflight.engine.watch import Watch
-from vllm.inflight.errors import Malformed, NoTransport, UpdateBusy, WrongPhase
+from vllm.inflight.errors import (
+    InflightError,
+    Malformed,
+    NoTransport,
+    UpdateBusy,
+    WrongPhase,
+)
 from vllm.inflight.update import Phase
 
 
 class Updates:
     """The updates of one engine core."""
 
-    def __init__(self, core: Any, ranks: Ranks, served: Served) -> None:
+    def __init__(
+        self,
+        core: Any,
+        ranks: Ranks,
+        served: Served,
+        ended: Callable[[InflightError], None],
+    ) -> None:
+        self._core = core
         self._config = InflightConfig.of(core.vllm_config)
         self._has_transport = core.vllm_config.weight_transfer_config is not None
         self._ranks = ranks
         self._served = served
         self.ledger = Ledger()
-        self._watch = Watch(ranks, self.ledger)
+        self._ended = ended
+        """Called when an update is aborted, on whatever thread that happens."""
+        self._watch = Watch(ranks, self.ledger, ended)
 
     def begin(self, body: dict[str, Any]) -> dict[str, Any]:
         """Open an update; replies `{"update_id", "phase"}`."""
         self._ranks.require_staging()
+        scheduler = self._core.scheduler
+        connectors.check(
+            scheduler.connector, is_shared=scheduler.inflight_policy.oldest is None
+        )
         transport = body.get("transport", "configured")
         if transport == "configured":
             self._require_transport()
@@ -103,6 +124,7 @@ class Updates:
         if update.is_active:
             self.ledger.move(update, Phase.ABORTED)
             self._ranks.cancel(update.serial)
+            self._ended(WrongPhase(f"update {update.update_id!r} was aborted"))
         elif update.phase is not Phase.ABORTED:
             raise WrongPhase(
                 f"update {update.update_id!r} is {update.phase.value} and cannot be "

@@ -28,8 +28,11 @@ Ready = Callable[[], dict[str, Any] | None]
 class Watch:
     """Watches over the active update of one engine."""
 
-    def __init__(self, ranks: Ranks, ledger: Ledger) -> None:
+    def __init__(
+        self, ranks: Ranks, ledger: Ledger, ended: Callable[[InflightError], None]
+    ) -> None:
         self._ranks = ranks
+        self._ended = ended
         self._ledger = ledger
         self._lock = threading.Lock()
         self._waiting: list[tuple[Future[dict[str, Any]], Ready]] = []
@@ -152,6 +155,7 @@ class Watch:
     def _end(self, update: Update, error: InflightError) -> None:
         if self._ledger.move(update, Phase.ABORTED, error):
             self._ranks.cancel(update.serial)
+            self._ended(error)
 
     def _alive(self, update: Update) -> list[dict[str, Any]]:
         """The notices on an update that goes on; raises what ended it."""

@@ -21,9 +21,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from vllm.inflight.config import InflightConfig
 from vllm.inflight.outputs.spans import as_dicts
 
 FIELD = "weight_versions"
+KV_FIELD = "kv_versions"
 DATA = "data: "
 
 # Inside a JSON string every quote has a backslash before it, so neither of these
@@ -37,6 +39,18 @@ _compact = json.JSONEncoder(separators=(",", ":")).encode
 Item = TypeVar("Item")
 
 
+def wants_spans(serving: Any, request: Any) -> bool:
+    """Whether a reply may have a field that OpenAI's do not have.
+
+    `{"vllm_xargs": {"weight_versions": 0}}` leaves it out, 1 asks for it.
+    """
+    asked = (getattr(request, "vllm_xargs", None) or {}).get(FIELD)
+    if asked is not None:
+        return bool(asked)
+    config = InflightConfig.of(serving.engine_client.vllm_config)
+    return config.openai_spans == "on"
+
+
 class Ledger:
     """The newest spans of every choice of one reply.
 
@@ -48,12 +62,15 @@ class Ledger:
 
     def __init__(self, *, role_first: bool = False) -> None:
         self._spans: dict[int, Iterable[Any] | None] = {}
+        self._read: dict[int, Iterable[Any]] = {}
         self._role_first = role_first
         self._begun: set[int] = set()
 
     def note(self, index: int, output: Any) -> None:
         """Keep the spans of an output; a later one of that choice replaces it."""
         self._spans[index] = output.weight_versions
+        if (read := getattr(output, KV_FIELD, None)) is not None:
+            self._read[index] = read
 
     def note_all(self, result: Any, first: int = 0) -> None:
         """Note the outputs of one prompt, whose choices are counted from `first`."""
@@ -68,6 +85,8 @@ class Ledger:
         """Set the field on the choices of a whole reply; an error has none."""
         for choice in getattr(response, "choices", ()):
             choice.weight_versions = self.spans(choice.index)
+            if choice.index in self._read:
+                choice.kv_versions = as_dicts(self._read[choice.index])
         return response
 
     def write(self, line: str) -> str:
@@ -77,13 +96,18 @@ class Ledger:
             return line
         if _SECOND_INDEX in line:  # choices or tool calls: only JSON can tell
             return self._decoded(line)
-        spans = _compact(self._next(int(match[1])))
-        return f'{line[: match.end()]},"{FIELD}":{spans}{line[match.end() :]}'
+        index = int(match[1])
+        fields = f',"{FIELD}":{_compact(self._next(index))}'
+        if index in self._read:
+            fields += f',"{KV_FIELD}":{_compact(as_dicts(self._read[index]))}'
+        return f"{line[: match.end()]}{fields}{line[match.end() :]}"
 
     def _decoded(self, line: str) -> str:
         chunk = json.loads(line.removeprefix(DATA))
         for choice in chunk["choices"]:
             choice[FIELD] = self._next(choice["index"])
+            if choice["index"] in self._read:
+                choice[KV_FIELD] = as_dicts(self._read[choice["index"]])
         return f"{DATA}{_compact(chunk)}\n\n"
 
     def _next(self, index: int) -> list[dict[str, Any]] | None:

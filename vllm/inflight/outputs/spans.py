@@ -32,6 +32,20 @@ def decoded(spans: Iterable[Any] | None) -> list[VersionSpan] | None:
     ]
 
 
+def followed(trail: Iterable[Any], end: int) -> list[VersionSpan]:
+    """A trail of KV as spans over the positions [0, `end`) of prompt and output.
+
+    Where nobody knows the version, the label is empty and the epoch -1.
+    """
+    starts = [(start, stamp) for start, stamp in trail if start < end]
+    ends = [start for start, _ in starts[1:]] + [end]
+    known = (Stamp("", -1) if s is None else Stamp.decode(s) for _, s in starts)
+    return [
+        VersionSpan(stamp.label, start, stop, stamp.epoch)
+        for stamp, (start, _), stop in zip(known, starts, ends, strict=True)
+    ]
+
+
 def as_dicts(spans: Iterable[Any] | None) -> list[dict[str, Any]] | None:
     """Spans as JSON-ready objects; None, "nobody knows", stays None."""
     if spans is None:

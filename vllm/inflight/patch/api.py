@@ -54,8 +54,30 @@ def _with_routes(original: Any) -> Any:
     return load_endpoint_plugins
 
 
+def _admitted(original: Any) -> Any:
+    async def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.inflight.api.admission import admit
+
+        await admit(self)
+        return await original(self, *args, **kwargs)
+
+    return add_request
+
+
+def _admitted_at_once(original: Any) -> Any:
+    def _render_and_add_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.inflight.api.admission import admit
+        from vllm.inflight.api.control import run_sync
+
+        run_sync(admit(self))
+        return original(self, *args, **kwargs)
+
+    return _render_and_add_requests
+
+
 _ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
 _LLM = "vllm.entrypoints.llm:LLM"
+_OFFLINE = "vllm.entrypoints.common.offline:OfflineInferenceMixin"
 
 # Method → upstream's parameters on (AsyncLLM, LLM); None where upstream has none.
 _METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
@@ -123,6 +145,36 @@ PATCHES = [
         why="the control routes are there without naming them in VLLM_PLUGINS",
         remove_when="upstream loads the endpoints of a general plugin",
         around=_with_routes,
+    ),
+    Patch(
+        target=f"{_ASYNC}.add_request",
+        expects=(
+            "self",
+            "request_id",
+            "prompt",
+            "params",
+            "arrival_time",
+            "lora_request",
+            "tokenization_kwargs",
+            "trace_headers",
+            "priority",
+            "data_parallel_rank",
+            "session_id",
+            "prompt_text",
+            "reasoning_ended",
+            "reasoning_parser_kwargs",
+            "kv_hints",
+        ),
+        why="an engine that is paused can refuse requests",
+        remove_when="upstream refuses requests in every mode of a pause",
+        around=_admitted,
+    ),
+    Patch(
+        target=f"{_OFFLINE}._render_and_add_requests",
+        expects=("self", "prompts", "params", "lora_requests", "priorities"),
+        why="an engine that is paused can refuse requests",
+        remove_when="upstream refuses requests in every mode of a pause",
+        around=_admitted_at_once,
     ),
     *_method_patches(),
 ]

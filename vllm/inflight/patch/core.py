@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from vllm.inflight.patch.record import Patch
+
+PAUSED_STEP_S = 0.001
 
 
 def _with_gate(original: Any) -> Any:
@@ -95,7 +98,11 @@ def _get_output_in_turn(original: Any) -> Any:
         from vllm.inflight import upstream
 
         gate = self.engine_core.inflight_gate
+        if gate.pauses.is_paused:
+            time.sleep(PAUSED_STEP_S)  # nothing will come out; let others run
         with gate.turns.stepping():
+            if gate.leftovers:
+                return gate.leftovers.pop(0).get(0) or upstream.EngineCoreOutputs()
             if not gate.farewells:
                 return original(self)
             gone, gate.farewells = gate.farewells, []

@@ -24,12 +24,37 @@ def _on_every_chunk(original: Any) -> Any:
     def _new_completion_output(
         self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any
     ) -> Any:
+        from vllm.inflight.outputs.spans import followed
+
         output = original(self, token_ids, finish_reason, stop_reason)
         if output.weight_versions is None:
             output.weight_versions = self._weight_version_spans()
+        if (trail := getattr(self, "inflight_kv_trail", None)) is not None:
+            # What was sampled last has no KV yet.
+            read = self.prompt_len + self.detokenizer.num_output_tokens() - 1
+            output.kv_versions = followed(trail, read)
         return output
 
     return _new_completion_output
+
+
+def _take_trails(original: Any) -> Any:
+    def process_outputs(
+        self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from vllm.inflight.engine.stamp import KV_FIELD
+
+        for output in engine_core_outputs:
+            params = output.kv_transfer_params
+            if params is None or KV_FIELD not in params:
+                continue
+            trail = params.pop(KV_FIELD)
+            output.kv_transfer_params = params or None
+            if (state := self.request_states.get(output.request_id)) is not None:
+                state.inflight_kv_trail = trail
+        return original(self, engine_core_outputs, *args, **kwargs)
+
+    return process_outputs
 
 
 # ----------------------------------------------------------- /inference/v1/generate
@@ -85,6 +110,19 @@ PATCHES = [
         why="a stream says at every chunk which weights sampled its tokens",
         remove_when="upstream reports spans before the last chunk",
         around=_on_every_chunk,
+    ),
+    Patch(
+        target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+        expects=(
+            "self",
+            "engine_core_outputs",
+            "engine_core_timestamp",
+            "iteration_stats",
+            "weight_version",
+        ),
+        why="whose KV a request reads travels beside what a connector has to say",
+        remove_when="an engine output has room for it",
+        around=_take_trails,
     ),
     Patch(
         target="vllm.outputs:WeightVersionSpan.__get_pydantic_core_schema__",

@@ -13,8 +13,10 @@ def _completion(original: Any) -> Any:
     def request_output_to_completion_response(
         self: Any, final_res_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm.inflight.outputs.openai import Ledger
+        from vllm.inflight.outputs.openai import Ledger, wants_spans
 
+        if not wants_spans(self, args[0] if args else kwargs["request"]):
+            return original(self, final_res_batch, *args, **kwargs)
         ledger = Ledger()
         outputs = (output for result in final_res_batch for output in result.outputs)
         for index, output in enumerate(outputs):
@@ -28,8 +30,10 @@ def _chat(original: Any) -> Any:
     async def chat_completion_full_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm.inflight.outputs.openai import Ledger, watched
+        from vllm.inflight.outputs.openai import Ledger, wants_spans, watched
 
+        if not wants_spans(self, request):
+            return await original(self, request, result_generator, *args, **kwargs)
         ledger = Ledger()
         async with aclosing(watched(result_generator, ledger.note_all)) as results:
             response = await original(self, request, results, *args, **kwargs)
@@ -42,8 +46,10 @@ def _chat_batch(original: Any) -> Any:
     async def chat_completion_full_generator_batch(
         self: Any, request: Any, generators: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm.inflight.outputs.openai import Ledger, watched
+        from vllm.inflight.outputs.openai import Ledger, wants_spans, watched
 
+        if not wants_spans(self, request):
+            return await original(self, request, generators, *args, **kwargs)
         ledger = Ledger()
 
         def noting(conversation: int) -> Any:
@@ -66,8 +72,17 @@ def _completion_stream(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
+        from vllm.inflight.outputs import openai
         from vllm.inflight.outputs.openai import Ledger, labelled, watched
 
+        if not openai.wants_spans(self, request):
+            as_it_is = original(
+                self, request, engine_inputs, result_generator, *args, **kwargs
+            )
+            async with aclosing(as_it_is) as out:
+                async for line in out:
+                    yield line
+            return
         ledger = Ledger()
         num_choices = 1 if request.n is None else request.n
 
@@ -88,8 +103,15 @@ def _chat_stream(original: Any) -> Any:
     async def chat_completion_stream_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:
+        from vllm.inflight.outputs import openai
         from vllm.inflight.outputs.openai import Ledger, labelled, watched
 
+        if not openai.wants_spans(self, request):
+            as_it_is = original(self, request, result_generator, *args, **kwargs)
+            async with aclosing(as_it_is) as out:
+                async for line in out:
+                    yield line
+            return
         ledger = Ledger(role_first=True)
         async with aclosing(watched(result_generator, ledger.note_all)) as results:
             lines = original(self, request, results, *args, **kwargs)
@@ -98,6 +120,37 @@ def _chat_stream(original: Any) -> Any:
                     yield line
 
     return chat_completion_stream_generator
+
+
+def _response(original: Any) -> Any:
+    async def responses_full_generator(
+        self: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from vllm.inflight.outputs.openai import wants_spans
+        from vllm.inflight.outputs.seen import record
+        from vllm.inflight.outputs.spans import as_dicts
+
+        response = await original(self, request, *args, **kwargs)
+        seen = record.get()
+        # A response has no choices: these are the spans of its last turn.
+        is_reply = seen is not None and hasattr(response, "output")
+        if is_reply and wants_spans(self, request):
+            response.weight_versions = as_dicts(seen.last)
+        return response
+
+    return responses_full_generator
+
+
+def _seen(original: Any) -> Any:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.inflight.outputs.openai import watched
+        from vllm.inflight.outputs.seen import record
+
+        results = original(self, *args, **kwargs)
+        seen = record.get()
+        return results if seen is None else watched(results, seen.note)
+
+    return generate
 
 
 _OPENAI = "vllm.entrypoints.openai"
@@ -194,5 +247,45 @@ PATCHES = [
         why="the choices of a batch of chats say which weights sampled them",
         remove_when=_CHOICES,
         around=_chat_batch,
+    ),
+    Patch(
+        target=f"{_OPENAI}.responses.serving:OpenAIServingResponses."
+        "responses_full_generator",
+        expects=(
+            "self",
+            "request",
+            "sampling_params",
+            "result_generator",
+            "context",
+            "model_name",
+            "tokenizer",
+            "request_metadata",
+            "created_time",
+        ),
+        why="a response says which weights sampled it",
+        remove_when=_CHOICES,
+        around=_response,
+    ),
+    Patch(
+        target="vllm.v1.engine.async_llm:AsyncLLM.generate",
+        expects=(
+            "self",
+            "prompt",
+            "sampling_params",
+            "request_id",
+            "prompt_text",
+            "lora_request",
+            "tokenization_kwargs",
+            "trace_headers",
+            "priority",
+            "data_parallel_rank",
+            "session_id",
+            "kv_hints",
+            "reasoning_ended",
+            "reasoning_parser_kwargs",
+        ),
+        why="a reply's headers say which weights it was made of, by whatever route",
+        remove_when="upstream has such headers",
+        around=_seen,
     ),
 ]

@@ -18,16 +18,15 @@ def _with_mixin(original: Any) -> Any:
 
 def _hash_once(original: Any) -> Any:
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        from vllm.inflight.engine.cache import salted
-
         # In the input thread, where hashing costs the loop nothing. A commit may
         # come between here and the look-up, which then salts again.
-        epoch = self.scheduler.inflight_cache_epoch
+        policy = self.scheduler.inflight_policy
+        root = policy.roots(self.scheduler.inflight_cache_epoch)[0]
         user_salt = request.cache_salt
-        request.cache_salt = salted(user_salt, epoch)
+        request.cache_salt = policy.salted(user_salt, root)
         added, wave = original(self, request)
         added.inflight_user_salt = user_salt
-        added.inflight_cache_epoch = epoch
+        added.inflight_root = root
         return added, wave
 
     return preprocess_add_request

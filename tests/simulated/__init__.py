@@ -1,0 +1,1 @@
+"""Real schedulers and cores, in front of a worker that is simulated."""

@@ -1,0 +1,97 @@
+"""Commits that wait for running requests, and who may come in between."""
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from tests.engine.bare_core import add, call, prompt
+from tests.simulated.core import stage_weights
+from tests.simulated.load import answered, ask, code, started
+
+pytestmark = pytest.mark.engine
+
+
+def waiting_commit(core: EngineCore) -> Future[Any]:
+    stage_weights(core, 1)
+    commit = ask(core, "commit", mode="wait", weight_version="one")
+    assert not commit.done()
+    return commit
+
+
+def test_a_commit_that_waits_is_done_when_the_running_requests_are(
+    core: EngineCore,
+) -> None:
+    streams = started(core)
+    commit = waiting_commit(core)
+    add(core, "late", prompt(9))
+    state = call(core, "paused")
+    assert (state["is_paused"], state["for_commit"]) == (True, True)
+    streams.step(60).run()
+    assert answered(commit)["ok"]["weight_version"] == "one"
+    assert set(streams.stamps["r0"]) == {"default"}
+    assert set(streams.stamps["late"]) == {"one"}
+    assert call(core, "paused")["is_paused"] is False
+
+
+def test_a_commit_that_waits_cannot_be_continued_away(core: EngineCore) -> None:
+    started(core)
+    waiting_commit(core)
+    assert code(core.inflight("resume", {})) == "pause_conflict"
+
+
+def test_an_update_that_is_aborted_lets_new_requests_in_again(
+    core: EngineCore,
+) -> None:
+    streams = started(core)
+    commit = waiting_commit(core)
+    add(core, "late", prompt(9))
+    call(core, "abort")
+    streams.step(2)
+    assert code(answered(commit)) == "wrong_phase"
+    assert call(core, "paused")["is_paused"] is False
+    assert "late" in streams.run().finished
+
+
+def test_an_update_past_its_deadline_lets_new_requests_in_again(
+    core: EngineCore,
+) -> None:
+    streams = started(core)
+    call(core, "begin", transport="local", deadline_s=0.1)
+    call(core, "receive", update_info={"weights": 1})
+    call(core, "seal")
+    commit = ask(core, "commit", mode="wait")
+    time.sleep(0.2)
+    streams.step(2)
+    assert code(answered(commit)) == "deadline_exceeded"
+    assert call(core, "paused")["is_paused"] is False
+
+
+def test_a_pause_keeps_a_commit_from_waiting_for_what_stands_still(
+    core: EngineCore,
+) -> None:
+    streams = started(core)
+    commit = waiting_commit(core)
+    ask(core, "pause", mode="in_place")
+    streams.step(3)
+    assert "paused" in answered(commit)["error"]["message"]
+    assert call(core, "status")["active"]["phase"] == "staged"
+    assert call(core, "paused")["mode"] == "in_place"
+    assert code(core.inflight("commit", {"mode": "wait"})) == "pause_conflict"
+    call(core, "commit", weight_version="one")
+    assert call(core, "paused")["mode"] == "in_place", "the pause is its owner's"
+
+
+def test_a_commit_that_waited_leaves_the_pause_of_somebody_else(
+    core: EngineCore,
+) -> None:
+    streams = started(core)
+    paused = ask(core, "pause", mode="wait", owner="trainer")
+    commit = waiting_commit(core)
+    streams.step(60)
+    assert answered(paused)["ok"]["mode"] == "wait"
+    assert answered(commit)["ok"]["weight_version"] == "one"
+    state = call(core, "paused")
+    assert (state["mode"], state["owner"]) == ("wait", "trainer")

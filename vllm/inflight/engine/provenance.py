@@ -1,0 +1,97 @@
+"""Provenance: which version computed the KV that a request attends to.
+
+A request has a *trail*: the positions at which its KV began to come from another
+version. Blocks remember the trail of the request that filled them, so a request that
+finds them in the prefix cache takes over that part of it. Nothing is done per token:
+trails grow when the version changes and when a request is admitted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Trail = list[tuple[int, str | None]]
+"""(first position, stamp of the version), ascending; None: nobody knows which."""
+
+UNKNOWN: Trail = [(0, None)]
+"""Of KV that a connector brought in."""
+
+
+class Provenance:
+    """The trails of one scheduler's requests and blocks."""
+
+    def __init__(self, block_size: int, group: int) -> None:
+        self._block_size = block_size
+        self._group = group
+        """Of several KV-cache groups the one that keeps every position."""
+        self._of_block: dict[int, Trail] = {}
+        self._stamp: str | None = None
+        self._behind: set[str] = set()
+        """Requests that have not been scheduled since the version changed."""
+
+    def note(self, requests: dict[str, Any], scheduled: Any, stamp: str) -> None:
+        """Note what a step, stamped `stamp`, is about to compute."""
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self._behind = set(requests)
+        admitted = {
+            new.req_id: (new.num_computed_tokens, new.block_ids)
+            for new in scheduled.scheduled_new_reqs
+        }
+        cached = scheduled.scheduled_cached_reqs
+        for index, blocks in enumerate(cached.new_block_ids):
+            if blocks is None and not self._behind:
+                continue
+            name, start = cached.req_ids[index], cached.num_computed_tokens[index]
+            request = requests[name]
+            if name in cached.resumed_req_ids:
+                admitted[name] = (start, blocks)
+                continue
+            if name in self._behind:
+                self._behind.discard(name)
+                _turn(request.inflight_trail, start, stamp)
+            if blocks is not None:
+                for block in blocks[self._group]:
+                    self._of_block[block] = request.inflight_trail
+        if admitted:
+            # In the order of scheduling: one may find blocks of the one before it.
+            for name in scheduled.num_scheduled_tokens:
+                if name in admitted:
+                    self._admit(requests[name], *admitted[name])
+
+    def _admit(self, request: Any, start: int, blocks: Any) -> None:
+        """A request begins, or begins again, with `start` positions found."""
+        trail: Trail = []
+        num_local = min(start, vars(request).get("inflight_num_found", 0))
+        mine = blocks[self._group]
+        for index, block in enumerate(mine[: -(-start // self._block_size)]):
+            first = index * self._block_size
+            origin = self._of_block.get(block) if first < num_local else UNKNOWN
+            _follow(trail, origin or UNKNOWN, first, first + self._block_size)
+        _turn(trail, start, self._stamp)
+        request.inflight_trail = trail
+        self._behind.discard(request.request_id)
+        for block in mine[num_local // self._block_size :]:
+            self._of_block[block] = trail
+
+
+def _turn(trail: Trail, start: int, stamp: str | None) -> None:
+    """From position `start` on, KV is of `stamp`: what came after it is gone."""
+    while trail and trail[-1][0] >= start:
+        trail.pop()
+    if not trail or trail[-1][1] != stamp:
+        trail.append((start, stamp))
+
+
+def _follow(trail: Trail, origin: Trail, first: int, end: int) -> None:
+    """Append to `trail` what `origin` says of the positions [first, end)."""
+    stamp: str | None = None
+    for start, stamped in origin:
+        if start >= end:
+            break
+        if start <= first:
+            stamp = stamped
+        else:
+            _turn(trail, start, stamped)
+            continue
+        _turn(trail, first, stamp)
