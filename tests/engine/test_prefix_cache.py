@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, call, prompt, publish, request
@@ -87,3 +88,31 @@ def test_a_salt_of_the_user_still_separates(core: EngineCore) -> None:
     assert salted("x", 0) == "x"
     salts = {salted(user, epoch) for user in (None, "x", "w1\x1f") for epoch in (1, 2)}
     assert len(salts) == 6
+
+
+def test_kv_of_weights_that_hardly_moved_may_be_read(
+    core: EngineCore,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = load_file(folders["old"] / "model.safetensors")
+    nearby = []
+    for step in (1, 2, 3):
+        nearby.append(tmp_path / str(step))
+        nearby[-1].mkdir()
+        moved = {n: t.float() * (1 + 0.02 * step) for n, t in tensors.items()}
+        save_file(moved, nearby[-1] / "model.safetensors")
+    policy = Policy.parse("versioned:auto", drift=0.05)
+    monkeypatch.setattr(core.scheduler, "inflight_policy", policy)
+    publish(core, folders["old"], "old")  # how far that is, is not known to be little
+    assert hit_tokens(core, "first", prompt(35, 100)) == 0
+    publish(core, nearby[0], "by 2 %")
+    assert hit_tokens(core, "second", prompt(35, 100)) == 96
+    call(core, "rollback")
+    assert hit_tokens(core, "third", prompt(35, 100)) == 96
+    # By now it may have moved 4 %; two more could be more than 5 in all.
+    publish(core, nearby[0], "by 2 % again")
+    assert hit_tokens(core, "fourth", prompt(35, 100)) == 0
+    publish(core, folders["new"], "far away")
+    assert hit_tokens(core, "fifth", prompt(35, 100)) == 0

@@ -59,8 +59,16 @@ class InflightConfig:
         "versioned",
         "'versioned': a new request never reads KV that other weights computed. "
         "'versioned:K': it may read KV that is up to K updates old, K from 1 to 64. "
-        "'shared': it may read any, as in upstream vLLM.",
-        choices=("versioned", "versioned:K", "shared"),
+        "'versioned:auto': it may read KV of weights that have hardly moved since, see "
+        "prefix_cache_drift. 'shared': it may read any, as in upstream vLLM.",
+        choices=("versioned", "versioned:K", "versioned:auto", "shared"),
+    )
+    prefix_cache_drift: float = _knob(
+        0.001,
+        "With 'versioned:auto': how far the weights may move away from those that "
+        "computed KV, as a share of their length and added up over updates, before new "
+        "requests do not read it any more. 0 to 1.",
+        limits=(0, 1),
     )
     openai_spans: str = _knob(
         "on",

@@ -12,6 +12,8 @@ that epoch or later, which makes the root a bound on its age:
 
     versioned     look under the current root only
     versioned:K   look under the last K + 1 roots, and take the longest hit
+    versioned:auto  look under the current root only, but an update by which the weights
+                  have hardly moved begins no new one
     shared        look under root 0 only, as upstream does
 
 A request that was retracted is to be computed again under the weights then live, so it
@@ -35,12 +37,16 @@ class Policy:
     """How many epochs old KV may be; None for `shared`."""
     nonce: str = ""
     """Tells this engine's epochs from those of others with which it shares a tier."""
+    drift: float = -1.0
+    """How far the weights may move under one root, all updates added up."""
 
     @classmethod
-    def parse(cls, text: str, nonce: str = "") -> Policy:
+    def parse(cls, text: str, nonce: str = "", drift: float = -1.0) -> Policy:
         """The policy called `text`, a valid value of the knob."""
         if text == "shared":
             return cls(None, nonce)
+        if text == "versioned:auto":
+            return cls(0, nonce, drift)
         return cls(int(text.partition(":")[2] or 0), nonce)
 
     def roots(self, epoch: int, *, is_retracted: bool = False) -> Sequence[int]:

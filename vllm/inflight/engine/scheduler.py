@@ -32,6 +32,7 @@ class InflightSchedulerMixin:
         self.inflight_policy = cache.Policy.parse(
             config.prefix_cache,
             nonce_for(self.connector),  # type: ignore[attr-defined]
+            config.prefix_cache_drift,
         )
         managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
         full = (i for i, m in enumerate(managers) if _keeps_all(m))

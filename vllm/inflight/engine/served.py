@@ -6,6 +6,7 @@ of the scheduler change together here and nowhere else.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -24,6 +25,8 @@ class Served:
         self._ranks = ranks
         self._epoch = 0
         self._cache_epoch = 0
+        self._moved = 0.0
+        """How far the weights have moved in this cache epoch, at most."""
         self.version = Version()
         self.update: Update | None = None
         """The update that `version` came with; None for the weights of the start."""
@@ -48,7 +51,7 @@ class Served:
     def advance(self, label: str | None, update: Update) -> dict[str, Any]:
         """Serve what `update` has staged; returns the facts of the switch."""
         held = (self.version, self.update)
-        facts = self._flip(label, update.digest, update.step)
+        facts = self._flip(label, update.digest, update.step, update)
         self._before = held if self._ranks.is_reversible else None
         self.update = update
         return facts
@@ -58,7 +61,8 @@ class Served:
         assert self._before is not None
         held = (self.version, self.update)
         version, update = self._before
-        facts = self._flip(version.label, version.digest, version.step)
+        # As far back as the one that is left went forth.
+        facts = self._flip(version.label, version.digest, version.step, held[1])
         self._before, self.update = held, update
         return facts
 
@@ -67,17 +71,29 @@ class Served:
         self._take_on(label, self.version.digest, self.version.step)
 
     def _flip(
-        self, label: str | None, digest: str | None, step: int | None
+        self,
+        label: str | None,
+        digest: str | None,
+        step: int | None,
+        moved_by: Update | None,
     ) -> dict[str, Any]:
         started = time.perf_counter()
         scheduler = self._core.scheduler
         is_shared = scheduler.inflight_policy.oldest is None
         connectors.drop(scheduler.connector, is_shared=is_shared)
         flip_s = self._ranks.flip()
-        self._cache_epoch += 1
+        self._age_cache(None if moved_by is None else moved_by.drift)
         self._take_on(label, digest, step)
         switch_ms = (time.perf_counter() - started) * 1e3
         return {"gap_ms": round(switch_ms, 3), "flip_s": round(flip_s, 6)}
+
+    def _age_cache(self, drift: dict[str, Any] | None) -> None:
+        """Begin a new root, unless the weights have hardly moved since the last one."""
+        overall = None if drift is None else drift["overall"]
+        self._moved += math.inf if overall is None else overall
+        if self._moved > self._core.scheduler.inflight_policy.drift:
+            self._cache_epoch += 1
+            self._moved = 0.0
 
     def _take_on(self, label: str | None, digest: str | None, step: int | None) -> None:
         """Label and salt from the next step on; nothing ran since the flip."""
