@@ -107,6 +107,7 @@ def main(old: Path, new: Path) -> None:
         max_num_seqs=8,
         enforce_eager=True,
         disable_log_stats=True,
+        additional_config={"inflight": {"update_deadline_s": 60.0}},
     )
     door = TestClient(served(Client(llm)), client=("127.0.0.1", 1))
 
@@ -147,6 +148,10 @@ def main(old: Path, new: Path) -> None:
     seen["misread after commit"] = read(new)
     post("/rollback_weights")
     seen["odd after rollback"] = checked(old)
+    for name, tensor in whole.items():
+        reply = post(tensors, serialized_named_tensors=[entry({name: tensor})])
+    seen["one tensor a call"] = reply["message"]
+    post("/rollback_weights")
     with training(world_size=3) as trainer:
         post("/init_weights_update_group", **trainer.group)
         names = facts(new)["names"]

@@ -19,6 +19,10 @@ from vllm.inflight.stage.board import Board
 
 logger = upstream.init_logger(__name__)
 
+MOST_UNREAD = 4
+"""Replies to orders that may wait to be read. A rank has room for ten of any kind, and
+stands still when there is none; steps read what is before their own."""
+
 
 class Ranks:
     """All TP × PP ranks of one engine."""
@@ -26,6 +30,8 @@ class Ranks:
     def __init__(self, executor: Any, num_ranks: int) -> None:
         self._executor = executor
         self._board = Board.create(num_ranks)
+        self._unread: list[Any] = []
+        """Futures of the replies to orders, the oldest first."""
         self._notices: list[dict[str, Any]] = []
         self._read_at: tuple[int, ...] | None = None
         try:
@@ -48,9 +54,14 @@ class Ranks:
 
     def order(self, serial: int, order: str, payload: Any = None) -> None:
         """Give every rank an order; does not wait for it to be carried out."""
-        self._executor.collective_rpc(
+        self._unread = [reply for reply in self._unread if not reply.done()]
+        if len(self._unread) >= MOST_UNREAD:
+            # Nobody steps, so nobody else reads; then nothing is in flight either.
+            self._unread.pop(0).result()
+        reply = self._executor.collective_rpc(
             "inflight_order", args=(serial, order, payload), non_block=True
         )
+        self._unread.append(reply)
 
     def cancel(self, serial: int) -> None:
         """Make every rank stop working on update `serial`."""
