@@ -80,6 +80,7 @@ NAMES = {
     ),
     "WeightVersionSpan": "vllm.outputs:WeightVersionSpan",
     # front end
+    "get_prometheus_registry": "vllm.v1.metrics.prometheus:get_prometheus_registry",
     "FlexibleArgumentParser": "vllm.utils.argparse_utils:FlexibleArgumentParser",
 }
 

@@ -19,6 +19,7 @@ from vllm.inflight.api.admission import Admission
 from vllm.inflight.api.control import Control, Reply
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.api.methods import pause_generation as pause_engine
+from vllm.inflight.api.metrics import metrics
 from vllm.inflight.errors import InflightError, Malformed, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
@@ -164,6 +165,7 @@ class InflightEndpoints:
                 name=handler.__name__.strip("_"),
                 summary=(handler.__doc__ or "").strip() or None,
             )
+        router.add_api_route("/metrics", metrics, methods=["GET"])
         app.include_router(router)
         app.add_middleware(Admission)
         self._app = app

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,8 @@ class Update:
     sealed: bool = False
     digest: str | None = None
     """What every rank staged, once they agree."""
+    num_bytes: int = 0
+    """Staged on all ranks together."""
     drift: dict[str, Any] | None = None
     """How far that is from what was served when it was staged; see stage/drift.py."""
     error: InflightError | None = None
@@ -106,6 +108,8 @@ class Ledger:
         self._lock = threading.Lock()
         self._updates: OrderedDict[str, Update] = OrderedDict()
         self._serial = 0
+        self.ended: Counter[str] = Counter()
+        """Updates by outcome: `committed`, `aborted`, or the code of an error."""
 
     @property
     def active(self) -> Update | None:
@@ -212,6 +216,7 @@ class Ledger:
             if phase in (Phase.COMMITTED, Phase.ABORTED):
                 update.ended = now
                 update.manifest = None
+                self.ended[phase.value if error is None else error.code] += 1
             if error is not None:
                 error.update_id, error.phase = update.update_id, phase.value
                 update.error = error

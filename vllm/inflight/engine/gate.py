@@ -15,6 +15,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import doors
+from vllm.inflight.engine.counts import Counts
 from vllm.inflight.engine.pause import Pauses
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.served import Served
@@ -52,6 +53,7 @@ class Gate:
         """Ids of requests aborted in an engine without an output queue."""
         self.leftovers: list[Any] = []
         """Outputs of steps that a pause waited for, in an engine without one."""
+        self.counts = Counts()
         self.turns = Turns(self.rouse)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
         if self._ranks.reason is not None:
@@ -108,6 +110,8 @@ class Gate:
             facts = self._served.advance(update.label or label, update)
             facts |= self.pauses.treat(mode, flush_cache=flush_cache)
             self.updates.ledger.move(update, Phase.COMMITTED)
+            self.counts.switched(facts)
+            self.counts.committed(update)
             update.label = self.version.label
             seconds = update.seconds() | {"flip": facts.pop("flip_s")}
             update.result = (
@@ -154,6 +158,8 @@ class Gate:
             facts = self._served.go_back() | self.pauses.treat(mode)
             if left is not None:
                 self.updates.ledger.move(left, Phase.ROLLED_BACK)
+            self.counts.switched(facts)
+            self.counts.num_rollbacks += 1
             logger.info("rolled back to weights %r", self.version.label)
             return self.version.to_dict() | facts
 
@@ -203,6 +209,22 @@ class Gate:
         """Whether decoding stands still, and in which mode."""
         del body
         return self.pauses.state()
+
+    def metrics(self, body: dict[str, Any]) -> dict[str, Any]:
+        """All that `/metrics` tells of this engine."""
+        del body
+        update, pauses = self._served.update, self.pauses.state()
+        drift = None if update is None else update.drift
+        return self.counts.to_dict() | {
+            **self.updates.progress(),
+            "epoch": self.version.epoch,
+            "weight_version": self.version.label,
+            "digest": self.version.digest,
+            "drift": None if drift is None else drift["overall"],
+            "outcomes": dict(self.updates.ledger.ended),
+            "paused": pauses["is_paused"],
+            "leases_expired": pauses["leases_expired"],
+        }
 
     def close(self) -> None:
         """End the watch and give the board back."""
@@ -266,6 +288,7 @@ _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "resume": Gate.resume,
     "flush": Gate.flush,
     "paused": Gate.paused,
+    "metrics": Gate.metrics,
     "undo": Gate.undo,
     **doors.CALLS,
 }

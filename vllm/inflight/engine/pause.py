@@ -85,6 +85,7 @@ class Pauses:
             counts["num_aborted"] = self._abort_all()
         stopped = self._stop(mode)
         self._mode = mode
+        self._gate.counts.paused(mode)
         self._lease.take(owner, seconds)
 
         def settle() -> Reply:
@@ -92,7 +93,8 @@ class Pauses:
             if mode is PauseMode.RETRACT and self._mode is mode:
                 counts["num_retracted"] = self._core.scheduler.inflight_retract()
             dropped = flush.flush(self._core) if flush_cache else None
-            return self._reply(started) | counts | {"dropped": dropped}
+            treated = self._gate.counts.treated(counts)
+            return self._reply(started) | treated | {"dropped": dropped}
 
         return self._then(stopped, settle)
 
@@ -108,8 +110,7 @@ class Pauses:
             )
         if getattr(self._core, "pending_pause", False):
             raise PauseConflict(
-                "the pause has not reached every data-parallel rank yet; continue "
-                "once it has replied"
+                "not every data-parallel rank has paused; continue after the reply"
             )
         self._lease.drop()
         self._go_on()
@@ -238,6 +239,7 @@ class Pauses:
 
     def _go_on(self) -> None:
         self._mode = None
+        self._gate.counts.resumed()
         for waiting in self._settling:
             if waiting is not self._commit:
                 waiting.set_exception(

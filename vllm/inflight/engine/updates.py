@@ -144,6 +144,22 @@ class Updates:
             "outcomes": self.ledger.outcomes(),
         }
 
+    def progress(self) -> dict[str, Any]:
+        """Of the update under way, in numbers; zeros without one."""
+        update, notices = self.ledger.active, []
+        if update is not None:
+            notices = self._notices_of(update)
+        return {
+            "updating": update is not None,
+            "update_staged_bytes": sum(n.get("bytes", 0) for n in notices),
+            "wire_window_bytes": max(
+                (n.get("window_bytes", 0) for n in notices), default=0
+            ),
+            "wire_bucket_wait_ms": max(
+                (n.get("bucket_wait_ms", 0) for n in notices), default=0
+            ),
+        }
+
     def transport(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
         """Connect or disconnect a transport, in the staging thread."""
         if body.get("transport") == "groups":
@@ -178,7 +194,9 @@ class Updates:
         if update.is_active:
             report["ranks"] = [
                 {k: v for k, v in notice.items() if k not in ("unfilled", "drift")}
-                for notice in self._ranks.notices()
-                if notice.get("serial") == update.serial
+                for notice in self._notices_of(update)
             ]
         return report
+
+    def _notices_of(self, update: Update) -> list[dict[str, Any]]:
+        return [n for n in self._ranks.notices() if n.get("serial") == update.serial]

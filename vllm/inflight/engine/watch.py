@@ -148,6 +148,7 @@ class Watch:
                 self._end(update, digest)
             else:
                 update.digest = digest
+                update.num_bytes = sum(notice["bytes"] for notice in notices)
                 # Every rank is handed every tensor, and samples the same.
                 update.drift = notices[0]["drift"]
                 self._ledger.move(update, Phase.STAGED)

@@ -1,0 +1,71 @@
+"""Metrics: what engines counted, in Prometheus' text form."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm.inflight.engine.counts import Counts
+from vllm.inflight.outputs.metrics import exposition
+from vllm.inflight.update import PauseMode
+
+REST = {
+    "epoch": 3,
+    "weight_version": 'step "3"',
+    "digest": None,
+    "drift": 0.002,
+    "outcomes": {"committed": 2, "weights_mismatch": 1},
+    "paused": False,
+    "leases_expired": 1,
+    "updating": True,
+    "update_staged_bytes": 512,
+    "wire_window_bytes": 0,
+    "wire_bucket_wait_ms": 0.5,
+}
+
+
+def values(engines):
+    """Every sample, by its name and labels."""
+    text = exposition(engines).decode()
+    return {
+        (
+            sample.name.removeprefix("vllm:inflight_"),
+            *sample.labels.values(),
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_every_engine_tells_its_own():
+    counts = Counts()
+    counts.switched({"gap_ms": 0.4, "num_retracted": 5})
+    counts.switched({"gap_ms": 7.0, "num_aborted": 2})
+    seen = values([counts.to_dict() | REST, Counts().to_dict() | REST])
+    assert seen["epoch", "0"] == seen["epoch", "1"] == 3
+    assert seen["requests_total", "0", "retracted"] == 5
+    assert seen["requests_total", "0", "aborted"] == 2
+    assert seen["updates_total", "0", "weights_mismatch"] == 1
+    assert seen["weights_info", "", "0", 'step "3"'] == 1  # digest, engine, version
+    assert seen["drift", "0"] == 0.002
+    gaps = "commit_gap_milliseconds"
+    assert seen[f"{gaps}_bucket", "0", "0.5"] == 1
+    assert seen[f"{gaps}_bucket", "0", "10"] == seen[f"{gaps}_count", "0"] == 2
+    assert seen[f"{gaps}_sum", "0"] == pytest.approx(7.4)
+    assert seen[f"{gaps}_count", "1"] == 0
+
+
+def test_an_unknown_drift_is_left_out():
+    assert ("drift", "0") not in values([Counts().to_dict() | REST | {"drift": None}])
+
+
+def test_a_pause_counts_in_the_mode_it_ends_in(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    counts = Counts()
+    counts.resumed()  # nothing was paused
+    counts.paused(PauseMode.IN_PLACE)
+    now[0] += 2
+    counts.paused(PauseMode.RETRACT)
+    now[0] += 3
+    counts.resumed()
+    counts.resumed()
+    assert counts.pause_s == {"retract": 5.0}

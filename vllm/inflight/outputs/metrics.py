@@ -1,0 +1,116 @@
+"""Metrics of weight updates, in Prometheus' form; each engine has a label of its own.
+
+The engines count, the front end asks them when it is asked: so several front ends tell
+the same, and nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from vllm.inflight.engine.counts import GAP_EDGES_MS
+
+PREFIX = "vllm:inflight_"
+ENGINE = "engine"
+
+GAUGES = {
+    "epoch": "Epoch of the weights served; grows at every commit and rollback.",
+    "paused": "Whether decoding stands still.",
+    "updating": "Whether an update is under way.",
+    "update_staged_bytes": "Bytes that the update under way has staged so far.",
+    "wire_window_bytes": "Most bytes under way at once on the wire.",
+    "wire_bucket_wait_ms": "How long the last bucket was waited for.",
+}
+COUNTERS = {
+    "staging_seconds": ("staging_s", "Seconds spent staging committed versions."),
+    "staged_bytes": ("staged_bytes", "Bytes of committed versions, of all ranks."),
+    "rollbacks": ("rollbacks", "Returns to the version served before."),
+    "lease_expiries": ("leases_expired", "Pauses that ended because their lease did."),
+}
+KINDS = {
+    "updates": ("outcomes", "outcome", "Updates that have ended."),
+    "requests": ("requests", "what", "Requests that a pause or a commit sent back."),
+    "pause_seconds": ("pause_s", "mode", "Seconds for which decoding stood still."),
+}
+
+
+def exposition(engines: list[dict[str, Any]]) -> bytes:
+    """The text of all metrics; `engines` are the replies to the call `metrics`."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(engines))
+    return generate_latest(registry)
+
+
+class _Families:
+    def __init__(self, engines: list[dict[str, Any]]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterable[Metric]:
+        """As a registry wants it."""
+        yield from self._gauges()
+        yield from self._counters()
+        yield self._gaps()
+        info = GaugeMetricFamily(
+            f"{PREFIX}weights_info",
+            "The version served, as labels.",
+            labels=[ENGINE, "version", "digest"],
+        )
+        for number, engine in enumerate(self._engines):
+            labels = [str(number), engine["weight_version"], engine["digest"] or ""]
+            info.add_metric(labels, 1)
+        yield info
+
+    def _gauges(self) -> Iterator[Metric]:
+        drift = GaugeMetricFamily(
+            f"{PREFIX}drift",
+            "How far the last commit moved the weights, as a share of their length.",
+            labels=[ENGINE],
+        )
+        for number, engine in enumerate(self._engines):
+            if engine["drift"] is not None:
+                drift.add_metric([str(number)], engine["drift"])
+        yield drift
+        for name, help_text in GAUGES.items():
+            gauge = GaugeMetricFamily(f"{PREFIX}{name}", help_text, labels=[ENGINE])
+            for number, engine in enumerate(self._engines):
+                gauge.add_metric([str(number)], float(engine[name]))
+            yield gauge
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, (key, help_text) in COUNTERS.items():
+            counter = CounterMetricFamily(f"{PREFIX}{name}", help_text, labels=[ENGINE])
+            for number, engine in enumerate(self._engines):
+                counter.add_metric([str(number)], engine[key])
+            yield counter
+        for name, (key, label, help_text) in KINDS.items():
+            counter = CounterMetricFamily(
+                f"{PREFIX}{name}", help_text, labels=[ENGINE, label]
+            )
+            for number, engine in enumerate(self._engines):
+                for kind, value in sorted(engine[key].items()):
+                    counter.add_metric([str(number), kind], value)
+            yield counter
+
+    def _gaps(self) -> Metric:
+        family = HistogramMetricFamily(
+            f"{PREFIX}commit_gap_milliseconds",
+            "How long the turn took in which an engine switched versions.",
+            labels=[ENGINE],
+        )
+        for number, engine in enumerate(self._engines):
+            edges = [*map(str, GAP_EDGES_MS), "+Inf"]
+            total, buckets = 0, []
+            for edge, count in zip(edges, engine["gaps"], strict=True):
+                total += count
+                buckets.append((edge, total))
+            family.add_metric([str(number)], buckets, engine["gap_ms"])
+        return family
