@@ -235,15 +235,6 @@ def test_upstreams_pause_and_resume_keep_their_names_and_replies(
     assert server.client.get("/get_world_size").json() == {"world_size": 1}
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 401),
-        ({"Authorization": "Bearer wrong"}, 403),
-        ({"Authorization": f"Basic {KEY}"}, 401),
-        ({"Authorization": f"Bearer {KEY}"}, 200),
-    ],
-)
 def test_metrics_tell_of_updates_beside_upstreams(server: Server, new: Path) -> None:
     def read() -> dict[str, float]:
         lines = server.client.get("/metrics", headers={}).text.splitlines()
@@ -266,6 +257,15 @@ def test_metrics_tell_of_updates_beside_upstreams(server: Server, new: Path) -> 
     assert any(name.startswith("vllm:num_requests_running") for name in after)
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 403),
+        ({"Authorization": f"Basic {KEY}"}, 401),
+        ({"Authorization": f"Bearer {KEY}"}, 200),
+    ],
+)
 @pytest.mark.parametrize(
     "route", ["/weight_info", "/is_paused", "/weight_update", "/get_world_size"]
 )
