@@ -1,15 +1,9 @@
-"""SGLang's calls on a real engine core: what they are answered, and what is served."""
+"""SGLang's updates from a checkpoint, its pauses and its requests, on a real core."""
 
-import base64
-import json
-import pickle
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, call, prompt, publish
@@ -32,40 +26,7 @@ def expected(booted: EngineCore, folders: dict[str, Path]) -> dict[str, Any]:
     return said(booted)
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def entry(named: dict[str, torch.Tensor], metadata: Any = None) -> str:
-    return base64.b64encode(save(named, metadata)).decode()
-
-
-def flattened(named: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-    """A bucket, and SGLang's list of what is in it."""
-    parts, start = [], 0
-    for name, tensor in named.items():
-        end = start + tensor.nbytes
-        parts.append(
-            {
-                "name": name,
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype),
-                "start_idx": start,
-                "end_idx": end,
-                "numel": tensor.nbytes,
-            }
-        )
-        start = end
-    return torch.cat([t.flatten().view(torch.uint8) for t in named.values()]), parts
-
-
-def halves(named: dict[str, Any]) -> list[dict[str, Any]]:
-    names = list(named)
-    cut = len(names) // 2
-    return [{n: named[n] for n in part} for part in (names[:cut], names[cut:])]
-
-
-# ------------------------------------------------------------------ from disk
+# -------------------------------------------------------------------- from disk
 def test_a_checkpoint_of_the_host_is_served_and_the_model_path_follows(
     door: Door, folders: dict[str, Path], expected: Any
 ) -> None:
@@ -193,192 +154,7 @@ def test_a_pause_of_an_update_that_fails_is_taken_back(door: Door) -> None:
     assert door.get("/is_paused")["is_paused"] is False
 
 
-# ---------------------------------------------------------------- from tensors
-def test_tensors_of_one_call_are_served(
-    door: Door, folders: dict[str, Path], expected: Any
-) -> None:
-    reply = door.post(
-        "/update_weights_from_tensor",
-        serialized_named_tensors=[entry(tensors(folders["new"]))],
-        weight_version="t1",
-        flush_cache=False,
-    )
-    assert (reply["success"], reply["weight_version"]) == (True, "t1")
-    assert said(door.core) == expected
-
-
-def test_pieces_are_staged_and_the_last_one_commits(
-    door: Door, folders: dict[str, Path], expected: Any
-) -> None:
-    before = said(door.core)
-    first, last = halves(tensors(folders["new"]))
-    reply = door.post(
-        "/update_weights_from_tensor", serialized_named_tensors=[entry(first)]
-    )
-    assert reply["success"] is True
-    assert 0 < reply["parameters"]["complete"] < reply["parameters"]["total"]
-    assert (said(door.core), door.label) == (before, "old")
-    reply = door.post(
-        "/update_weights_from_tensor",
-        serialized_named_tensors=[entry(last)],
-        weight_version="t2",
-    )
-    assert reply["weight_version"] == "t2"
-    assert said(door.core) == expected
-
-
-def test_a_bucket_is_cut_into_its_tensors(
-    door: Door, folders: dict[str, Path], expected: Any
-) -> None:
-    for part in halves(tensors(folders["new"])):
-        bucket, parts = flattened(part)
-        door.post(
-            "/update_weights_from_tensor",
-            serialized_named_tensors=[
-                entry({"flattened_tensor": bucket}, {"metadata": json.dumps(parts)})
-            ],
-            load_format="flattened_bucket",
-        )
-    assert said(door.core) == expected
-
-
-def test_a_version_that_stays_incomplete_is_named_and_never_served(
-    door: Door, folders: dict[str, Path]
-) -> None:
-    before = said(door.core)
-    named = tensors(folders["new"])
-    del named[HEAD]
-    door.post("/pause_generation", mode="retract")
-    door.post("/update_weights_from_tensor", serialized_named_tensors=[entry(named)])
-    status, message = door.refused("/continue_generation")
-    assert (status, HEAD in message) == (422, True)
-    assert "decoding goes on with the weights before" in message
-    assert (said(door.core), door.label) == (before, "old")
-    assert door.get("/weight_update")["active"] is None
-
-
-def test_two_trainers_halves_never_make_one_version(
-    door: Door, folders: dict[str, Path]
-) -> None:
-    before = said(door.core)
-    first, last = halves(tensors(folders["new"]))
-
-    def send(part: Any, label: str | None = None) -> Any:
-        body = {"serialized_named_tensors": [entry(part)], "weight_version": label}
-        return door.post("/update_weights_from_tensor", **body)
-
-    send(first, "one")
-    assert "staged" in send(last, "two")["message"]  # another label, another version
-    door.post("/pause_generation", mode="retract")  # whoever pauses begins anew
-    assert "staged" in send(first)["message"]
-    assert "staged" in send(first)["message"]  # sent again: from the beginning
-    door.refused("/continue_generation")
-    assert (said(door.core), door.label) == (before, "old")
-
-
-def test_tensors_that_no_parameter_takes_open_no_version(door: Door) -> None:
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    reply = door.post(
-        "/update_weights_from_tensor", serialized_named_tensors=[entry(extra)]
-    )
-    assert "no parameter" in reply["message"]
-    assert door.get("/weight_update")["active"] is None
-
-
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        ({"serialized_named_tensors": []}, "a list of 1 or 1 strings"),
-        ({"serialized_named_tensors": ["***"]}, r"[0] is not base64"),
-        ({"serialized_named_tensors": ["AAAA"]}, "not a whole safetensors file"),
-        ({"load_format": "direct"}, "load_format 'direct'"),
-        ({"load_format": "my.loader"}, "load_format 'my.loader'"),
-        ({"load_format": "flattened_bucket"}, "a bucket has one tensor"),
-        ({"weight_versions": "x"}, "unknown field 'weight_versions'"),
-    ],
-)
-def test_tensors_that_cannot_be_read_are_refused_by_name(
-    door: Door, body: dict[str, Any], named: str
-) -> None:
-    full = {"serialized_named_tensors": [entry({"a": torch.ones(2)})]} | body
-    status, message = door.refused("/update_weights_from_tensor", **full)
-    assert (status, named in message) == (400, True), message
-    assert door.get("/weight_update")["active"] is None
-
-
-def test_a_bucket_that_reaches_beyond_itself_is_refused(door: Door) -> None:
-    part = {
-        "name": "a",
-        "shape": [9],
-        "dtype": "float32",
-        "start_idx": 0,
-        "end_idx": 36,
-    }
-    bucket = entry(
-        {"flattened_tensor": torch.zeros(8, dtype=torch.uint8)},
-        {"metadata": json.dumps([part])},
-    )
-    body = {"serialized_named_tensors": [bucket], "load_format": "flattened_bucket"}
-    status, message = door.refused("/update_weights_from_tensor", **body)
-    assert (status, "is no part of the bucket" in message) == (400, True), message
-
-
-# --------------------------------------------------------------------- pickles
-class Evil:
-    def __reduce__(self) -> Any:
-        return (print, ("a pickle has run",))
-
-
-def pickled(payload: Any) -> str:
-    return base64.b64encode(pickle.dumps(payload)).decode()
-
-
-def test_a_pickle_is_refused_unless_the_server_was_started_for_it(
-    door: Door, folders: dict[str, Path]
-) -> None:
-    payload = pickled(list(tensors(folders["new"]).items()))
-    status, message = door.refused(
-        "/update_weights_from_tensor", serialized_named_tensors=[payload]
-    )
-    assert (status, "--inflight-pickled-tensors" in message) == (400, True)
-
-
-@pytest.fixture
-def pickles(door: Door, monkeypatch: pytest.MonkeyPatch) -> Door:
-    """A server that was started for them."""
-    config = {"inflight": {"pickled_tensors": "on"}}
-    monkeypatch.setattr(door.core.vllm_config, "additional_config", config)
-    return door
-
-
-def test_pickled_tensors_are_served_where_that_is_allowed(
-    pickles: Door, folders: dict[str, Path], expected: Any
-) -> None:
-    payload = pickled(list(tensors(folders["new"]).items()))
-    pickles.post("/update_weights_from_tensor", serialized_named_tensors=[payload])
-    assert said(pickles.core) == expected
-
-
-@pytest.mark.parametrize(
-    "payload",
-    [
-        [("a", Evil())],
-        Evil(),
-        [("a", torch.ones(2)), ("b", OrderedDict(x=Evil()))],
-        {"flattened_tensor": torch.ones(2), "metadata": [Evil()]},
-    ],
-    ids=["in a list", "alone", "deep inside", "in a bucket"],
-)
-def test_a_pickle_that_names_anything_but_tensors_is_not_run(
-    pickles: Door, payload: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    body = {"serialized_named_tensors": [pickled(payload)]}
-    status, message = pickles.refused("/update_weights_from_tensor", **body)
-    assert (status, "builtins.print" in message) == (400, True), message
-    assert "a pickle has run" not in capsys.readouterr().out
-
-
-# ----------------------------------------------------------------------- pause
+# ------------------------------------------------------------------------ pause
 @pytest.mark.parametrize(
     ("body", "mode"),
     [
@@ -434,7 +210,7 @@ def test_the_cache_can_be_flushed_by_either_method(door: Door) -> None:
     assert door.post("/reset_prefix_cache", reset_external=True) == {"success": True}
 
 
-# -------------------------------------------------------------------- requests
+# --------------------------------------------------------------------- requests
 def test_a_request_is_aborted_by_the_id_that_its_user_gave(door: Door) -> None:
     names = [
         "cmpl-mine-0-0123abcd",
@@ -463,89 +239,3 @@ def test_a_rename_aborts_nobody_unless_it_is_asked_to(door: Door) -> None:
     add(door.core, "s", prompt(6))
     door.post("/update_weight_version", new_version="b", abort_all_requests=True)
     assert not door.core.scheduler.has_unfinished_requests()
-
-
-# ----------------------------------------------------------------------- reads
-def test_weights_are_read_by_the_checkpoints_names(
-    door: Door, folders: dict[str, Path]
-) -> None:
-    served = tensors(folders["old"])
-    for name in (
-        HEAD,
-        "model.norm.weight",
-        "model.embed_tokens.weight",
-        "model.layers.1.self_attn.k_proj.weight",
-        "model.layers.0.mlp.up_proj.weight",
-        "model.layers.0.mlp.down_proj.weight",
-    ):
-        rows = door.post("/get_weights_by_name", name=name, truncate_size=3)
-        assert rows == served[name][:3].float().tolist(), name
-    rows = door.get("/get_weights_by_name", name="model.norm.weight")
-    assert len(rows) == min(100, len(served["model.norm.weight"]))
-
-
-@pytest.mark.parametrize(
-    "body", [{"name": "no.such"}, {}, {"name": HEAD, "truncate_size": 0}]
-)
-def test_a_read_that_makes_no_sense_is_refused(door: Door, body: Any) -> None:
-    assert door.refused("/get_weights_by_name", **body)[0] == 400
-
-
-def test_checksums_tell_two_versions_apart_and_come_back_with_one(
-    door: Door, folders: dict[str, Path]
-) -> None:
-    (before,) = door.post("/weights_checker")["payload"]
-    baseline = door.post("/weight_checker", action="checksum")["checksums"]
-    assert set(baseline) == {f"dp0:pp0:pcp0:tp0:{n}" for n in before["checksums"]}
-    publish(door.core, folders["new"], "new")
-    (after,) = door.post("/weights_checker", action="checksum")["payload"]
-    same = [
-        n
-        for n in before["checksums"]
-        if after["checksums"][n] == before["checksums"][n]
-    ]
-    # Norms are ones in every random model; every drawn weight differs.
-    assert all("norm" in name for name in same) and len(after["checksums"]) > len(same)
-    assert after["per_gpu_checksum"] != before["per_gpu_checksum"]
-    compared = door.post("/weight_checker", action="compare", baseline=baseline)
-    assert compared["match"] is False and compared["mismatches"]
-    door.post("/rollback_weights")
-    compared = door.post("/weight_checker", action="compare", baseline=baseline)
-    assert compared == {"match": True, "mismatches": []}
-
-
-@pytest.mark.parametrize(
-    ("path", "action"),
-    [
-        ("/weights_checker", "reset_tensors"),
-        ("/weights_checker", "snapshot"),
-        ("/weight_checker", "reset"),
-    ],
-)
-def test_an_action_that_would_touch_live_weights_is_refused(
-    door: Door, path: str, action: str
-) -> None:
-    status, message = door.refused(path, action=action)
-    assert (status, action in message) == (400, True)
-
-
-@pytest.mark.parametrize(
-    "path", ["/release_memory_occupation", "/resume_memory_occupation"]
-)
-def test_memory_is_not_released_without_sleep_mode(door: Door, path: str) -> None:
-    status, message = door.refused(path, tags=["weights"])
-    assert (status, "--enable-sleep-mode" in message) == (409, True)
-    assert door.refused(path, tags=["cuda_graph"])[0] == 400
-
-
-def test_handles_of_a_checkpoint_engine_are_refused_with_the_way_out(
-    door: Door,
-) -> None:
-    status, message = door.refused("/update_weights_from_ipc", zmq_handles={})
-    assert (status, "'shm'" in message) == (400, True)
-
-
-def test_the_configuration_can_be_read_as_upstream_tells_it(door: Door) -> None:
-    config = door.get("/server_info", config_format="json")["vllm_config"]
-    assert config["weight_transfer_config"] is None
-    assert "model=" in door.get("/server_info")["vllm_config"]

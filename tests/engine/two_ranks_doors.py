@@ -120,7 +120,7 @@ def main(old: Path, new: Path) -> None:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def checked(folder: Path) -> list[str]:
-        return odd(post("/weights_checker")["payload"], folder)
+        return odd(post("/weights_checker")["ranks"], folder)
 
     def read(folder: Path) -> list[str]:
         whole = load_file(folder / "model.safetensors")

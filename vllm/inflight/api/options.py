@@ -45,6 +45,7 @@ async def commit_options(
     for name, why in TRUE_ONLY.items():
         if not fields.flag(name, True):
             raise Malformed(f"{name} cannot be false: {why}")
+    fields.one_of("selector", (None, "all", "target"))  # drafters are refused at start
     is_shared = InflightConfig.of(engine.vllm_config).prefix_cache == "shared"
     # SGLang flushes by default, lest new requests read KV of old weights. A versioned
     # cache sees to that itself, and what old requests still use can stay.

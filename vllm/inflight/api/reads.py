@@ -5,6 +5,7 @@ Upstream has some of these paths in its development mode only, without a key.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -107,16 +108,27 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
     fields = Fields(body)
     action = fields.text("action", "checksum")
     fields.flag("allow_quant_error", False)
+    fields.one_of("selector", (None, "all", "target"))
+    skipped = fields.take("skip_tensor_list") or []
     fields.only()
+    if skipped and not _are_ids(skipped):
+        raise Malformed("skip_tensor_list must be a list of strings")
     if action != "checksum":
         raise Malformed(
             f"action {action!r} is not offered: it would write into live weights, or "
             "keep a copy of them; 'checksum' tells what to compare"
         )
-    replies = await control_of(engine).ask("checksums")
+    replies = await control_of(engine).ask("checksums", skip=skipped)
     ranks = [rank for reply in replies for rank in reply["ranks"]]
-    message = f"checksums of {len(ranks)} ranks"
-    return {"success": True, "message": message, "payload": ranks}
+    every = "".join(rank["per_gpu_checksum"] for rank in ranks)
+    return {
+        "success": True,
+        "message": f"checksums of {len(ranks)} ranks",
+        "ranks": ranks,
+        "per_engine_checksum": hashlib.blake2b(
+            every.encode(), digest_size=16
+        ).hexdigest(),
+    }
 
 
 async def weight_checker(engine: Any, body: dict[str, Any]) -> Reply:

@@ -189,6 +189,26 @@ async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> 
     return _ok(reply, reply["message"])
 
 
+async def begin_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
+    """A version begins: pieces of one that was never completed are dropped."""
+    fields = Fields(body)
+    fields.one_of("selector", (None, "all", "target"))
+    fields.only()
+    await pieces.drop(control_of(engine))
+    return _ok({}, "send the version; it is served when it is complete")
+
+
+async def end_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
+    """A version ends: what it lacks is named in a 422, and it is given up."""
+    Fields(body).only()
+    control = control_of(engine)
+    missing = await pieces.close(control)
+    if missing is not None:
+        raise missing
+    served = (await control.info())["weight_version"]
+    return _ok({"weight_version": served}, f"version {served!r} is served")
+
+
 async def update_weights_from_ipc(engine: Any, body: dict[str, Any]) -> Reply:
     """Refused: handles of a checkpoint-engine cannot be opened here."""
     raise Malformed(
@@ -252,6 +272,8 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/init_weights_update_group"): init_weights_update_group,
     ("POST", "/update_weights_from_distributed"): update_weights_from_distributed,
     ("POST", "/destroy_weights_update_group"): destroy_weights_update_group,
+    ("POST", "/begin_weight_update"): begin_weight_update,
+    ("POST", "/end_weight_update"): end_weight_update,
     ("POST", "/update_weights_from_ipc"): update_weights_from_ipc,
     ("POST", "/update_weight_version"): update_weight_version,
 }

@@ -79,9 +79,15 @@ def requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def checksums(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Digests of every parameter of every rank, read from what decoding uses."""
-    del body
-    return {"ranks": _read(gate, "checksums"), "epoch": gate.version.epoch}
+    """Digests of every parameter of every rank, read from what decoding uses.
+
+    Args:
+        gate: of the engine.
+        body: `skip`, parts of names that are left out.
+
+    """
+    ranks = _read(gate, "checksums", body.get("skip") or [])
+    return {"ranks": ranks, "epoch": gate.version.epoch}
 
 
 def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:

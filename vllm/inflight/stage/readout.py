@@ -8,7 +8,7 @@ exact, but for the sign of a zero.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ SLAB = 1024
 Pair = tuple[str, torch.Tensor]
 
 
-def checksums(worker: Any) -> dict[str, Any]:
+def checksums(worker: Any, skipped: Sequence[str]) -> dict[str, Any]:
     """The digest of every parameter of this rank, in its own shard and layout."""
     found: dict[str, ops.Digest] = {}
     with torch.no_grad():
         for name, tensor in served(worker.model_runner.get_model()):
+            if any(part in name for part in skipped):
+                continue
             if tensor.is_cuda:
                 audit = Audit(tensor.device, {})
                 audit.add([(name, tensor)])

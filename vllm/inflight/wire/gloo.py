@@ -11,7 +11,7 @@ import torch.distributed
 
 from vllm.inflight.errors import TransferFault
 from vllm.inflight.wire.group import Pending, lost
-from vllm.inflight.wire.meeting import Meeting
+from vllm.inflight.wire.meeting import Place
 from vllm.inflight.wire.watch import Watch, in_background
 
 _Gloo: Any = torch.distributed.ProcessGroupGloo  # its options are untyped
@@ -20,7 +20,7 @@ _Gloo: Any = torch.distributed.ProcessGroupGloo  # its options are untyped
 class GlooGroup:
     """Implements `Group`. Gloo has a thread of its own, so nothing here blocks."""
 
-    def __init__(self, meeting: Meeting, device: torch.device, watch: Watch) -> None:
+    def __init__(self, meeting: Place, device: torch.device, watch: Watch) -> None:
         self.terms = meeting.terms
         self.device = device
         self.ended: str | None = None

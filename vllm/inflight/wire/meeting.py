@@ -10,7 +10,7 @@ import json
 import socket
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed
 from torch.distributed import DistError
@@ -48,6 +48,23 @@ class Terms:
                 f"bucket_bytes must be a multiple of {ALIGNMENT}, "
                 f"got {self.bucket_bytes}"
             )
+
+
+class Place(Protocol):
+    """A rank's place among the others, of whatever making."""
+
+    terms: Terms
+    rank: int
+    lifeline: Lifeline
+    store: Any
+
+    def own_address(self) -> str:
+        """The address of this host by which the trainer's host reaches it."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """Leave, and tell the others why if they can be told."""
+        ...
 
 
 class Meeting:

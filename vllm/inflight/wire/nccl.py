@@ -18,7 +18,7 @@ import torch
 from vllm.inflight.errors import TransferFault
 from vllm.inflight.wire.group import Pending, lost
 from vllm.inflight.wire.libnccl import UINT8, Library, UniqueId, config
-from vllm.inflight.wire.meeting import Meeting
+from vllm.inflight.wire.meeting import Place
 from vllm.inflight.wire.watch import Watch
 
 UNIQUE_ID = "nccl_id"
@@ -39,7 +39,7 @@ class NcclGroup:
     """Implements `Group`."""
 
     def __init__(
-        self, meeting: Meeting, device: torch.device, watch: Watch, *, max_ctas: int
+        self, meeting: Place, device: torch.device, watch: Watch, *, max_ctas: int
     ) -> None:
         self.terms = meeting.terms
         self.device = device

@@ -1,0 +1,119 @@
+"""What SGLang's and upstream's clients read of what a real core serves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from tests.engine.bare_core import publish
+from tests.engine.core_door import Door, said
+from tests.engine.sent_tensors import tensors
+
+pytestmark = pytest.mark.engine
+
+HEAD = "lm_head.weight"
+
+
+@pytest.fixture
+def door(core: EngineCore) -> Door:
+    return Door(core)
+
+
+@pytest.fixture(scope="module")
+def expected(booted: EngineCore, folders: dict[str, Path]) -> dict[str, Any]:
+    """What the new weights say, when they come the plain way."""
+    publish(booted, folders["new"], "expected")
+    return said(booted)
+
+
+def test_weights_are_read_by_the_checkpoints_names(
+    door: Door, folders: dict[str, Path]
+) -> None:
+    served = tensors(folders["old"])
+    for name in (
+        HEAD,
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    ):
+        rows = door.post("/get_weights_by_name", name=name, truncate_size=3)
+        assert rows == served[name][:3].float().tolist(), name
+    rows = door.get("/get_weights_by_name", name="model.norm.weight")
+    assert len(rows) == min(100, len(served["model.norm.weight"]))
+
+
+@pytest.mark.parametrize(
+    "body", [{"name": "no.such"}, {}, {"name": HEAD, "truncate_size": 0}]
+)
+def test_a_read_that_makes_no_sense_is_refused(door: Door, body: Any) -> None:
+    assert door.refused("/get_weights_by_name", **body)[0] == 400
+
+
+def test_checksums_tell_two_versions_apart_and_come_back_with_one(
+    door: Door, folders: dict[str, Path]
+) -> None:
+    (before,) = door.post("/weights_checker")["ranks"]
+    baseline = door.post("/weight_checker", action="checksum")["checksums"]
+    assert set(baseline) == {f"dp0:pp0:pcp0:tp0:{n}" for n in before["checksums"]}
+    publish(door.core, folders["new"], "new")
+    (after,) = door.post("/weights_checker", action="checksum")["ranks"]
+    same = [
+        n
+        for n in before["checksums"]
+        if after["checksums"][n] == before["checksums"][n]
+    ]
+    # Norms are ones in every random model; every drawn weight differs.
+    assert all("norm" in name for name in same) and len(after["checksums"]) > len(same)
+    assert after["per_gpu_checksum"] != before["per_gpu_checksum"]
+    compared = door.post("/weight_checker", action="compare", baseline=baseline)
+    assert compared["match"] is False and compared["mismatches"]
+    door.post("/rollback_weights")
+    compared = door.post("/weight_checker", action="compare", baseline=baseline)
+    assert compared == {"match": True, "mismatches": []}
+
+
+def test_checksums_leave_out_what_is_to_be_skipped(door: Door) -> None:
+    told = door.post("/weights_checker", skip_tensor_list=["norm"])
+    (rank,) = told["ranks"]
+    assert rank["checksums"] and not any("norm" in n for n in rank["checksums"])
+    assert told["per_engine_checksum"]
+
+
+@pytest.mark.parametrize(
+    ("path", "action"),
+    [
+        ("/weights_checker", "reset_tensors"),
+        ("/weights_checker", "snapshot"),
+        ("/weight_checker", "reset"),
+    ],
+)
+def test_an_action_that_would_touch_live_weights_is_refused(
+    door: Door, path: str, action: str
+) -> None:
+    status, message = door.refused(path, action=action)
+    assert (status, action in message) == (400, True)
+
+
+@pytest.mark.parametrize(
+    "path", ["/release_memory_occupation", "/resume_memory_occupation"]
+)
+def test_memory_is_not_released_without_sleep_mode(door: Door, path: str) -> None:
+    status, message = door.refused(path, tags=["weights"])
+    assert (status, "--enable-sleep-mode" in message) == (409, True)
+    assert door.refused(path, tags=["cuda_graph"])[0] == 400
+
+
+def test_handles_of_a_checkpoint_engine_are_refused_with_the_way_out(
+    door: Door,
+) -> None:
+    status, message = door.refused("/update_weights_from_ipc", zmq_handles={})
+    assert (status, "'shm'" in message) == (400, True)
+
+
+def test_the_configuration_can_be_read_as_upstream_tells_it(door: Door) -> None:
+    config = door.get("/server_info", config_format="json")["vllm_config"]
+    assert config["weight_transfer_config"] is None
+    assert "model=" in door.get("/server_info")["vllm_config"]
