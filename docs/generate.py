@@ -22,7 +22,7 @@ from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig
 from vllm.inflight.errors import BY_CODE, ConfigError, InflightError, UpstreamChanged
 from vllm.inflight.patch import api as doors
-from vllm.inflight.update import ACTIVE, MOVES
+from vllm.inflight.update import ACTIVE, MOVES, PAUSE_MOVES, STRICTNESS
 
 DOCS = Path(__file__).parent
 
@@ -168,6 +168,18 @@ def moves() -> str:
     return table(["phase", "what can follow", "holds the second set"], rows)
 
 
+def pauses() -> str:
+    """Every legal change of a pause."""
+    rows = (
+        [
+            "decoding" if mode is None else code(mode.value),
+            ", ".join(code(m.value) for m in STRICTNESS if m in PAUSE_MOVES[mode]),
+        ]
+        for mode in (None, *STRICTNESS)
+    )
+    return table(["in force", "may be asked for"], rows)
+
+
 TABLES: dict[str, list[Callable[[], str]]] = {
     "cli.md": [flags, commands],
     "config.md": [fields, environment],
@@ -175,6 +187,7 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "how-it-works.md": [moves],
     "http.md": [routes],
     "patches.md": [patches],
+    "pausing.md": [pauses],
 }
 """Page → what is generated into it, each in a block of its own name."""
 

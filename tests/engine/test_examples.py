@@ -64,6 +64,30 @@ def test_upstreams_trainer_interface_and_a_server_over_http():
     assert LEARNED in said[-1][1]
 
 
+def test_a_stream_is_paused_and_goes_on():
+    shown = run("pause_resume")
+    pauses = re.findall(r"paused ([\d.]+) s after (\d+)", shown)
+    waits = re.findall(r"longest wait for a token: ([\d.]+)", shown)
+    assert re.findall(r"tokens during the pause: (\d+)", shown) == ["0", "0"]
+    assert re.findall(r"tokens in all: (\d+)", shown) == ["504", "504"]
+    for (paused, num_before), wait in zip(pauses, waits, strict=True):
+        assert 1 <= float(paused) <= float(wait) < float(paused) + 1
+        assert 100 < int(num_before) < 504
+    labels = re.findall(r"\d+-\d+ +(\S+)", shown)
+    assert labels == ["default", "after-in_place", "after-in_place", "after-retract"]
+
+
+def test_rollouts_that_live_through_updates_know_their_ratios():
+    shown = run("partial_rollouts")
+    kept, recomputed = shown.split("retract:")
+    for part, is_exact in ((kept, False), (recomputed, True)):
+        lines = re.findall(r"(\d+) tokens, mean ratio \S+ farthest from 1: (\S+)", part)
+        assert [int(count) for count, _ in lines] == [320, 320, 320]
+        *older, newest = (float(off) for _, off in lines)
+        assert min(older) > 0.1, "the versions do not differ"
+        assert (newest < 0.01) is is_exact
+
+
 def test_a_trainer_process_and_a_server_over_http():
     shown = run("serve_over_http")
     assert f"['step-60'] '{LEARNED}" in shown

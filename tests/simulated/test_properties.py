@@ -222,17 +222,7 @@ class Life(RuleBasedStateMachine):
                     assert oldest >= sample.admitted - self.most
                 since = self.retracted.get(name, -1)
                 if since != -1 and sample.admitted >= since:
-                    assert oldest >= sample.admitted, (
-                        name,
-                        since,
-                        sample,
-                        self.worker.weights_of,
-                        [
-                            vars(r)
-                            for r in self.core.scheduler.requests.values()
-                            if r.request_id == name
-                        ],
-                    )
+                    assert oldest >= sample.admitted, (name, since, sample)
                     assert oldest >= since
 
     def teardown(self) -> None:

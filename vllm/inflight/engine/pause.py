@@ -191,7 +191,11 @@ class Pauses:
         elif mode is PauseMode.ABORT:
             facts["num_aborted"] = self._abort_all()
         if flush_cache:
-            facts["dropped"] = flush.flush(self._core)
+            try:
+                facts["dropped"] = flush.flush(self._core)
+            except PauseConflict as error:
+                # The weights have changed: this can be told, but not refused any more.
+                facts |= {"dropped": None, "not_dropped": error.message}
         return facts
 
     # ---------------------------------------------------------------- helpers

@@ -1,0 +1,90 @@
+"""Rollouts that live through updates, and the importance ratio of every token.
+
+    python -m examples.partial_rollouts
+
+Each token was sampled by the version that its span names, with the log-probability that
+the engine gives. The trainer's own log-probability of the same token is that of the
+weights it has now. The ratio of the two is what an off-policy correction needs; for
+tokens of the newest version it is 1, if nothing they attended to is older.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+
+from examples.tiny_model import PROMPT, Trainer, make_checkpoint
+
+NUM_ROLLOUTS = 4
+NUM_TOKENS = 240
+STEPS = (40, 20, 20)
+"""Of training: before the rollouts, and twice in their middle."""
+
+
+def roll_out(llm: Any, trainer: Trainer, mode: str, folder: str) -> list[Any]:
+    """Rollouts during which the trainer publishes twice; one step at a time."""
+    engine = llm.llm_engine
+    params = SamplingParams(max_tokens=NUM_TOKENS, logprobs=0, ignore_eos=True)
+    for index in range(NUM_ROLLOUTS):
+        engine.add_request(f"{mode}-{index}", PROMPT, params)
+    done: list[Any] = []
+    num_steps = 0
+    while engine.has_unfinished_requests():
+        done += [output for output in engine.step() if output.finished]
+        num_steps += 1
+        if num_steps in (NUM_TOKENS // 3, 2 * NUM_TOKENS // 3):
+            trainer.train(STEPS[num_steps * 3 // NUM_TOKENS])
+            publish(llm, trainer, folder, mode)
+    return done
+
+
+def publish(llm: Any, trainer: Trainer, folder: str, mode: str) -> None:
+    """The weights that the trainer has now, as a checkpoint."""
+    trainer.model.save_pretrained(folder)
+    llm.update_weights_from_disk(folder, f"step-{trainer.step}", mode=mode)
+
+
+@torch.inference_mode()
+def ratios(trainer: Trainer, rollout: Any) -> dict[str, list[float]]:
+    """π_now / π_then of every token, by the version that sampled it."""
+    output = rollout.outputs[0]
+    prompt, tokens = list(rollout.prompt_token_ids), list(output.token_ids)
+    logits = trainer.model(torch.tensor([prompt + tokens])).logits[0]
+    now = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    found: dict[str, list[float]] = defaultdict(list)
+    for span in output.weight_versions:
+        for index in range(span.start, span.end):
+            token = tokens[index]
+            then = output.logprobs[index][token].logprob
+            found[span.version].append((now[index, token] - then).exp().item())
+    return found
+
+
+def main() -> None:
+    """Keep the KV of running rollouts, then recompute it."""
+    with tempfile.TemporaryDirectory() as served, tempfile.TemporaryDirectory() as sent:
+        trainer = Trainer(make_checkpoint(served))
+        llm = LLM(served, dtype="float32", enforce_eager=True)
+        for mode in ("in_place", "retract"):
+            trainer.train(STEPS[0])
+            publish(llm, trainer, sent, "in_place")
+            found: dict[str, list[float]] = defaultdict(list)
+            for rollout in roll_out(llm, trainer, mode, sent):
+                for version, values in ratios(trainer, rollout).items():
+                    found[version] += values
+            print(f"{mode}:")
+            for version, values in found.items():
+                off = max(abs(value - 1) for value in values)
+                mean = sum(values) / len(values)
+                print(
+                    f"  {version}: {len(values)} tokens, mean ratio {mean:.3f}, "
+                    f"farthest from 1: {off:.4f}"
+                )
+
+
+if __name__ == "__main__":
+    main()

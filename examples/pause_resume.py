@@ -1,0 +1,90 @@
+"""A stream is paused and let go on: no token in between, and none is lost.
+
+    python -m examples.pause_resume
+
+An update comes while decoding stands still. With `in_place` the stream goes on with the
+KV it has; with `retract` its text is computed again under the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from examples.tiny_model import MAX_LENGTH, PROMPT, make_checkpoint
+
+NUM_TOKENS = MAX_LENGTH - len(PROMPT)
+PAUSE_S = 1.0
+
+
+@dataclass
+class Stream:
+    """The tokens of one request, and when each came."""
+
+    arrivals: list[float] = field(default_factory=list)
+    spans: list[Any] = field(default_factory=list)
+
+    async def read(self, engine: AsyncLLM) -> None:
+        """Read it to its end."""
+        params = SamplingParams(
+            max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        async for chunk in engine.generate(PROMPT, params, str(uuid.uuid4())):
+            output = chunk.outputs[0]
+            self.arrivals += [time.monotonic()] * len(output.token_ids)
+            self.spans = output.weight_versions
+
+    def gap(self) -> float:
+        """The longest wait for a token, in seconds."""
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return max(after - before for before, after in pairs)
+
+
+async def paused_in_the_middle(engine: AsyncLLM, mode: str, path: str) -> None:
+    """Start a stream, pause it, update, continue; show what came of it."""
+    stream = Stream()
+    reading = asyncio.create_task(stream.read(engine))
+    while len(stream.arrivals) < NUM_TOKENS // 4:
+        await asyncio.sleep(0.001)
+    began = time.monotonic()
+    # If this program died now, the engine would go on by itself after 30 s.
+    await engine.pause_generation(mode=mode, flush_cache=False, lease_s=30)
+    stopped = time.monotonic()
+    await engine.update_weights_from_disk(path, f"after-{mode}")
+    await asyncio.sleep(PAUSE_S)
+    ended = time.monotonic()
+    await engine.continue_generation()
+    await reading
+    during = sum(stopped < moment < ended for moment in stream.arrivals)
+    print(f"{mode}: paused {ended - began:.2f} s after {stream.spans[0].end} tokens")
+    print(f"  tokens during the pause: {during}")
+    print(f"  longest wait for a token: {stream.gap():.2f} s")
+    print(f"  tokens in all: {len(stream.arrivals)} of {NUM_TOKENS}")
+    for span in stream.spans:
+        print(f"  {span.start:3}-{span.end:<3} {span.version}")
+
+
+async def main() -> None:
+    """Both modes, one after the other."""
+    with tempfile.TemporaryDirectory() as old, tempfile.TemporaryDirectory() as new:
+        make_checkpoint(old, seed=0)
+        make_checkpoint(new, seed=1)
+        args = AsyncEngineArgs(old, dtype="float32", enforce_eager=True)
+        engine = AsyncLLM.from_engine_args(args)
+        try:
+            await paused_in_the_middle(engine, "in_place", new)
+            await paused_in_the_middle(engine, "retract", old)
+        finally:
+            engine.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,102 @@
+"""The doors and the ways of parallelism: a pause and an update mean the same in all."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.matrix import NUM_REQUESTS, NUM_TOKENS, both
+from tests.serving import Server
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+PATHS = {
+    "pause_generation": "/pause_generation",
+    "continue_generation": "/continue_generation",
+    "update_weights_from_disk": "/update_weights_from_disk",
+}
+SHAPES = {"one rank": (1, 1), "two data-parallel": (1, 2), "two ranks": (2, 1)}
+
+
+class Http:
+    """A server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.pool = ThreadPoolExecutor(NUM_REQUESTS)
+
+    def send(self, prompts: list[list[int]], count: int) -> list[Future[Any]]:
+        sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
+
+        def one(tokens: list[int]) -> Any:
+            body = {"token_ids": tokens, "sampling_params": sampling}
+            (choice,) = self.server.post("/inference/v1/generate", body)["choices"]
+            return choice["token_ids"], choice["weight_versions"]
+
+        return [self.pool.submit(one, tokens) for tokens in prompts]
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        if name == "is_paused":
+            return self.server.client.get("/is_paused").json()["is_paused"]
+        return self.server.post(PATHS[name], arguments)
+
+
+def over_http(tp: int, dp: int, old: Path, new: Path) -> Any:
+    flags = ("--tensor-parallel-size", str(tp), "--data-parallel-size", str(dp))
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if tp * dp > 1 else {}
+    with Server(old, "--dtype", "float32", *flags, env=bind) as server:
+        return both(Http(server), str(old), str(new))
+
+
+def in_a_script(kind: str, tp: int, dp: int, old: Path, new: Path) -> Any:
+    arguments = [kind, str(tp), str(dp), str(old), str(new)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.matrix", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    lines = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+# Upstream's `LLM` drives one engine; its data parallelism is a script per rank.
+CELLS = [
+    (door, shape)
+    for door in ("HTTP", "AsyncLLM", "LLM")
+    for shape in SHAPES
+    if (door, shape) != ("LLM", "two data-parallel")
+]
+
+
+@pytest.mark.parametrize(("door", "shape"), CELLS)
+def test_a_pause_and_an_update_in_the_middle_of_requests(
+    checkpoint: Callable[..., Path], door: str, shape: str
+) -> None:
+    tp, dp = SHAPES[shape]
+    old, new = checkpoint(0), checkpoint(1)
+    if door == "HTTP":
+        seen = over_http(tp, dp, old, new)
+    else:
+        seen = in_a_script(door, tp, dp, old, new)
+    for mode, label, before in (("in_place", "new", "old"), ("retract", "old", "new")):
+        life = seen[mode]
+        assert life["is_paused"] is True
+        assert life["paused"] == NUM_REQUESTS, "the pause came when they had ended"
+        assert life["label"] == label
+        assert life["counts"] == [NUM_TOKENS] * NUM_REQUESTS
+        assert life["versions"] == [[before, label]] * NUM_REQUESTS
+    # Retracted requests hold no KV of the weights before: they go on as if begun anew.
+    assert seen["retract"]["same as begun anew"] == [True] * NUM_REQUESTS
+    assert not any(seen["in_place"]["same as begun anew"])
