@@ -99,6 +99,33 @@ def test_a_body_that_is_too_large_is_refused_while_it_arrives(monkeypatch):
     assert refusal(reply) == (400, "malformed")
 
 
+def test_sglangs_tags_are_vllms_sleep():
+    class Sleeper(Engine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vllm_config.model_config.enable_sleep_mode = True
+
+        async def sleep(self, **how: Any) -> None:
+            self.asked.append(f"sleep {how}")
+
+        async def wake_up(self, tags: Any) -> None:
+            self.asked.append(f"wake {tags}")
+
+    engine = Sleeper()
+    door = client(engine)
+    release, resume = "/release_memory_occupation", "/resume_memory_occupation"
+    assert door.post(release).json()["success"] is True
+    assert door.post(resume, json={"tags": ["weights"]}).json()["success"] is True
+    assert door.post(resume, json={"tags": ["kv_cache"]}).json()["success"] is True
+    assert engine.asked == [
+        "sleep {'level': 1, 'mode': 'abort'}",
+        "wake ['weights']",
+        "wake ['kv_cache']",
+    ]
+    assert refusal(door.post(release, json={"tags": ["kv_cache"]}))[0] == 400
+    assert refusal(door.post(resume, json={"tags": ["cuda_graph"]}))[0] == 400
+
+
 def test_query_and_path_are_fields_too():
     engine = Engine()
     door = client(engine)

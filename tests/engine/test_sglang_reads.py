@@ -113,7 +113,12 @@ def test_handles_of_a_checkpoint_engine_are_refused_with_the_way_out(
     assert (status, "'shm'" in message) == (400, True)
 
 
-def test_the_configuration_can_be_read_as_upstream_tells_it(door: Door) -> None:
+def test_the_configuration_can_be_read_as_upstream_tells_it(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = door.core.vllm_config.model_config
+    monkeypatch.setattr(model, "hf_token", "hf_secret")
     config = door.get("/server_info", config_format="json")["vllm_config"]
     assert config["weight_transfer_config"] is None
+    assert config["model_config"]["hf_token"] == "set"
     assert "model=" in door.get("/server_info")["vllm_config"]

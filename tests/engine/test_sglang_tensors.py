@@ -3,8 +3,10 @@
 import base64
 import json
 import pickle
+import sys
 from collections import OrderedDict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -216,6 +218,36 @@ def test_pickled_tensors_are_served_where_that_is_allowed(
 ) -> None:
     payload = pickled(list(tensors(folders["new"]).items()))
     pickles.post("/update_weights_from_tensor", serialized_named_tensors=[payload])
+    assert said(pickles.core) == expected
+
+
+def test_a_pickled_bucket_of_sglangs_is_served_where_that_is_allowed(
+    pickles: Door,
+    folders: dict[str, Path],
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where = "sglang.srt.weight_sync.tensor_bucket"
+    # As the trainer has it; the engine has no SGLang.
+    record = type("FlattenedTensorMetadata", (), {"__module__": where})
+    module = ModuleType(where)
+    module.FlattenedTensorMetadata = record  # type: ignore[attr-defined]
+    for part in halves(tensors(folders["new"])):
+        bucket, facts = flattened(part)
+        metadata = [record() for _ in facts]
+        for item, fact in zip(metadata, facts, strict=True):
+            dtype = getattr(torch, fact["dtype"].removeprefix("torch."))
+            vars(item).update(fact | {"shape": torch.Size(fact["shape"])})
+            vars(item)["dtype"] = dtype
+        with monkeypatch.context() as patched:
+            for name in ("sglang", "sglang.srt", "sglang.srt.weight_sync", where):
+                patched.setitem(sys.modules, name, module)
+            payload = pickled({"flattened_tensor": bucket, "metadata": metadata})
+        pickles.post(
+            "/update_weights_from_tensor",
+            serialized_named_tensors=[payload],
+            load_format="flattened_bucket",
+        )
     assert said(pickles.core) == expected
 
 

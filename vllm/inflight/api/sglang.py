@@ -9,7 +9,9 @@ refused by name. A reply has `success` and `message`, a refusal `error` beside t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -122,7 +124,10 @@ async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply
     commit = await commit_options(engine, control, fields)
     label = fields.only("weight_version").get("weight_version")
     allow = InflightConfig.of(engine.vllm_config).pickled_tensors == "on"
-    with spooled(entries, load_format, allow_pickle=allow) as names:
+    with ExitStack() as stack:
+        # In a thread: other requests' tokens go through this one.
+        spool = spooled(entries, load_format, allow_pickle=allow)
+        names = await asyncio.to_thread(stack.enter_context, spool)
         info: Any = [{"shm": name} for name in names]
         if len(info) > 1:
             replicas = engine.vllm_config.parallel_config.data_parallel_size

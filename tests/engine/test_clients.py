@@ -1,7 +1,7 @@
-"""What TRL's own client asked of a server, asked again: init, update, changed output.
+"""What other frameworks' own clients asked of a server, asked again.
 
-The record was made by tests/clients/record_trl.py, with TRL unmodified; this test needs
-none of it. The bytes come over gloo, where TRL sends them over NCCL.
+The records were made by the scripts in tests/clients, with the clients unmodified;
+these tests need none of them. TRL's bytes come over gloo, where it sends by NCCL.
 """
 
 import json
@@ -14,12 +14,13 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.clients.gloo_endpoint import open_endpoint, send_packed
+from tests.engine.sent_tensors import entry, tensors
 from tests.serving import Server
 from vllm.inflight.wire.watch import in_background
 
 pytestmark = pytest.mark.engine
 
-RECORD = Path(__file__).parents[1] / "clients" / "trl.json"
+RECORDS = Path(__file__).parents[1] / "clients"
 BACKEND = ("--weight-transfer-config", '{"backend": "inflight_gloo"}')
 
 
@@ -70,7 +71,7 @@ def replay(server: Server, checkpoint: Callable[..., Path]) -> Iterator[Replay]:
 def test_what_trl_asked_is_answered_and_the_weights_follow(
     server: Server, replay: Replay
 ) -> None:
-    record = json.loads(RECORD.read_text())
+    record = json.loads((RECORDS / "trl.json").read_text())
     assert record["client"].startswith("trl 1.")
     said = []
     for asked in record["requests"]:
@@ -86,3 +87,23 @@ def test_what_trl_asked_is_answered_and_the_weights_follow(
     # One update of all tensors, then one with a call per tensor.
     assert replay.number == 2
     assert server.client.get("/weight_info").json()["epoch"] == 2
+
+
+def test_what_verls_adapter_for_sglang_asked_is_answered_and_the_weights_follow(
+    server: Server, checkpoint: Callable[..., Path]
+) -> None:
+    record = json.loads((RECORDS / "verl.json").read_text())
+    assert record["client"].startswith("verl 0.")
+    new = list(tensors(checkpoint(2)).items())
+    pieces = iter((new[:12], new[12:]))
+    epoch = server.client.get("/weight_info").json()["epoch"]
+    for asked in record["requests"]:
+        body = asked["json"]
+        if "serialized_named_tensors" in body:  # of which only the number is kept
+            body["serialized_named_tensors"] = [entry(dict(next(pieces)))]
+        reply = server.client.request(asked["method"], asked["path"], json=body or None)
+        assert reply.status_code == asked["status"], (asked, reply.text)
+    assert next(pieces, None) is None
+    assert server.client.get("/weight_info").json()["epoch"] == epoch + 1
+    rows = server.post("/get_weights_by_name", {"name": new[0][0], "truncate_size": 2})
+    assert rows == new[0][1][:2].float().tolist()
