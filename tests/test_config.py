@@ -22,8 +22,8 @@ KNOBS = dataclasses.fields(InflightConfig)
 BAD = [
     ("staging", "disk", "one of auto, device, host, off"),
     ("staging", None, "one of auto, device, host, off"),
-    ("prefix_cache", "Versioned", "one of versioned, shared"),
-    ("prefix_cache", ["shared"], "one of versioned, shared"),
+    ("prefix_cache", "Versioned", "one of versioned, versioned:K, shared"),
+    ("prefix_cache", ["shared"], "one of versioned, versioned:K, shared"),
     ("verify", True, "one of digest, off"),
     ("update_deadline_s", 0.0, "a number from 0.1 to 86400"),
     ("update_deadline_s", -1, "a number from 0.1 to 86400"),
