@@ -95,8 +95,7 @@ class Life(RuleBasedStateMachine):
         is_frozen = self.core.scheduler.pause_state.name == "PAUSED_ALL"
         is_frozen &= not self.core.batch_queue
         before = self.num_sampled()
-        for _ in range(times):
-            self.one_step()
+        [self.one_step() for _ in range(times)]
         assert not is_frozen or self.num_sampled() == before
 
     @rule(mode=st.sampled_from(PauseMode), flush=st.booleans())
@@ -193,10 +192,8 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def every_output_knows_whose_kv_was_read(self) -> None:
-        for name, output in self.outputs.items():
-            told = output.outputs[0]
-            if not told.token_ids:
-                continue
+        spoken = [(n, o.outputs[0]) for n, o in self.outputs.items()]
+        for name, told in [each for each in spoken if each[1].token_ids]:
             made = self.worker.sampled[name][len(told.token_ids) - 1]
             read = [
                 self.label_of[span.version]

@@ -79,7 +79,7 @@ class Pauses:
                 f"the engine is paused {self.mode}; that cannot become {mode.value}: "
                 "what it has let go of does not come back. Continue first"
             )
-        self._check(mode, flush_cache=flush_cache)
+        self._check(mode, flush_cache)
         counts = {"num_aborted": 0, "num_retracted": 0}
         if mode is PauseMode.ABORT:
             counts["num_aborted"] = self._abort_all()
@@ -118,7 +118,7 @@ class Pauses:
 
     def flush(self) -> Reply:
         """Drop every cached block nobody holds; refused while one is held."""
-        self._check_flush(PauseMode.IN_PLACE)
+        requests.check_flush(self._core.scheduler, PauseMode.IN_PLACE)
         return {"dropped": flush.flush(self._core)}
 
     def state(self) -> Reply:
@@ -142,7 +142,7 @@ class Pauses:
     # ------------------------------------------------------------- at a commit
     def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
         """Raise if a commit cannot treat requests as `mode` says, here and now."""
-        self._check(mode, flush_cache=flush_cache)
+        self._check(mode, flush_cache)
         frozen = self.mode not in (None, PauseMode.WAIT)
         if mode is PauseMode.WAIT and frozen and self._core.scheduler.running:
             raise PauseConflict(
@@ -199,30 +199,11 @@ class Pauses:
         return facts
 
     # ---------------------------------------------------------------- helpers
-    def _check(self, mode: PauseMode, *, flush_cache: bool) -> None:
+    def _check(self, mode: PauseMode, flush_cache: bool) -> None:
         scheduler = self._core.scheduler
-        if mode is PauseMode.RETRACT and (stuck := requests.unretractable(scheduler)):
-            raise PauseConflict(
-                f"mode 'retract' cannot free the KV of {stuck}; use 'wait', 'abort' "
-                "or 'in_place'"
-            )
-        if mode is PauseMode.WAIT and self._gate.in_process and scheduler.running:
-            raise PauseConflict(
-                "mode 'wait' needs an engine of its own process; here, finish "
-                "generate() first"
-            )
+        requests.check(scheduler, mode, in_process=self._gate.in_process)
         if flush_cache:
-            self._check_flush(mode)
-
-    def _check_flush(self, mode: PauseMode) -> None:
-        scheduler = self._core.scheduler
-        if mode is PauseMode.IN_PLACE and scheduler.running:
-            raise PauseConflict(
-                f"flush_cache cannot drop the KV of {len(scheduler.running)} requests "
-                "that stay in place; use mode 'retract'"
-            )
-        if mode is not PauseMode.WAIT and (held := requests.holders(scheduler)):
-            raise PauseConflict(f"flush_cache cannot drop the KV of {held}")
+            requests.check_flush(scheduler, mode)
 
     def _stop(self, mode: PauseMode) -> Future[Any] | None:
         """Have the scheduler stop; done when no step is in flight."""

@@ -1,4 +1,4 @@
-"""Requests that cannot be treated like others, and how a refusal names them."""
+"""What cannot be done to the requests there are, and how a refusal names them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,40 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.errors import PauseConflict
+from vllm.inflight.update import PauseMode
 
 NUM_NAMED = 4
+
+
+def check(scheduler: Any, mode: PauseMode, *, in_process: bool) -> None:
+    """Raise `PauseConflict` if `mode` cannot be done to the requests there are.
+
+    Args:
+        in_process: whether the engine steps in its caller's process.
+
+    """
+    if mode is PauseMode.RETRACT and (stuck := unretractable(scheduler)):
+        raise PauseConflict(
+            f"mode 'retract' cannot free the KV of {stuck}; use 'wait', 'abort' or "
+            "'in_place'"
+        )
+    if mode is PauseMode.WAIT and in_process and scheduler.running:
+        raise PauseConflict(
+            "mode 'wait' needs an engine of its own process; here, finish "
+            "generate() first"
+        )
+
+
+def check_flush(scheduler: Any, mode: PauseMode) -> None:
+    """Raise `PauseConflict` if requests would still hold KV after `mode`."""
+    if mode is PauseMode.IN_PLACE and scheduler.running:
+        raise PauseConflict(
+            f"flush_cache cannot drop the KV of {len(scheduler.running)} requests "
+            "that stay in place; use mode 'retract'"
+        )
+    if mode is not PauseMode.WAIT and (held := holders(scheduler)):
+        raise PauseConflict(f"flush_cache cannot drop the KV of {held}")
 
 
 def unretractable(scheduler: Any) -> str:

@@ -23,7 +23,6 @@ class InflightSchedulerMixin:
 
     inflight_cache_epoch = 0
     """Counts the changes of the weights' bytes."""
-    _inflight_version = Version()
     _inflight_stamp = Stamp("default", 0).encode()
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,15 +43,10 @@ class InflightSchedulerMixin:
         self._inflight_late: list[Any] = []
         """Retracted requests that tokens are still on their way to."""
 
-    @property
-    def inflight_version(self) -> Version:
-        """Labels the steps scheduled from now on."""
-        return self._inflight_version
-
-    @inflight_version.setter
-    def inflight_version(self, version: Version) -> None:
-        self._inflight_version = version
+    def inflight_serve(self, version: Version, cache_epoch: int) -> None:
+        """Stamp the steps from the next one on with `version`."""
         self._inflight_stamp = Stamp(version.label, version.epoch).encode()
+        self.inflight_cache_epoch = cache_epoch
 
     # ------------------------------------------------------------- every step
     def schedule(self, throttle_prefills: bool = False) -> Any:

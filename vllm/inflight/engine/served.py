@@ -101,5 +101,4 @@ class Served:
         label = label if label is not None else f"update-{self._epoch}"
         self.version = Version(label, self._epoch, digest, step, time.time())
         self._core._weight_version = label
-        self._core.scheduler.inflight_version = self.version
-        self._core.scheduler.inflight_cache_epoch = self._cache_epoch
+        self._core.scheduler.inflight_serve(self.version, self._cache_epoch)

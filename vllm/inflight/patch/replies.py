@@ -133,8 +133,9 @@ def _response(original: Any) -> Any:
         response = await original(self, request, *args, **kwargs)
         seen = record.get()
         # A response has no choices: these are the spans of its last turn.
-        is_reply = seen is not None and hasattr(response, "output")
-        if is_reply and wants_spans(self, request):
+        if seen is None or not hasattr(response, "output"):
+            return response
+        if wants_spans(self, request):
             response.weight_versions = as_dicts(seen.last)
         return response
 

@@ -1,0 +1,137 @@
+"""Versions beyond the choices of a reply: headers, responses, and who wants none."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from tests.serving import Server
+
+pytestmark = pytest.mark.engine
+
+LABEL = 'step "7", 100 % / ü'
+PROMPT = list(range(30, 60))
+TEXT = {"model": "tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": TEXT | {"prompt": PROMPT, "n": 2, "temperature": 1},
+    "/v1/chat/completions": TEXT | {"messages": MESSAGES},
+    "/v1/responses": {"model": "tiny", "input": "hello", "max_output_tokens": 8},
+    "/v1/messages": {"model": "tiny", "max_tokens": 8, "messages": MESSAGES},
+    "/inference/v1/generate": {
+        "model": "tiny",
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 8, "ignore_eos": True},
+    },
+}
+CHOICES = ("/v1/completions", "/v1/chat/completions")
+
+
+@pytest.fixture(scope="module")
+def server(old: Path) -> Iterator[Server]:
+    with Server(old) as running:
+        body = {"path": str(old), "weight_version": LABEL}
+        assert running.post("/update_weights_from_disk", body)["epoch"] == 1
+        yield running
+
+
+def events(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
+    reply = server.client.post(path, json=body | {"stream": True})
+    lines = [x for x in reply.content.split(b"\n") if x.startswith(b"data: {")]
+    return [json.loads(line.removeprefix(b"data: ")) for line in lines]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_headers_of_a_reply_name_the_version_it_was_made_of(
+    server: Server, path: str
+) -> None:
+    reply = server.client.post(path, json=BODIES[path])
+    assert reply.status_code == 200
+    assert unquote(reply.headers["X-Weight-Version"]) == LABEL
+    assert reply.headers["X-Weight-Epoch"] == "1"
+
+
+def test_a_reply_without_tokens_has_no_such_header(server: Server) -> None:
+    reply = server.client.post("/v1/completions", json={"model": "other"})
+    assert reply.status_code >= 400
+    assert "X-Weight-Version" not in reply.headers
+    assert "X-Weight-Version" not in server.client.get("/v1/models").headers
+
+
+def test_a_label_is_echoed_exactly_wherever_it_stands(server: Server) -> None:
+    assert server.client.get("/weight_info").json()["weight_version"] == LABEL
+    for path in CHOICES:
+        for choice in server.post(path, BODIES[path])["choices"]:
+            assert [s["version"] for s in choice["weight_versions"]] == [LABEL]
+
+
+def test_a_response_has_the_spans_of_its_last_turn(server: Server) -> None:
+    body = BODIES["/v1/responses"]
+    spans = server.post("/v1/responses", body)["weight_versions"]
+    whole = {"version": LABEL, "epoch": 1, "start": 0, "end": 8}
+    assert spans == [whole]
+    *_, last = events(server, "/v1/responses", body)
+    assert last["type"] == "response.completed"
+    assert last["response"]["weight_versions"] == [whole]
+
+
+@pytest.mark.parametrize("path", CHOICES)
+def test_a_client_that_cannot_bear_unknown_fields_gets_none(
+    server: Server, path: str
+) -> None:
+    body = BODIES[path] | {"vllm_xargs": {"weight_versions": 0}}
+    choices = server.post(path, body)["choices"]
+    choices += [c for event in events(server, path, body) for c in event["choices"]]
+    assert len(choices) > 8
+    assert not any("weight_versions" in choice for choice in choices)
+
+
+@pytest.mark.parametrize("path", CHOICES)
+def test_a_client_may_ask_whose_kv_was_read(server: Server, path: str) -> None:
+    body = BODIES[path] | {"vllm_xargs": {"kv_versions": 1}}
+    reply = server.post(path, body | {"return_token_ids": True})
+    choices = reply["choices"]
+    choices += [c for event in events(server, path, body) for c in event["choices"]][
+        -1:
+    ]
+    length = reply["usage"]["prompt_tokens"]
+    for choice in choices:
+        (span,) = choice["kv_versions"]
+        assert (span["version"], span["epoch"], span["start"]) == (LABEL, 1, 0)
+        assert span["end"] == length + 7
+    plain = server.post(path, BODIES[path])["choices"]
+    assert not any("kv_versions" in choice for choice in plain)
+
+
+def test_an_aborted_chat_goes_on_from_its_prompt_and_tokens(server: Server) -> None:
+    """Through the door that takes tokens, under the id that its user gave."""
+    chat = BODIES["/v1/chat/completions"] | {"max_tokens": 900}
+    body = chat | {"stream": True, "return_token_ids": True, "request_id": "mine"}
+    had: list[int] = []
+    prompt: list[int] = []
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            prompt = event.get("prompt_token_ids") or prompt
+            (choice,) = event["choices"]
+            had += choice.get("token_ids") or ()
+            if len(had) == 20:
+                server.post("/pause_generation", {"mode": "abort"})
+            last = event
+    server.post("/continue_generation")
+    assert "mine" in last["id"]
+    assert choice["finish_reason"] == "abort"
+    assert 20 <= len(had) == choice["weight_versions"][-1]["end"] < 900
+
+    def generated(tokens: list[int], count: int) -> list[int]:
+        sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
+        body = {"model": "tiny", "token_ids": tokens, "sampling_params": sampling}
+        return server.post("/inference/v1/generate", body)["choices"][0]["token_ids"]
+
+    whole = generated(prompt, len(had) + 50)
+    assert had + generated(prompt + had, 50) == whole

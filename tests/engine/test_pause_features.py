@@ -1,0 +1,210 @@
+"""Pauses in the middle of what else vLLM can do: the output is as if there were none.
+
+Engines in this process, stepped by hand, so that a pause comes exactly in the middle.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.engine.probe import prompts
+from tests.tiny import HEAD_DIM
+
+pytestmark = pytest.mark.engine
+
+GREEDY = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+MODES = ["in_place", "retract"]
+REGEX = r"([0-9]{3}-){8}[a-f]{12}"
+
+
+def lived(
+    llm: Any,
+    params: SamplingParams,
+    meanwhile: Callable[[], Any] | None = None,
+    **request: Any,
+) -> list[Any]:
+    """The choices of two requests, with something happening after 12 steps."""
+    engine = llm.llm_engine
+    texts = prompts(2)
+    llm.reset_prefix_cache()
+    for index, text in enumerate(texts):
+        engine.add_request(f"r{index}", text, params.clone(), **request)
+    finished: dict[str, Any] = {}
+    for step in range(2000):
+        if not engine.has_unfinished_requests():
+            break
+        if step == 12 and meanwhile is not None:
+            meanwhile()
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+    assert sorted(finished) == ["r0", "r1"]
+    return [choice for name in sorted(finished) for choice in finished[name].outputs]
+
+
+def tokens(choices: list[Any]) -> list[list[int]]:
+    return [list(choice.token_ids) for choice in choices]
+
+
+def pause(llm: Any, mode: str) -> Callable[[], None]:
+    """A pause of three steps in which nothing may come."""
+
+    def paused() -> None:
+        reply = llm.pause_generation(mode=mode, flush_cache=False)
+        assert reply["num_running"] + reply["num_waiting"] >= 2
+        assert all(llm.llm_engine.step() == [] for _ in range(3))
+        llm.continue_generation()
+
+    return paused
+
+
+# ----------------------------------------------------------------- structured output
+@pytest.mark.parametrize("mode", MODES)
+def test_a_grammar_goes_on_where_it_was(llm: Any, new: Path, mode: str) -> None:
+    structure = StructuredOutputsParams(regex=REGEX)
+    params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=structure)
+    alone = lived(llm, params)
+    assert tokens(lived(llm, params, pause(llm, mode))) == tokens(alone)
+    updated = lived(
+        llm, params, lambda: llm.update_weights_from_disk(str(new), "new", mode=mode)
+    )
+    assert [re.fullmatch(REGEX, choice.text) is None for choice in updated] == [
+        False,
+        False,
+    ]
+    assert all(len(choice.weight_versions) == 2 for choice in updated)
+
+
+# ------------------------------------------------------------------------- n > 1
+@pytest.mark.parametrize("mode", MODES)
+def test_every_choice_of_several_goes_on(llm: Any, new: Path, mode: str) -> None:
+    params = SamplingParams(**GREEDY | {"n": 3, "temperature": 1.0, "seed": 5})
+    alone = lived(llm, params)
+    assert tokens(lived(llm, params, pause(llm, mode))) == tokens(alone)
+    updated = lived(
+        llm, params, lambda: llm.update_weights_from_disk(str(new), "new", mode=mode)
+    )
+    assert len(updated) == 6
+    for choice in updated:
+        spans = [
+            (span.version, span.start, span.end) for span in choice.weight_versions
+        ]
+        (_, _, middle), _ = spans
+        assert spans == [("old", 0, middle), ("new", middle, 60)]
+
+
+# ----------------------------------------------------------- EOS still ends a stream
+@pytest.mark.parametrize("mode", MODES)
+def test_the_end_of_a_text_is_still_its_end(llm: Any, new: Path, mode: str) -> None:
+    eos = llm.get_tokenizer().eos_token_id
+    params = SamplingParams(temperature=1.5, seed=3, max_tokens=900)
+
+    def update() -> None:
+        llm.pause_generation(mode=mode, flush_cache=mode == "retract")
+        llm.update_weights_from_disk(str(new), "new")
+        llm.continue_generation()
+
+    for choice in lived(llm, params, update):
+        assert choice.finish_reason == "stop"
+        assert choice.token_ids[-1] == eos
+        assert any(choice.token_ids), "nothing but zeros"
+        assert choice.weight_versions[-1].version == "new"
+
+
+# -------------------------------------------------------------------- aborted ones
+def test_an_aborted_request_goes_on_from_prompt_and_tokens(llm: Any) -> None:
+    params = SamplingParams(**GREEDY)
+    whole = tokens(lived(llm, params))
+    cut = lived(llm, params, lambda: llm.pause_generation(mode="abort"))
+    llm.continue_generation()
+    assert {choice.finish_reason for choice in cut} == {"abort"}
+    assert all(choice.weight_versions[-1].end == 12 for choice in cut)
+    for text, choice, expected in zip(prompts(2), cut, whole, strict=True):
+        had = list(choice.token_ids)
+        again = {"prompt_token_ids": text["prompt_token_ids"] + had}
+        left = SamplingParams(**GREEDY | {"max_tokens": 60 - len(had)})
+        (output,) = llm.generate([again], left, use_tqdm=False)
+        assert had + list(output.outputs[0].token_ids) == expected
+
+
+def test_arrivals_are_refused_where_that_is_configured(
+    start: Callable[..., Any], old: Path
+) -> None:
+    from vllm.inflight.errors import EnginePaused
+
+    reject = {"inflight": {"when_paused": "reject"}}
+    llm = start(old, additional_config=reject)
+    llm.pause_generation(mode="in_place", flush_cache=False)
+    with pytest.raises(EnginePaused, match="in_place"):
+        llm.generate(prompts(1), SamplingParams(**GREEDY), use_tqdm=False)
+    llm.continue_generation()
+    assert llm.generate(prompts(1), SamplingParams(**GREEDY), use_tqdm=False)
+
+
+# --------------------------------------------------------------------- KV's versions
+def test_a_request_may_ask_whose_kv_it_read(llm: Any, new: Path) -> None:
+    params = SamplingParams(**GREEDY | {"extra_args": {"kv_versions": 1}})
+    kept = lived(llm, params, lambda: llm.update_weights_from_disk(str(new), "new"))
+    for index, choice in enumerate(kept):
+        read = [(span.version, span.start, span.end) for span in choice.kv_versions]
+        length = len(prompts(2)[index]["prompt_token_ids"])
+        assert read == [("old", 0, length + 11), ("new", length + 11, length + 59)]
+    assert not hasattr(lived(llm, SamplingParams(**GREEDY))[0], "kv_versions")
+
+
+# ------------------------------------- what keeps updates out, but not pauses
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_of_speculative_decoding_go_on(
+    start: Callable[..., Any], old: Path, mode: str
+) -> None:
+    drafting = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+    }
+    llm = start(old, dtype="float32", speculative_config=drafting)
+    params = SamplingParams(**GREEDY | {"max_tokens": 150})
+    alone = tokens(lived(llm, params))
+    assert tokens(lived(llm, params, pause(llm, mode))) == alone
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    folder = tmp_path_factory.mktemp("adapter")
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "tiny",
+        "r": 8,
+        "lora_alpha": 64,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {}
+    for layer in range(2):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(128 // HEAD_DIM * HEAD_DIM, 8)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return LoRARequest("adapter", 1, str(folder))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_of_an_adapter_go_on(
+    start: Callable[..., Any], old: Path, adapter: LoRARequest, mode: str
+) -> None:
+    llm = start(old, dtype="float32", enable_lora=True, max_lora_rank=8)
+    params = SamplingParams(**GREEDY)
+    alone = tokens(lived(llm, params, lora_request=adapter))
+    assert alone != tokens(lived(llm, params)), "the adapter does nothing"
+    paused = lived(llm, params, pause(llm, mode), lora_request=adapter)
+    assert tokens(paused) == alone
