@@ -10,9 +10,13 @@ tokens of the newest version it is 1, if nothing they attended to is older.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections import defaultdict
 from typing import Any
+
+# The engine steps in this process, so that an update comes at a given token.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
 from vllm import LLM, SamplingParams

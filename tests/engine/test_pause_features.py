@@ -77,10 +77,8 @@ def test_a_grammar_goes_on_where_it_was(llm: Any, new: Path, mode: str) -> None:
     updated = lived(
         llm, params, lambda: llm.update_weights_from_disk(str(new), "new", mode=mode)
     )
-    assert [re.fullmatch(REGEX, choice.text) is None for choice in updated] == [
-        False,
-        False,
-    ]
+    for text in [choice.text for choice in updated]:
+        assert re.fullmatch(REGEX, text), text
     assert all(len(choice.weight_versions) == 2 for choice in updated)
 
 
@@ -136,6 +134,18 @@ def test_an_aborted_request_goes_on_from_prompt_and_tokens(llm: Any) -> None:
         assert had + list(output.outputs[0].token_ids) == expected
 
 
+# --------------------------------------------------------------------- KV's versions
+def test_a_request_may_ask_whose_kv_it_read(llm: Any, new: Path) -> None:
+    params = SamplingParams(**GREEDY | {"extra_args": {"kv_versions": 1}})
+    kept = lived(llm, params, lambda: llm.update_weights_from_disk(str(new), "new"))
+    for index, choice in enumerate(kept):
+        read = [(span.version, span.start, span.end) for span in choice.kv_versions]
+        length = len(prompts(2)[index]["prompt_token_ids"])
+        assert read == [("old", 0, length + 11), ("new", length + 11, length + 59)]
+    assert not hasattr(lived(llm, SamplingParams(**GREEDY))[0], "kv_versions")
+
+
+# ------------------------------------------- engines of their own, from here on
 def test_arrivals_are_refused_where_that_is_configured(
     start: Callable[..., Any], old: Path
 ) -> None:
@@ -148,17 +158,6 @@ def test_arrivals_are_refused_where_that_is_configured(
         llm.generate(prompts(1), SamplingParams(**GREEDY), use_tqdm=False)
     llm.continue_generation()
     assert llm.generate(prompts(1), SamplingParams(**GREEDY), use_tqdm=False)
-
-
-# --------------------------------------------------------------------- KV's versions
-def test_a_request_may_ask_whose_kv_it_read(llm: Any, new: Path) -> None:
-    params = SamplingParams(**GREEDY | {"extra_args": {"kv_versions": 1}})
-    kept = lived(llm, params, lambda: llm.update_weights_from_disk(str(new), "new"))
-    for index, choice in enumerate(kept):
-        read = [(span.version, span.start, span.end) for span in choice.kv_versions]
-        length = len(prompts(2)[index]["prompt_token_ids"])
-        assert read == [("old", 0, length + 11), ("new", length + 11, length + 59)]
-    assert not hasattr(lived(llm, SamplingParams(**GREEDY))[0], "kv_versions")
 
 
 # ------------------------------------- what keeps updates out, but not pauses

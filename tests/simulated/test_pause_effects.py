@@ -136,3 +136,20 @@ def test_requests_whose_kv_cannot_be_computed_again_are_named(
     assert call(core, "paused")["is_paused"] is False
     core.scheduler.requests["remote"].status = RequestStatus.WAITING
     streams.run()
+
+
+@pytest.mark.parametrize("kind", ["async", "pipeline"])
+def test_nobody_overtakes_those_that_a_commit_retracted_with_steps_in_flight(
+    make: Callable[..., EngineCore], kind: str
+) -> None:
+    core = make(**KINDS[kind])
+    streams = started(core)
+    add(core, "late", prompt(9))
+    assert core.batch_queue, "no step is in flight"
+    publish_weights(core, 1, "one", mode="retract")
+    for _ in range(8):
+        scheduler = core.scheduler
+        queue = [each.request_id for each in (*scheduler.running, *scheduler.waiting)]
+        assert queue == ["r0", "r1", "r2", "late"]
+        streams.step()
+    assert_told_truly(core, streams.run(), LABELS.get)

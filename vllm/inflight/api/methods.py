@@ -142,7 +142,10 @@ async def pause_generation(
             mode = "retract"
     renderer = getattr(self, "renderer", None)
     if flush_cache and renderer is not None:
-        await renderer.clear_mm_cache_async()
+        if hasattr(self, "llm_engine"):  # an `LLM` has no event loop to await in
+            renderer.clear_mm_cache()
+        else:
+            await renderer.clear_mm_cache_async()
     return await control_of(self).pause(
         mode, flush_cache=flush_cache, lease_s=lease_s, owner=owner
     )
