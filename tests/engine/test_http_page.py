@@ -73,3 +73,28 @@ def test_every_example_gets_the_reply_on_the_page(
         )
         reply = json.loads(done.stdout.splitlines()[-1])
         assert shape(reply) == shape(json.loads(expected)), commands
+
+
+def test_metrics_tell_of_updates_beside_upstreams(
+    server: Server, folders: Path
+) -> None:
+    def read() -> dict[str, float]:
+        lines = server.client.get("/metrics").text.splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, value in pairs}
+
+    path = str(folders / "qwen-step-200")
+    before = read()
+    server.post("/update_weights_from_disk", {"path": path})
+    server.post("/rollback_weights")
+    server.post("/pause_generation", {"mode": "retract"})
+    server.post("/continue_generation")
+    after = read()
+    committed = 'vllm:inflight_updates_total{engine="0",outcome="committed"}'
+    assert after[committed] == before.get(committed, 0) + 1
+    assert after['vllm:inflight_rollbacks_total{engine="0"}'] >= 1
+    assert after['vllm:inflight_pause_seconds_total{engine="0",mode="retract"}'] > 0
+    gaps = 'vllm:inflight_commit_gap_milliseconds_count{engine="0"}'
+    assert after[gaps] == before[gaps] + 2
+    assert after['vllm:inflight_staged_bytes_total{engine="0"}'] > 0
+    assert any(name.startswith("vllm:num_requests_running") for name in after)

@@ -235,28 +235,6 @@ def test_upstreams_pause_and_resume_keep_their_names_and_replies(
     assert server.client.get("/get_world_size").json() == {"world_size": 1}
 
 
-def test_metrics_tell_of_updates_beside_upstreams(server: Server, new: Path) -> None:
-    def read() -> dict[str, float]:
-        lines = server.client.get("/metrics", headers={}).text.splitlines()
-        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-        return {name: float(value) for name, value in pairs}
-
-    before = read()
-    server.post("/update_weights_from_disk", {"path": str(new), "weight_version": "m"})
-    server.post("/rollback_weights")
-    server.post("/pause_generation", {"mode": "retract"})
-    server.post("/continue_generation")
-    after = read()
-    committed = 'vllm:inflight_updates_total{engine="0",outcome="committed"}'
-    assert after[committed] == before[committed] + 1
-    assert after['vllm:inflight_rollbacks_total{engine="0"}'] >= 1
-    assert after['vllm:inflight_pause_seconds_total{engine="0",mode="retract"}'] > 0
-    gaps = 'vllm:inflight_commit_gap_milliseconds_count{engine="0"}'
-    assert after[gaps] == before[gaps] + 2
-    assert after['vllm:inflight_staged_bytes_total{engine="0"}'] > 0
-    assert any(name.startswith("vllm:num_requests_running") for name in after)
-
-
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
