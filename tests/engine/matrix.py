@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 NUM_REQUESTS = 4
-NUM_TOKENS = 500
+NUM_TOKENS = 700
 PAUSE_S = 0.3
 
 
@@ -38,7 +38,7 @@ def live(door: Door, path: str, label: str, mode: str) -> dict[str, Any]:
     """Requests that are paused, updated and let go on in their middle."""
     prompts = [prompt(seed) for seed in range(NUM_REQUESTS)]
     sent = door.send(prompts, NUM_TOKENS)
-    time.sleep(0.5)
+    wait_until_running(door)
     reply = door.call("pause_generation", mode=mode, flush_cache=False)
     engines = reply.get("engines", [reply])
     is_paused = door.call("is_paused")
@@ -60,6 +60,18 @@ def live(door: Door, path: str, label: str, mode: str) -> dict[str, Any]:
         "versions": [[span["version"] for span in spans] for _, spans in done],
         "same as begun anew": [r == t for r, (t, _) in zip(rest, again, strict=True)],
     }
+
+
+def wait_until_running(door: Door) -> None:
+    """Until every request is decoding, and a moment longer."""
+    num_running = 0
+    while num_running < NUM_REQUESTS:
+        time.sleep(0.05)
+        reply = door.call("pause_generation", mode="in_place", flush_cache=False)
+        engines = reply.get("engines", [reply])
+        num_running = sum(engine["num_running"] for engine in engines)
+        door.call("continue_generation")
+    time.sleep(0.1)
 
 
 def both(door: Door, old: str, new: str) -> dict[str, Any]:

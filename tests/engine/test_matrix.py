@@ -37,7 +37,9 @@ class Http:
 
         def one(tokens: list[int]) -> Any:
             body = {"token_ids": tokens, "sampling_params": sampling}
-            (choice,) = self.server.post("/inference/v1/generate", body)["choices"]
+            reply = self.server.post("/inference/v1/generate", body)
+            assert "choices" in reply, reply
+            (choice,) = reply["choices"]
             return choice["token_ids"], choice["weight_versions"]
 
         return [self.pool.submit(one, tokens) for tokens in prompts]

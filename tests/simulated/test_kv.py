@@ -248,3 +248,31 @@ def test_engines_that_share_a_tier_have_salts_of_their_own() -> None:
     ours, theirs = Policy(0, ".a"), Policy(0, ".b")
     assert ours.salted("user", 0) == theirs.salted("user", 0) == "user"
     assert ours.salted("user", 3) != theirs.salted("user", 3)
+
+
+# ------------------------------------------------------------------------ provenance
+def test_a_request_that_fails_before_its_first_step_has_read_nothing(
+    make: Callable[..., EngineCore],
+) -> None:
+    core = make(inflight={"kv_versions": "on"})
+    for index in range(6):
+        add(core, f"r{index}", prompt(index))
+    add(core, "fails", prompt(9))  # has to wait: six run at a time
+    core.scheduler.grammar_compile_error_reqs.add("fails")
+    streams = Streams(core).step(2)
+    assert streams.finished == {"fails": "error"}
+    assert len(streams.run().finished) == 7
+    assert core.scheduler._inflight_told == {}
+
+
+def test_what_is_known_of_a_request_is_forgotten_when_it_ends(
+    make: Callable[..., EngineCore],
+) -> None:
+    core = make(inflight={"kv_versions": "on"})
+    for index in range(4):
+        add(core, f"r{index}", prompt(index))
+    Streams(core).step(3)
+    core.abort_requests(["r0"])
+    assert sorted(core.scheduler._inflight_told) == ["r1", "r2", "r3"]
+    ask(core, "pause", mode="abort")
+    assert core.scheduler._inflight_told == {}

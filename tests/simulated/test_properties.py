@@ -290,7 +290,7 @@ def test_whatever_happens_to_an_engine(
     run_state_machine_as_test(
         Example,
         settings=settings(
-            max_examples=40,
+            max_examples=25,
             stateful_step_count=40,
             deadline=None,
             phases=[Phase.generate],  # to look for a shorter life takes minutes

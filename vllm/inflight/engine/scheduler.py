@@ -78,8 +78,9 @@ class InflightSchedulerMixin:
             if (told := self._inflight_told.get(output.request_id)) is None:
                 continue
             request, known = told
-            if request.inflight_trail != known:
-                trail = list(request.inflight_trail)
+            # One that ends before it was ever scheduled has none.
+            trail = list(vars(request).get("inflight_trail", ()))
+            if trail != known:
                 self._inflight_told[output.request_id] = (request, trail)
                 params = output.kv_transfer_params or {}
                 output.kv_transfer_params = params | {KV_FIELD: trail}
