@@ -276,10 +276,11 @@ class Life(RuleBasedStateMachine):
                     assert output.outputs[0].finish_reason in ("length", "abort")
 
 
+@pytest.mark.parametrize("seed", ["", pytest.param("any", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", [k for k in KINDS if "in process" not in k])
 def test_whatever_happens_to_an_engine(
-    make: Callable[..., EngineCore], kind: str, policy: str
+    make: Callable[..., EngineCore], kind: str, policy: str, seed: str
 ) -> None:
     options = KINDS[kind] | {"inflight": {"prefix_cache": policy, "kv_versions": "on"}}
 
@@ -287,13 +288,12 @@ def test_whatever_happens_to_an_engine(
         fresh = staticmethod(lambda: make(**options))
         most = POLICIES[policy]
 
-    run_state_machine_as_test(
-        Example,
-        settings=settings(
-            max_examples=25,
-            stateful_step_count=40,
-            deadline=None,
-            phases=[Phase.generate],  # to look for a shorter life takes minutes
-            suppress_health_check=list(HealthCheck),
-        ),
+    lives = settings(
+        max_examples=200 if seed else 25,
+        derandomize=not seed,  # others, and more of them, with `make soak`
+        stateful_step_count=40,
+        deadline=None,
+        phases=[Phase.generate],  # to look for a shorter life takes minutes
+        suppress_health_check=list(HealthCheck),
     )
+    run_state_machine_as_test(Example, settings=lives)

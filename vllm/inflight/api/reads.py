@@ -26,7 +26,12 @@ async def flush_cache(engine: Any, body: dict[str, Any]) -> Reply:
     replies = await control_of(engine).ask("flush")
     await engine.renderer.clear_mm_cache_async()
     waiting = sum(reply["num_waiting"] for reply in replies)
-    return {"success": True, "message": "Cache flushed.", "num_waiting": waiting}
+    return {
+        "success": True,
+        "message": "Cache flushed.",
+        "num_waiting": waiting,
+        "dropped": [reply["dropped"] for reply in replies],
+    }
 
 
 async def reset_prefix_cache(engine: Any, body: dict[str, Any]) -> Reply:

@@ -54,7 +54,7 @@ def matching(known: Iterable[str], ids: Iterable[str]) -> list[str]:
 
 
 def flush(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Drop every cache; refused while running requests hold KV."""
+    """Drop every cache, and tell what was in it; refused while requests hold KV."""
     del body
     counts = requests(gate, {})
     if counts["num_running"]:
@@ -63,8 +63,7 @@ def flush(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
             f"{counts['num_running']} requests {state} and hold KV that cannot be "
             "dropped under them; pause with mode 'retract' (or 'abort') first"
         )
-    gate.pauses.flush()
-    return counts
+    return counts | gate.pauses.flush()
 
 
 def requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:

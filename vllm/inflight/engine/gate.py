@@ -200,11 +200,6 @@ class Gate:
         """Go on after a pause; going on twice is going on once."""
         return self.pauses.resume(body.get("owner"))
 
-    def flush(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Drop the caches; the reply of `/flush_cache` says what was in them."""
-        del body
-        return self.pauses.flush()
-
     def paused(self, body: dict[str, Any]) -> dict[str, Any]:
         """Whether decoding stands still, and in which mode."""
         del body
@@ -286,7 +281,6 @@ _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "transport": lambda gate, body: gate.updates.transport(body),
     "pause": Gate.pause,
     "resume": Gate.resume,
-    "flush": Gate.flush,
     "paused": Gate.paused,
     "metrics": Gate.metrics,
     "undo": Gate.undo,

@@ -148,9 +148,9 @@ class Watch:
                 self._end(update, digest)
             else:
                 update.digest = digest
-                update.num_bytes = sum(notice["bytes"] for notice in notices)
+                update.num_bytes = sum(notice.get("bytes", 0) for notice in notices)
                 # Every rank is handed every tensor, and samples the same.
-                update.drift = notices[0]["drift"]
+                update.drift = notices[0].get("drift")
                 self._ledger.move(update, Phase.STAGED)
 
     def _end(self, update: Update, error: InflightError) -> None:
