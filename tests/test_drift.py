@@ -88,6 +88,12 @@ def test_a_sample_is_small_and_of_any_kind_of_tensor():
     assert drift(taken, taken)["overall"] == 0.0
 
 
+def test_tensors_of_any_size_are_sampled_together():
+    sizes = (SIZE - 1, SIZE, SIZE + 1, 3 * SIZE)
+    taken = samples({f"{n}.weight": torch.randn(n) for n in sizes})
+    assert [len(row) for row in taken.values()] == [SIZE - 1, SIZE, SIZE, SIZE]
+
+
 def test_a_sample_outlives_the_memory_it_was_taken_from():
     named = version()
     taken = samples(named)

@@ -93,7 +93,7 @@ def _layer(name: str) -> str:
 
 def _runs(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
-    if flat.numel() <= SIZE:
+    if flat.numel() < SIZE:
         return flat
     return flat.as_strided(
         (NUM_RUNS, RUN), (flat.numel() // NUM_RUNS, 1), flat.storage_offset()
