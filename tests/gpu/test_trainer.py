@@ -14,7 +14,7 @@ import torch
 from tests.engine.conftest import checkpoint, start  # noqa: F401 (fixtures)
 from tests.engine.far_trainer import FarTrainer
 from tests.engine.probe import greedy
-from tests.engine.test_far_trainer import (  # noqa: F401 (tests, run here over NCCL)
+from tests.engine.test_trainer_far import (  # noqa: F401 (tests, run here over NCCL)
     test_a_pause_does_not_wait_for_a_trainer_that_fell_silent,
     test_a_trainer_killed_in_the_middle_costs_nothing_but_its_update,
     trainer,
