@@ -1,6 +1,14 @@
 """What holds for every test."""
 
+import os
+from pathlib import Path
+
 from hypothesis import HealthCheck, settings
+
+import tests.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
+
+ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = f"{ROOT / 'tests' / 'calm'}{os.pathsep}{ROOT}"
 
 # A busy machine is no reason to fail.
 settings.register_profile(

@@ -38,7 +38,7 @@ def live(door: Door, path: str, label: str, mode: str) -> dict[str, Any]:
     """Requests that are paused, updated and let go on in their middle."""
     prompts = [prompt(seed) for seed in range(NUM_REQUESTS)]
     sent = door.send(prompts, NUM_TOKENS)
-    wait_until_running(door)
+    wait_until_running(door, sent)
     reply = door.call("pause_generation", mode=mode, flush_cache=False)
     engines = reply.get("engines", [reply])
     is_paused = door.call("is_paused")
@@ -62,10 +62,11 @@ def live(door: Door, path: str, label: str, mode: str) -> dict[str, Any]:
     }
 
 
-def wait_until_running(door: Door) -> None:
+def wait_until_running(door: Door, sent: list[Future[Any]]) -> None:
     """Until every request is decoding, and a moment longer."""
     num_running = 0
     while num_running < NUM_REQUESTS:
+        assert not any(future.done() for future in sent), "never all at one time"
         time.sleep(0.05)
         reply = door.call("pause_generation", mode="in_place", flush_cache=False)
         engines = reply.get("engines", [reply])

@@ -1,7 +1,6 @@
 """The doors and the ways of parallelism: a pause and an update mean the same in all."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,7 +61,6 @@ def in_a_script(kind: str, tp: int, dp: int, old: Path, new: Path) -> Any:
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.matrix", *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=400,

@@ -1,7 +1,6 @@
 """PipelineRL's request, worker calls and method, with a trainer over gloo."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -177,7 +176,6 @@ def test_its_servers_own_steps_serve_what_is_broadcast(
     run = subprocess.run(
         [sys.executable, "-m", "tests.engine.pipelinerl_server", str(old), str(new)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,

@@ -15,7 +15,6 @@ from tests.serving import Server
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
 KEY = "a-key-of-the-tests"
 
 
@@ -25,7 +24,7 @@ def running(old: Path) -> Iterator[Server]:
         *("--weight-transfer-config", '{"backend": "other"}'),
         *("--worker-extension-cls", "tests.engine.transport.Extension"),
     )
-    with Server(old, *flags, key=KEY, env={"PYTHONPATH": str(ROOT)}) as server:
+    with Server(old, *flags, key=KEY) as server:
         yield server
 
 

@@ -1,7 +1,6 @@
 """What doors say of two ranks is what both serve, and not one of them."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +21,6 @@ def seen(checkpoint: Callable[..., Path]) -> dict[str, Any]:
     run = subprocess.run(
         [*command, str(checkpoint(0)), str(checkpoint(1))],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=400,
