@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, settings
 import tests.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
 
 ROOT = Path(__file__).parents[1]
-os.environ["PYTHONPATH"] = f"{ROOT / 'tests' / 'calm'}{os.pathsep}{ROOT}"
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT / "tests" / "calm"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+).rstrip(os.pathsep)
 
 # A busy machine is no reason to fail.
 settings.register_profile(

@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 import tests.engine.transport  # noqa: F401 (registers the transport "other")
 from tests.engine.bare_core import call, publish
+from tests.engine.core_door import Door, said
 from tests.engine.probe import greedy
+from tests.engine.reference import Reference
 from tests.tiny import make_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -71,15 +74,21 @@ def start() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(scope="module")
-def old(checkpoint: Callable[..., Path]) -> Path:
-    """The weights that engines start with."""
-    return checkpoint(0)
+def shape(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The shape of the module's models: its `SHAPE`, or the smallest."""
+    return getattr(request.module, "SHAPE", {})
 
 
 @pytest.fixture(scope="module")
-def new(checkpoint: Callable[..., Path]) -> Path:
+def old(checkpoint: Callable[..., Path], shape: dict[str, Any]) -> Path:
+    """The weights that engines start with."""
+    return checkpoint(0, **shape)
+
+
+@pytest.fixture(scope="module")
+def new(checkpoint: Callable[..., Path], shape: dict[str, Any]) -> Path:
     """The weights that they are updated to."""
-    return checkpoint(1)
+    return checkpoint(1, **shape)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +148,31 @@ def core(booted: EngineCore, folders: dict[str, Path]) -> Iterator[EngineCore]:
     booted.abort_requests(list(booted.scheduler.requests))
     while booted.scheduler.has_requests():
         booted.step_fn()
+
+
+@pytest.fixture(scope="module")
+def expected(booted: EngineCore, folders: dict[str, Path]) -> dict[str, Any]:
+    """What the new weights say, when they come the plain way."""
+    publish(booted, folders["new"], "expected")
+    return said(booted)
+
+
+@pytest.fixture
+def door(core: EngineCore) -> Door:
+    """The routes of a server, in front of the core."""
+    return Door(core)
+
+
+@pytest.fixture(scope="module")
+def versions(checkpoint: Callable[..., Path]) -> dict[str, Path]:
+    """Three checkpoints by their labels."""
+    return {label: checkpoint(seed) for seed, label in enumerate("abc")}
+
+
+@pytest.fixture(scope="module")
+def reference(versions: dict[str, Path]) -> Reference:
+    """The same three, computed by transformers."""
+    return Reference(versions, torch.float32)
 
 
 def stop(alive: list[Any]) -> None:

@@ -5,13 +5,14 @@ happened as JSON.
 """
 
 import asyncio
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
+
+from tests.engine.script import tell
 
 NUM_REQUESTS = 4
 NUM_TOKENS = 700
@@ -188,7 +189,7 @@ def main(kind: str, tp: str, dp: str, old: str, new: str) -> None:
     )
     seen = both(door, old, new)
     door.close()
-    print("RESULT " + json.dumps(seen), flush=True)
+    tell(seen)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.engine.script import tell
 from tests.engine.torch_trainer import HOST, facts, training
 
 
@@ -75,7 +76,7 @@ async def main(old: Path, new: Path) -> None:
     seen["versions of a stream"] = [s.version for s in streamed.weight_versions]
     seen["length of that stream"] = len(streamed.token_ids)
     engine.shutdown()
-    print("RESULT " + json.dumps(seen))
+    tell(seen)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """What the tests ask of an engine: prompts, greedy tokens, a version sent."""
 
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
+
+from vllm.inflight.wire.watch import in_background
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -20,6 +24,43 @@ def greedy(llm: Any) -> list[list[int]]:
     """What the weights served now make of eight prompts."""
     outputs = llm.generate(prompts(8), GREEDY, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def outputs_during(
+    work: Callable[[], Any], llm: Any, count: int, sampling: Iterator[SamplingParams]
+) -> list[Any]:
+    """Send waves of `count` requests until `work`, in a thread, is done.
+
+    Returns all outputs; raises what `work` raised.
+    """
+    working = in_background(work)
+    outputs = []
+    while not working.done():
+        outputs += llm.generate(prompts(count), next(sampling), use_tqdm=False)
+    working.result()
+    return outputs
+
+
+def flips_under_load(
+    llm: Any, paths: tuple[Path, Path], num_flips: int
+) -> tuple[list[Any], list[float]]:
+    """Commit the two in turn while requests of 200 tokens run.
+
+    Returns the outputs and how long each flip took, in seconds.
+    """
+    seconds: list[float] = []
+
+    def commit_all() -> None:
+        for number in range(num_flips):
+            path = paths[number % 2]
+            reply = llm.update_weights_from_disk(str(path), f"v{number}")
+            seconds.append(reply["seconds"]["flip"])
+
+    sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    outputs = outputs_during(commit_all, llm, 8, repeat(sampling))
+    assert {len(o.outputs[0].token_ids) for o in outputs} == {200}
+    assert any(len(o.outputs[0].weight_versions) > 1 for o in outputs)
+    return outputs, seconds
 
 
 def state(llm: Any) -> tuple[list[list[int]], str]:

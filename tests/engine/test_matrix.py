@@ -1,8 +1,5 @@
 """The doors and the ways of parallelism: a pause and an update mean the same in all."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -11,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.engine.matrix import NUM_REQUESTS, NUM_TOKENS, both
+from tests.engine.script import run_script
 from tests.serving import Server
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
 PATHS = {
     "pause_generation": "/pause_generation",
     "continue_generation": "/continue_generation",
@@ -56,21 +53,6 @@ def over_http(tp: int, dp: int, old: Path, new: Path) -> Any:
         return both(Http(server), str(old), str(new))
 
 
-def in_a_script(kind: str, tp: int, dp: int, old: Path, new: Path) -> Any:
-    arguments = [kind, str(tp), str(dp), str(old), str(new)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.matrix", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    lines = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads(lines[0].removeprefix("RESULT "))
-
-
 # Upstream's `LLM` drives one engine; its data parallelism is a script per rank.
 CELLS = [
     (door, shape)
@@ -89,7 +71,7 @@ def test_a_pause_and_an_update_in_the_middle_of_requests(
     if door == "HTTP":
         seen = over_http(tp, dp, old, new)
     else:
-        seen = in_a_script(door, tp, dp, old, new)
+        seen = run_script("matrix", door, tp, dp, old, new)
     for mode, label, before in (("in_place", "new", "old"), ("retract", "old", "new")):
         life = seen[mode]
         assert life["is_paused"] is True

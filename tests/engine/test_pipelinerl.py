@@ -1,8 +1,5 @@
 """PipelineRL's request, worker calls and method, with a trainer over gloo."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +8,13 @@ import pytest
 from pydantic import BaseModel
 from vllm.v1.engine.core import EngineCore
 
-from tests.engine.bare_core import publish
 from tests.engine.core_door import Door, said
 from tests.engine.probe import greedy
+from tests.engine.script import run_script
 from tests.engine.torch_trainer import HOST, TorchTrainer, facts, training
 from tests.engine.user_extension import CALLED
 
 pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).parents[2]
 
 
 class ParameterInfo(BaseModel):
@@ -58,17 +53,6 @@ def joining(trainer: TorchTrainer) -> tuple[Any, ...]:
 
 
 # ------------------------------------------------------------ a core of its own
-@pytest.fixture
-def door(core: EngineCore) -> Door:
-    return Door(core)
-
-
-@pytest.fixture(scope="module")
-def expected(booted: EngineCore, folders: dict[str, Path]) -> dict[str, Any]:
-    publish(booted, folders["new"], "expected")
-    return said(booted)
-
-
 def test_a_request_over_http_is_received_and_served(
     door: Door, trainer: TorchTrainer, folders: dict[str, Path], expected: Any
 ) -> None:
@@ -173,16 +157,7 @@ def test_its_servers_own_steps_serve_what_is_broadcast(
     checkpoint: Callable[..., Path],
 ) -> None:
     old, new = checkpoint(0), checkpoint(1)
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.pipelinerl_server", str(old), str(new)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = [x for x in run.stdout.splitlines() if x.startswith("RESULT ")]
-    assert lines, run.stdout[-4000:] + run.stderr[-4000:]
-    seen = json.loads(lines[0].removeprefix("RESULT "))
+    seen = run_script("pipelinerl_server", old, new)
     assert seen["before"] != seen["expected"]
     assert seen["after receive_weight_update"] == seen["expected"]
     assert seen["after pause_and_update"] == seen["before"]

@@ -4,27 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import publish
-from tests.engine.core_door import Door, said
+from tests.engine.core_door import Door
 from tests.engine.sent_tensors import tensors
 
 pytestmark = pytest.mark.engine
 
 HEAD = "lm_head.weight"
-
-
-@pytest.fixture
-def door(core: EngineCore) -> Door:
-    return Door(core)
-
-
-@pytest.fixture(scope="module")
-def expected(booted: EngineCore, folders: dict[str, Path]) -> dict[str, Any]:
-    """What the new weights say, when they come the plain way."""
-    publish(booted, folders["new"], "expected")
-    return said(booted)
 
 
 def test_weights_are_read_by_the_checkpoints_names(

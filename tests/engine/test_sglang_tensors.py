@@ -11,27 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.engine.core import EngineCore
 
-from tests.engine.bare_core import publish
 from tests.engine.core_door import Door, said
 from tests.engine.sent_tensors import entry, flattened, halves, tensors
 
 pytestmark = pytest.mark.engine
 
 HEAD = "lm_head.weight"
-
-
-@pytest.fixture
-def door(core: EngineCore) -> Door:
-    return Door(core)
-
-
-@pytest.fixture(scope="module")
-def expected(booted: EngineCore, folders: dict[str, Path]) -> dict[str, Any]:
-    """What the new weights say, when they come the plain way."""
-    publish(booted, folders["new"], "expected")
-    return said(booted)
 
 
 def test_tensors_of_one_call_are_served(

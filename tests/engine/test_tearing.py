@@ -4,8 +4,8 @@ The versions differ by far more than the numerical noise between the engine and
 the reference, so a step that mixed two of them would match none.
 """
 
-import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.probe import prompts
+from tests.engine.probe import outputs_during
 from tests.engine.reference import Reference, labels_of
 from vllm.inflight.commit.flip import Exchange
 
 pytestmark = pytest.mark.engine
 
-SEEDS = {"a": 0, "b": 1, "c": 2}
 NOISE = 2e-3
 """Largest difference seen between engine and reference, with room."""
 
@@ -27,33 +26,19 @@ NOISE = 2e-3
 def stream_under_commits(llm: Any, paths: dict[str, Path], num_commits: int) -> Any:
     """Decode in this thread while another commits; returns all outputs."""
     labels = list(paths)
-    failures: list[BaseException] = []
-    finished = threading.Event()
 
     def commit_all() -> None:
-        try:
-            for index in range(num_commits):
-                label = labels[(index + 1) % len(labels)]
-                llm.update_weights_from_disk(str(paths[label]), label)
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            finished.set()
+        for index in range(num_commits):
+            label = labels[(index + 1) % len(labels)]
+            llm.update_weights_from_disk(str(paths[label]), label)
 
-    committer = threading.Thread(target=commit_all)
-    outputs = []
-    committer.start()
-    seed = 0
-    while not finished.is_set():
-        seed += 1
-        params = SamplingParams(
+    sampling = (
+        SamplingParams(
             temperature=1.0, seed=seed, max_tokens=120, ignore_eos=True, logprobs=0
         )
-        outputs += llm.generate(prompts(4), params, use_tqdm=False)
-    committer.join()
-    if failures:
-        raise failures[0]
-    return outputs
+        for seed in count(1)
+    )
+    return outputs_during(commit_all, llm, 4, sampling)
 
 
 def mismatches(outputs: Any, reference: Reference, first_label: str) -> list[str]:
@@ -86,16 +71,6 @@ def apart(logprobs: dict[str, torch.Tensor]) -> float:
         for i, x in enumerate(values)
         for y in values[i + 1 :]
     )
-
-
-@pytest.fixture(scope="module")
-def versions(checkpoint: Callable[..., Path]) -> dict[str, Path]:
-    return {label: checkpoint(seed) for label, seed in SEEDS.items()}
-
-
-@pytest.fixture(scope="module")
-def reference(versions: dict[str, Path]) -> Reference:
-    return Reference(versions, torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -5,26 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.engine.core import EngineCore
 
-from tests.engine.bare_core import Streams, add, prompt, publish
+from tests.engine.bare_core import Streams, add, prompt
 from tests.engine.core_door import Door, said
 from tests.engine.torch_trainer import TorchTrainer, facts, training
 
 pytestmark = pytest.mark.engine
 
 RECEIVE = "/update_weights_from_distributed"
-
-
-@pytest.fixture
-def door(core: EngineCore) -> Door:
-    return Door(core)
-
-
-@pytest.fixture(scope="module")
-def expected(booted: EngineCore, folders: dict[str, Path]) -> dict[str, Any]:
-    publish(booted, folders["new"], "expected")
-    return said(booted)
 
 
 def join(door: Door, trainer: TorchTrainer) -> None:

@@ -1,33 +1,20 @@
 """Tensor parallelism: all ranks change, or none."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.engine
+from tests.engine.script import run_script
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
 def seen(checkpoint: Callable[..., Path]) -> dict[str, Any]:
     """One run of the script, for all tests of this module."""
-    command = [sys.executable, "-m", "tests.engine.two_ranks"]
-    run = subprocess.run(
-        [*command, str(checkpoint(0)), str(checkpoint(1))],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    lines = [x for x in run.stdout.splitlines() if x.startswith("RESULT ")]
-    assert lines, run.stdout[-4000:] + run.stderr[-4000:]
-    return json.loads(lines[0].removeprefix("RESULT "))
+    return run_script("two_ranks", checkpoint(0), checkpoint(1))
 
 
 def test_two_ranks_commit_together_and_equal_a_fresh_engine(

@@ -3,13 +3,13 @@
 Usage: python -m tests.engine.two_ranks OLD NEW
 """
 
-import json
 import os
 import sys
 import threading
 from typing import Any
 
 from tests.engine.probe import prompts
+from tests.engine.script import tell
 
 
 def main(old: str, new: str) -> None:
@@ -71,7 +71,7 @@ def main(old: str, new: str) -> None:
     seen["lengths in flight"] = [len(s.outputs[0].token_ids) for s in streams]
     seen["versions in flight"] = max(len(s.outputs[0].weight_versions) for s in streams)
     llm.llm_engine.engine_core.shutdown()
-    print("RESULT " + json.dumps(seen))
+    tell(seen)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Usage: python -m tests.engine.two_ranks_doors OLD NEW
 
 import asyncio
 import base64
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from starlette.testclient import TestClient
 
 from tests.door import served
 from tests.engine.probe import prompts
+from tests.engine.script import tell
 from tests.engine.torch_trainer import facts, training
 from tests.tiny import HEAD_DIM
 from vllm.inflight import ops
@@ -162,7 +162,7 @@ def main(old: Path, new: Path) -> None:
     seen["after broadcast"] = greedy()
     seen["odd after broadcast"] = checked(new)
     llm.llm_engine.engine_core.shutdown()
-    print("RESULT " + json.dumps(seen))
+    tell(seen)
 
 
 if __name__ == "__main__":

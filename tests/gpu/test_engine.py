@@ -1,15 +1,14 @@
 """Flips under CUDA graphs, torch.compile, async scheduling and FlashAttention."""
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.conftest import checkpoint, start  # noqa: F401 (fixtures)
-from tests.engine.probe import greedy, prompts
+from tests.engine.probe import flips_under_load, greedy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,22 +20,12 @@ NUM_FLIPS = 60
 
 
 @pytest.fixture(scope="module")
-def old(checkpoint: Callable[..., Path]) -> Path:  # noqa: F811
-    return checkpoint(0, **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def new(checkpoint: Callable[..., Path]) -> Path:  # noqa: F811
-    return checkpoint(1, **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def fresh(start: Callable[..., Any], new: Path) -> list[list[int]]:  # noqa: F811
+def fresh(start: Callable[..., Any], new: Path) -> list[list[int]]:
     return greedy(start(new, enforce_eager=False))
 
 
 @pytest.fixture(scope="module")
-def llm(start: Callable[..., Any], fresh: Any, old: Path) -> Iterator[Any]:  # noqa: F811
+def llm(start: Callable[..., Any], fresh: Any, old: Path) -> Iterator[Any]:
     yield start(old, enforce_eager=False)
 
 
@@ -57,38 +46,15 @@ def test_outputs_equal_a_fresh_engine_after_every_flip_and_rollback(
 def test_flips_under_load_leave_every_request_whole(
     llm: Any, fresh: list[list[int]], old: Path, new: Path
 ) -> None:
-    from vllm import SamplingParams
-
-    seconds: list[float] = []
-    done = threading.Event()
-
-    def commit_all() -> None:
-        try:
-            for number in range(NUM_FLIPS):
-                path = (new, old)[number % 2]
-                reply = llm.update_weights_from_disk(str(path), f"v{number}")
-                seconds.append(reply["seconds"]["flip"])
-        finally:
-            done.set()
-
-    committer = threading.Thread(target=commit_all)
-    committer.start()
-    outputs = []
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    while not done.is_set():
-        outputs += llm.generate(prompts(8), params, use_tqdm=False)
-    committer.join()
-    assert len(seconds) == NUM_FLIPS
-    print(f"flip: {1e3 * sorted(seconds)[len(seconds) // 2]:.3f} ms median")
-    assert {len(o.outputs[0].token_ids) for o in outputs} == {200}
-    assert sum(len(o.outputs[0].weight_versions) > 1 for o in outputs)
+    _, seconds = flips_under_load(llm, (new, old), NUM_FLIPS)
+    print(f"flip: {1e3 * median(seconds):.3f} ms median")
     llm.update_weights_from_disk(str(new), "last")
     assert greedy(llm) == fresh
 
 
 @pytest.mark.parametrize("staging", ["host", "device"])
 def test_every_place_for_the_second_set_gives_the_same(
-    start: Callable[..., Any],  # noqa: F811
+    start: Callable[..., Any],
     fresh: list[list[int]],
     old: Path,
     new: Path,

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import checkpoint, start  # noqa: F401 (fixtures)
 from tests.engine.reference import Reference
-from tests.engine.test_tearing import SEEDS, mismatches, stream_under_commits
+from tests.engine.test_tearing import mismatches, stream_under_commits
 from vllm.inflight.commit.flip import PageFlip
 
 pytestmark = [
@@ -25,17 +24,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def versions(checkpoint: Callable[..., Path]) -> dict[str, Path]:  # noqa: F811
-    return {label: checkpoint(seed) for label, seed in SEEDS.items()}
-
-
-@pytest.fixture(scope="module")
-def reference(versions: dict[str, Path]) -> Reference:
-    return Reference(versions, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def llm(start: Callable[..., Any], versions: dict[str, Path]) -> Any:  # noqa: F811
+def llm(start: Callable[..., Any], versions: dict[str, Path]) -> Any:
     return start(versions["a"], dtype="float32", enforce_eager=False)
 
 

@@ -4,14 +4,13 @@ One engine, in this process; whatever happens to the trainer, decoding goes on, 
 weights served stay what they were, and the next update works.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.conftest import checkpoint, start  # noqa: F401 (fixtures)
 from tests.engine.far_trainer import FarTrainer
 from tests.engine.probe import greedy
 from tests.engine.test_trainer_far import (  # noqa: F401 (tests, run here over NCCL)
@@ -35,34 +34,11 @@ BUCKET_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def old(checkpoint: Callable[..., Path]) -> Path:  # noqa: F811
-    return checkpoint(0, **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def new(checkpoint: Callable[..., Path]) -> Path:  # noqa: F811
-    return checkpoint(1, **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def fresh(start: Callable[..., Any], new: Path) -> list[list[int]]:  # noqa: F811
-    return greedy(start(new))
-
-
-@pytest.fixture(scope="module")
-def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:  # noqa: F811
+def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
     from vllm.config.weight_transfer import WeightTransferConfig
 
     transport = WeightTransferConfig(backend="inflight_nccl")
     return start(old, weight_transfer_config=transport)
-
-
-@pytest.fixture
-def llm(engine: Any, old: Path) -> Iterator[Any]:
-    engine.update_weights_from_disk(str(old), "old")
-    yield engine
-    if engine.weight_update_status()["active"] is not None:
-        engine.abort_weight_update()
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +84,7 @@ def test_updates_over_nccl_are_received_in_place_and_equal_a_fresh_engine(
 
 
 def test_memory_that_runs_out_while_staging_costs_nothing_but_the_update(
-    start: Callable[..., Any],  # noqa: F811
+    start: Callable[..., Any],
     fresh: list[list[int]],
     old: Path,
     new: Path,

@@ -1,16 +1,15 @@
 """Tensor parallelism on GPUs: both ranks flip together, under CUDA graphs and load."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.conftest import checkpoint, start  # noqa: F401 (fixtures)
 from tests.engine.far_trainer import FarTrainer
-from tests.engine.probe import greedy, prompts
+from tests.engine.probe import flips_under_load, greedy
 from vllm.inflight.errors import TransferFault, WeightsMismatch
 
 pytestmark = [
@@ -23,17 +22,7 @@ NUM_FLIPS = 50
 
 
 @pytest.fixture(scope="module")
-def old(checkpoint: Callable[..., Path]) -> Path:  # noqa: F811
-    return checkpoint(0, **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def new(checkpoint: Callable[..., Path]) -> Path:  # noqa: F811
-    return checkpoint(1, **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def two(start: Callable[..., Any]) -> Callable[[Path], Any]:  # noqa: F811
+def two(start: Callable[..., Any]) -> Callable[[Path], Any]:
     def llm(folder: Path) -> Any:
         from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -60,33 +49,10 @@ def llm(two: Callable[[Path], Any], fresh: Any, old: Path) -> Any:
 def test_two_ranks_equal_a_fresh_engine_after_many_flips_under_load(
     llm: Any, fresh: list[list[int]], old: Path, new: Path
 ) -> None:
-    from vllm import SamplingParams
-
     before = greedy(llm)
     assert before != fresh
-    seconds: list[float] = []
-    done = threading.Event()
-
-    def commit_all() -> None:
-        try:
-            for number in range(NUM_FLIPS):
-                path = (new, old)[number % 2]
-                reply = llm.update_weights_from_disk(str(path), f"v{number}")
-                seconds.append(reply["seconds"]["flip"])
-        finally:
-            done.set()
-
-    committer = threading.Thread(target=commit_all)
-    committer.start()
-    outputs = []
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    while not done.is_set():
-        outputs += llm.generate(prompts(8), params, use_tqdm=False)
-    committer.join()
-    assert len(seconds) == NUM_FLIPS
-    print(f"\nflip of two ranks: {1e3 * sorted(seconds)[len(seconds) // 2]:.3f} ms")
-    assert {len(o.outputs[0].token_ids) for o in outputs} == {200}
-    assert any(len(o.outputs[0].weight_versions) > 1 for o in outputs)
+    _, seconds = flips_under_load(llm, (new, old), NUM_FLIPS)
+    print(f"\nflip of two ranks: {1e3 * median(seconds):.3f} ms")
     assert greedy(llm) == before
     llm.update_weights_from_disk(str(new), "new")
     assert greedy(llm) == fresh
@@ -124,7 +90,7 @@ def test_two_ranks_take_updates_over_nccl_and_survive_their_trainer(
 def test_a_version_that_is_not_whole_is_served_by_no_rank(
     llm: Any,
     old: Path,
-    checkpoint: Callable[..., Path],  # noqa: F811
+    checkpoint: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
     from safetensors.torch import load_file, save_file

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import checkpoint, start  # noqa: F401 (fixtures)
 from tests.engine.far_trainer import FarTrainer
 from tests.engine.probe import greedy
 
@@ -22,21 +21,6 @@ needs_two = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def old(checkpoint: Callable[..., Path]) -> Path:  # noqa: F811
-    return checkpoint(0, **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def new(checkpoint: Callable[..., Path]) -> Path:  # noqa: F811
-    return checkpoint(1, **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def fresh(start: Callable[..., Any], new: Path) -> list[list[int]]:  # noqa: F811
-    return greedy(start(new))
-
-
 @pytest.mark.parametrize(
     ("backend", "gpu", "options"),
     [
@@ -48,7 +32,7 @@ def fresh(start: Callable[..., Any], new: Path) -> list[list[int]]:  # noqa: F81
     ],
 )
 def test_updates_through_upstreams_transport_equal_a_fresh_engine(
-    start: Callable[..., Any],  # noqa: F811
+    start: Callable[..., Any],
     fresh: list[list[int]],
     old: Path,
     new: Path,
