@@ -8,14 +8,14 @@ nothing of the group is left; the next `init_weight_transfer_engine` makes a new
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import Cancelled, EngineFault, Malformed, TransferFault
+from vllm.inflight.errors import EngineFault, Malformed, TransferFault
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.group import Group, open_group
@@ -182,16 +182,8 @@ class BroadcastEngine(StagedEngine):
                 "init_weight_transfer_engine again"
             )
         watch = Watch(self.timeout_s, self._is_cancelled)
-        incoming = self._receiver.tensors(update_info.announced, watch)
         try:
-            self.model.load_weights(incoming)
-            for _ in incoming:  # whatever the model did not ask for
-                pass
-        except Exception:
-            with suppress(TransferFault, Cancelled):
-                for _ in incoming:
-                    pass
-            raise
+            self.load_all(self._receiver.tensors(update_info.announced, watch))
         finally:
             if self._group.ended is not None:
                 self._receiver = None  # and its buckets

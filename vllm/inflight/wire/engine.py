@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from vllm.inflight import upstream
+from vllm.inflight.errors import Cancelled, TransferFault
+from vllm.inflight.wire.announcement import Pair
 from vllm.inflight.wire.watch import never
 
 
@@ -18,6 +21,22 @@ class StagedEngine(upstream.WeightTransferEngine):
     """
 
     cancelled: Callable[[], bool] = staticmethod(never)
+
+    def load_all(self, incoming: Iterator[Pair]) -> None:
+        """Give the model all that arrives, whatever it makes of it.
+
+        What it does not ask for, and what comes after an error of its own, is received
+        all the same: buckets are in flight, and a group left early would break.
+        """
+        try:
+            self.model.load_weights(incoming)
+            for _ in incoming:
+                pass
+        except Exception:
+            with suppress(TransferFault, Cancelled):
+                for _ in incoming:
+                    pass
+            raise
 
     @property
     def gauges(self) -> dict[str, float]:

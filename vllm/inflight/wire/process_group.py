@@ -13,13 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import Cancelled, Malformed, TransferFault
+from vllm.inflight.errors import Malformed, TransferFault
 from vllm.inflight.wire.announcement import Announcement, Pair
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.group import Group, Pending
@@ -158,16 +157,7 @@ class GroupsEngine(StagedEngine):
                 f"this worker is in no group {name!r}; open it with the trainer first "
                 f"(groups joined: {', '.join(self.joined) or 'none'})"
             )
-        incoming = self._tensors(self.joined[name], update_info)
-        try:
-            self.model.load_weights(incoming)
-            for _ in incoming:  # whatever the model did not ask for
-                pass
-        except Exception:
-            with suppress(TransferFault, Cancelled):
-                for _ in incoming:
-                    pass
-            raise
+        self.load_all(self._tensors(self.joined[name], update_info))
 
     def leave(self, name: str) -> bool:
         """Leave a group; whether this worker was in it."""

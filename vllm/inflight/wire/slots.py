@@ -16,16 +16,13 @@ class Slots:
     """
 
     def __init__(self, count: int, num_bytes: int, device: torch.device) -> None:
-        self.count = count
-        self.num_bytes = num_bytes
         self._device = device
-        self._buffers = [self._new() for _ in range(count)]
-        self._unused = [_num_uses(buffer) for buffer in self._buffers]
+        self._make(count, num_bytes)
 
     def grow(self, count: int, num_bytes: int) -> None:
         """Become `count` buffers of at least that size, if they are not."""
         if num_bytes > self.num_bytes:
-            self.__init__(count, num_bytes, self._device)  # type: ignore[misc]
+            self._make(count, num_bytes)
 
     def is_free(self, index: int) -> bool:
         """Whether nobody looks into slot `index % count`, on any level of views."""
@@ -37,6 +34,12 @@ class Slots:
         if not self.is_free(index):
             self._buffers[index % self.count] = self._new()
         return self._buffers[index % self.count]
+
+    def _make(self, count: int, num_bytes: int) -> None:
+        self.count = count
+        self.num_bytes = num_bytes
+        self._buffers = [self._new() for _ in range(count)]
+        self._unused = [_num_uses(buffer) for buffer in self._buffers]
 
     def _new(self) -> torch.Tensor:
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
