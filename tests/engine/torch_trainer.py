@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 HOST = "127.0.0.1"
+BACKEND = "nccl" if torch.cuda.device_count() > 1 else "gloo"
+"""Over NCCL where the trainer can have a GPU of its own, the last one."""
 
 
 def open_group(name: str, port: int, world_size: int) -> Any:
@@ -36,7 +38,7 @@ def open_group(name: str, port: int, world_size: int) -> Any:
         size,
         rank,
         [],
-        dist.Backend("gloo"),
+        dist.Backend(BACKEND),
         PrefixStore(name, store),
         group_name=name,
         timeout=timeout,
@@ -50,17 +52,23 @@ def trainer(pipe: Any, name: str, port: int, world_size: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if BACKEND == "nccl":
+        device = torch.device("cuda", torch.cuda.device_count() - 1)
+        torch.cuda.set_device(device)
     group = open_group(name, port, world_size)
     pipe.send("joined")
     while (order := pipe.recv()) is not None:
         path, names, flattened = order
-        tensors = load_file(path)
+        tensors = {n: t.to(device) for n, t in load_file(path).items()}
         parts = [tensors[n] for n in names]
         if flattened:
             parts = [torch.cat([t.flatten().view(torch.uint8) for t in parts])]
         try:
             for tensor in parts:
                 dist.broadcast(tensor, src=0, group=group)
+            if BACKEND == "nccl":
+                torch.cuda.synchronize()
             pipe.send("sent")
         except RuntimeError as error:
             pipe.send(f"broke: {error}")
@@ -92,7 +100,7 @@ class TorchTrainer:
             "rank_offset": 1,
             "world_size": self.world_size,
             "group_name": self.name,
-            "backend": "gloo",
+            "backend": BACKEND,
             "timeout_s": 20.0,
         }
 
