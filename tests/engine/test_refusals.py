@@ -1,9 +1,12 @@
 """A version that is refused changes nothing, and the next one works."""
 
+import base64
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.probe import greedy, send, state
 from vllm.inflight.errors import (
@@ -11,6 +14,7 @@ from vllm.inflight.errors import (
     EngineFault,
     InflightError,
     Malformed,
+    TransferFault,
     WeightsMismatch,
 )
 
@@ -124,3 +128,25 @@ def test_an_aborted_update_leaves_no_trace(llm: Any, new: Path, fresh: Any) -> N
     assert state(llm) == before
     llm.update_weights_from_disk(str(new), "v1")
     assert greedy(llm) == fresh
+
+
+def test_a_communicator_that_has_disabled_itself_is_refused(
+    start: Callable[..., Any], old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would receive nothing, and say nothing."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    transport = WeightTransferConfig(backend="nccl")
+    llm = start(old, weight_transfer_config=transport)
+    before = state(llm)
+    unique = base64.b64encode(bytes(128)).decode()
+    info = {"nccl_unique_id_b64": unique, "rank_offset": 1, "world_size": 2}
+    with pytest.raises(TransferFault, match="disabled itself"):
+        llm.init_weight_transfer_engine({"init_info": info})
+    tensor = {"names": ["lm_head.weight"], "dtype_names": ["float32"]}
+    llm.start_weight_update()
+    with pytest.raises(EngineFault, match="not initialized"):
+        llm.update_weights({"update_info": tensor | {"shapes": [[260, 128]]}})
+    assert state(llm) == before

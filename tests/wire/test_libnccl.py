@@ -38,6 +38,9 @@ def test_the_config_asks_for_a_communicator_that_does_not_block():
     assert (config.size, config.magic, config.version) == (48, 0xCAFEBEEF, 22705)
     assert (config.blocking, config.minCTAs, config.maxCTAs) == (0, 1, 8)
     assert config.netName is None
+    # Where the other rank is torch's: ranks whose bounds differ cannot connect.
+    unbounded = libnccl.config(22705)
+    assert unbounded.minCTAs == unbounded.maxCTAs == libnccl.UNDEFINED
     assert config.cgaClusterSize == config.trafficClass == -(2**31)
 
 

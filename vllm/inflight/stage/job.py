@@ -23,6 +23,7 @@ from vllm.inflight.errors import (
     InflightError,
     Malformed,
     NoTransport,
+    TransferFault,
 )
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.coverage import tally
@@ -183,6 +184,16 @@ class Job(threading.Thread):
         except ValueError as error:
             raise Malformed(str(error)) from error
         transport.init_transfer_engine(info)
+        if getattr(getattr(transport, "model_update_group", None), "disabled", False):
+            # Upstream's communicator then does nothing at all where it should receive,
+            # and whatever the memory held before would be served.
+            transport.shutdown()
+            raise TransferFault(
+                "upstream's NCCL communicator has disabled itself, so no weight would "
+                "arrive: vLLM could not load NCCL, lacks a function of it (it wants "
+                "2.29.7 or newer), or was told VLLM_DISABLE_PYNCCL=1; mend that, or "
+                "use the backend inflight_nccl"
+            )
 
     def _shutdown_transport(self, _: Any) -> None:
         self._choose("configured").shutdown()

@@ -144,7 +144,7 @@ class BroadcastEngine(StagedEngine):
                 meeting,
                 self.device,
                 watch,
-                max_ctas=getattr(init_info, "max_ctas", 0),
+                max_ctas=getattr(init_info, "max_ctas", None),
             )
             try:
                 self._receiver = Receiver(

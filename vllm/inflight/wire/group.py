@@ -54,7 +54,7 @@ class Group(Protocol):
 
 
 def open_group(
-    meeting: Meeting, device: torch.device, watch: Watch, *, max_ctas: int = 8
+    meeting: Meeting, device: torch.device, watch: Watch, *, max_ctas: int | None = 8
 ) -> Group:
     """The group of all who come to the meeting; every rank calls it.
 

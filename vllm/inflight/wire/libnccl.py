@@ -51,16 +51,24 @@ class Config(ctypes.Structure):
     ]
 
 
-def config(version: int, *, max_ctas: int) -> Config:
-    """A config of a communicator that never blocks its caller."""
+def config(version: int, *, max_ctas: int | None = None) -> Config:
+    """A config of a communicator that never blocks its caller.
+
+    Args:
+        version: of the library.
+        max_ctas: most thread blocks it may take, the same on all ranks; None for a
+            group in which another rank has left that to NCCL.
+
+    """
+    bounded = max_ctas is not None
     return Config(
         size=ctypes.sizeof(Config),
         magic=MAGIC,
         version=version,
         blocking=0,
         cgaClusterSize=UNDEFINED,
-        minCTAs=1,
-        maxCTAs=max_ctas,
+        minCTAs=1 if bounded else UNDEFINED,
+        maxCTAs=max_ctas if bounded else UNDEFINED,
         netName=None,
         splitShare=UNDEFINED,
         trafficClass=UNDEFINED,

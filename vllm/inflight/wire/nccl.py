@@ -39,7 +39,12 @@ class NcclGroup:
     """Implements `Group`."""
 
     def __init__(
-        self, meeting: Place, device: torch.device, watch: Watch, *, max_ctas: int
+        self,
+        meeting: Place,
+        device: torch.device,
+        watch: Watch,
+        *,
+        max_ctas: int | None,
     ) -> None:
         self.terms = meeting.terms
         self.device = device
@@ -60,7 +65,7 @@ class NcclGroup:
             self.abort(str(error))
             raise
 
-    def _connect(self, watch: Watch, max_ctas: int) -> None:
+    def _connect(self, watch: Watch, max_ctas: int | None) -> None:
         unique = UniqueId.from_buffer_copy(self._agree(watch))
         comm = ctypes.c_void_p()
         settings = config(self._nccl.version, max_ctas=max_ctas)

@@ -20,9 +20,7 @@ FIRST_COMMUNICATOR = "0"
 """Under which torch's NCCL backend leaves the name of its first communicator."""
 
 
-def open_plain(
-    meeting: Rendezvous, device: torch.device, watch: Watch, *, max_ctas: int
-) -> Group:
+def open_plain(meeting: Rendezvous, device: torch.device, watch: Watch) -> Group:
     """The group of all who have come; with NCCL, when the trainer first broadcasts.
 
     Raises:
@@ -30,7 +28,9 @@ def open_plain(
 
     """
     if meeting.terms.wire == "nccl":
-        return _PlainNccl(meeting, device, watch, max_ctas=max_ctas)
+        # How many thread blocks it takes is for all ranks to agree on: torch bounds
+        # nothing, and NCCL cannot connect ranks that count their channels otherwise.
+        return _PlainNccl(meeting, device, watch, max_ctas=None)
     return GlooGroup(meeting, device, watch)
 
 

@@ -48,7 +48,6 @@ class GroupInitInfo(upstream.WeightTransferInitInfo):
     """`gloo`, `nccl`, or `auto` for the one that fits the device."""
     timeout_s: float = 300.0
     """Longest wait for the other ranks, and later for any one tensor."""
-    max_ctas: int = 8
 
     def __post_init__(self) -> None:
         for name in ("world_size", "rank_offset"):
@@ -131,9 +130,7 @@ class GroupsEngine(StagedEngine):
         # A trainer with NCCL connects at once, or not before its first broadcast; both
         # are met when somebody waits for it beside all else.
         patience = watch if backend == "gloo" else Watch(LONGEST_S, left.is_set)
-        opening = in_background(
-            lambda: open_plain(meeting, where, patience, max_ctas=init_info.max_ctas)
-        )
+        opening = in_background(lambda: open_plain(meeting, where, patience))
         if backend == "gloo":
             watch.result(opening, "gloo to connect all ranks")
         self.joined[init_info.group_name] = Membership(
