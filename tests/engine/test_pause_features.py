@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.engine.probe import prompts
+from tests.engine.script import run_script
 
 pytestmark = pytest.mark.engine
 
@@ -161,17 +162,7 @@ def test_arrivals_are_refused_where_that_is_configured(
 
 
 # ------------------------------------- what keeps updates out, but not pauses
-@pytest.mark.filterwarnings("default")  # of what the drafts are compiled with
-@pytest.mark.parametrize("mode", MODES)
-def test_drafts_of_speculative_decoding_go_on(
-    start: Callable[..., Any], old: Path, mode: str
-) -> None:
-    drafting = {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 3,
-    }
-    llm = start(old, dtype="float32", speculative_config=drafting)
-    params = SamplingParams(**GREEDY | {"max_tokens": 150})
-    alone = tokens(lived(llm, params))
-    assert tokens(lived(llm, params, pause(llm, mode))) == alone
+def test_drafts_of_speculative_decoding_go_on(old: Path) -> None:
+    seen = run_script("drafts", old)
+    for mode in MODES:
+        assert seen[mode] == seen["alone"]
