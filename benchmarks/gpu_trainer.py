@@ -111,6 +111,9 @@ def main(backend: str, folder: str, handle: str) -> None:
     engine = WeightTransferTrainerFactory.trainer_init(
         init_info(backend, port, num_ranks(folder)), client=Client(pipe), source=weights
     )
+    if getattr(getattr(engine, "model_update_group", None), "disabled", False):
+        # Upstream's communicator then sends nothing and says nothing.
+        raise RuntimeError("upstream's NCCL communicator is disabled: NCCL >= 2.29.7?")
     pipe.send(("done", None))
     while pipe.recv() is not None:
         weights.change()

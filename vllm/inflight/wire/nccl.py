@@ -138,6 +138,11 @@ class NcclGroup:
         """Leave; with the others gone NCCL may not end in peace, then it is aborted."""
         if self.ended is not None:
             return
+        if self._meeting.rank:
+            # Nothing is under way, and NCCL's own farewell would wait for a trainer
+            # that stays.
+            self.abort("has left the group")
+            return
         try:
             with self._lock:
                 self._nccl.call("ncclCommFinalize", self._handle())
