@@ -41,7 +41,9 @@ def stream_under_commits(llm: Any, paths: dict[str, Path], num_commits: int) -> 
     return outputs_during(commit_all, llm, 4, sampling)
 
 
-def mismatches(outputs: Any, reference: Reference, first_label: str) -> list[str]:
+def mismatches(
+    outputs: Any, reference: Reference, first_label: str, noise: float = NOISE
+) -> list[str]:
     """Steps whose log-probability is not that of their version and no other."""
     wrong = []
     for request in outputs:
@@ -54,11 +56,11 @@ def mismatches(outputs: Any, reference: Reference, first_label: str) -> list[str
             near = [
                 name
                 for name, values in logprobs.items()
-                if abs(values[token].item() - got) < NOISE
+                if abs(values[token].item() - got) < noise
             ]
             if labels[index] not in near:
                 wrong.append(f"token {index} is not of {labels[index]}: {got:.4f}")
-            elif len(near) > 1 and apart(logprobs) < 10 * NOISE:
+            elif len(near) > 1 and apart(logprobs) < 10 * noise:
                 wrong.append(f"token {index} cannot be told apart")
     return wrong
 

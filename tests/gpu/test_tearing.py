@@ -22,6 +22,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32"),
 ]
 
+NOISE = 0.03
+"""Attention rounds to TF32: up to 0.014 was seen, and 0.4 and more between versions."""
+
 
 @pytest.fixture(scope="module")
 def llm(start: Callable[..., Any], versions: dict[str, Path]) -> Any:
@@ -35,7 +38,7 @@ def test_every_step_of_200_commits_under_load_is_of_one_version(
     assert llm.weight_info()["epoch"] >= 200
     assert sum(len(o.outputs[0].weight_versions) > 1 for o in outputs) > 10
     # The reference runs on the CPU, and is what takes the time.
-    assert mismatches(outputs[-32:], reference, "a") == []
+    assert mismatches(outputs[-32:], reference, "a", NOISE) == []
 
 
 def test_a_torn_flip_is_found_by_the_test_above(
@@ -57,4 +60,4 @@ def test_a_torn_flip_is_found_by_the_test_above(
 
     monkeypatch.setattr(PageFlip, "__call__", half)
     outputs = stream_under_commits(llm, versions, 4)
-    assert len(mismatches(outputs[-16:], reference, "a")) > 10
+    assert len(mismatches(outputs[-16:], reference, "a", NOISE)) > 10
