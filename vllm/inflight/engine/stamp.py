@@ -8,6 +8,7 @@ that two updates with one label stay apart, and takes them out again there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 SEPARATOR = "\x1f"
 
@@ -29,6 +30,7 @@ class Stamp:
         return f"{self.epoch}{SEPARATOR}{self.label}"
 
     @classmethod
+    @lru_cache(maxsize=64)  # it is asked for at every token of every stream
     def decode(cls, text: str) -> Stamp:
         """The stamp in `text`; a plain label, from elsewhere, has epoch 0."""
         epoch, separator, label = text.partition(SEPARATOR)
