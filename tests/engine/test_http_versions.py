@@ -89,9 +89,13 @@ def test_a_client_that_cannot_bear_unknown_fields_gets_none(
     assert not any("weight_versions" in choice for choice in choices)
 
 
-@pytest.mark.parametrize("path", CHOICES)
+@pytest.mark.parametrize("path", (*CHOICES, "/inference/v1/generate"))
 def test_a_client_may_ask_whose_kv_was_read(server: Server, path: str) -> None:
-    body = BODIES[path] | {"vllm_xargs": {"kv_versions": 1}}
+    asking = {"kv_versions": 1}
+    body = BODIES[path] | {"vllm_xargs": asking}
+    if path not in CHOICES:
+        sampling = BODIES[path]["sampling_params"] | {"extra_args": asking}
+        body = BODIES[path] | {"sampling_params": sampling}
     reply = server.post(path, body | {"return_token_ids": True})
     choices = reply["choices"]
     choices += [c for event in events(server, path, body) for c in event["choices"]][

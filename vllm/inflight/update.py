@@ -119,6 +119,8 @@ class Manifest:
     step: int | None = None
     name_map: Mapping[str, str] = field(default_factory=dict)
     """From the names the trainer sends to the names the model knows."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the `config.json` of the model that the weights are of."""
 
     @classmethod
     def parse(cls, body: Any) -> Manifest:
@@ -126,7 +128,7 @@ class Manifest:
 
         Args:
             body: `{"format": 1, "tensors": [{"name", "shape", "dtype",
-                "digest"?}], "step"?, "name_map"?}`.
+                "digest"?}], "step"?, "name_map"?, "config"?}`.
 
         """
         if not isinstance(body, dict) or body.get("format") != 1:
@@ -156,7 +158,10 @@ class Manifest:
             raise Malformed("manifest field 'name_map' must map names to names")
         if len(set(name_map.values())) != len(name_map):
             raise Malformed("manifest field 'name_map' maps two names to one")
-        return cls(tensors, step, name_map)
+        config = body.get("config") or {}
+        if not isinstance(config, dict):
+            raise Malformed("manifest field 'config' must be an object")
+        return cls(tensors, step, name_map, config)
 
     @classmethod
     def of(
@@ -190,6 +195,8 @@ class Manifest:
             body["step"] = self.step
         if self.name_map:
             body["name_map"] = dict(self.name_map)
+        if self.config:
+            body["config"] = dict(self.config)
         return body
 
 

@@ -14,6 +14,7 @@ NAMES = {
     # configuration
     "CompilationMode": "vllm.config:CompilationMode",
     "set_current_vllm_config": "vllm.config:set_current_vllm_config",
+    "get_config": "vllm.transformers_utils.config:get_config",
     "init_logger": "vllm.logger:init_logger",
     # model loading and layerwise reload
     "initialize_model": "vllm.model_executor.model_loader.utils:initialize_model",

@@ -57,10 +57,13 @@ class Ledger:
     Args:
         role_first: the first line of each choice carries a role and no token,
             as in a stream of chat.
+        kv_only: upstream writes the spans itself, as in `/inference/v1/generate`, and
+            only whose KV was read is missing.
 
     """
 
-    def __init__(self, *, role_first: bool = False) -> None:
+    def __init__(self, *, role_first: bool = False, kv_only: bool = False) -> None:
+        self._kv_only = kv_only
         self._spans: dict[int, Iterable[Any] | None] = {}
         self._read: dict[int, Iterable[Any]] = {}
         self._role_first = role_first
@@ -84,20 +87,25 @@ class Ledger:
     def label(self, response: Any) -> Any:
         """Set the field on the choices of a whole reply; an error has none."""
         for choice in getattr(response, "choices", ()):
-            choice.weight_versions = self.spans(choice.index)
+            if not self._kv_only:
+                choice.weight_versions = self.spans(choice.index)
             if choice.index in self._read:
                 choice.kv_versions = as_dicts(self._read[choice.index])
         return response
 
     def write(self, line: str) -> str:
         """A line of a stream, with the field in its choices."""
+        if self._kv_only and not self._read:
+            return line
         match = _CHOICE.search(line)
         if match is None:  # usage, an error, [DONE]
             return line
         if _SECOND_INDEX in line:  # choices or tool calls: only JSON can tell
             return self._decoded(line)
         index = int(match[1])
-        fields = f',"{FIELD}":{_compact(self._next(index))}'
+        fields = ""
+        if not self._kv_only:
+            fields = f',"{FIELD}":{_compact(self._next(index))}'
         if index in self._read:
             fields += f',"{KV_FIELD}":{_compact(as_dicts(self._read[index]))}'
         return f"{line[: match.end()]}{fields}{line[match.end() :]}"
@@ -105,7 +113,8 @@ class Ledger:
     def _decoded(self, line: str) -> str:
         chunk = json.loads(line.removeprefix(DATA))
         for choice in chunk["choices"]:
-            choice[FIELD] = self._next(choice["index"])
+            if not self._kv_only:
+                choice[FIELD] = self._next(choice["index"])
             if choice["index"] in self._read:
                 choice[KV_FIELD] = as_dicts(self._read[choice["index"]])
         return f"{DATA}{_compact(chunk)}\n\n"

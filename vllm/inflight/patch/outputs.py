@@ -5,6 +5,8 @@ Those in OpenAI's replies are in `replies.py`.
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from vllm.inflight.patch.record import Patch
@@ -85,16 +87,49 @@ def _models_built_again(original: Any) -> Any:
             protocol.GenerateStreamResponseBase,
         ):
             for model in base.__subclasses__():
+                # A choice may say whose KV it read.
+                model.model_config["extra"] = "allow"
                 model.model_rebuild(force=True)
         original(self, *args, **kwargs)
 
     return __init__
 
 
+def _whose_kv(original: Any) -> Any:
+    async def serve_tokens_full_generator(
+        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from vllm.inflight.outputs.openai import Ledger, watched
+
+        ledger = Ledger(kv_only=True)
+        async with aclosing(watched(result_generator, ledger.note_all)) as results:
+            response = await original(self, request, results, *args, **kwargs)
+        return ledger.label(response)
+
+    return serve_tokens_full_generator
+
+
+def _whose_kv_by_chunk(original: Any) -> Any:
+    async def serve_tokens_stream_generator(
+        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[str, None]:
+        from vllm.inflight.outputs.openai import Ledger, labelled, watched
+
+        ledger = Ledger(kv_only=True)
+        async with aclosing(watched(result_generator, ledger.note_all)) as results:
+            lines = original(self, request, results, *args, **kwargs)
+            async with aclosing(labelled(lines, ledger)) as out:
+                async for line in out:
+                    yield line
+
+    return serve_tokens_stream_generator
+
+
 _STATE = "vllm.v1.engine.output_processor:RequestState"
 _TOKENS = "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens"
 
 _EPOCHS = "upstream's spans tell versions with equal labels apart"
+_WHOSE_KV = "upstream knows which version computed a request's KV"
 
 PATCHES = [
     Patch(
@@ -147,5 +182,33 @@ PATCHES = [
         why="its models of replies were built before the spans had an epoch",
         remove_when=_EPOCHS,
         around=_models_built_again,
+    ),
+    Patch(
+        target=f"{_TOKENS}.serve_tokens_full_generator",
+        expects=(
+            "self",
+            "request",
+            "result_generator",
+            "request_id",
+            "model_name",
+            "request_metadata",
+        ),
+        why="a choice says whose KV it read, if that was asked for",
+        remove_when=_WHOSE_KV,
+        around=_whose_kv,
+    ),
+    Patch(
+        target=f"{_TOKENS}.serve_tokens_stream_generator",
+        expects=(
+            "self",
+            "request",
+            "result_generator",
+            "request_id",
+            "model_name",
+            "request_metadata",
+        ),
+        why="the choices of a stream say so too",
+        remove_when=_WHOSE_KV,
+        around=_whose_kv_by_chunk,
     ),
 ]

@@ -26,6 +26,7 @@ from vllm.inflight.errors import (
     TransferFault,
 )
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.built_in import require_same, require_same_config
 from vllm.inflight.stage.coverage import tally
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import pace_of
@@ -113,7 +114,9 @@ class Job(threading.Thread):
     def _begin(self, payload: dict[str, Any]) -> None:
         # Half of the time for staging at leisure, half for what is then left.
         self._pace.hurry_after(payload["deadline_s"] / 2)
-        manifest = Manifest.parse(payload["manifest"]) if payload["manifest"] else None
+        manifest = Manifest.parse(payload["manifest"] or {"format": 1})
+        if manifest.config:
+            require_same(manifest.config, self._worker.vllm_config.model_config)
         self._transport = self._choose(payload["transport"])
         if still_writes():
             raise EngineFault(
@@ -127,7 +130,7 @@ class Job(threading.Thread):
         self._shadow.prepare()
         self._intake = Intake(
             self._shadow,
-            manifest or Manifest(),
+            manifest,
             verify=self._config.verify == "digest",
             allow_nonfinite=payload["allow_nonfinite"],
             cancelled=self._is_cancelled,
@@ -152,6 +155,8 @@ class Job(threading.Thread):
             info = self._transport.parse_update_info(payload)
         except ValueError as error:
             raise Malformed(str(error)) from error
+        if (folder := getattr(info, "folder", None)) is not None:
+            require_same_config(folder, self._worker.vllm_config.model_config)
         # Not update_weights(): that ends in a device-wide wait.
         self._transport.receive_weights(info)
         # Told that we have it, a trainer may write over memory that we share with it.

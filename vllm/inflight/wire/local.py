@@ -38,6 +38,14 @@ class LocalUpdateInfo(upstream.WeightTransferUpdateInfo):
     path: str | None = None
     shm: str | None = None
 
+    @property
+    def folder(self) -> Path | None:
+        """Of the checkpoint, whose `config.json` says what model it is of."""
+        if self.path is None:
+            return None
+        path = Path(self.path)
+        return path if path.is_dir() else path.parent
+
     def files(self) -> list[Path]:
         """The safetensors files named, in a fixed order; raises `Malformed`."""
         if (self.path is None) == (self.shm is None):

@@ -1,0 +1,131 @@
+"""A checkpoint of another model is told from one that spells the same otherwise."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.transformers_utils.config import get_config
+
+from vllm.inflight.errors import Malformed, WeightsMismatch
+from vllm.inflight.stage.built_in import require_same, require_same_config
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 260,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 256,
+}
+LLAMA = QWEN3 | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+}
+
+
+def written(folder: Path, config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def served(folder: Path, config: dict[str, Any], overrides: Any = None) -> Any:
+    """What vLLM knows of a model that was started from `config`."""
+    live = get_config(str(written(folder, config)), False)
+    return SimpleNamespace(
+        hf_config=live, hf_overrides=overrides or {}, trust_remote_code=False
+    )
+
+
+@pytest.mark.parametrize("config", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"torch_dtype": "float32", "eos_token_id": 7, "use_cache": False},
+        {"transformers_version": "4.40.0", "_name_or_path": "elsewhere"},
+        {"attention_dropout": 0.1, "initializer_range": 1.0},
+        {"a_field_of_a_trainer": "unknown here"},
+    ],
+)
+def test_what_does_not_change_a_token_is_let_in(
+    tmp_path: Path, config: dict[str, Any], change: dict[str, Any]
+) -> None:
+    live = served(tmp_path / "live", config)
+    require_same_config(written(tmp_path / "new", config | change), live)
+    require_same(change, live)
+
+
+def test_the_spelling_of_older_transformers_is_the_same_model(tmp_path: Path) -> None:
+    for config in (QWEN3, LLAMA):
+        rope = dict(config["rope_parameters"])
+        old = {k: v for k, v in config.items() if k != "rope_parameters"}
+        old["rope_theta"] = rope.pop("rope_theta")
+        old["rope_scaling"] = rope if len(rope) > 1 else None
+        live = served(tmp_path / "live", config)
+        require_same_config(written(tmp_path / "new", old), live)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rope_theta": 1e6, "rope_parameters": None}, "rope_parameters is"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "500000"),
+        ({"num_attention_heads": 8}, "num_attention_heads is 4 here and 8 there"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads"),
+        ({"head_dim": 16}, "head_dim"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"sliding_window": 64, "use_sliding_window": True}, "sliding_window"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ],
+)
+def test_another_model_is_refused_by_the_name_of_the_field(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    live = served(tmp_path / "live", QWEN3)
+    with pytest.raises(WeightsMismatch, match=named):
+        require_same_config(written(tmp_path / "new", QWEN3 | change), live)
+
+
+def test_what_an_override_sets_is_not_compared(tmp_path: Path) -> None:
+    longer = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
+    live = served(tmp_path / "live", QWEN3 | longer, overrides=longer)
+    require_same_config(written(tmp_path / "new", QWEN3), live)
+
+    def lengthen(config: Any) -> Any:
+        config.update(longer)
+        return config
+
+    live.hf_overrides = lengthen
+    require_same_config(written(tmp_path / "new", QWEN3), live)
+
+
+def test_no_configuration_says_nothing_and_a_broken_one_is_named(
+    tmp_path: Path,
+) -> None:
+    live = served(tmp_path / "live", QWEN3)
+    require_same_config(tmp_path, live)
+    for broken in ("[1]", "{"):
+        (tmp_path / "config.json").write_text(broken)
+        with pytest.raises(Malformed, match=r"config\.json is no"):
+            require_same_config(tmp_path, live)
+    with pytest.raises(WeightsMismatch, match="model_type is 'qwen3' here"):
+        require_same_config(written(tmp_path, {"model_type": "gpt2"}), live)
