@@ -70,3 +70,20 @@ class Counts:
             "requests": dict(self.requests),
             "pause_s": dict(self.pause_s),
         }
+
+
+def told(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """All that `/metrics` tells of an engine."""
+    del body
+    update, pauses = gate._served.update, gate.pauses.state()
+    drift = None if update is None else update.drift
+    return gate.counts.to_dict() | {
+        **gate.updates.progress(),
+        "epoch": gate.version.epoch,
+        "weight_version": gate.version.label,
+        "digest": gate.version.digest,
+        "drift": None if drift is None else drift["overall"],
+        "outcomes": dict(gate.updates.ledger.ended),
+        "paused": pauses["is_paused"],
+        "leases_expired": pauses["leases_expired"],
+    }

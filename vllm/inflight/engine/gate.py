@@ -14,8 +14,8 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import doors
-from vllm.inflight.engine.counts import Counts
+from vllm.inflight.engine import counts, doors
+from vllm.inflight.engine.lockstep import Lockstep
 from vllm.inflight.engine.pause import Pauses
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.served import Served
@@ -25,6 +25,7 @@ from vllm.inflight.errors import (
     InflightError,
     Malformed,
     NothingToRollBack,
+    PauseConflict,
     UpdateBusy,
     VersionConflict,
     WrongPhase,
@@ -53,7 +54,8 @@ class Gate:
         """Ids of requests aborted in an engine without an output queue."""
         self.leftovers: list[Any] = []
         """Outputs of steps that a pause waited for, in an engine without one."""
-        self.counts = Counts()
+        self.counts = counts.Counts()
+        self.lockstep = Lockstep(core)
         self.turns = Turns(self.rouse)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
         if self._ranks.reason is not None:
@@ -107,7 +109,10 @@ class Gate:
         def switch() -> dict[str, Any]:
             # Running requests were waited for: it may have ended meanwhile.
             self.updates.ledger.require(update.update_id, Phase.STAGED)
-            facts = self._served.advance(update.label or label, update)
+            facts = self.lockstep.together(
+                lambda: self._served.advance(update.label or label, update),
+                self._served.retreat,
+            )
             facts |= self.pauses.treat(mode, flush_cache=flush_cache)
             self.updates.ledger.move(update, Phase.COMMITTED)
             self.counts.switched(facts)
@@ -130,7 +135,9 @@ class Gate:
             )
             return update.result
 
-        answer = self.pauses.between_requests(mode, switch)
+        answer = self._when_due(
+            f"commit {update.update_id} {update.digest}", mode, switch
+        )
         if isinstance(answer, Future):
             update.pending = answer
         return answer
@@ -155,7 +162,8 @@ class Gate:
 
         def switch() -> dict[str, Any]:
             left = self._served.update
-            facts = self._served.go_back() | self.pauses.treat(mode)
+            go_back = self._served.go_back
+            facts = self.lockstep.together(go_back, go_back) | self.pauses.treat(mode)
             if left is not None:
                 self.updates.ledger.move(left, Phase.ROLLED_BACK)
             self.counts.switched(facts)
@@ -163,7 +171,9 @@ class Gate:
             logger.info("rolled back to weights %r", self.version.label)
             return self.version.to_dict() | facts
 
-        return self.pauses.between_requests(mode, switch)
+        return self._when_due(
+            f"roll back to {before.label} {before.digest}", mode, switch
+        )
 
     def undo(self, body: dict[str, Any]) -> Any:
         """Take back a commit that other engines could not follow."""
@@ -205,22 +215,6 @@ class Gate:
         del body
         return self.pauses.state()
 
-    def metrics(self, body: dict[str, Any]) -> dict[str, Any]:
-        """All that `/metrics` tells of this engine."""
-        del body
-        update, pauses = self._served.update, self.pauses.state()
-        drift = None if update is None else update.drift
-        return self.counts.to_dict() | {
-            **self.updates.progress(),
-            "epoch": self.version.epoch,
-            "weight_version": self.version.label,
-            "digest": self.version.digest,
-            "drift": None if drift is None else drift["overall"],
-            "outcomes": dict(self.updates.ledger.ended),
-            "paused": pauses["is_paused"],
-            "leases_expired": pauses["leases_expired"],
-        }
-
     def close(self) -> None:
         """End the watch and give the board back."""
         self.pauses.close()
@@ -233,9 +227,27 @@ class Gate:
         return self._served.version
 
     # --------------------------------------------------------------- helpers
+    def _when_due(
+        self, what: object, mode: PauseMode, switch: Callable[[], dict[str, Any]]
+    ) -> Any:
+        """`switch` now, between requests, or where the engines of a lockstep meet."""
+        if not self.lockstep.is_kept:
+            return self.pauses.between_requests(mode, switch)
+        if mode is PauseMode.WAIT:
+            raise PauseConflict(
+                "engines that step together do not end their requests together, so "
+                "a commit cannot 'wait' for them; pause with 'wait' first"
+            )
+        return self.lockstep.arm(what, switch)
+
     def _ended(self, error: InflightError) -> None:
         """An update was aborted: nobody needs to wait for its commit any more."""
-        self.turns.submit(lambda: self.pauses.give_up_commit(error))
+
+        def give_up() -> None:
+            self.pauses.give_up_commit(error)
+            self.lockstep.disarm(error)
+
+        self.turns.submit(give_up)
 
     def drain(self) -> None:
         """Finish the steps in flight of an engine that steps in its caller's process.
@@ -282,7 +294,7 @@ _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "pause": Gate.pause,
     "resume": Gate.resume,
     "paused": Gate.paused,
-    "metrics": Gate.metrics,
+    "metrics": counts.told,
     "undo": Gate.undo,
     **doors.CALLS,
 }

@@ -112,6 +112,11 @@ class Pauses:
             raise PauseConflict(
                 "not every data-parallel rank has paused; continue after the reply"
             )
+        if self._gate.lockstep.is_armed:
+            raise PauseConflict(
+                "a commit waits for the other data-parallel engines; continue after "
+                "its reply"
+            )
         self._lease.drop()
         self._go_on()
         return self._reply(started)

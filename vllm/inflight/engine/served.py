@@ -56,6 +56,11 @@ class Served:
         self.update = update
         return facts
 
+    def retreat(self) -> None:
+        """Take back an advance that not every engine could make."""
+        self.go_back()
+        self._before = None  # what is held was never served
+
     def go_back(self) -> dict[str, Any]:
         """Serve the version before again; the one left becomes the one before."""
         assert self._before is not None

@@ -52,6 +52,16 @@ def _drain_turns(original: Any) -> Any:
     return _handle_client_request
 
 
+def _meet(original: Any) -> Any:
+    def _has_global_unfinished_reqs(self: Any, local_unfinished: bool) -> Any:
+        is_anybody_busy = original(self, local_unfinished)
+        if self.step_counter != 1 and self.step_counter % self.dp_sync_interval:
+            return is_anybody_busy  # nobody has met
+        return self.inflight_gate.lockstep.meet() or is_anybody_busy
+
+    return _has_global_unfinished_reqs
+
+
 def _rename(_: Any) -> Any:
     def set_weight_version(self: Any, weight_version: str) -> None:
         # Upstream's own relabels tokens that are on their way.
@@ -182,6 +192,13 @@ PATCHES = [
         why="what other threads want done between two steps is done here",
         remove_when="upstream has a queue of calls for the loop's thread",
         around=_drain_turns,
+    ),
+    Patch(
+        target="vllm.v1.engine.core:DPEngineCoreProc._has_global_unfinished_reqs",
+        expects=("self", "local_unfinished"),
+        why="engines that step together change weights at the same step",
+        remove_when="upstream commits versions where its data-parallel engines meet",
+        around=_meet,
     ),
     Patch(
         target=f"{_CLIENT}:InprocClient.get_output",

@@ -1,0 +1,144 @@
+"""Engines that step together serve one version at every step, whoever hears first."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulated.lockstep import Together, together
+from vllm.inflight.engine.lockstep import Lockstep
+
+pytestmark = pytest.mark.engine
+
+LAG_S = 0.03
+"""Between the calls of the two engines: dozens of steps."""
+
+
+@pytest.fixture
+def both(model: Path) -> Iterator[Together]:
+    with together(model) as engines:
+        yield engines
+
+
+def labels(both: Together) -> list[str]:
+    return [core.inflight_gate.version.label for core in both.cores]
+
+
+def test_both_commit_at_the_same_step_and_nobody_stops(both: Together) -> None:
+    both.start(3, 1)
+    both.stage(1)
+    replies = both.control("commit", LAG_S, weight_version="one")
+    assert [r["ok"]["weight_version"] for r in replies] == ["one", "one"]
+    first, second = both.finish()
+    assert first == second[: len(first)] or second == first[: len(second)]
+    assert set(first) == {0, 1}
+    for name, core in (("r0", both.cores[0]), ("r10", both.cores[1])):
+        made = core.model_executor.sampled[name]
+        assert len(made) == 150
+        assert both.stamps[name] == [("default", "one")[s.weights] for s in made]
+        assert set(both.stamps[name]) == {"default", "one"}
+
+
+def test_without_it_they_mix_versions_in_a_step(
+    both: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lockstep, "is_kept", False)
+    monkeypatch.setattr(Lockstep, "together", lambda self, flip, back: flip())
+    both.start(3, 1)
+    both.stage(1)
+    both.control("commit", LAG_S, weight_version="one")
+    first, second = both.finish()
+    assert any(a != b for a, b in zip(first, second, strict=False))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_that_cannot_keeps_the_other_back(both: Together, failing: int) -> None:
+    both.start(2, 2)
+    both.stage(1)
+    both.cores[failing].model_executor.is_to_fail = True
+    replies = both.control("commit", LAG_S, weight_version="one")
+    assert [r["error"]["code"] for r in replies] == ["engine_fault"] * 2
+    assert "another engine" in replies[1 - failing]["error"]["message"]
+    assert labels(both) == ["default", "default"]
+    # It is still staged: what failed may be mended.
+    replies = both.control("commit", LAG_S, weight_version="one")
+    assert [r["ok"]["weight_version"] for r in replies] == ["one", "one"]
+    first, second = both.finish()
+    assert all(a == b for a, b in zip(first, second, strict=False))
+
+
+def test_a_rollback_is_a_switch_of_both_as_well(both: Together) -> None:
+    both.start(2, 1)
+    both.stage(1)
+    both.control("commit", LAG_S, weight_version="one")
+    both.control("rollback", LAG_S)
+    assert labels(both) == ["default", "default"]
+    first, second = both.finish()
+    assert all(a == b for a, b in zip(first, second, strict=False))
+    assert set(first) == {0, 1}
+
+
+def test_engines_without_work_commit_too(both: Together) -> None:
+    both.stage(1)
+    both.cores[0].has_coordinator = True
+    replies = both.control("commit", weight_version="one")
+    # The coordinator was told, which wakes those that nobody asked yet.
+    client, told = both.cores[0].output_queue.get_nowait()
+    assert (client, told.start_wave) == (-1, 0)
+    both.cores[0].has_coordinator = False
+    assert [r["ok"]["weight_version"] for r in replies] == ["one", "one"]
+    first, second = both.finish()
+    assert first == second
+    both.start(1, 1)
+    assert set(both.finish()[0][len(first) :]) == {1}
+
+
+def test_retraction_and_pauses_go_with_it(both: Together) -> None:
+    both.start(2, 2)
+    both.stage(1)
+    assert all(r["ok"]["paused"] for r in both.control("pause", mode="in_place"))
+    replies = both.control("commit", weight_version="one", mode="retract")
+    assert [r["ok"]["num_retracted"] for r in replies] == [2, 2]
+    both.control("resume")
+    first, second = both.finish()
+    assert all(a == b for a, b in zip(first, second, strict=False))
+    for core in both.cores:
+        for made in core.model_executor.sampled.values():
+            assert all(set(s.kv) == {1} for s in made if s.weights == 1)
+
+
+def test_an_update_that_ends_disarms_the_one_that_was_asked(both: Together) -> None:
+    both.start(2, 2)
+    both.stage(1)
+    asked = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
+    refused = both.ask(0, lambda core: core.inflight("rollback", {})).result(timeout=20)
+    assert refused["error"]["code"] == "update_in_progress"
+    both.control("abort")
+    assert asked.result(timeout=20)["error"]["code"] == "wrong_phase"
+    both.stage(2)
+    assert all("ok" in r for r in both.control("commit", LAG_S, weight_version="two"))
+    first, second = both.finish()
+    assert all(a == b for a, b in zip(first, second, strict=False))
+
+
+def test_two_different_switches_are_none(both: Together) -> None:
+    both.start(2, 2)
+    both.stage(1)
+    commit = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
+
+    def other(core: Any) -> Any:
+        return core.inflight_gate.lockstep.arm("something else", dict)
+
+    armed = both.ask(1, other).result(timeout=20)
+    with pytest.raises(Exception, match="told to switch differently"):
+        armed.result(timeout=20)
+    assert commit.result(timeout=20)["error"]["code"] == "engine_fault"
+    assert labels(both) == ["default", "default"]
+    both.finish()
+
+
+def test_a_commit_cannot_wait_for_requests_of_several_engines(both: Together) -> None:
+    both.stage(1)
+    replies = both.control("commit", mode="wait")
+    assert [r["error"]["code"] for r in replies] == ["pause_conflict"] * 2

@@ -1,0 +1,149 @@
+"""Lockstep: engines that take every step together change weights at one of them.
+
+Data-parallel engines of a mixture-of-experts model exchange tokens in every layer, so a
+step in which two of them had different weights would be of no version. Upstream has
+them meet every `dp_sync_interval` steps, to agree on whether anybody has work. There
+each also tells what it is armed with. When all name the same, all switch at once and
+tell whether it worked; if one could not, the others take it back before the next step.
+Until then everybody goes on stepping.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.errors import EngineFault, InflightError, WrongPhase
+
+Reply = dict[str, Any]
+NOTHING = 0
+
+
+@dataclass
+class _Armed:
+    key: int
+    switch: Callable[[], Reply]
+    answer: Future[Reply] = field(default_factory=Future)
+
+
+class Lockstep:
+    """One engine core's part in it; engines that step alone have none."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._group = getattr(core, "dp_group", None)
+        self._armed: _Armed | None = None
+        self._owes_vote = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether this engine steps together with others."""
+        return self._group is not None
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether a switch waits for the other engines."""
+        return self._armed is not None
+
+    def arm(self, what: object, switch: Callable[[], Reply]) -> Future[Reply]:
+        """Call `switch` where all engines meet, once all are armed with `what`."""
+        if self._armed is not None:
+            raise WrongPhase("another switch waits for the other engines already")
+        self._armed = _Armed(_key(what), switch)
+        core = self._core
+        if not core.engines_running:
+            # As with a request that comes while all are idle: the others have to be
+            # woken, or this one would wait for them at the meeting.
+            core.engines_running = True
+            if core.has_coordinator:
+                wake = upstream.EngineCoreOutputs(start_wave=core.current_wave)
+                core.output_queue.put_nowait((-1, wake))
+        return self._armed.answer
+
+    def disarm(self, error: Exception) -> None:
+        """What this engine was armed with is not wanted any more."""
+        if self._armed is not None:
+            armed, self._armed = self._armed, None
+            armed.answer.set_exception(error)
+
+    def meet(self) -> bool:
+        """Meet the others; whether somebody goes on waiting for somebody else.
+
+        Every engine calls it after the same step.
+        """
+        key = NOTHING if self._armed is None else self._armed.key
+        lowest, highest = self._extent(key)
+        if highest == NOTHING:
+            return False
+        if lowest == NOTHING:
+            return True
+        assert self._armed is not None
+        if lowest != highest:
+            self.disarm(EngineFault("the engines were told to switch differently"))
+            return False
+        armed, self._armed = self._armed, None
+        self._owes_vote = True
+        try:
+            armed.answer.set_result(armed.switch())
+        except Exception as error:
+            if self._owes_vote:
+                self._all_could(False)
+            armed.answer.set_exception(error)
+        return False
+
+    def together(
+        self, flip: Callable[[], Reply], take_back: Callable[[], Any]
+    ) -> Reply:
+        """`flip` on every engine or on none, before the next step of any.
+
+        Raises:
+            EngineFault: another engine could not; it is taken back here.
+            SystemExit: it could not be taken back.
+
+        """
+        if self._group is None:
+            return flip()
+        facts: Reply = {}
+        failure: InflightError | None = None
+        try:
+            facts = flip()
+        except InflightError as error:
+            failure = error
+        if self._all_could(failure is None):
+            return facts
+        if failure is not None:
+            raise failure
+        try:
+            take_back()
+        except InflightError as error:
+            raise SystemExit(
+                "vllm-inflight: another engine could not switch, and this one could "
+                f"not take its switch back, so they would mix versions: {error}"
+            ) from error
+        raise EngineFault("another engine could not switch; it was taken back here")
+
+    # ---------------------------------------------------------------- helpers
+    def _all_could(self, could: bool) -> bool:
+        self._owes_vote = False
+        return self._extent(int(could))[0] == 1
+
+    def _extent(self, value: int) -> tuple[int, int]:
+        """The lowest and the highest `value` of all engines."""
+        extent = torch.tensor([value, -value], dtype=torch.int64)
+        torch.distributed.all_reduce(
+            extent, op=torch.distributed.ReduceOp.MIN, group=self._group
+        )
+        lowest, highest = extent.tolist()
+        return lowest, -highest
+
+
+def _key(what: object) -> int:
+    """A positive number of 62 bits that stands for `what` on every engine."""
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2 | 1
