@@ -31,6 +31,7 @@ def main(folder: str) -> None:
         max_num_seqs=16,
         enforce_eager=True,
         disable_log_stats=True,
+        gpu_memory_utilization=0.5,
     )
     params = SamplingParams(**GREEDY | {"max_tokens": 150})
     seen: dict[str, Any] = {"alone": tokens(lived(llm, params))}

@@ -166,3 +166,10 @@ def test_drafts_of_speculative_decoding_go_on(old: Path) -> None:
     seen = run_script("drafts", old)
     for mode in MODES:
         assert seen[mode] == seen["alone"]
+
+
+def test_requests_of_an_adapter_go_on(old: Path, tmp_path: Path) -> None:
+    seen = run_script("adapters", old, tmp_path)
+    assert seen["alone"] != seen["without"], "the adapter does nothing"
+    for mode in MODES:
+        assert seen[mode] == seen["alone"]
