@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,6 +20,8 @@ import torch
 NUM_RUNS, RUN = 64, 64
 SIZE = NUM_RUNS * RUN
 """Most elements that are kept of a tensor."""
+AT_ONCE = 16
+"""Samples that are compared in one go; they should fit the CPU's cache."""
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
@@ -48,10 +51,16 @@ class Sampler:
 
     def samples(self) -> Samples:
         """What was taken; waits for the device."""
+        alike: dict[tuple[torch.dtype, int], tuple[list[str], list[torch.Tensor]]] = {}
+        for names, taken in self._taken:
+            rows = taken.flatten(1)
+            known, parts = alike.setdefault((rows.dtype, rows.shape[1]), ([], []))
+            known += names
+            parts.append(rows)
         return {
             name: row
-            for names, taken in self._taken
-            for name, row in zip(names, taken.flatten(1).cpu(), strict=True)
+            for names, parts in alike.values()
+            for name, row in zip(names, torch.cat(parts).cpu(), strict=True)
         }
 
 
@@ -63,18 +72,27 @@ def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
     """
     if old is None:
         return None
-    moved: dict[str, float] = {}
-    lengths: dict[str, float] = {}
+    # Those of one size together: few and large calls leave the interpreter to others.
+    alike: dict[object, list[str]] = {}
     for name, after in new.items():
-        before = old.get(name)
-        if before is None or before.shape != after.shape:
-            continue
-        was, now = before.double(), after.double()
-        layer = _layer(name)
-        moved[layer] = moved.get(layer, 0.0) + float((now - was).square().sum())
-        lengths[layer] = lengths.get(layer, 0.0) + float(was.square().sum())
+        if name in old and old[name].shape == after.shape:
+            kind = len(after), after.dtype, old[name].dtype
+            alike.setdefault(kind, []).append(name)
+    moved: Counter[str] = Counter()
+    lengths: Counter[str] = Counter()
+    few = (
+        names[first : first + AT_ONCE]
+        for names in alike.values()
+        for first in range(0, len(names), AT_ONCE)
+    )
+    for names in few:
+        was, now = (torch.stack([of[n] for n in names]).float() for of in (old, new))
+        steps, sizes = ((t.square().sum(1).tolist()) for t in (now - was, was))
+        for name, step, size in zip(names, steps, sizes, strict=True):
+            moved[_layer(name)] += step
+            lengths[_layer(name)] += size
     return {
-        "overall": _ratio(sum(moved.values()), sum(lengths.values())),
+        "overall": _ratio(moved.total(), lengths.total()),
         "layers": {layer: _ratio(moved[layer], lengths[layer]) for layer in moved},
     }
 
