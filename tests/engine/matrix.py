@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tests.engine.script import tell
 
 NUM_REQUESTS = 4
-NUM_TOKENS = 700
+NUM_TOKENS = 250
 PAUSE_S = 0.3
 
 
