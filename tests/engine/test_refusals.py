@@ -131,6 +131,28 @@ def test_an_aborted_update_leaves_no_trace(llm: Any, new: Path, fresh: Any) -> N
     assert greedy(llm) == fresh
 
 
+def test_weights_of_another_model_of_the_same_shapes_are_refused(
+    llm: Any, new: Path, tmp_path: Path, fresh: Any
+) -> None:
+    before = state(llm)
+    for file in new.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((new / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 5e5
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsMismatch, match="rope_parameters is"):
+        llm.update_weights_from_disk(str(tmp_path), "other", mode="retract")
+    manifest = {"format": 1, "config": {"num_attention_heads": 2}}
+    with pytest.raises(WeightsMismatch, match="num_attention_heads is 4 here and 2"):
+        llm.update_weights_from_disk(str(new), "other", manifest=manifest)
+    assert state(llm) == before
+    manifest["config"] = {"num_attention_heads": 4}
+    llm.update_weights_from_disk(str(new), "same", manifest=manifest)
+    assert greedy(llm) == fresh
+
+
+# ---------------------------------------- an engine of its own, from here on
 def test_a_communicator_that_has_disabled_itself_is_refused(
     start: Callable[..., Any], old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,24 +173,3 @@ def test_a_communicator_that_has_disabled_itself_is_refused(
     with pytest.raises(EngineFault, match="not initialized"):
         llm.update_weights({"update_info": tensor | {"shapes": [[260, 128]]}})
     assert state(llm) == before
-
-
-def test_weights_of_another_model_of_the_same_shapes_are_refused(
-    llm: Any, new: Path, tmp_path: Path, fresh: Any
-) -> None:
-    before = state(llm)
-    for file in new.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = json.loads((new / "config.json").read_text())
-    config["rope_parameters"]["rope_theta"] = 5e5
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(WeightsMismatch, match="rope_parameters is"):
-        llm.update_weights_from_disk(str(tmp_path), "other", mode="retract")
-    manifest = {"format": 1, "config": {"num_attention_heads": 2}}
-    with pytest.raises(WeightsMismatch, match="num_attention_heads is 4 here and 2"):
-        llm.update_weights_from_disk(str(new), "other", manifest=manifest)
-    assert state(llm) == before
-    manifest["config"] = {"num_attention_heads": 4}
-    llm.update_weights_from_disk(str(new), "same", manifest=manifest)
-    assert greedy(llm) == fresh
