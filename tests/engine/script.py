@@ -1,7 +1,6 @@
 """Scripts of tests/engine in a process of their own: vLLM wants the choice for one."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +15,11 @@ def tell(seen: dict[str, Any]) -> None:
     print(RESULT + json.dumps(seen), flush=True)
 
 
-def run_script(
-    name: str, *arguments: Any, env: dict[str, str] | None = None
-) -> dict[str, Any]:
+def run_script(name: str, *arguments: Any) -> dict[str, Any]:
     """Run `tests/engine/<name>.py`; returns what it told."""
     done = subprocess.run(
         [sys.executable, "-m", f"tests.engine.{name}", *map(str, arguments)],
         cwd=ROOT,
-        env=os.environ | (env or {}),
         capture_output=True,
         text=True,
         timeout=400,
