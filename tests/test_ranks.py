@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from vllm.inflight.engine.ranks import Ranks
-from vllm.inflight.errors import ArenaTorn, ConfigError, EngineFault
+from vllm.inflight.errors import (
+    ArenaTorn,
+    ConfigError,
+    EngineFault,
+    StagingUnavailable,
+)
 from vllm.inflight.patch import worker
 from vllm.inflight.patch.worker import inflight_flip
 
@@ -55,6 +60,14 @@ def test_ranks_that_cannot_go_back_stop_the_engine():
 def test_a_rank_that_lost_its_weights_stops_the_engine_even_if_all_did():
     with pytest.raises(SystemExit, match="lost"):
         flip([TORN, TORN])
+
+
+def test_an_engine_that_was_shut_down_begins_no_update():
+    ranks = Ranks(Executor(), 2)
+    ranks.require_staging()
+    ranks.close()
+    with pytest.raises(StagingUnavailable, match="has been shut down"):
+        ranks.require_staging()
 
 
 def test_a_worker_tells_a_lost_set_from_a_flip_that_did_nothing():

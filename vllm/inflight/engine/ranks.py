@@ -97,7 +97,8 @@ class Ranks:
         return self._board.stamp()
 
     def close(self) -> None:
-        """Give the board back."""
+        """Give the board back; from now on no update can begin."""
+        self.reason = "the engine has been shut down"
         self._board.close()
 
     def _flip_back(self, ranks: list[int]) -> None:
