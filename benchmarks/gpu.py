@@ -38,6 +38,7 @@ ROWS = {
     "missed": ("updates beyond 2 x the steady largest gap", "{:.0f}"),
     "tokens_share": ("tokens/s during an update, of decoding alone", "{:.1%}"),
     "update_s": ("from call to return, s", "{:.3f}"),
+    "wire_ms": ("of that waiting for the wire: median, ms", "{:.0f}"),
     "flip_ms": ("flip: median, ms", "{:.3f}"),
     "commit_ms": ("switch in the engine core: median, ms", "{:.2f}"),
 }
@@ -81,6 +82,7 @@ def figures(records: list[Record]) -> dict[str, Any]:
     if told:
         found["flip_ms"] = 1e3 * median(each["flip"] for each in told)
         found["commit_ms"] = median(each["commit_ms"] for each in told)
+        found["wire_ms"] = 1e3 * median(each.get("wire", 0.0) for each in told)
         # What the engine says of an update's time, by its phases.
         found["phases_s"] = {
             phase: median(each[phase] for each in told)

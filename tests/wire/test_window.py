@@ -44,5 +44,6 @@ def test_an_engine_tells_its_window():
     assert 2 <= gauges["window"] <= 5
     assert gauges["window_bytes"] == gauges["window"] * sender.group.terms.bucket_bytes
     assert gauges["bucket_wait_ms"] >= 0
+    assert gauges["wire_s"] > 0
     sender.group.close()
     worker.shutdown()

@@ -61,6 +61,8 @@ class Update:
     """What every rank staged, once they agree."""
     num_bytes: int = 0
     """Staged on all ranks together."""
+    wire_s: float | None = None
+    """Of staging, the longest that a rank waited for its transport, if that tells."""
     drift: dict[str, Any] | None = None
     """How far that is from what was served when it was staged; see stage/drift.py."""
     error: InflightError | None = None
@@ -82,6 +84,8 @@ class Update:
         parts = {"total": end - self.began}
         if self.staged is not None:
             parts["staging"] = self.staged - self.began
+        if self.wire_s is not None:
+            parts["wire"] = self.wire_s
         return {name: round(value, 6) for name, value in parts.items()}
 
     def to_dict(self) -> dict[str, Any]:

@@ -37,9 +37,13 @@ class Lockstep:
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self._group = getattr(core, "dp_group", None)
         self._armed: _Armed | None = None
         self._owes_vote = False
+
+    @property
+    def _group(self) -> Any:
+        # Asked for each time: elastic expert parallelism makes a new one.
+        return getattr(self._core, "dp_group", None)
 
     @property
     def is_kept(self) -> bool:

@@ -149,6 +149,8 @@ class Watch:
             else:
                 update.digest = digest
                 update.num_bytes = sum(notice.get("bytes", 0) for notice in notices)
+                waits = [n["wire_s"] for n in notices if "wire_s" in n]
+                update.wire_s = max(waits, default=None)
                 # Every rank is handed every tensor, and samples the same.
                 update.drift = notices[0].get("drift")
                 self._ledger.move(update, Phase.STAGED)

@@ -160,6 +160,12 @@ class BroadcastEngine(StagedEngine):
                 ) from error
         self._group, self.timeout_s = group, init_info.timeout_s
 
+    def start_weight_update(self) -> None:
+        """Nothing of this update was waited for yet."""
+        super().start_weight_update()
+        if self._receiver is not None:
+            self._receiver.window.total_s = 0.0
+
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
         """Load what the trainer sends.
 
@@ -190,7 +196,7 @@ class BroadcastEngine(StagedEngine):
 
     @property
     def gauges(self) -> dict[str, float]:
-        """The window in buckets and in bytes, and how long the last one took."""
+        """The window in buckets and in bytes, and what was waited for the wire."""
         if self._group is None or self._receiver is None:
             return {}
         window = self._receiver.window
@@ -198,6 +204,7 @@ class BroadcastEngine(StagedEngine):
             "window": window.size,
             "window_bytes": window.size * self._group.terms.bucket_bytes,
             "bucket_wait_ms": round(1e3 * window.waited_s, 3),
+            "wire_s": round(window.total_s, 6),
         }
 
     def shutdown(self) -> None:

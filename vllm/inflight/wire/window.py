@@ -25,10 +25,13 @@ class Window:
         self.size = most
         self.waited_s = 0.0
         """For the last bucket."""
+        self.total_s = 0.0
+        """For all buckets of this update."""
 
     def note(self, waited_s: float) -> None:
         """A bucket was waited for, or (0) was there already."""
         self.waited_s = waited_s
+        self.total_s += waited_s
         if waited_s > self.target_s:
             self.size = min(self.size + 1, self.most)
         elif waited_s == 0.0:
