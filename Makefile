@@ -47,7 +47,7 @@ build: | $(VENV)/.installed-$(DEVICE) ## the native core again, after a change i
 	touch $(VENV)/.built
 
 demo: setup ## weights change while tokens flow: pictures and a report in out/demo/
-	$(PY) -m examples.demo
+	PYTHONPATH=$(CURDIR)/tests/calm $(PY) -m examples.demo
 
 test: setup lint ## lint, then every test that needs no GPU
 	$(PY) -m pytest
