@@ -61,7 +61,10 @@ def served(folder: Path, config: dict[str, Any], overrides: Any = None) -> Any:
         {},
         {"torch_dtype": "float32", "eos_token_id": 7, "use_cache": False},
         {"transformers_version": "4.40.0", "_name_or_path": "elsewhere"},
-        {"attention_dropout": 0.1, "initializer_range": 1.0},
+        {"attention_dropout": 0.1, "initializer_range": 1.0, "resid_pdrop": 0.3},
+        # vLLM changes these itself: what is served need not be what was read.
+        {"tie_word_embeddings": True, "sliding_window": 0, "vocab_size": 999},
+        {"auto_map": {"AutoModel": "modeling.Other"}, "num_key_value_heads": None},
         {"a_field_of_a_trainer": "unknown here"},
     ],
 )
@@ -93,8 +96,6 @@ def test_the_spelling_of_older_transformers_is_the_same_model(tmp_path: Path) ->
         ({"head_dim": 16}, "head_dim"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"sliding_window": 64, "use_sliding_window": True}, "sliding_window"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
 def test_another_model_is_refused_by_the_name_of_the_field(

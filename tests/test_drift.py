@@ -1,5 +1,7 @@
 """Drift: the sample tells how far all of a version has moved."""
 
+import math
+
 import pytest
 import torch
 
@@ -100,3 +102,11 @@ def test_a_sample_outlives_the_memory_it_was_taken_from():
     for tensor in named.values():
         tensor.zero_()
     assert drift(taken, samples(version()))["overall"] == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_leaves_the_drift_unknown(value: float) -> None:
+    old = {"a.0.w": torch.ones(8), "a.1.w": torch.ones(8)}
+    new = {"a.0.w": torch.full((8,), value), "a.1.w": torch.full((8,), 2.0)}
+    assert drift(old, new) == {"overall": None, "layers": {"a.0": None, "a.1": 1.0}}
+    assert drift(new, old)["overall"] is None

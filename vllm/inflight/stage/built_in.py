@@ -19,11 +19,33 @@ from vllm.inflight.errors import Malformed, WeightsMismatch
 CONFIG = "config.json"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 """Spellings of one thing; transformers keeps the last."""
-OF_NO_CONCERN = frozenset({"architectures", "dtype", "torch_dtype", "use_cache"})
-"""Besides names, versions, special tokens and what only training reads."""
+COMPARED = frozenset(
+    {
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "layer_types"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("q_lora_rank", "kv_lora_rank"),
+        *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+        *("hidden_act", "hidden_activation", "attention_bias", "mlp_bias"),
+        *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+        *("embedding_multiplier", "residual_multiplier", "attention_multiplier"),
+        *("logits_scaling", "logit_scale", "norm_topk_prob"),
+        *(
+            "num_experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "num_experts_per_tok",
+        ),
+        ROPE[-1],
+    }
+)
+"""What decides how tokens are computed, and vLLM does not change after reading it.
+
+Not here, for one of these reasons: tied embeddings, windows, vocabularies (shapes
+tell), and all that only training or a tokenizer reads.
+"""
 MODELS_IN_A_MODEL = "_config"
 """How their fields end: `text_config`, `vision_config`."""
-ENDINGS_OF_NO_CONCERN = ("_name_or_path", "_version", "_token_id", "dropout", "_range")
 
 
 def require_same_config(folder: Path, model_config: Any) -> None:
@@ -60,8 +82,10 @@ def require_same(stated: Mapping[str, Any], model_config: Any) -> None:
 
     """
     live = model_config.hf_config
+    if getattr(model_config, "hf_config_path", None):
+        return  # it was built from another file than its checkpoint's
     kind = stated.get("model_type", live.model_type)
-    if kind == live.model_type:
+    if kind == live.model_type or model_config.hf_overrides:
         differing = list(
             _differing(stated, _read(stated, model_config), live.to_dict())
         )
@@ -112,14 +136,20 @@ def _without(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
 def _differing(
     stated: Mapping[str, Any], read: Mapping[str, Any], live: Mapping[str, Any]
 ) -> Iterator[str]:
-    named = {ROPE[-1] if name in ROPE else name: None for name in stated}
-    for name in named:
-        if name in OF_NO_CONCERN or name.endswith(ENDINGS_OF_NO_CONCERN):
-            continue
-        if name not in live or name not in read or read[name] == live[name]:
-            continue
-        is_model = isinstance(live[name], dict) and name.endswith(MODELS_IN_A_MODEL)
-        if is_model and isinstance(stated.get(name), dict):
-            yield from _differing(stated[name], read[name], live[name])
-            continue
-        yield f"{name} is {live[name]!r} here and {read[name]!r} there"
+    for name in {ROPE[-1] if name in ROPE else name: None for name in stated}:
+        here, there = live.get(name), read.get(name)
+        if name.endswith(MODELS_IN_A_MODEL):
+            if isinstance(here, Mapping) and isinstance(there, Mapping):
+                yield from _differing(stated[name] or {}, there, here)
+        elif name in COMPARED and not _is_same(here, there):
+            yield f"{name} is {here!r} here and {there!r} there"
+
+
+def _is_same(here: Any, there: Any) -> bool:
+    """What is not said, on either side, is no difference."""
+    if here is None or there is None:
+        return True
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        # Models add to their own rope when they are built.
+        return all(here.get(name) == value for name, value in there.items())
+    return bool(here == there)

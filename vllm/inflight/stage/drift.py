@@ -98,7 +98,9 @@ def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
 
 
 def _ratio(moved: float, length: float) -> float | None:
-    """None where there was nothing but zeros."""
+    """None where there was nothing but zeros, or something that is no number."""
+    if not (math.isfinite(moved) and math.isfinite(length)):
+        return None
     if not length:
         return 0.0 if not moved else None
     return float(f"{math.sqrt(moved / length):.4g}")

@@ -40,11 +40,14 @@ class LocalUpdateInfo(upstream.WeightTransferUpdateInfo):
 
     @property
     def folder(self) -> Path | None:
-        """Of the checkpoint, whose `config.json` says what model it is of."""
+        """Of the checkpoint, whose `config.json` says what model it is of.
+
+        None for a single file, beside which anything may lie.
+        """
         if self.path is None:
             return None
         path = Path(self.path)
-        return path if path.is_dir() else path.parent
+        return path if path.is_dir() else None
 
     def files(self) -> list[Path]:
         """The safetensors files named, in a fixed order; raises `Malformed`."""
