@@ -268,3 +268,21 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
+
+
+# While it is switched to
+
+
+def test_no_deadline_ends_an_update_that_is_being_switched_to():
+    ledger = Ledger()
+    update = brought_to(ledger, Phase.STAGED)
+    with ledger.held(update):
+        assert not ledger.move(update, Phase.ABORTED, DeadlineExceeded("too late"))
+        assert ledger.move(update, Phase.COMMITTED)
+    assert update.error is None
+    with pytest.raises(WrongPhase, match="is committed"), ledger.held(update):
+        pass
+    other = brought_to(ledger, Phase.STAGED, "v")
+    with pytest.raises(RuntimeError), ledger.held(other):
+        raise RuntimeError
+    assert ledger.move(other, Phase.ABORTED)

@@ -92,6 +92,7 @@ class Together:
             for g in _groups()
         ]
         self.stamps: dict[str, list[str]] = {}
+        self._num_updates = 0
         self._threads = [
             threading.Thread(target=self._loop, args=(core,), daemon=True)
             for core in self.cores
@@ -127,9 +128,13 @@ class Together:
 
         self.of_both(begin)
 
-    def stage(self, weights: int) -> None:
+    def stage(self, weights: int, *, is_named: bool = True) -> None:
+        """On both, under one id or under ids that they make up."""
+        self._num_updates += 1
+        name = f"update {self._num_updates}" if is_named else None
+
         def all_of_it(core: Any) -> None:
-            call(core, "begin", transport="local", update_id=f"to-{weights}")
+            call(core, "begin", transport="local", update_id=name)
             call(core, "receive", update_info={"weights": weights})
             call(core, "seal")
 

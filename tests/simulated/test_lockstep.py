@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.bare_core import call
 from tests.simulated.lockstep import Together, together
+from vllm.inflight.engine import lockstep
 from vllm.inflight.engine.lockstep import Lockstep
 
 pytestmark = pytest.mark.engine
@@ -61,6 +63,7 @@ def test_one_that_cannot_keeps_the_other_back(both: Together, failing: int) -> N
     assert [r["error"]["code"] for r in replies] == ["engine_fault"] * 2
     assert "another engine" in replies[1 - failing]["error"]["message"]
     assert labels(both) == ["default", "default"]
+    assert [core.inflight_gate.version.epoch for core in both.cores] == [0, 0]
     # It is still staged: what failed may be mended.
     replies = both.control("commit", LAG_S, weight_version="one")
     assert [r["ok"]["weight_version"] for r in replies] == ["one", "one"]
@@ -113,13 +116,58 @@ def test_an_update_that_ends_disarms_the_one_that_was_asked(both: Together) -> N
     both.stage(1)
     asked = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
     refused = both.ask(0, lambda core: core.inflight("rollback", {})).result(timeout=20)
-    assert refused["error"]["code"] == "update_in_progress"
+    assert refused["error"]["code"] == "wrong_phase"
     both.control("abort")
     assert asked.result(timeout=20)["error"]["code"] == "wrong_phase"
     both.stage(2)
     assert all("ok" in r for r in both.control("commit", LAG_S, weight_version="two"))
     first, second = both.finish()
     assert all(a == b for a, b in zip(first, second, strict=False))
+
+
+def test_what_one_refuses_none_does(both: Together) -> None:
+    both.start(2, 2)
+    both.stage(1)
+    both.ask(1, lambda core: call(core, "abort")).result(timeout=20)
+    replies = both.control("commit", LAG_S)
+    assert [r["error"]["code"] for r in replies] == ["engine_fault"] * 2
+    both.control("abort")
+    both.stage(1)
+    expecting = ["default", "another"]
+
+    def commit(core: Any) -> Any:
+        return core.inflight("commit", {"expect_version": expecting[core.dp_rank]})
+
+    answers = [answer.result(timeout=20) for answer in both.of_both(commit)]
+    assert [a["error"]["code"] for a in answers] == ["engine_fault", "version_conflict"]
+    assert labels(both) == ["default", "default"]
+    first, second = both.finish()
+    assert set(first) == {0} and all(
+        a == b for a, b in zip(first, second, strict=False)
+    )
+
+
+def test_updates_whose_ids_the_engines_made_up_are_one(both: Together) -> None:
+    both.start(2, 1)
+    both.stage(1, is_named=False)
+    assert all("ok" in r for r in both.control("commit", LAG_S, weight_version="one"))
+    assert labels(both) == ["one", "one"]
+    both.finish()
+
+
+def test_patience_with_an_engine_that_is_not_asked_ends(
+    both: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lockstep, "PATIENCE_S", 0.2)
+    both.start(2, 2)
+    both.stage(1)
+    asked = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
+    again = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
+    for answer in (asked, again):
+        message = answer.result(timeout=20)["error"]["message"]
+        assert "not every engine was asked" in message
+    assert all("ok" in r for r in both.control("commit", weight_version="one"))
+    both.finish()
 
 
 def test_two_different_switches_are_none(both: Together) -> None:
@@ -142,3 +190,4 @@ def test_a_commit_cannot_wait_for_requests_of_several_engines(both: Together) ->
     both.stage(1)
     replies = both.control("commit", mode="wait")
     assert [r["error"]["code"] for r in replies] == ["pause_conflict"] * 2
+    both.finish()

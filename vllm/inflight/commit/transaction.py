@@ -11,7 +11,9 @@ import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +70,8 @@ class Update:
     error: InflightError | None = None
     source: str | None = None
     """The path its files were read from, if it came from files."""
+    is_held: bool = False
+    """Whether it is being switched to."""
     pending: Future[dict[str, Any]] | None = None
     """Its commit, while that waits for running requests."""
     result: dict[str, Any] | None = None
@@ -195,6 +199,10 @@ class Ledger:
     def require(self, update_id: str | None, *phases: Phase) -> Update:
         """`find`, in one of `phases`; raises `WrongPhase`, or its own failure."""
         update = self.find(update_id)
+        self._require(update, phases)
+        return update
+
+    def _require(self, update: Update, phases: Sequence[Phase]) -> None:
         if update.phase not in phases:
             if update.error is not None:
                 raise update.error
@@ -204,7 +212,17 @@ class Ledger:
                 phase=update.phase.value,
                 update_id=update.update_id,
             )
-        return update
+
+    @contextmanager
+    def held(self, update: Update) -> Iterator[None]:
+        """While it is switched to: no deadline ends it in the middle of that."""
+        with self._lock:
+            self._require(update, (Phase.STAGED,))
+            update.is_held = True
+        try:
+            yield
+        finally:
+            update.is_held = False
 
     def move(
         self, update: Update, phase: Phase, error: InflightError | None = None
@@ -212,6 +230,8 @@ class Ledger:
         """Make one move of the table; False if it is not legal from here."""
         with self._lock:
             if phase not in MOVES[update.phase]:
+                return False
+            if phase is Phase.ABORTED and update.is_held:
                 return False
             update.phase = phase
             now = time.monotonic()

@@ -22,10 +22,10 @@ from vllm.inflight.engine.served import Served
 from vllm.inflight.engine.turn import Turns
 from vllm.inflight.engine.updates import Updates
 from vllm.inflight.errors import (
+    EngineFault,
     InflightError,
     Malformed,
     NothingToRollBack,
-    PauseConflict,
     UpdateBusy,
     VersionConflict,
     WrongPhase,
@@ -58,6 +58,8 @@ class Gate:
         self.lockstep = Lockstep(core)
         self.turns = Turns(self.rouse)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
+        if self.lockstep.is_kept and not self._ranks.is_reversible:
+            self._ranks.reason = "engines that step together need a way back"
         if self._ranks.reason is not None:
             logger.error(
                 "weights of this engine cannot be updated in flight: %s",
@@ -85,6 +87,9 @@ class Gate:
 
     def commit(self, body: dict[str, Any]) -> Any:
         """Switch to the staged version; the reply of `/finish_weight_update`."""
+        return self._where_all_meet("commit", lambda: self._commit(body))
+
+    def _commit(self, body: dict[str, Any]) -> Any:
         update = self.updates.ledger.require(
             body.get("update_id"), Phase.STAGED, Phase.COMMITTED
         )
@@ -108,13 +113,13 @@ class Gate:
 
         def switch() -> dict[str, Any]:
             # Running requests were waited for: it may have ended meanwhile.
-            self.updates.ledger.require(update.update_id, Phase.STAGED)
-            facts = self.lockstep.together(
-                lambda: self._served.advance(update.label or label, update),
-                self._served.retreat,
-            )
+            with self.updates.ledger.held(update):
+                facts = self.lockstep.together(
+                    lambda: self._served.advance(update.label or label, update),
+                    self._served.retreat,
+                )
+                self.updates.ledger.move(update, Phase.COMMITTED)
             facts |= self.pauses.treat(mode, flush_cache=flush_cache)
-            self.updates.ledger.move(update, Phase.COMMITTED)
             self.counts.switched(facts)
             self.counts.committed(update)
             update.label = self.version.label
@@ -135,15 +140,16 @@ class Gate:
             )
             return update.result
 
-        answer = self._when_due(
-            f"commit {update.update_id} {update.digest}", mode, switch
-        )
+        answer = self.pauses.between_requests(mode, switch)
         if isinstance(answer, Future):
             update.pending = answer
         return answer
 
     def rollback(self, body: dict[str, Any]) -> Any:
         """Serve the version served before again: a commit of the old set."""
+        return self._where_all_meet("rollback", lambda: self._rollback(body))
+
+    def _rollback(self, body: dict[str, Any]) -> Any:
         if (active := self.updates.ledger.active) is not None:
             raise UpdateBusy(
                 f"update {active.update_id!r} is {active.phase.value}; abort it first",
@@ -162,8 +168,8 @@ class Gate:
 
         def switch() -> dict[str, Any]:
             left = self._served.update
-            go_back = self._served.go_back
-            facts = self.lockstep.together(go_back, go_back) | self.pauses.treat(mode)
+            facts = self.lockstep.together(self._served.go_back, self._served.retreat)
+            facts |= self.pauses.treat(mode)
             if left is not None:
                 self.updates.ledger.move(left, Phase.ROLLED_BACK)
             self.counts.switched(facts)
@@ -171,9 +177,7 @@ class Gate:
             logger.info("rolled back to weights %r", self.version.label)
             return self.version.to_dict() | facts
 
-        return self._when_due(
-            f"roll back to {before.label} {before.digest}", mode, switch
-        )
+        return self.pauses.between_requests(mode, switch)
 
     def undo(self, body: dict[str, Any]) -> Any:
         """Take back a commit that other engines could not follow."""
@@ -218,6 +222,7 @@ class Gate:
     def close(self) -> None:
         """End the watch and give the board back."""
         self.pauses.close()
+        self.lockstep.disarm(EngineFault("the engine has been shut down"))
         self.updates.close()
         self._ranks.close()
 
@@ -227,18 +232,12 @@ class Gate:
         return self._served.version
 
     # --------------------------------------------------------------- helpers
-    def _when_due(
-        self, what: object, mode: PauseMode, switch: Callable[[], dict[str, Any]]
-    ) -> Any:
-        """`switch` now, between requests, or where the engines of a lockstep meet."""
+    def _where_all_meet(self, what: str, switch: Callable[[], Any]) -> Any:
+        """`switch` now, or where the engines of a lockstep meet."""
         if not self.lockstep.is_kept:
-            return self.pauses.between_requests(mode, switch)
-        if mode is PauseMode.WAIT:
-            raise PauseConflict(
-                "engines that step together do not end their requests together, so "
-                "a commit cannot 'wait' for them; pause with 'wait' first"
-            )
-        return self.lockstep.arm(what, switch)
+            return switch()
+        active = self.updates.ledger.active
+        return self.lockstep.arm((what, active and active.digest), switch)
 
     def _ended(self, error: InflightError) -> None:
         """An update was aborted: nobody needs to wait for its commit any more."""

@@ -16,6 +16,7 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed, PausedByAnother
 
 LONGEST_S = 86400
+RETRY_S = 1.0
 
 logger = upstream.init_logger(__name__)
 
@@ -75,9 +76,14 @@ class Lease:
             logger.warning(
                 "the lease of %r on the pause has run out: decoding goes on", self.owner
             )
+            try:
+                self._expire()
+            except Exception:
+                logger.exception("it could not go on; once more in %g s", RETRY_S)
+                self.take(self.owner, RETRY_S)
+                return
             self.num_expired += 1
             self.drop()
-            self._expire()
 
         self._turn(end)
 

@@ -11,6 +11,7 @@ Until then everybody goes on stepping.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from vllm.inflight.errors import EngineFault, InflightError, WrongPhase
 
 Reply = dict[str, Any]
 NOTHING = 0
+PATIENCE_S = 30.0
+"""How long one engine waits, stepping, for the others to be asked for the same."""
 
 
 @dataclass
@@ -30,6 +33,7 @@ class _Armed:
     key: int
     switch: Callable[[], Reply]
     answer: Future[Reply] = field(default_factory=Future)
+    until: float = field(default_factory=lambda: time.monotonic() + PATIENCE_S)
 
 
 class Lockstep:
@@ -56,10 +60,16 @@ class Lockstep:
         return self._armed is not None
 
     def arm(self, what: object, switch: Callable[[], Reply]) -> Future[Reply]:
-        """Call `switch` where all engines meet, once all are armed with `what`."""
+        """Call `switch` where all engines meet, once all are armed with `what`.
+
+        It checks for itself whether it can: so that all engines come to the meeting.
+        """
+        key = _key(what)
         if self._armed is not None:
+            if self._armed.key == key:
+                return self._armed.answer
             raise WrongPhase("another switch waits for the other engines already")
-        self._armed = _Armed(_key(what), switch)
+        self._armed = _Armed(key, switch)
         core = self._core
         if not core.engines_running:
             # As with a request that comes while all are idle: the others have to be
@@ -80,7 +90,12 @@ class Lockstep:
         """Meet the others; whether somebody goes on waiting for somebody else.
 
         Every engine calls it after the same step.
+
+        Raises:
+            SystemExit: it is not known any more what the others serve.
+
         """
+        self._lose_patience()
         key = NOTHING if self._armed is None else self._armed.key
         lowest, highest = self._extent(key)
         if highest == NOTHING:
@@ -96,9 +111,14 @@ class Lockstep:
         try:
             armed.answer.set_result(armed.switch())
         except Exception as error:
+            armed.answer.set_exception(error)
             if self._owes_vote:
                 self._all_could(False)
-            armed.answer.set_exception(error)
+            elif not isinstance(error, InflightError):
+                raise SystemExit(
+                    "vllm-inflight: a switch of engines that step together broke off "
+                    f"after they had agreed on it: {error}"
+                ) from error
         return False
 
     def together(
@@ -125,7 +145,7 @@ class Lockstep:
             raise failure
         try:
             take_back()
-        except InflightError as error:
+        except Exception as error:
             raise SystemExit(
                 "vllm-inflight: another engine could not switch, and this one could "
                 f"not take its switch back, so they would mix versions: {error}"
@@ -133,6 +153,15 @@ class Lockstep:
         raise EngineFault("another engine could not switch; it was taken back here")
 
     # ---------------------------------------------------------------- helpers
+    def _lose_patience(self) -> None:
+        if self._armed is None:
+            return
+        if not self._core.is_running():
+            self.disarm(EngineFault("the engine is shutting down"))
+        elif time.monotonic() > self._armed.until:
+            waited = f"not every engine was asked to switch within {PATIENCE_S:g} s"
+            self.disarm(EngineFault(f"{waited}; nothing has changed"))
+
     def _all_could(self, could: bool) -> bool:
         self._owes_vote = False
         return self._extent(int(could))[0] == 1

@@ -148,6 +148,11 @@ class Pauses:
     def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
         """Raise if a commit cannot treat requests as `mode` says, here and now."""
         self._check(mode, flush_cache)
+        if mode is PauseMode.WAIT and self._gate.lockstep.is_kept:
+            raise PauseConflict(
+                "engines that step together do not end their requests together, so "
+                "a commit cannot 'wait' for them; pause with 'wait' first"
+            )
         frozen = self.mode not in (None, PauseMode.WAIT)
         if mode is PauseMode.WAIT and frozen and self._core.scheduler.running:
             raise PauseConflict(
@@ -228,6 +233,9 @@ class Pauses:
         return None
 
     def _go_on(self) -> None:
+        if self._commit is None:
+            # First: where engines step together it may not be the time for it.
+            self._core.resume_scheduler()
         self._mode = None
         self._gate.counts.resumed()
         for waiting in self._settling:
@@ -239,8 +247,6 @@ class Pauses:
         if self._commit is not None:
             # Somebody's pause is over, the wait of the commit is not.
             self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_NEW)
-        else:
-            self._core.resume_scheduler()
         # A loop that was idle would go on waiting for its input queue.
         self._gate.rouse()
 

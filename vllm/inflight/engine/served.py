@@ -31,6 +31,8 @@ class Served:
         self.update: Update | None = None
         """The update that `version` came with; None for the weights of the start."""
         self._before: tuple[Version, Update | None] | None = None
+        self._left: tuple[Any, ...] = ()
+        """All of this as it was before the last switch."""
 
     @property
     def before(self) -> Version | None:
@@ -57,9 +59,14 @@ class Served:
         return facts
 
     def retreat(self) -> None:
-        """Take back an advance that not every engine could make."""
-        self.go_back()
-        self._before = None  # what is held was never served
+        """Take back the last switch, which not every engine could make.
+
+        As if it had not been: no step was scheduled since.
+        """
+        self._ranks.flip()
+        numbers, version, self.update, self._before = self._left
+        self._epoch, self._cache_epoch, self._moved = numbers
+        self._serve(version)
 
     def go_back(self) -> dict[str, Any]:
         """Serve the version before again; the one left becomes the one before."""
@@ -83,6 +90,8 @@ class Served:
         moved_by: Update | None,
     ) -> dict[str, Any]:
         started = time.perf_counter()
+        numbers = self._epoch, self._cache_epoch, self._moved
+        self._left = numbers, self.version, self.update, self._before
         scheduler = self._core.scheduler
         is_shared = scheduler.inflight_policy.oldest is None
         connectors.drop(scheduler.connector, is_shared=is_shared)
@@ -104,6 +113,9 @@ class Served:
         """Label and salt from the next step on; nothing ran since the flip."""
         self._epoch += 1
         label = label if label is not None else f"update-{self._epoch}"
-        self.version = Version(label, self._epoch, digest, step, time.time())
-        self._core._weight_version = label
-        self._core.scheduler.inflight_serve(self.version, self._cache_epoch)
+        self._serve(Version(label, self._epoch, digest, step, time.time()))
+
+    def _serve(self, version: Version) -> None:
+        self.version = version
+        self._core._weight_version = version.label
+        self._core.scheduler.inflight_serve(version, self._cache_epoch)
