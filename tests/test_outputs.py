@@ -252,8 +252,8 @@ def growing(length: int) -> list[Any]:
 
 async def test_a_line_knows_exactly_the_results_that_went_into_it():
     book, closed = Ledger(), []
-    results = watched(stream(growing(5), closed), book.note_all)
-    lines = [line async for line in labelled(writer(results, closed), book)]
+    source, write = stream(growing(5), closed), lambda results: writer(results, closed)
+    lines = [x async for x in labelled(source, book.note_all, write, book)]
     ends = [spans_of(line)[0][0]["end"] for line in lines[:-1]]
     assert ends == [1, 2, 3, 4, 5]
     assert lines[-1] == "data: [DONE]\n\n"
@@ -261,11 +261,10 @@ async def test_a_line_knows_exactly_the_results_that_went_into_it():
 
 async def test_a_client_that_leaves_ends_the_request():
     book, closed = Ledger(), []
-    results = watched(stream(growing(5), closed), book.note_all)
-    lines = labelled(writer(results, closed), book)
+    source, write = stream(growing(5), closed), lambda results: writer(results, closed)
+    lines = labelled(source, book.note_all, write, book)
     await anext(lines)
     await lines.aclose()
-    await results.aclose()
     assert closed == ["writer", "engine"]
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.engine.script import tell
+from tests.engine.script import OPTIONS, tell
 from tests.engine.test_pause_features import GREEDY, MODES, lived, pause, tokens
 
 RANK = 8
@@ -50,12 +50,7 @@ def main(model: str, folder: str) -> None:
         dtype="float32",
         enable_lora=True,
         max_lora_rank=RANK,
-        max_model_len=1024,
-        block_size=32,
-        max_num_seqs=16,
-        enforce_eager=True,
-        disable_log_stats=True,
-        gpu_memory_utilization=0.5,
+        **OPTIONS,
     )
     params = SamplingParams(**GREEDY)
     seen: dict[str, Any] = {

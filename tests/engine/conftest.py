@@ -29,6 +29,7 @@ from tests.engine.bare_core import call, publish
 from tests.engine.core_door import Door, said
 from tests.engine.probe import greedy
 from tests.engine.reference import Reference
+from tests.engine.script import OPTIONS
 from tests.tiny import make_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -58,15 +59,7 @@ def start() -> Iterator[Callable[..., Any]]:
         from vllm import LLM
 
         stop(alive)
-        defaults = {
-            "max_model_len": 1024,
-            "block_size": 32,
-            "max_num_seqs": 16,
-            "enforce_eager": True,
-            "disable_log_stats": True,
-            "gpu_memory_utilization": 0.5,
-        }
-        alive.append(LLM(str(folder), **(defaults | options)))
+        alive.append(LLM(str(folder), **(OPTIONS | options)))
         return alive[-1]
 
     yield llm

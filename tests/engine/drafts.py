@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from tests.engine.script import tell
+from tests.engine.script import OPTIONS, tell
 from tests.engine.test_pause_features import GREEDY, MODES, lived, pause, tokens
 
 
@@ -26,12 +26,7 @@ def main(folder: str) -> None:
         folder,
         dtype="float32",
         speculative_config=drafting,
-        max_model_len=1024,
-        block_size=32,
-        max_num_seqs=16,
-        enforce_eager=True,
-        disable_log_stats=True,
-        gpu_memory_utilization=0.5,
+        **OPTIONS,
     )
     params = SamplingParams(**GREEDY | {"max_tokens": 150})
     seen: dict[str, Any] = {"alone": tokens(lived(llm, params))}

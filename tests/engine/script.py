@@ -8,6 +8,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULT = "RESULT "
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 1024,
+    "block_size": 32,
+    "max_num_seqs": 16,
+    "enforce_eager": True,
+    "disable_log_stats": True,
+    "gpu_memory_utilization": 0.5,
+}
+"""Of an `LLM` of a tiny model."""
 
 
 def tell(seen: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ def lived(
                 finished[output.request_id] = output
         # A grammar is compiled beside the steps, for as long as that takes.
         num_steps += len(scheduler.running) >= 2
+    assert meanwhile is None, "they ended before anything could happen"
     assert sorted(finished) == ["r0", "r1"]
     return [choice for name in sorted(finished) for choice in finished[name].outputs]
 

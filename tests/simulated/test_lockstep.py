@@ -147,6 +147,27 @@ def test_what_one_refuses_none_does(both: Together) -> None:
     )
 
 
+def test_where_one_cannot_be_updated_nobody_needs_to_meet(
+    both: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met = []
+    extent = Lockstep._extent
+
+    def counted(self: Lockstep, value: int) -> Any:
+        met.append(value)
+        return extent(self, value)
+
+    monkeypatch.setattr(Lockstep, "_extent", counted)
+    both.cores[1].inflight_gate._ranks.reason = "the test says so"
+    both.start(1, 1)
+    both.ask(0, lambda core: core.inflight_gate.lockstep.arm("anything", dict)).result(
+        timeout=20
+    )
+    both.finish()
+    assert sorted(met) == [0, 1]
+    assert not both.cores[0].inflight_gate.lockstep.is_armed
+
+
 def test_updates_whose_ids_the_engines_made_up_are_one(both: Together) -> None:
     both.start(2, 1)
     both.stage(1, is_named=False)

@@ -55,7 +55,7 @@ class Gate:
         self.leftovers: list[Any] = []
         """Outputs of steps that a pause waited for, in an engine without one."""
         self.counts = counts.Counts()
-        self.lockstep = Lockstep(core)
+        self.lockstep = Lockstep(core, lambda: self._ranks.reason is None)
         self.turns = Turns(self.rouse)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
         if self.lockstep.is_kept and not self._ranks.is_reversible:

@@ -39,8 +39,11 @@ class _Armed:
 class Lockstep:
     """One engine core's part in it; engines that step alone have none."""
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, can_switch: Callable[[], bool]) -> None:
         self._core = core
+        self._can_switch = can_switch
+        self._known: tuple[Any, bool] = (None, False)
+        """A group, and whether every engine of it can be updated."""
         self._armed: _Armed | None = None
         self._owes_vote = False
 
@@ -95,6 +98,12 @@ class Lockstep:
             SystemExit: it is not known any more what the others serve.
 
         """
+        if self._known[0] is not self._group:
+            # Once for each group: where one cannot be updated, nobody needs to meet.
+            self._known = (self._group, self._extent(int(self._can_switch()))[0] == 1)
+        if not self._known[1]:
+            self.disarm(EngineFault("another engine cannot be updated in flight"))
+            return False
         self._lose_patience()
         key = NOTHING if self._armed is None else self._armed.key
         lowest, highest = self._extent(key)

@@ -51,6 +51,13 @@ def wants_spans(serving: Any, request: Any) -> bool:
     return config.openai_spans == "on"
 
 
+def wants_kv(serving: Any, request: Any) -> bool:
+    """Whether a reply says whose KV was read: this one, or every one."""
+    asked = (request.sampling_params.extra_args or {}).get(KV_FIELD)
+    config = InflightConfig.of(serving.engine_client.vllm_config)
+    return bool(asked) or config.kv_versions == "on"
+
+
 class Ledger:
     """The newest spans of every choice of one reply.
 
@@ -95,8 +102,6 @@ class Ledger:
 
     def write(self, line: str) -> str:
         """A line of a stream, with the field in its choices."""
-        if self._kv_only and not self._read:
-            return line
         match = _CHOICE.search(line)
         if match is None:  # usage, an error, [DONE]
             return line
@@ -138,9 +143,23 @@ async def watched(
 
 
 async def labelled(
-    lines: AsyncGenerator[str, None], ledger: Ledger
+    source: AsyncGenerator[Item, None],
+    note: Callable[[Item], None],
+    write: Callable[[AsyncGenerator[Item, None]], AsyncGenerator[str, None]],
+    ledger: Ledger,
 ) -> AsyncGenerator[str, None]:
-    """The lines of a stream, each with what the ledger knows by then."""
-    async with aclosing(lines):
+    """The lines that upstream writes of `source`, each with what the ledger knows.
+
+    Args:
+        source: outputs of the engine.
+        note: puts one of them into the ledger.
+        write: upstream's generator of lines.
+        ledger: of this reply.
+
+    """
+    async with (
+        aclosing(watched(source, note)) as results,
+        aclosing(write(results)) as lines,
+    ):
         async for line in lines:
             yield ledger.write(line)

@@ -99,10 +99,13 @@ def _whose_kv(original: Any) -> Any:
     async def serve_tokens_full_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm.inflight.outputs.openai import Ledger, watched
+        from vllm.inflight.outputs import openai
 
-        ledger = Ledger(kv_only=True)
-        async with aclosing(watched(result_generator, ledger.note_all)) as results:
+        if not openai.wants_kv(self, request):
+            return await original(self, request, result_generator, *args, **kwargs)
+        ledger = openai.Ledger(kv_only=True)
+        watched = openai.watched(result_generator, ledger.note_all)
+        async with aclosing(watched) as results:
             response = await original(self, request, results, *args, **kwargs)
         return ledger.label(response)
 
@@ -110,17 +113,18 @@ def _whose_kv(original: Any) -> Any:
 
 
 def _whose_kv_by_chunk(original: Any) -> Any:
-    async def serve_tokens_stream_generator(
+    def serve_tokens_stream_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:
-        from vllm.inflight.outputs.openai import Ledger, labelled, watched
+        from vllm.inflight.outputs import openai
 
-        ledger = Ledger(kv_only=True)
-        async with aclosing(watched(result_generator, ledger.note_all)) as results:
-            lines = original(self, request, results, *args, **kwargs)
-            async with aclosing(labelled(lines, ledger)) as out:
-                async for line in out:
-                    yield line
+        def lines(results: Any) -> Any:
+            return original(self, request, results, *args, **kwargs)
+
+        if not openai.wants_kv(self, request):
+            return lines(result_generator)
+        ledger = openai.Ledger(kv_only=True)
+        return openai.labelled(result_generator, ledger.note_all, lines, ledger)
 
     return serve_tokens_stream_generator
 

@@ -64,7 +64,7 @@ def _chat_batch(original: Any) -> Any:
 
 
 def _completion_stream(original: Any) -> Any:
-    async def completion_stream_generator(
+    def completion_stream_generator(
         self: Any,
         request: Any,
         engine_inputs: Any,
@@ -73,51 +73,37 @@ def _completion_stream(original: Any) -> Any:
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
         from vllm.inflight.outputs import openai
-        from vllm.inflight.outputs.openai import Ledger, labelled, watched
+
+        def lines(results: Any) -> Any:
+            return original(self, request, engine_inputs, results, *args, **kwargs)
 
         if not openai.wants_spans(self, request):
-            as_it_is = original(
-                self, request, engine_inputs, result_generator, *args, **kwargs
-            )
-            async with aclosing(as_it_is) as out:
-                async for line in out:
-                    yield line
-            return
-        ledger = Ledger()
+            return lines(result_generator)
+        ledger = openai.Ledger()
         num_choices = 1 if request.n is None else request.n
 
         def note(item: Any) -> None:
             prompt, result = item
             ledger.note_all(result, prompt * num_choices)
 
-        async with aclosing(watched(result_generator, note)) as results:
-            lines = original(self, request, engine_inputs, results, *args, **kwargs)
-            async with aclosing(labelled(lines, ledger)) as out:
-                async for line in out:
-                    yield line
+        return openai.labelled(result_generator, note, lines, ledger)
 
     return completion_stream_generator
 
 
 def _chat_stream(original: Any) -> Any:
-    async def chat_completion_stream_generator(
+    def chat_completion_stream_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:
         from vllm.inflight.outputs import openai
-        from vllm.inflight.outputs.openai import Ledger, labelled, watched
+
+        def lines(results: Any) -> Any:
+            return original(self, request, results, *args, **kwargs)
 
         if not openai.wants_spans(self, request):
-            as_it_is = original(self, request, result_generator, *args, **kwargs)
-            async with aclosing(as_it_is) as out:
-                async for line in out:
-                    yield line
-            return
-        ledger = Ledger(role_first=True)
-        async with aclosing(watched(result_generator, ledger.note_all)) as results:
-            lines = original(self, request, results, *args, **kwargs)
-            async with aclosing(labelled(lines, ledger)) as out:
-                async for line in out:
-                    yield line
+            return lines(result_generator)
+        ledger = openai.Ledger(role_first=True)
+        return openai.labelled(result_generator, ledger.note_all, lines, ledger)
 
     return chat_completion_stream_generator
 

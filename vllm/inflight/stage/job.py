@@ -155,8 +155,10 @@ class Job(threading.Thread):
             info = self._transport.parse_update_info(payload)
         except ValueError as error:
             raise Malformed(str(error)) from error
-        if (folder := getattr(info, "folder", None)) is not None:
-            require_same_config(folder, self._worker.vllm_config.model_config)
+        if isinstance(self._transport, StagedEngine):
+            folder = self._transport.folder_of(info)
+            if folder is not None:
+                require_same_config(folder, self._worker.vllm_config.model_config)
         # Not update_weights(): that ends in a device-wide wait.
         self._transport.receive_weights(info)
         # Told that we have it, a trainer may write over memory that we share with it.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled, TransferFault
@@ -37,6 +39,11 @@ class StagedEngine(upstream.WeightTransferEngine):
                 for _ in incoming:
                     pass
             raise
+
+    def folder_of(self, update_info: Any) -> Path | None:
+        """Of the checkpoint that a chunk comes from, if it comes from one."""
+        del update_info
+        return None
 
     @property
     def gauges(self) -> dict[str, float]:

@@ -38,17 +38,6 @@ class LocalUpdateInfo(upstream.WeightTransferUpdateInfo):
     path: str | None = None
     shm: str | None = None
 
-    @property
-    def folder(self) -> Path | None:
-        """Of the checkpoint, whose `config.json` says what model it is of.
-
-        None for a single file, beside which anything may lie.
-        """
-        if self.path is None:
-            return None
-        path = Path(self.path)
-        return path if path.is_dir() else None
-
     def files(self) -> list[Path]:
         """The safetensors files named, in a fixed order; raises `Malformed`."""
         if (self.path is None) == (self.shm is None):
@@ -69,6 +58,11 @@ class LocalEngine(StagedEngine):
 
     def init_transfer_engine(self, init_info: LocalInitInfo) -> None:
         """Nothing to connect to."""
+
+    def folder_of(self, update_info: LocalUpdateInfo) -> Path | None:
+        """That of several files; beside a single one anything may lie."""
+        path = None if update_info.path is None else Path(update_info.path)
+        return path if path is not None and path.is_dir() else None
 
     def receive_weights(self, update_info: LocalUpdateInfo) -> None:
         """Load every tensor of the files named."""
