@@ -123,6 +123,12 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=10, help="per arm and round")
     parser.add_argument("--steady", type=float, default=0.5, help="seconds around each")
     parser.add_argument("--inflight", default="{}", help="our options, as JSON")
+    parser.add_argument(
+        "--backend",
+        choices=("inflight_nccl", "inflight_ipc"),
+        default="inflight_nccl",
+        help="ours; upstream's is nccl",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -131,6 +137,7 @@ def main() -> None:
     if len(gpus) < needed:
         raise SystemExit(f"{needed} GPUs are needed, here are: {', '.join(gpus)}")
     os.environ["BENCH_INFLIGHT"] = options.inflight
+    os.environ["BENCH_BACKEND"] = options.backend
     report: dict[str, Any] = {"machine": facts() | {"gpus": gpus}, "shapes": {}}
     for shape in options.shapes:
         report["shapes"][shape] = measure(shape, options)

@@ -18,10 +18,9 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from benchmarks.arm import Arm, serve
-from benchmarks.record import OURS, UPSTREAM
+from benchmarks.record import OURS
 from benchmarks.shapes import num_ranks
 
-BACKENDS = {OURS: "inflight_nccl", UPSTREAM: "nccl"}
 
 
 class Trainer:
@@ -91,7 +90,7 @@ class Trainer:
 
 
 async def main(name: str, folder: str, handle: str) -> None:
-    backend = BACKENDS[name]
+    backend = os.environ["BENCH_BACKEND"] if name == OURS else "nccl"
     trainer = Trainer(backend, folder)
     options = {"inflight": json.loads(os.environ.get("BENCH_INFLIGHT", "{}"))}
 

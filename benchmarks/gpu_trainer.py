@@ -84,6 +84,11 @@ class Client:
 
 def init_info(backend: str, port: int, num_workers: int) -> Any:
     """What upstream's factory chooses the trainer engine by."""
+    if backend == "inflight_ipc":
+        from vllm.inflight.wire.ipc_trainer import IpcTrainerInitInfo
+
+        # The weights stay where they are, so all of them can be lent at once.
+        return IpcTrainerInitInfo(rank=0, chunk_bytes=1 << 40)
     common = {
         "rank": 0,
         "master_address": "127.0.0.1",

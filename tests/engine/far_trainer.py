@@ -87,6 +87,10 @@ def _init_info(backend: str, common: dict[str, Any]) -> Any:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(**common)
+    if backend == "inflight_ipc":
+        from vllm.inflight.wire.ipc_trainer import IpcTrainerInitInfo
+
+        return IpcTrainerInitInfo(**common)
     from vllm.inflight.wire import trainer
 
     if backend == "inflight_gloo":
@@ -99,7 +103,7 @@ class FarTrainer:
 
     Args:
         llm: the engine that takes its weights, in this process.
-        backend: `inflight_gloo`, `inflight_nccl`, `nccl` or `ipc`.
+        backend: `inflight_gloo`, `inflight_nccl`, `inflight_ipc`, `nccl` or `ipc`.
         folder: the first checkpoint it has.
         gpu: of the trainer, if it has one.
         num_workers: of the engine; counted for backends that make a group.
@@ -122,7 +126,7 @@ class FarTrainer:
         self.silent = context.Event()
         """Set when half of an update was sent and no more will be."""
         common = {"rank": 0, **options}
-        if backend != "ipc":
+        if not backend.endswith("ipc"):
             common |= {
                 "master_address": HOST,
                 "master_port": _free_port(),

@@ -21,6 +21,7 @@ BACKENDS = {
     "local": ("vllm.inflight.wire.local", "LocalEngine"),
     "inflight_nccl": ("vllm.inflight.wire.broadcast", "NcclEngine"),
     "inflight_gloo": ("vllm.inflight.wire.broadcast", "GlooEngine"),
+    "inflight_ipc": ("vllm.inflight.wire.ipc", "IpcEngine"),
 }
 """Our values of `--weight-transfer-config '{"backend": …}'`."""
 

@@ -1,0 +1,77 @@
+"""A trainer of the same host lends its tensors, from another GPU and from the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.far_trainer import FarTrainer
+from tests.engine.probe import greedy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+SHAPE = {"hidden": 1024, "layers": 4, "vocab": 20000}
+SMALL = {"bucket_bytes": 1 << 20, "chunk_bytes": 1 << 22}
+"""So that the embedding is larger than a bucket, and an update is many calls."""
+needs_two = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="another GPU is needed for the trainer"
+)
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    return start(
+        old,
+        enforce_eager=False,
+        weight_transfer_config=WeightTransferConfig(backend="inflight_ipc"),
+    )
+
+
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["at_once", "in_small_pieces"])
+@pytest.mark.parametrize("gpu", [pytest.param(-1, marks=needs_two), 0])
+def test_what_is_lent_equals_a_fresh_engine(
+    llm: Any,
+    fresh: list[list[int]],
+    old: Path,
+    new: Path,
+    gpu: int,
+    options: dict[str, int],
+) -> None:
+    before = greedy(llm)
+    assert before != fresh
+    with FarTrainer(llm, "inflight_ipc", old, gpu=gpu, **options) as far:
+        for folder, expected in ((new, fresh), (old, before)) * 2:
+            far.send(folder)
+            assert greedy(llm) == expected
+            llm.rollback_weights()
+            assert greedy(llm) != expected
+            far.send(folder)
+            assert greedy(llm) == expected
+
+
+def test_a_trainer_killed_in_the_middle_costs_nothing_but_its_update(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path
+) -> None:
+    before = greedy(llm)
+    with FarTrainer(llm, "inflight_ipc", old, **SMALL) as far:
+        far.send(old)
+        sending = far.fall_silent(new)
+        far.kill()
+        with pytest.raises(EOFError):
+            sending.result(timeout=60)
+        # What it lent is still mapped, and nobody waits for it.
+        assert greedy(llm) == before
+        llm.abort_weight_update()
+    assert greedy(llm) == before
+    with FarTrainer(llm, "inflight_ipc", new) as far:
+        far.send(new)
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) == before

@@ -1,0 +1,53 @@
+"""Host memory in place of a GPU's: what is exported is mapped at its own address."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from vllm.inflight.errors import TransferFault
+from vllm.inflight.wire.device_memory import HANDLE_BYTES, Extent
+
+
+class HostMemory:
+    """Implements `Memory`; every storage it was shown is an allocation."""
+
+    def __init__(self) -> None:
+        self._extents: dict[int, int] = {}
+        self.exported: dict[bytes, int] = {}
+        self.num_maps = 0
+        self.mapped: set[int] = set()
+        self.copied: list[int] = []
+
+    def show(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Let the storages of tensors be known."""
+        for tensor in tensors.values():
+            storage = tensor.untyped_storage()
+            self._extents[storage.data_ptr()] = storage.nbytes()
+
+    def extent(self, address: int) -> Extent:
+        for base, size in self._extents.items():
+            if base <= address < base + size:
+                return Extent(base, size)
+        raise TransferFault(f"no allocation at {address}")
+
+    def export(self, address: int) -> bytes:
+        handle = address.to_bytes(HANDLE_BYTES, "big")
+        self.exported[handle] = address
+        return handle
+
+    def map(self, handle: bytes) -> Extent:
+        if handle not in self.exported:
+            raise TransferFault("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE (1)")
+        self.num_maps += 1
+        self.mapped.add(self.exported[handle])
+        return self.extent(self.exported[handle])
+
+    def unmap(self, address: int) -> None:
+        self.mapped.remove(address)
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        assert stream == 0
+        self.copied.append(num_bytes)
+        ctypes.memmove(target, source, num_bytes)

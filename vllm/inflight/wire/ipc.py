@@ -1,0 +1,227 @@
+"""Backend `inflight_ipc`: a trainer on this host lends its tensors, and they are copied.
+
+Nobody sends: each worker maps the trainer's GPU memory and reads it, by the copy
+engines, from whatever GPU it is on. So decoding keeps every processor, a trainer needs
+no group, and one that dies meanwhile takes nothing with it. `update_info` is upstream's
+`names`, `dtype_names` and `shapes`, and `exports` (see exports.py); when the call has
+returned, the tensors may change again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.errors import EngineFault, Malformed, TransferFault
+from vllm.inflight.wire.announcement import Announcement
+from vllm.inflight.wire.buckets import Bucket, plan
+from vllm.inflight.wire.device_memory import CudaMemory, Memory
+from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.exports import Exports, Mappings
+from vllm.inflight.wire.group import Pending
+from vllm.inflight.wire.meeting import Terms
+from vllm.inflight.wire.receiver import Receiver
+from vllm.inflight.wire.watch import Watch
+
+PEERS = 2
+"""A worker and its trainer."""
+
+
+@dataclass(kw_only=True)
+class IpcInitInfo(upstream.WeightTransferInitInfo):
+    """How a worker reads; there is nobody to agree with."""
+
+    bucket_bytes: int = 128 << 20
+    """Looked at together, once they are here; a multiple of 256."""
+    num_buckets: int = 3
+    """How many buckets a worker holds, for tensors whose place it does not know."""
+    timeout_s: float = 120.0
+    """Longest wait for any one bucket."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_buckets", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        _ = self.terms
+
+    @property
+    def terms(self) -> Terms:
+        """As a receiver wants them; raises `ValueError`."""
+        return Terms(wire="ipc", world_size=PEERS, bucket_bytes=self.bucket_bytes)
+
+
+@dataclass
+class IpcUpdateInfo(upstream.WeightTransferUpdateInfo):
+    """What is to be read, and where."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    exports: dict[str, Any]
+    announced: Announcement = field(init=False, repr=False)
+    lent: Exports = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.announced = Announcement.parse(self.names, self.dtype_names, self.shapes)
+        self.lent = Exports.parse(self.exports, len(self.names))
+
+
+class Reader:
+    """Implements `Group`, alone: what it is to receive, it fetches."""
+
+    def __init__(self, terms: Terms, device: torch.device, memory: Memory) -> None:
+        self.terms = terms
+        self.device = device
+        self.ended: str | None = None
+        self._memory = memory
+        self._buckets: Iterator[Bucket] = iter(())
+        self._addresses: Sequence[int] = ()
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+
+    def begin(self, announced: Announcement, addresses: Sequence[int]) -> None:
+        """Read these tensors next, bucket by bucket."""
+        self.ended = None
+        self._buckets = iter(plan(announced.sizes, self.terms.bucket_bytes))
+        self._addresses = addresses
+
+    def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
+        """Begin to copy the next bucket, each of its messages into its buffer."""
+        del watch  # to enqueue does not wait
+        self.follow()
+        stream = 0 if self._stream is None else self._stream.cuda_stream
+        messages = next(self._buckets, Bucket()).messages
+        for message, buffer in zip(messages, buffers, strict=False):
+            target = buffer.data_ptr() - message[0].place
+            for piece in message:
+                source = self._addresses[piece.tensor] + piece.start
+                self._memory.copy(target + piece.place, source, piece.num_bytes, stream)
+        if self._stream is None:
+            return _at_once
+        copied = torch.cuda.Event()
+        copied.record(self._stream)
+        return copied.query
+
+    def follow(self) -> None:
+        """Let what is copied from now on come after the current stream's work."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self.device)
+            self._stream.wait_stream(current)
+
+    def abort(self, reason: str) -> None:
+        """Read no more; what is under way ends by itself, and is waited for."""
+        if self.ended is None:
+            self.ended = reason
+            self.close()
+
+    def close(self) -> None:
+        """Wait for what is under way: its source may be gone after this."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class IpcEngine(StagedEngine):
+    """One worker's end."""
+
+    init_info_cls = IpcInitInfo
+    update_info_cls = IpcUpdateInfo
+
+    _timeout_s = 0.0
+    _reader: Reader | None = None
+    _receiver: Receiver | None = None
+    _mappings: Mappings | None = None
+
+    def init_transfer_engine(self, init_info: IpcInitInfo) -> None:
+        """Make the buckets, which what is read for the first time goes through.
+
+        Raises:
+            Malformed: this worker has no GPU.
+            EngineFault: there is no memory for the buckets, or no driver.
+
+        """
+        self.shutdown()
+        if self.device.type != "cuda":
+            raise Malformed(
+                "inflight_ipc reads GPU memory, this engine runs on "
+                f"{self.device.type}; use the backend local"
+            )
+        self._open(init_info, CudaMemory())
+
+    def _open(self, init_info: IpcInitInfo, memory: Memory) -> None:
+        watch = Watch(init_info.timeout_s, self._is_cancelled)
+        reader = Reader(init_info.terms, self.device, memory)
+        try:
+            self._receiver = Receiver(reader, init_info.num_buckets, watch)
+        except torch.OutOfMemoryError as error:
+            raise EngineFault(
+                f"there is no memory for {init_info.num_buckets} buckets of "
+                f"{init_info.bucket_bytes} bytes; give smaller or fewer ones"
+            ) from error
+        self._reader, self._mappings = reader, Mappings(memory)
+        self._timeout_s = init_info.timeout_s
+
+    def start_weight_update(self) -> None:
+        """Nothing of this update was waited for yet."""
+        super().start_weight_update()
+        if self._receiver is not None:
+            self._receiver.window.total_s = 0.0
+
+    def receive_weights(self, update_info: IpcUpdateInfo) -> None:
+        """Load what the trainer lends.
+
+        Raises:
+            Malformed: it is not of this host.
+            TransferFault: `init_weight_transfer_engine` was not called, or this GPU
+                cannot reach the trainer's.
+            Cancelled: the update is not wanted any more.
+
+        """
+        if self._reader is None or self._receiver is None or self._mappings is None:
+            raise TransferFault(
+                "this worker was not prepared; call init_weight_transfer_engine first"
+            )
+        announced = update_info.announced
+        addresses = self._mappings.find(update_info.lent, announced.sizes)
+        self._reader.begin(announced, addresses)
+        watch = Watch(self._timeout_s, self._is_cancelled)
+        try:
+            self.model.load_weights(self._receiver.tensors(announced, watch))
+        finally:
+            self._reader.close()
+
+    def finish_weight_update(self) -> None:
+        """Let memory go that the trainer has given up."""
+        super().finish_weight_update()
+        if self._mappings is not None:
+            self._mappings.drop_unnamed()
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """What was waited for the copies."""
+        if self._receiver is None:
+            return {}
+        window = self._receiver.window
+        return {
+            "bucket_wait_ms": round(1e3 * window.waited_s, 3),
+            "wire_s": round(window.total_s, 6),
+        }
+
+    def shutdown(self) -> None:
+        """Let buckets and mappings go."""
+        if self._reader is not None:
+            self._reader.close()
+        if self._mappings is not None:
+            self._mappings.close()
+        self._reader = self._receiver = self._mappings = None
+
+    def _is_cancelled(self) -> bool:
+        return self.cancelled()
+
+
+def _at_once() -> bool:
+    return True

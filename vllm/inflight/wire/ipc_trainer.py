@@ -1,0 +1,118 @@
+"""Upstream's trainer side of `inflight_ipc`: `trainer_init`, then `send_weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.wire.announcement import Announcement, Pair
+from vllm.inflight.wire.device_memory import CudaMemory
+from vllm.inflight.wire.exports import Exports
+
+
+@dataclass
+class IpcTrainerInitInfo(upstream.TrainerInitInfo):
+    """How much is lent at once; `rank` is this trainer process's."""
+
+    backend: ClassVar[str] = "inflight_ipc"
+
+    chunk_bytes: int = 4 << 30
+    """Tensors are held until so many bytes of them are together, and then lent in one
+    call. A source that keeps all of its tensors anyway can be lent at once."""
+    bucket_bytes: int = 128 << 20
+    num_buckets: int = 3
+    timeout_s: float = 120.0
+
+
+class IpcTrainer(upstream.TrainerWeightTransferEngine):
+    """The trainer's end. Every rank takes part in gathering; rank 0 lends.
+
+    A tensor must stay as it is while others are asked for, up to `chunk_bytes` of them:
+    a source that writes into one buffer over and over needs `chunk_bytes=1`.
+    """
+
+    init_info_cls = IpcTrainerInitInfo
+
+    def __init__(
+        self, init_info: IpcTrainerInitInfo, *, client: Any, source: Any
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._info = init_info
+        self._memory = CudaMemory()
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: IpcTrainerInitInfo, *, client: Any, source: Any = None
+    ) -> Self:
+        """Have the engines prepare.
+
+        Raises:
+            ValueError: there is no source.
+
+        """
+        if source is None:
+            raise ValueError(f"{init_info.backend} needs a WeightSource")
+        trainer = cls(init_info, client=client, source=source)
+        if trainer.is_sender:
+            client.init_weight_transfer_engine(
+                {
+                    "bucket_bytes": init_info.bucket_bytes,
+                    "num_buckets": init_info.num_buckets,
+                    "timeout_s": init_info.timeout_s,
+                }
+            )
+        return trainer
+
+    def send_weights(self) -> None:
+        """One update, from start to finish, on every engine; raises what they raise.
+
+        Raises:
+            ValueError: a tensor is not on a GPU, or in memory that cannot be lent.
+
+        """
+        self.source.metadata()  # may be collective
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()  # our part of the gathering
+            return
+        self.client.start_weight_update()
+        for chunk in self._chunks():
+            update_info = Announcement.of(chunk).update_info
+            lent = Exports.of([tensor for _, tensor in chunk], self._memory)
+            # What made them has to be over before somebody else reads them.
+            torch.cuda.current_stream().synchronize()
+            self.client.update_weights({**update_info, "exports": lent.plain})
+        self.client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Nothing is kept between two updates."""
+
+    def _chunks(self) -> Iterator[list[Pair]]:
+        chunk: list[Pair] = []
+        num_bytes = 0
+        for name, tensor in self.source:
+            if not tensor.is_cuda:
+                raise ValueError(
+                    f"{name!r} is on {tensor.device}; inflight_ipc lends GPU memory, "
+                    "other tensors travel with inflight_nccl"
+                )
+            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            chunk.append((name, plain))
+            num_bytes += plain.nbytes
+            if num_bytes >= self._info.chunk_bytes:
+                yield chunk
+                chunk, num_bytes = [], 0
+        if chunk:
+            yield chunk
+
+
+if IpcTrainerInitInfo.backend not in upstream.WeightTransferTrainerFactory._registry:
+    upstream.WeightTransferTrainerFactory.register_engine(
+        IpcTrainerInitInfo.backend, IpcTrainer
+    )
