@@ -22,7 +22,6 @@ from benchmarks.record import OURS
 from benchmarks.shapes import num_ranks
 
 
-
 class Trainer:
     """The far end of a trainer: its orders go out, its calls come in."""
 

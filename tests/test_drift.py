@@ -25,6 +25,22 @@ def samples(named):
     return sampler.samples()
 
 
+def test_what_stays_where_it_is_can_be_sampled_at_the_end():
+    named, views = version(), {}
+    for step in (1.0, 3.0):
+        sampler = Sampler(views)
+        sampler.add([(LARGE, named[LARGE])])
+        sampler.add_staying([(n, t) for n, t in named.items() if n != LARGE])
+        for tensor in named.values():
+            if tensor is not named[LARGE]:
+                tensor.add_(step)  # what comes later is of the same version
+        expected = samples(named)
+        found = sampler.samples()
+        assert found.keys() == expected.keys()
+        for name, sample in expected.items():
+            assert torch.equal(found[name], sample), name
+
+
 def moved(named, share: float, seed: int = 7):
     """Every tensor, moved by that share of its length in a direction of its own."""
     random = torch.Generator().manual_seed(seed)

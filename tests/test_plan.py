@@ -113,6 +113,15 @@ def test_only_what_ends_up_whole_and_in_one_piece_has_a_place():
         assert plan.place("t", (*shape, 1), torch.float32) is None
 
 
+def test_what_is_converted_on_its_way_has_no_place():
+    param = torch.nn.Parameter(torch.zeros(8, 3, dtype=torch.bfloat16), False)
+    plan = Plan()
+    tensor = torch.randn(8, 3)
+    plan.keep("t", recorded(whole, param, tensor))
+    assert plan.entry("t", tensor) is not None
+    assert plan.place("t", (8, 3), torch.float32) is None
+
+
 def test_a_tensor_that_fills_nothing_is_not_kept():
     plan = Plan()
     tensor = torch.randn(8, 3)

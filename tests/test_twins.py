@@ -102,6 +102,7 @@ class Sets:
             plan=(plan := Plan()),
             place=plan.place,
             tables={},
+            views={},
         )
 
     def stage(self, weights) -> None:
@@ -184,8 +185,9 @@ class InPlace:
 
     def into(self, place) -> None:
         for name, tensor in self._named.items():
-            if (target := place(name, tuple(tensor.shape), tensor.dtype)) is not None:
-                self._named[name] = target.copy_(tensor)
+            if (home := place(name, tuple(tensor.shape), tensor.dtype)) is not None:
+                home.tensor.copy_(tensor)
+                self._named[name] = home.tensor
                 self.placed.add(name)
 
     def __iter__(self):

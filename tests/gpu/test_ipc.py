@@ -29,7 +29,6 @@ def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
 
     return start(
         old,
-        enforce_eager=False,
         weight_transfer_config=WeightTransferConfig(backend="inflight_ipc"),
     )
 

@@ -15,6 +15,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._extents: dict[int, int] = {}
+        self._shown: list[torch.Tensor] = []  # nothing else gets their addresses
         self.exported: dict[bytes, int] = {}
         self.num_maps = 0
         self.mapped: set[int] = set()
@@ -22,6 +23,7 @@ class HostMemory:
 
     def show(self, tensors: dict[str, torch.Tensor]) -> None:
         """Let the storages of tensors be known."""
+        self._shown += tensors.values()
         for tensor in tensors.values():
             storage = tensor.untyped_storage()
             self._extents[storage.data_ptr()] = storage.nbytes()

@@ -162,6 +162,7 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         renames=False,
         plan=None,
         tables={},
+        views={},
     )
     entries = [
         {"name": n, "shape": list(t.shape), "dtype": "float32"}

@@ -20,6 +20,7 @@ from vllm.inflight.wire import exports
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.exports import Exports, Mappings
 from vllm.inflight.wire.ipc import IpcEngine
+from vllm.inflight.wire.receiver import Home
 
 ANOTHER = "another process"
 
@@ -79,7 +80,8 @@ def test_large_tensors_are_read_into_their_places(memory: HostMemory) -> None:
 
     class Placing(Recorder):
         def load_weights(self, weights: Any) -> None:
-            weights.into(lambda name, *_: target if name == "large" else None)
+            home = Home.of(target)
+            weights.into(lambda name, *_: home if name == "large" else None)
             super().load_weights(weights)
 
     engine = worker(memory, Placing(), bucket_bytes=1 << 20)

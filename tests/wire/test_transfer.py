@@ -21,6 +21,7 @@ from tests.wire.peers import (
     transfer,
     update,
 )
+from vllm.inflight.wire.receiver import Home
 from vllm.inflight.wire.watch import in_background
 
 
@@ -153,7 +154,7 @@ class InPlace(Recorder):
         self.in_place: set[str] = set()
 
     def load_weights(self, weights):
-        weights.into(lambda name, shape, dtype: self.places.get(name))
+        weights.into(lambda name, shape, dtype: Home.of(self.places[name]))
         for name, tensor in weights:
             if tensor.data_ptr() == self.places[name].data_ptr():
                 self.in_place.add(name)

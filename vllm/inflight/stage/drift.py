@@ -31,10 +31,17 @@ Samples = Mapping[str, torch.Tensor]
 
 
 class Sampler:
-    """Takes the sample of one update, where its tensors are."""
+    """Takes the sample of one update, where its tensors are.
 
-    def __init__(self) -> None:
+    Args:
+        views: of the samples of tensors that stay where they are; filled at first use.
+
+    """
+
+    def __init__(self, views: dict[str, torch.Tensor] | None = None) -> None:
         self._taken: list[tuple[list[str], torch.Tensor]] = []
+        self._views = {} if views is None else views
+        self._staying: list[str] = []
 
     def add(self, pairs: Sequence[Pair]) -> None:
         """Enqueue the copy of a sample of each, one for those of one kind together.
@@ -49,8 +56,26 @@ class Sampler:
             taken = torch.stack([view for _, view in group])
             self._taken.append(([name for name, _ in group], taken))
 
+    def add_staying(self, pairs: Sequence[Pair]) -> None:
+        """Take the samples of these when they are asked for.
+
+        They are in the same place at every update, and are not written over before.
+        """
+        for name, tensor in pairs:
+            if name not in self._views:
+                self._views[name] = _runs(tensor)
+            self._staying.append(name)
+
     def samples(self) -> Samples:
         """What was taken; waits for the device."""
+        kinds: dict[tuple[torch.dtype, torch.Size], list[str]] = {}
+        for name in self._staying:
+            view = self._views[name]
+            kinds.setdefault((view.dtype, view.shape), []).append(name)
+        for group in kinds.values():
+            taken = torch.stack([self._views[name] for name in group])
+            self._taken.append((group, taken))
+        self._staying.clear()
         alike: dict[tuple[torch.dtype, int], tuple[list[str], list[torch.Tensor]]] = {}
         for names, taken in self._taken:
             rows = taken.flatten(1)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm.inflight.wire.receiver import Home
+
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, shape and strides within a tensor, in elements."""
 
@@ -42,6 +44,8 @@ class Entry:
     """(parameter, view) of everything that is written."""
     is_whole: bool = True
     """Whether nothing happened that cannot be replayed."""
+    home: Home | None = None
+    """Where the tensor ends up, if that is whole and in one piece."""
 
 
 class Plan:
@@ -59,7 +63,7 @@ class Plan:
 
     def place(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor | None:
+    ) -> Home | None:
         """Where such a tensor ends up, if that is whole and in one piece.
 
         A transport may then receive it there: nothing else is written with it but
@@ -68,16 +72,28 @@ class Plan:
         entry = self._entries.get(name)
         if entry is None or (entry.shape, entry.dtype) != (shape, dtype):
             return None
-        if len(entry.copies) != 1:
-            return None
-        target, (offset, copied, _) = entry.copies[0]
-        is_whole = offset == 0 and copied == tuple(shape) == tuple(target.shape)
-        return target if is_whole and target.is_contiguous() else None
+        return entry.home
+
+    def is_home(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether it is the very tensor that `place` told of."""
+        entry = self._entries.get(name)
+        home = None if entry is None else entry.home
+        return home is not None and home.tensor is tensor
 
     def keep(self, name: str, entry: Entry) -> None:
         """Remember an entry, if all of it can be replayed."""
         if entry.is_whole and entry.filled:
+            entry.home = _home(entry)
             self._entries[name] = entry
+
+
+def _home(entry: Entry) -> Home | None:
+    if len(entry.copies) != 1:
+        return None
+    target, (offset, copied, _) = entry.copies[0]
+    is_whole = offset == 0 and copied == tuple(entry.shape) == tuple(target.shape)
+    is_alike = target.dtype == entry.dtype and target.is_contiguous()
+    return Home.of(target) if is_whole and is_alike else None
 
 
 def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
@@ -87,7 +103,7 @@ def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
     for entry, tensor in known:
         first = tensor.storage_offset()
         for target, (offset, shape, stride) in entry.copies:
-            if target.data_ptr() == tensor.data_ptr():
+            if target is tensor:
                 continue  # received in place
             targets.append(target)
             sources.append(tensor.as_strided(shape, stride, first + offset))

@@ -26,6 +26,7 @@ from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.twins import make_copy, make_pinned, put_twins
+from vllm.inflight.wire.receiver import Home
 
 Known = dict[str, tuple[list[int] | None, str | None]]
 
@@ -54,6 +55,8 @@ class Shadow:
         self.plan: Plan | None = None
         """What loaders do, where the parameters stay where they are."""
         self.tables: audit.Tables = {}
+        self.views: dict[str, torch.Tensor] = {}
+        """Of the samples of tensors that are received in place."""
         self.required: dict[str, torch.Size] = {}
         self._dtypes: dict[str, str] = {}
         self._processed = False
@@ -119,10 +122,12 @@ class Shadow:
 
     def place(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor | None:
+    ) -> Home | None:
         """Where a transport of this device may receive a tensor; see `Plan.place`."""
-        target = self.plan.place(name, shape, dtype) if self.plan else None
-        return target if target is not None and target.device == self.device else None
+        home = self.plan.place(name, shape, dtype) if self.plan else None
+        if home is None or home.tensor.device != self.device:
+            return None
+        return home
 
     def known_names(self) -> Known:
         """Checkpoint names this rank's model is made of, with shape and dtype.

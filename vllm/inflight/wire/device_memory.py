@@ -87,11 +87,14 @@ class CudaMemory:
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL(LIBRARY)
+            # Keeps the interpreter, which to get back takes longer than the call.
+            self._at_once = ctypes.PyDLL(LIBRARY)
         except OSError as error:
             raise EngineFault(f"inflight_ipc needs a GPU: {error}") from error
         for name, arguments in _ARGUMENTS.items():
-            function = getattr(self._library, name)
-            function.argtypes, function.restype = arguments, ctypes.c_int
+            for library in (self._library, self._at_once):
+                function = getattr(library, name)
+                function.argtypes, function.restype = arguments, ctypes.c_int
 
     def extent(self, address: int) -> Extent:
         """The allocation that holds `address`."""
@@ -127,7 +130,7 @@ class CudaMemory:
         """Enqueue a copy between two places that this device can reach."""
         self._judge(
             "cuMemcpyDtoDAsync_v2",
-            self._library.cuMemcpyDtoDAsync_v2(target, source, num_bytes, stream),
+            self._at_once.cuMemcpyDtoDAsync_v2(target, source, num_bytes, stream),
         )
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -50,7 +50,8 @@ class Exports:
 
         """
         allocations: dict[int, int] = {}
-        handles, places = [], []
+        handles: list[bytes] = []
+        places: list[tuple[int, int]] = []
         for tensor in tensors:
             if not tensor.numel():
                 places.append((0, 0))
@@ -192,7 +193,9 @@ def _handle(text: Any) -> bytes:
     except (TypeError, ValueError, binascii.Error):
         handle = b""
     if len(handle) != HANDLE_BYTES:
-        raise ValueError(f"a handle is {HANDLE_BYTES} bytes in base64, not {text!r:.80}")
+        raise ValueError(
+            f"a handle is {HANDLE_BYTES} bytes in base64, not {text!r:.80}"
+        )
     return handle
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed
 
 from vllm.inflight.errors import TransferFault
+from vllm.inflight.wire.buckets import LARGE
 from vllm.inflight.wire.group import Pending, lost
 from vllm.inflight.wire.meeting import Place
 from vllm.inflight.wire.watch import Watch, in_background
@@ -19,6 +20,8 @@ _Gloo: Any = torch.distributed.ProcessGroupGloo  # its options are untyped
 
 class GlooGroup:
     """Implements `Group`. Gloo has a thread of its own, so nothing here blocks."""
+
+    large = LARGE
 
     def __init__(self, meeting: Place, device: torch.device, watch: Watch) -> None:
         self.terms = meeting.terms

@@ -26,6 +26,8 @@ class Group(Protocol):
     device: torch.device
     ended: str | None
     """Why nothing can be sent any more; None while it can."""
+    large: int
+    """Bytes from which a tensor is a message of its own; the same at both ends."""
 
     def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
         """Begin to send the trainer's `buffers` into everybody's, all at once.

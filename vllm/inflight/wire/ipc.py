@@ -1,4 +1,4 @@
-"""Backend `inflight_ipc`: a trainer on this host lends its tensors, and they are copied.
+"""Backend `inflight_ipc`: a trainer on this host lends its tensors, to be copied.
 
 Nobody sends: each worker maps the trainer's GPU memory and reads it, by the copy
 engines, from whatever GPU it is on. So decoding keeps every processor, a trainer needs
@@ -35,7 +35,7 @@ PEERS = 2
 class IpcInitInfo(upstream.WeightTransferInitInfo):
     """How a worker reads; there is nobody to agree with."""
 
-    bucket_bytes: int = 128 << 20
+    bucket_bytes: int = 256 << 20
     """Looked at together, once they are here; a multiple of 256."""
     num_buckets: int = 3
     """How many buckets a worker holds, for tensors whose place it does not know."""
@@ -73,6 +73,8 @@ class IpcUpdateInfo(upstream.WeightTransferUpdateInfo):
 class Reader:
     """Implements `Group`, alone: what it is to receive, it fetches."""
 
+    large = 1  # each tensor is copied by itself anyhow
+
     def __init__(self, terms: Terms, device: torch.device, memory: Memory) -> None:
         self.terms = terms
         self.device = device
@@ -87,7 +89,9 @@ class Reader:
     def begin(self, announced: Announcement, addresses: Sequence[int]) -> None:
         """Read these tensors next, bucket by bucket."""
         self.ended = None
-        self._buckets = iter(plan(announced.sizes, self.terms.bucket_bytes))
+        self._buckets = iter(
+            plan(announced.sizes, self.terms.bucket_bytes, large=self.large)
+        )
         self._addresses = addresses
 
     def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:

@@ -23,7 +23,7 @@ class IpcTrainerInitInfo(upstream.TrainerInitInfo):
     chunk_bytes: int = 4 << 30
     """Tensors are held until so many bytes of them are together, and then lent in one
     call. A source that keeps all of its tensors anyway can be lent at once."""
-    bucket_bytes: int = 128 << 20
+    bucket_bytes: int = 256 << 20
     num_buckets: int = 3
     timeout_s: float = 120.0
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 import torch
 
 from vllm.inflight.errors import TransferFault
+from vllm.inflight.wire.buckets import LARGE
 from vllm.inflight.wire.group import Pending, lost
 from vllm.inflight.wire.libnccl import UINT8, Library, UniqueId, config
 from vllm.inflight.wire.meeting import Place
@@ -37,6 +38,8 @@ def still_writes() -> bool:
 
 class NcclGroup:
     """Implements `Group`."""
+
+    large = LARGE
 
     def __init__(
         self,

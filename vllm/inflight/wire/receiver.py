@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Self, TypeVar
 
 import torch
 
@@ -18,8 +19,28 @@ from vllm.inflight.wire.window import Window
 T = TypeVar("T")
 Piece = tuple[int, torch.Tensor]
 """Index and bytes of a tensor."""
-Place = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor | None]
-"""Where a tensor of that name and form ends up whole and contiguous, if it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a tensor ends up, whole and contiguous.
+
+    Made once and kept: every call of torch lets go of the interpreter, and beside
+    decoding it is a while until it comes back.
+    """
+
+    tensor: torch.Tensor
+    data: torch.Tensor
+    """Its bytes: uint8 [nbytes]."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Of a contiguous tensor."""
+        return cls(tensor, tensor.view(-1).view(torch.uint8))
+
+
+Place = Callable[[str, tuple[int, ...], torch.dtype], Home | None]
+"""The home of a tensor of that name and form, if it is known."""
 
 
 class Receiver:
@@ -45,7 +66,8 @@ class Receiver:
         return Incoming(self.group, announced, self._transfer(announced), watch)
 
     def _transfer(self, announced: Announcement) -> _Transfer:
-        buckets = plan(announced.sizes, self.group.terms.bucket_bytes)
+        terms = self.group.terms
+        buckets = plan(announced.sizes, terms.bucket_bytes, large=self.group.large)
         return _Transfer(
             self.group, self._slots, self._whole, self.window, announced, buckets
         )
@@ -101,11 +123,15 @@ class Incoming:
             for pieces in run:
                 batch = []
                 for index, data in _taken(pieces):
-                    typed = data.view(announced.dtypes[index])
-                    shape = announced.shapes[index]
-                    batch.append((announced.names[index], typed.view(shape)))
+                    home = self._transfer.homes.get(index)
+                    if home is None:
+                        shape = announced.shapes[index]
+                        tensor = data.view(announced.dtypes[index]).view(shape)
+                    else:
+                        tensor = home.tensor
+                    batch.append((announced.names[index], tensor))
                     # Who holds it keeps its bucket from being used again.
-                    del data, typed
+                    del data, tensor
                 yield batch
                 batch.clear()
             # What the next transfer writes comes after what is still being read.
@@ -141,8 +167,8 @@ class _Transfer:
         self._announced = announced
         self._sizes = announced.sizes
         self._buckets = buckets
-        self._places: dict[int, torch.Tensor] = {}
-        """Of tensors that are received where they end up; their bytes."""
+        self.homes: dict[int, Home] = {}
+        """Of tensors that are received where they end up."""
         self._split = torch.empty(0)
         """The buffer of the tensor that is being put together."""
         self._num_split = 0
@@ -157,7 +183,7 @@ class _Transfer:
             form = announced.shapes[index], announced.dtypes[index]
             found = place(announced.names[index], *form)
             if found is not None:
-                self._places[index] = found.view(-1).view(torch.uint8)
+                self.homes[index] = found
 
     def run(self, watch: Watch) -> Iterator[list[Piece]]:
         """The index and the bytes of every tensor, bucket by bucket."""
@@ -186,7 +212,7 @@ class _Transfer:
             for bucket in self._buckets
             for piece in bucket.pieces
             if piece.num_bytes < self._sizes[piece.tensor]
-            and piece.tensor not in self._places
+            and piece.tensor not in self.homes
         ]
         self._whole.grow(2, max(split, default=0))
 
@@ -210,11 +236,14 @@ class _Transfer:
         received = []
         for message in bucket.messages:
             first = message[0]
-            place = self._places.get(first.tensor)
-            if place is None:
+            home = self.homes.get(first.tensor)
+            if home is None:
                 received.append(buffer[extent(message)])
+            elif first.num_bytes == self._sizes[first.tensor]:
+                received.append(home.data)
             else:
-                received.append(place[first.start : first.start + first.num_bytes])
+                end = first.start + first.num_bytes
+                received.append(home.data[first.start : end])
         return received
 
     def _complete(
@@ -223,10 +252,10 @@ class _Transfer:
         """The tensors that are whole with this bucket."""
         for piece in bucket.pieces:
             size = self._sizes[piece.tensor]
-            place = self._places.get(piece.tensor)
-            if place is not None:
+            home = self.homes.get(piece.tensor)
+            if home is not None:
                 if piece.start + piece.num_bytes == size:
-                    yield piece.tensor, place
+                    yield piece.tensor, home.data
                 continue
             data = buffer[piece.place : piece.place + piece.num_bytes]
             if piece.num_bytes < size:

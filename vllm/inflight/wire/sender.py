@@ -49,7 +49,8 @@ class Sender:
     def _send(
         self, announced: Announcement, tensors: Iterable[Pair], watch: Watch
     ) -> None:
-        buckets = plan(announced.sizes, self.group.terms.bucket_bytes)
+        terms = self.group.terms
+        buckets = plan(announced.sizes, terms.bucket_bytes, large=self.group.large)
         source = announced.checked(tensors)
         index, data = -1, None
         in_flight: deque[Pending] = deque()
