@@ -1,6 +1,6 @@
 """Exports: where a trainer's tensors lie, in words another process of the host can use.
 
-A trainer writes them down (`Exports.of`), they travel as plain data in an `update_info`,
+A trainer writes them down (`Exports.of`), they travel as plain data in an `update_info`
 and a worker finds the tensors by them (`Mappings.find`).
 """
 
