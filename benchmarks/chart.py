@@ -67,8 +67,8 @@ def draw_gaps(shapes: dict[str, dict[str, Any]], file: Path) -> None:
         panel.legend(fontsize=8, loc="center right")
     panels[0, 0].set_ylabel("largest gap between two tokens, ms")
     figure.suptitle(
-        "Largest gap at each update over NCCL; dashed: the largest without one",
-        fontsize=12,
+        "Largest gap at each update\ndashed: the largest without one",
+        fontsize=11,
     )
     figure.tight_layout()
     figure.savefig(file, dpi=130)

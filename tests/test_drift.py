@@ -25,12 +25,21 @@ def samples(named):
     return sampler.samples()
 
 
+class AllBut:
+    """A plan by which every tensor but one is where it ends up."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def is_home(self, name, tensor):
+        return name != self._name
+
+
 def test_what_stays_where_it_is_can_be_sampled_at_the_end():
     named, views = version(), {}
     for step in (1.0, 3.0):
-        sampler = Sampler(views)
-        sampler.add([(LARGE, named[LARGE])])
-        sampler.add_staying([(n, t) for n, t in named.items() if n != LARGE])
+        sampler = Sampler(views, AllBut(LARGE))
+        sampler.add(list(named.items()))
         for tensor in named.values():
             if tensor is not named[LARGE]:
                 tensor.add_(step)  # what comes later is of the same version

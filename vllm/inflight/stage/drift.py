@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from vllm.inflight.stage.plan import Plan
+
 NUM_RUNS, RUN = 64, 64
 SIZE = NUM_RUNS * RUN
 """Most elements that are kept of a tensor."""
@@ -35,36 +37,37 @@ class Sampler:
 
     Args:
         views: of the samples of tensors that stay where they are; filled at first use.
+        plan: knows which those are.
 
     """
 
-    def __init__(self, views: dict[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, views: dict[str, torch.Tensor] | None = None, plan: Plan | None = None
+    ) -> None:
         self._taken: list[tuple[list[str], torch.Tensor]] = []
         self._views = {} if views is None else views
+        self._plan = plan
         self._staying: list[str] = []
 
     def add(self, pairs: Sequence[Pair]) -> None:
         """Enqueue the copy of a sample of each, one for those of one kind together.
 
-        They may be written over as soon as the current stream has read them.
+        They may be written over as soon as the current stream has read them. What
+        was received in place is not, and is sampled when the samples are asked for:
+        then all of it takes a few calls.
         """
         alike: dict[tuple[torch.dtype, int], list[Pair]] = {}
         for name, tensor in pairs:
+            if self._plan is not None and self._plan.is_home(name, tensor):
+                if name not in self._views:
+                    self._views[name] = _runs(tensor)
+                self._staying.append(name)
+                continue
             kind = tensor.dtype, min(tensor.numel(), SIZE)
             alike.setdefault(kind, []).append((name, _runs(tensor)))
         for group in alike.values():
             taken = torch.stack([view for _, view in group])
             self._taken.append(([name for name, _ in group], taken))
-
-    def add_staying(self, pairs: Sequence[Pair]) -> None:
-        """Take the samples of these when they are asked for.
-
-        They are in the same place at every update, and are not written over before.
-        """
-        for name, tensor in pairs:
-            if name not in self._views:
-                self._views[name] = _runs(tensor)
-            self._staying.append(name)
 
     def samples(self) -> Samples:
         """What was taken; waits for the device."""

@@ -58,7 +58,7 @@ class Intake:
         self._wrong: dict[str, str] = {}
         self._unknown: dict[str, tuple[list[int], str]] = {}
         self._audit = Audit(shadow.device, shadow.tables)
-        self.sampler = Sampler(shadow.views)
+        self.sampler = Sampler(shadow.views, shadow.plan)
         self._filling = 0
         self._handed: torch.Tensor | None = None
         self._entry: Entry | None = None  # recorded of the tensor the loader has
@@ -123,18 +123,13 @@ class Intake:
     def _accepted(self, batch: list[Pair]) -> list[Pair]:
         """Those of a batch that may go on, under the model's names."""
         accepted: list[Pair] = []
-        staying: list[Pair] = []
-        plan = self._shadow.plan
         while batch:
             sent_name, tensor = batch.pop(0)
             name = self._manifest.name_map.get(sent_name, sent_name)
             if self._accept(name, tensor):
-                is_home = plan is not None and plan.is_home(name, tensor)
-                (staying if is_home else accepted).append((name, tensor))
+                accepted.append((name, tensor))
                 self.num_bytes += tensor.nbytes
         self.sampler.add(accepted)
-        self.sampler.add_staying(staying)
-        accepted += staying
         if self._verify and accepted and accepted[0][1].is_cuda:
             # Judged with the verdict: asking now would wait for the GPU.
             self._audit.add(accepted)
