@@ -92,7 +92,7 @@ def test_what_a_trainer_sends_is_served(
     trainer.send_weights()
     assert greedy(llm) == fresh
     last = llm.weight_update_status()["outcomes"][0]
-    assert 0 < last["seconds"]["wire"] < last["seconds"]["staging"]
+    assert 0 <= last["seconds"]["wire"] < last["seconds"]["staging"]
 
 
 def test_tokens_flow_while_a_trainer_sends(

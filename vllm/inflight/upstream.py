@@ -46,6 +46,10 @@ NAMES = {
     "UnquantizedEmbeddingMethod": (
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
     ),
+    "UnquantizedFusedMoEMethod": (
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:"
+        "UnquantizedFusedMoEMethod"
+    ),
     # weight transfer
     "WeightTransferEngine": (
         "vllm.distributed.weight_transfer.base:WeightTransferEngine"

@@ -18,13 +18,12 @@ import torch
 
 from vllm.inflight import ops, upstream
 from vllm.inflight.errors import Cancelled, InflightError, WeightsMismatch
-from vllm.inflight.names import checkpoint_names
 from vllm.inflight.stage.audit import Audit, Pair
 from vllm.inflight.stage.coverage import Fill
 from vllm.inflight.stage.drift import Sampler
 from vllm.inflight.stage.plan import Entry, Writes, replay
 from vllm.inflight.stage.refusal import refusal
-from vllm.inflight.stage.shadow import Shadow
+from vllm.inflight.stage.shadow import Shadow, tensor_names
 from vllm.inflight.update import Manifest
 
 REMOVED = ".rotary_emb.inv_freq"
@@ -295,6 +294,6 @@ class Intake:
         return refusal(self._unknown, self._wrong, absent, self._known)
 
     def _absent(self, param: str) -> list[str]:
-        fused = getattr(self._shadow.module, "packed_modules_mapping", {}) or {}
-        names = checkpoint_names(param, fused)
+        assert self._shadow.module is not None
+        names = tensor_names(self._shadow.module, param)
         return [n for n in names if n not in self._seen] or names

@@ -21,7 +21,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.names import checkpoint_names
-from vllm.inflight.stage import audit, swappable
+from vllm.inflight.stage import audit, experts, swappable
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.residence import residence_of
@@ -135,10 +135,9 @@ class Shadow:
         The shape of a shard of a fused or split parameter is not known here.
         """
         assert self.module is not None
-        fused = getattr(self.module, "packed_modules_mapping", {}) or {}
         known: Known = {}
         for param, shape in self.required.items():
-            names = checkpoint_names(param, fused)
+            names = tensor_names(self.module, param)
             for name in names:
                 whole = list(shape) if len(names) == 1 else None
                 known[name] = (whole, self._dtypes[param])
@@ -161,14 +160,17 @@ class Shadow:
         elif self.busy is not None:
             self.busy.synchronize()
             self.busy = None
-        elif self.device.type == "cpu" and not self._processed:
-            with torch.no_grad():
-                for param in self.module.parameters():  # type: ignore[union-attr]
-                    param.zero_()
-                upstream.process_weights_after_loading(
-                    self.module, self.model_config, self.device
-                )
-            self._processed = True
+        elif self.device.type == "cpu":
+            assert self.module is not None
+            if not self._processed:
+                with torch.no_grad():
+                    for param in self.module.parameters():
+                        param.zero_()
+                    upstream.process_weights_after_loading(
+                        self.module, self.model_config, self.device
+                    )
+                self._processed = True
+            experts.forget_kernels(self.module)
 
     def reset(self) -> None:
         """Leave a load that did not end, so that the next one starts clean."""
@@ -201,6 +203,15 @@ class Shadow:
                 method = getattr(layer, "quant_method", None)
                 if method is not None:
                     method.process_weights_after_loading(layer)
+
+
+def tensor_names(module: torch.nn.Module, param: str) -> list[str]:
+    """What a checkpoint calls the tensors that fill a parameter of a model."""
+    path, _, key = param.rpartition(".")
+    found = experts.checkpoint_names(module.get_submodule(path), path, key)
+    if found is not None:
+        return found
+    return checkpoint_names(param, getattr(module, "packed_modules_mapping", {}) or {})
 
 
 _shadows: weakref.WeakKeyDictionary[torch.nn.Module, Shadow] = (

@@ -15,6 +15,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.stage import experts
 
 PACKED = "cpu_linear"
 """Attribute in which the CPU build keeps a packed weight: a callable."""
@@ -46,7 +47,10 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
         return reason
     for name, layer in live.named_modules():
         method = getattr(layer, "quant_method", None)
-        if method is not None and type(method) not in (
+        if experts.is_experts(method):
+            if (reason := experts.obstacle(method)) is not None:
+                return f"layer {name} {reason}"
+        elif method is not None and type(method) not in (
             upstream.UnquantizedLinearMethod,
             upstream.UnquantizedEmbeddingMethod,
         ):

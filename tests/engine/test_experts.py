@@ -1,0 +1,73 @@
+"""Mixture-of-experts models: experts are packed anew at every update."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.engine.probe import greedy
+from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.stage import experts
+
+pytestmark = pytest.mark.engine
+
+SHAPE = {"family": "qwen3_moe"}
+EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("mixtral", {}), ("qwen3_moe", {"enforce_eager": False})],
+    ids=["mixtral", "qwen3_moe-compiled"],
+)
+def test_experts_equal_a_fresh_engine_after_every_commit_and_rollback(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    family: str,
+    options: dict[str, Any],
+) -> None:
+    old, new = checkpoint(0, family=family), checkpoint(1, family=family)
+    fresh = greedy(start(new, **options))
+    llm = start(old, **options)
+    before = greedy(llm)
+    assert before != fresh
+    for _ in range(3):
+        llm.update_weights_from_disk(str(new), "new")
+        assert greedy(llm) == fresh
+        llm.rollback_weights()
+        assert greedy(llm) == before
+        llm.update_weights_from_disk(str(old), "old")
+        assert greedy(llm) == before
+
+
+def test_an_expert_that_is_missing_is_named(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path, tmp_path: Path
+) -> None:
+    before = greedy(llm)
+    tensors = load_file(new / "model.safetensors")
+    expert = tensors.pop(EXPERT)
+    save_file(tensors, tmp_path / "short.safetensors")
+    with pytest.raises(WeightsMismatch, match="missing") as refusal:
+        llm.update_weights_from_disk(str(tmp_path / "short.safetensors"))
+    assert refusal.value.tensors == [EXPERT]
+    tensors |= {EXPERT: expert, EXPERT.replace("experts.5", "experts.9"): expert + 0}
+    save_file(tensors, tmp_path / "odd.safetensors")
+    with pytest.raises(WeightsMismatch, match=r"experts\.9\.up_proj"):
+        llm.update_weights_from_disk(str(tmp_path / "odd.safetensors"))
+    assert greedy(llm) == before
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+
+
+def test_what_upstream_does_with_later_weights_is_what_is_prevented(
+    llm: Any, fresh: list[list[int]], new: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        # Upstream's way: copied over the packed ones as they come.
+        patched.setattr(experts, "forget_kernels", lambda module: None)
+        llm.update_weights_from_disk(str(new), "not packed")
+        assert greedy(llm) != fresh
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh

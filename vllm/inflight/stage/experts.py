@@ -1,0 +1,63 @@
+"""Mixture-of-experts layers: which can be exchanged, and what that takes.
+
+Their weights are two parameters, `w13_weight` and `w2_weight`, in the format of the
+kernel that multiplies them. The CPU build packs them for it, once: its layers keep a
+kernel that was made with the first weights, and later ones are copied over the packed
+ones as they come. So a layer that is loaded again is made to forget its kernel first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm.inflight import upstream
+
+PACKED_ONCE = "CPU"
+"""The name of the kernels that upstream packs weights for at their first load only."""
+
+
+def is_experts(method: Any) -> bool:
+    """Whether a layer's method is that of unquantised experts."""
+    return type(method) is upstream.UnquantizedFusedMoEMethod
+
+
+def obstacle(method: Any) -> str | None:
+    """Why the experts of a layer cannot be exchanged; None if they can."""
+    if method.unquantized_backend.name == PACKED_ONCE:
+        return None
+    return "holds experts, which have been exchanged on no GPU yet"
+
+
+def forget_kernels(module: torch.nn.Module) -> None:
+    """Let the experts of a tree that is loaded into be packed anew."""
+    for layer in module.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if is_experts(method) and method.unquantized_backend.name == PACKED_ONCE:
+            method.moe_kernel = None
+
+
+def checkpoint_names(layer: torch.nn.Module, path: str, key: str) -> list[str] | None:
+    """What a checkpoint calls the tensors of the parameter `key` of a layer.
+
+    Args:
+        layer: any layer.
+        path: its name in the model.
+        key: `w13_weight` or `w2_weight`, or a parameter of another layer.
+
+    Returns:
+        One name for each expert and projection; None if these are no experts.
+
+    """
+    stem, _, kind = key.partition("_")
+    parts = path.split(".")
+    if not is_experts(getattr(layer, "quant_method", None)) or "experts" not in parts:
+        return None
+    before = parts[: parts.index("experts")]
+    mapping: Any = layer.get_expert_mapping()  # type: ignore[operator]
+    return [
+        ".".join([*before, f"{name}{kind}"])
+        for param, name, _, _ in mapping
+        if param.endswith(f"{stem}_")
+    ]
