@@ -13,6 +13,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -27,6 +29,7 @@ CHAT_TEMPLATE = (
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
 
@@ -68,6 +71,9 @@ def make_checkpoint(
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = build(config).to(torch.bfloat16)
+        for param in model.parameters():
+            if param.dim() == 1:  # norms begin as ones, biases as zeros
+                param.data += 0.2 * torch.randn_like(param)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
