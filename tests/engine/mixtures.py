@@ -16,7 +16,7 @@ FILE = "model.safetensors"
 
 MLP = ("*.mlp.*",)
 EMBEDDING = ("model.embed_tokens.weight",)
-NORMS = ("*norm.weight", "*_norm.weight", "*layernorm.weight")
+NORMS = ("*norm.weight",)
 HEAD = ("lm_head.weight",)
 
 

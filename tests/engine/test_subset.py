@@ -30,8 +30,7 @@ from vllm.inflight.errors import (
 pytestmark = pytest.mark.engine
 
 Said = tuple[list[list[int]], dict[str, str]]
-QKV = ("*.q_proj.*", "*.k_proj.*", "*.v_proj.*")
-MIXTURES: tuple[tuple[str, ...], ...] = (MLP, EMBEDDING, NORMS, HEAD, QKV, MLP + NORMS)
+MIXTURES: tuple[tuple[str, ...], ...] = (MLP, EMBEDDING, NORMS, HEAD, MLP + NORMS)
 
 
 @pytest.fixture(scope="module")
@@ -213,24 +212,24 @@ def test_subsets_while_requests_run(
             replace(MLP)
             replace(NORMS)
             llm.update_weights_from_disk(str(old))
-        replace(QKV)
+        replace(HEAD)
 
     sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     outputs = outputs_during(work, llm, 8, repeat(sampling))
     assert {len(o.outputs[0].token_ids) for o in outputs} == {200}
     assert any(len(o.outputs[0].weight_versions) > 1 for o in outputs)
-    assert said(llm) == mixtures[QKV][1]
+    assert said(llm) == mixtures[HEAD][1]
 
 
 def test_a_transport_of_somebody_else_may_bring_a_subset(
     llm: Any, new: Path, mixtures: Any
 ) -> None:
-    names = sorted(declared(new, QKV))
-    llm.start_weight_update(manifest={"format": 1, "subset": list(QKV)})
+    names = sorted(declared(new, MLP))
+    llm.start_weight_update(manifest={"format": 1, "subset": list(MLP)})
     for name in names:
         send(llm, new, names=[name])
     llm.finish_weight_update()
-    assert said(llm) == mixtures[QKV][1]
+    assert said(llm) == mixtures[MLP][1]
 
 
 def test_a_subset_may_say_what_it_is_based_on(llm: Any, replace: Any) -> None:
