@@ -170,3 +170,14 @@ def test_a_parameter_that_was_begun_is_filled(sets):
     sets.stage([("norm", version(1)["norm"])], ["norm"])
     sets.stager.flip()
     assert shows(sets.live, version(0) | {"norm": version(1)["norm"]})
+
+
+def test_what_came_in_place_is_behind_though_nobody_has_looked_at_it(sets):
+    for seed in (1, 2):
+        sets.stage(version(seed).items())
+        sets.stager.flip()
+    with pytest.raises(ConnectionError):
+        sets.stage(InPlace(version(3), num_good=0))
+    sets.stage([("norm", version(4)["norm"])], ["norm"])
+    sets.stager.flip()
+    assert shows(sets.live, version(2) | {"norm": version(4)["norm"]})

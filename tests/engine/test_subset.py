@@ -126,6 +126,17 @@ def test_a_subset_costs_what_it_and_the_commit_before_it_changed(
     assert behind(llm) == {"model.norm.weight"}
 
 
+def test_nothing_is_said_of_the_layers_that_are_left_alone(
+    llm: Any, replace: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    warned: list[Any] = []
+    monkeypatch.setattr(layerwise.logger, "warning", lambda *said: warned.append(said))
+    replace(MLP)
+    assert warned == []
+
+
 def test_a_subset_after_a_whole_update_keeps_the_rest_of_that(
     llm: Any, replace: Any, old: Path, new: Path, wholes: Any, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_the_rest_is_what_was_served(
     assert said(llm) == before
     # And onto a set that holds neither: everything else is of `new`, and behind.
     llm.update_weights_from_disk(str(new))
+    renewed = said(llm)
     others = mixed(new, old, patterns, tmp_path / "others")
     digest = llm.update_weights_from_disk(str(others))["digest"]
     expected = said(llm)
@@ -51,3 +52,7 @@ def test_the_rest_is_what_was_served(
     changes = part(old, patterns, tmp_path / "part")
     again = llm.update_weights_from_disk(changes, subset=list(patterns))
     assert (said(llm), again["digest"]) == (expected, digest)
+    # And onto one that differs in nothing else.
+    changes = part(new, patterns, tmp_path / "part")
+    llm.update_weights_from_disk(changes, subset=list(patterns))
+    assert said(llm) == renewed
