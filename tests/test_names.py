@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from vllm.inflight.names import (
     checkpoint_names,
     describe_unknown,
+    matcher,
     nearest,
     shared_suffix,
 )
@@ -32,6 +33,14 @@ def test_a_fused_parameter_is_filled_by_its_shards_in_order():
         "model.layers.0.self_attn.k_proj.weight",
         "model.layers.0.self_attn.v_proj.weight",
     ]
+
+
+def test_patterns_are_those_of_a_shell_over_whole_names():
+    matches = matcher(["*.mlp.*", "lm_head.weight", "layers.[01].norm"])
+    assert matches("layers.7.mlp.up_proj.weight") and matches("layers.1.norm")
+    assert matches("lm_head.weight") and not matches("xlm_head.weight")
+    assert not matches("layers.2.norm") and not matches("lm_head.weight.x")
+    assert not matcher([])("")
 
 
 def test_any_other_parameter_is_filled_by_its_namesake():

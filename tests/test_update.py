@@ -56,9 +56,10 @@ def manifest(*entries: Any, **fields: Any) -> dict[str, Any]:
 @given(
     st.lists(SPECS, unique_by=lambda spec: spec.name, max_size=5),
     st.none() | st.integers(),
+    st.lists(st.text(min_size=1, max_size=8), max_size=3),
 )
-def test_a_manifest_survives_the_journey(specs, step):
-    sent = Manifest.of(specs, step=step)
+def test_a_manifest_survives_the_journey(specs, step, subset):
+    sent = Manifest.of(specs, step=step, subset=subset)
     assert Manifest.parse(json.loads(json.dumps(sent.to_dict()))) == sent
 
 
@@ -94,7 +95,12 @@ def test_a_dtype_may_carry_torchs_prefix():
         (manifest(name_map=[1]), "'name_map'"),
         (manifest(name_map={"a": 1}), "'name_map'"),
         (manifest(name_map={"a": "w", "b": "w"}), "'name_map' maps two"),
-        (manifest(subset=["layers.0"]), "'subset' is not supported"),
+        (manifest(subset=[]), "subset must be a list of 1 to 1024"),
+        (manifest(subset="*"), "subset must be a list"),
+        (manifest(subset=["*"] * 1025), "subset must be a list of 1 to 1024"),
+        (manifest(subset=["w", 3]), "a pattern of a subset must be a string.*3"),
+        (manifest(subset=[""]), "a pattern of a subset must be a string of 1 to 512"),
+        (manifest(subset=["w" * 513]), "a pattern of a subset .* 1 to 512"),
         (manifest(base="0" * 32), "'base' is not supported"),
         (manifest(draft=True), "'draft' is not supported"),
     ],
@@ -107,7 +113,10 @@ def test_a_manifest_that_is_wrong_is_refused_by_the_entry(body, named):
 @given(
     JSON | st.builds(lambda tensors: {"format": 1, "tensors": tensors}, JSON),
     st.dictionaries(
-        st.sampled_from(["name", "shape", "dtype", "digest", "step", "name_map"]), JSON
+        st.sampled_from(
+            ["name", "shape", "dtype", "digest", "step", "name_map", "subset"]
+        ),
+        JSON,
     ),
 )
 def test_hostile_json_is_refused_or_read_and_nothing_else_happens(body, entry):

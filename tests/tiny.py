@@ -15,6 +15,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -31,6 +33,7 @@ CHAT_TEMPLATE = (
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -85,6 +88,9 @@ def make_checkpoint(
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = build(config).to(torch.bfloat16)
+        for param in model.parameters():
+            if param.dim() == 1:  # norms begin as ones, biases as zeros
+                param.data += 0.2 * torch.randn_like(param)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -12,8 +12,15 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 
+from tests.engine.mixtures import MLP, declared
 from tests.serving import Server
-from vllm.inflight.errors import Forbidden, NoTransport, UpdateBusy, WeightsMismatch
+from vllm.inflight.errors import (
+    Forbidden,
+    NoTransport,
+    UpdateBusy,
+    VersionConflict,
+    WeightsMismatch,
+)
 from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
@@ -85,6 +92,20 @@ def test_an_llm_serves_what_a_trainer_of_its_process_publishes(llm, old, new, fr
         )
         to.publish("step-8")
     assert greedy(llm) != fresh
+
+
+def test_a_subset_is_published_on_top_of_what_is_served(llm, old, new):
+    mixture = weights(old) | declared(new, MLP)
+    with Publisher(llm, lambda: mixture) as to:
+        whole = to.publish()
+        expected = greedy(llm)
+        mixture = weights(old)
+        to.publish("base")
+        mixture = declared(new, MLP) | {"model.norm.weight": torch.zeros(1)}
+        outcome = to.publish(subset=MLP, base_version="base")
+        assert (outcome.digest, greedy(llm)) == (whole.digest, expected)
+        with pytest.raises(VersionConflict, match="base_version"):
+            to.publish(subset=MLP, base_version="base")
 
 
 def test_master_weights_in_float32_are_served_in_the_engines_dtype(llm, new, fresh):

@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.bare_core import Streams, add, call, prompt
 from tests.engine.core_door import Door, said
+from tests.engine.mixtures import MLP, mixed, part
 
 pytestmark = pytest.mark.engine
 
@@ -14,6 +15,26 @@ HEAD = "lm_head.weight"
 
 
 # -------------------------------------------------------------------- from disk
+def test_a_subset_of_the_host_is_served_on_top_of_what_is(
+    door: Door, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    old, new, only = folders["old"], folders["new"], tmp_path / "part"
+    whole = str(mixed(old, new, MLP, tmp_path / "whole"))
+    digest = door.post("/update_weights_from_disk", model_path=whole)["digest"]
+    expected = said(door.core)
+    door.post("/update_weights_from_disk", model_path=str(old), weight_version="old")
+    body = {"model_path": part(new, MLP, only), "subset": list(MLP)}
+    reply = door.post("/update_weights_from_disk", **body, base_version="old")
+    assert (reply["digest"], said(door.core)) == (digest, expected)
+    # The part is not the model that is served.
+    assert door.get("/get_model_info")["model_path"] != str(only)
+    body["model_path"] = str(new)
+    status, message = door.refused("/update_weights_from_disk", **body)
+    assert (status, "no pattern of the subset" in message) == (422, True)
+    status, message = door.refused("/update_weights_from_disk", **body | {"subset": 1})
+    assert (status, "subset" in message) == (400, True)
+
+
 def test_a_checkpoint_of_the_host_is_served_and_the_model_path_follows(
     door: Door, folders: dict[str, Path], expected: Any
 ) -> None:

@@ -28,6 +28,13 @@ def test_two_ranks_roll_back_together(seen: dict[str, Any]) -> None:
     assert seen["after rollback"] == seen["before"]
 
 
+def test_two_ranks_carry_the_rest_of_a_subset_and_vote_for_the_whole(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["subset"] == seen["mixture"] == seen["subset again"]
+    assert seen["mixture"][1] not in (seen["before"], seen["expected"])
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_that_fails_lets_no_rank_commit(
     seen: dict[str, Any], rank: int

@@ -5,9 +5,12 @@ Usage: python -m tests.engine.two_ranks OLD NEW
 
 import os
 import sys
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
+from tests.engine.mixtures import MLP, mixed, part
 from tests.engine.probe import prompts
 from tests.engine.script import tell
 
@@ -61,6 +64,15 @@ def main(old: str, new: str) -> None:
     seen["after commit"] = greedy(llm)
     llm.rollback_weights()
     seen["after rollback"] = greedy(llm)
+    with tempfile.TemporaryDirectory() as root:
+        whole = mixed(Path(old), Path(new), MLP, Path(root) / "whole")
+        reply = llm.update_weights_from_disk(str(whole))
+        seen["mixture"] = reply["digest"], greedy(llm)
+        llm.update_weights_from_disk(old)
+        only = part(Path(new), MLP, Path(root) / "part")
+        for turn in ("subset", "subset again"):
+            reply = llm.update_weights_from_disk(only, subset=list(MLP))
+            seen[turn] = reply["digest"], greedy(llm)
     committer = threading.Thread(
         target=lambda: [llm.update_weights_from_disk(f) for f in (new, old) * 3]
     )

@@ -69,6 +69,26 @@ def test_names_are_those_of_the_model_in_manifest_and_parcel(engine, name_map):
     assert sorted(entry["name"] for entry in told) == sorted(engine.served)
 
 
+def test_a_subset_is_declared_and_nothing_else_is_sent(engine):
+    with publisher(engine, name_map={"a.weight": "model.a.weight"}) as to:
+        to.publish("whole")
+        to.publish(subset=["model.*"], base_version="whole")
+    assert engine.served.keys() == {"model.a.weight"}
+    _, opening = engine.bodies(START)
+    assert opening["manifest"]["subset"] == ["model.*"]
+    assert [t["name"] for t in opening["manifest"]["tensors"]] == ["model.a.weight"]
+    assert opening["base_version"] == "whole"
+
+
+def test_a_subset_never_gives_way(engine):
+    for on_busy in ("skip", "latest"):
+        with publisher(engine, on_busy=on_busy) as to, pytest.raises(ConfigError):
+            to.publish(subset=["a.*"])
+    with publisher(engine) as to, pytest.raises(Malformed, match="subset"):
+        to.publish(subset=[])
+    assert engine.calls == []
+
+
 def test_two_names_that_become_one_are_refused(engine):
     with publisher(engine, name_map=lambda _: "x") as to, pytest.raises(Malformed):
         to.publish()

@@ -6,7 +6,9 @@ into `qkv_proj`; `checkpoint_names` undoes that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 
 def checkpoint_names(param: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
@@ -24,6 +26,14 @@ def checkpoint_names(param: str, fused: Mapping[str, Sequence[str]]) -> list[str
             head, tail = parts[:position], parts[position + 1 :]
             return [".".join([*head, shard, *tail]) for shard in fused[part]]
     return [param]
+
+
+def matcher(patterns: Collection[str]) -> Callable[[str], bool]:
+    """Whether a name matches one of `patterns`, as in a shell: `*`, `?`, `[…]`."""
+    plain = {pattern for pattern in patterns if not set(pattern) & set("*?[")}
+    others = [fnmatch.translate(p) for p in patterns if p not in plain]
+    one_of = re.compile("|".join(others) or r"(?!)")
+    return lambda name: name in plain or one_of.match(name) is not None
 
 
 def shared_suffix(a: str, b: str) -> int:

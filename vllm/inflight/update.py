@@ -19,6 +19,9 @@ MAX_MANIFEST_BYTES = 64 << 20
 
 MAX_LABEL_CHARS = 512
 
+MAX_PATTERNS, MAX_PATTERN_CHARS = 1024, 512
+"""Of a subset."""
+
 
 class Phase(StrEnum):
     """Where an update stands."""
@@ -121,6 +124,8 @@ class Manifest:
     """From the names the trainer sends to the names the model knows."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the `config.json` of the model that the weights are of."""
+    subset: tuple[str, ...] = ()
+    """Patterns of the names that may come; all others keep what is served."""
 
     @classmethod
     def parse(cls, body: Any) -> Manifest:
@@ -128,16 +133,16 @@ class Manifest:
 
         Args:
             body: `{"format": 1, "tensors": [{"name", "shape", "dtype",
-                "digest"?}], "step"?, "name_map"?, "config"?}`.
+                "digest"?}], "step"?, "name_map"?, "config"?, "subset"?}`.
 
         """
         if not isinstance(body, dict) or body.get("format") != 1:
             raise Malformed('manifest must be an object with "format": 1')
-        for unsupported in ("subset", "base", "draft"):
+        for unsupported in ("base", "draft"):
             if body.get(unsupported):
                 raise Malformed(
                     f"manifest field {unsupported!r} is not supported by this "
-                    "release: send every tensor of the base model"
+                    "release: send tensors of the base model"
                 )
         entries = body.get("tensors", [])
         if not isinstance(entries, list):
@@ -161,7 +166,8 @@ class Manifest:
         config = body.get("config") or {}
         if not isinstance(config, dict):
             raise Malformed("manifest field 'config' must be an object")
-        return cls(tensors, step, name_map, config)
+        subset = check_subset(body.get("subset"))
+        return cls(tensors, step, name_map, config, subset)
 
     @classmethod
     def of(
@@ -170,6 +176,7 @@ class Manifest:
         *,
         step: int | None = None,
         name_map: Mapping[str, str] | Callable[[str], str] | None = None,
+        subset: Iterable[str] = (),
     ) -> Manifest:
         """A manifest of `specs`, whose names `name_map` turns into the model's."""
         rename = renamer(name_map)
@@ -179,7 +186,7 @@ class Manifest:
             if name in tensors:
                 raise Malformed(f"two tensors of the source are called {name!r}")
             tensors[name] = TensorSpec(name, spec.shape, spec.dtype, spec.digest)
-        return cls(tensors, step)
+        return cls(tensors, step, subset=tuple(subset))
 
     def to_dict(self) -> dict[str, Any]:
         """As it travels in `POST /start_weight_update`."""
@@ -197,6 +204,8 @@ class Manifest:
             body["name_map"] = dict(self.name_map)
         if self.config:
             body["config"] = dict(self.config)
+        if self.subset:
+            body["subset"] = list(self.subset)
         return body
 
 
@@ -221,6 +230,21 @@ def check_label(label: Any) -> str | None:
             f"characters, got {str(label)[:80]!r}"
         )
     return label
+
+
+def check_subset(patterns: Any) -> tuple[str, ...]:
+    """`patterns` if they can declare a subset, none if it is None."""
+    if patterns is None:
+        return ()
+    if not isinstance(patterns, list | tuple) or not 0 < len(patterns) <= MAX_PATTERNS:
+        raise Malformed(f"subset must be a list of 1 to {MAX_PATTERNS} patterns")
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN_CHARS:
+            raise Malformed(
+                f"a pattern of a subset must be a string of 1 to {MAX_PATTERN_CHARS} "
+                f"characters, got {str(pattern)[:80]!r}"
+            )
+    return tuple(patterns)
 
 
 def fingerprint(body: Any) -> str:

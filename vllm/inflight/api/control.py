@@ -125,11 +125,16 @@ class Control:
         *,
         mode: str | None = None,
         flush_cache: bool = False,
+        subset: Any = None,
         **options: Any,
     ) -> Reply:
         """All four phases with files that every engine's host can read."""
         if not isinstance(path, str) or not path:
             raise Malformed("path must be the path of a safetensors checkpoint")
+        if subset is not None:
+            manifest = options.get("manifest") or {"format": 1}
+            if isinstance(manifest, dict):  # else it is refused as it is
+                options["manifest"] = manifest | {"subset": subset}
         started = await self.start(
             transport="local", source=path, weight_version=weight_version, **options
         )

@@ -90,7 +90,18 @@ async def update_weights_from_disk(
     mode: str | None = None,
     **options: Any,
 ) -> Reply:
-    """Serve the checkpoint at `path`: stage, verify and commit in one call."""
+    """Serve the checkpoint at `path`: stage, verify and commit in one call.
+
+    Args:
+        self: the engine.
+        path: of a safetensors file, or of a directory of them.
+        weight_version: the label to serve it under.
+        mode: what happens to running requests at the commit.
+        **options: those of `start_weight_update`, and `subset`, patterns of the
+            names that are at `path` if these are not all: the others keep what is
+            served.
+
+    """
     return await control_of(self).from_disk(path, weight_version, mode=mode, **options)
 
 

@@ -86,6 +86,7 @@ async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
         "update_id",
         "base_version",
         "manifest",
+        "subset",
         "deadline_s",
         "allow_nonfinite",
     )

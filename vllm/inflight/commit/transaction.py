@@ -69,7 +69,7 @@ class Update:
     """How far that is from what was served when it was staged; see stage/drift.py."""
     error: InflightError | None = None
     source: str | None = None
-    """The path its files were read from, if it came from files."""
+    """The path its files were read from, if it came whole and from files."""
     is_held: bool = False
     """Whether it is being switched to."""
     pending: Future[dict[str, Any]] | None = None
@@ -176,7 +176,8 @@ class Ledger:
                 None if parsed is None else parsed.step,
                 time.monotonic() + deadline_s,
             )
-            update.source = body.get("source")
+            if parsed is None or not parsed.subset:
+                update.source = body.get("source")
             self._updates[update_id] = update
             while len(self._updates) > NUM_OUTCOMES_KEPT:
                 self._updates.popitem(last=False)

@@ -142,15 +142,19 @@ def verdict(notices: list[dict[str, Any]], serial: int) -> InflightError | str |
     return states.pop() if len(states) == 1 else None
 
 
-def agree(notices: list[dict[str, Any]]) -> InflightError | str:
-    """The digest all ranks staged, or why they do not agree."""
-    digests = {notice["digest"] for notice in notices}
-    if len(digests) > 1:
-        return WeightsMismatch(f"the ranks received different weights: {digests}")
+def agree(notices: list[dict[str, Any]]) -> InflightError | str | None:
+    """The digest of what all ranks staged, or why they do not agree.
+
+    None if it is not known: of a subset, on top of weights of which nothing is known.
+    What was sent of it is the same on all ranks even so.
+    """
+    votes = {(notice.get("sent"), notice["digest"]) for notice in notices}
+    if len(votes) > 1:
+        return WeightsMismatch(f"the ranks received different weights: {votes}")
     unused = set.intersection(*(set(notice["unfilled"]) for notice in notices))
     if unused:
         names = sorted(unused)
         return WeightsMismatch(
             f"unknown: no parameter is filled by {', '.join(names[:8])}", tensors=names
         )
-    return str(digests.pop())
+    return notices[0]["digest"]

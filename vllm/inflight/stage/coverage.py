@@ -7,12 +7,15 @@ were called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import torch
 
-from vllm.inflight.stage.plan import View
+from vllm.inflight import upstream
+from vllm.inflight.stage.plan import Entry, View, Writes
 
 
 @dataclass(slots=True)
@@ -32,6 +35,97 @@ class Fill:
         for offset, shape, stride in self.views:
             written.as_strided(shape, stride, offset).fill_(True)
         return self.numel - int(written.sum())
+
+
+class Coverage:
+    """What one update writes into one tree, watched behind its loaders.
+
+    Args:
+        module: the tree.
+        required: parameter name → shape, of all there is to fill.
+        behind: names of the parameters whose content is not what is served; every
+            one is entered here before the first write to it.
+
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        required: Mapping[str, torch.Size],
+        behind: set[str],
+    ) -> None:
+        self._module = module
+        self._behind = behind
+        self.fills = {n: Fill(shape.numel()) for n, shape in required.items()}
+        """What has been written of each parameter."""
+        self.begun: set[str] = set()
+        """Parameters that a loader was called for, whatever it wrote."""
+        self.num_loads = 0
+        self.handed: torch.Tensor | None = None
+        """What the loaders have at this moment, and what they do with it."""
+        self.entry: Entry | None = None
+        self._watching: list[tuple[Any, Any]] = []
+
+    def short(self, names: set[str] | None = None) -> list[str]:
+        """Parameters of `names`, or of all, with elements that nothing wrote."""
+        return [
+            name
+            for name, fill in self.fills.items()
+            if (names is None or name in names) and fill.missing
+        ]
+
+    def replayed(self, entry: Entry) -> None:
+        """What was recorded of a tensor is about to be done again."""
+        for name, view in entry.filled:
+            self.begin(name)
+            self.fills[name].views[view] = prod(view[1])
+
+    def begin(self, name: str) -> None:
+        """A parameter is about to be written to."""
+        self._behind.add(name)
+        self.begun.add(name)
+
+    def watch(self, load: Callable[..., Any]) -> None:
+        """Stand behind every loader, and let `load` stand before them all."""
+        self._module.load_weights = load  # type: ignore[assignment]
+        for prefix, layer in self._module.named_modules():
+            for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                name = f"{prefix}.{key}" if prefix else key
+                if tensor is None or name not in self.fills:
+                    continue
+                loader = getattr(tensor, "weight_loader", None)
+                self._watching.append((tensor, loader))
+                tensor.weight_loader = self._watched(
+                    name, loader or upstream.default_weight_loader
+                )
+
+    def unwatch(self) -> None:
+        """Leave the tree as it was."""
+        vars(self._module).pop("load_weights", None)
+        # Upstream keeps these tensors for the next reload, loaders and all.
+        for tensor, loader in self._watching:
+            if loader is None:
+                del tensor.weight_loader
+            else:
+                tensor.weight_loader = loader
+        self._watching.clear()
+
+    def _watched(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
+        fill = self.fills[name]
+
+        def online_process_loader(*args: Any, **kwargs: Any) -> Any:
+            param = args[0] if args else kwargs["param"]
+            self.begin(name)
+            with Writes(name, param, self.handed, self.entry) as writes:
+                result = loader(*args, **kwargs)
+            self.num_loads += 1
+            fill.views.update(writes.views)
+            return result
+
+        # Upstream's layerwise reload wraps a loader unless it finds its own
+        # name on it, and unwraps by following __wrapped__.
+        online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
+        return online_process_loader
 
 
 def tally(fills: Mapping[str, Fill]) -> dict[str, int]:

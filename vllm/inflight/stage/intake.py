@@ -11,20 +11,22 @@ fused parameter is as visible as a missing tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from math import prod
 from typing import Any
 
 import torch
 
-from vllm.inflight import ops, upstream
+from vllm.inflight import ops
 from vllm.inflight.errors import Cancelled, InflightError, WeightsMismatch
+from vllm.inflight.names import matcher
 from vllm.inflight.stage.audit import Audit, Pair
-from vllm.inflight.stage.coverage import Fill
+from vllm.inflight.stage.content import Content
+from vllm.inflight.stage.coverage import Coverage
 from vllm.inflight.stage.drift import Sampler
-from vllm.inflight.stage.plan import Entry, Writes, replay
-from vllm.inflight.stage.refusal import refusal
+from vllm.inflight.stage.plan import Entry, replay
+from vllm.inflight.stage.refusal import refusal, require_matches
 from vllm.inflight.stage.shadow import Shadow, tensor_names
 from vllm.inflight.update import Manifest
+from vllm.inflight.wire.receiver import Home
 
 REMOVED = ".rotary_emb.inv_freq"
 """Older checkpoints carry this buffer; every loader of upstream skips it."""
@@ -49,23 +51,26 @@ class Intake:
         self._allow_nonfinite = allow_nonfinite
         self._cancelled = cancelled
         self._progress = progress
-        self.fills = {n: Fill(s.numel()) for n, s in shadow.required.items()}
-        """What has been written of each parameter."""
+        module = shadow.module
+        assert module is not None
+        self.coverage = Coverage(module, shadow.required, shadow.behind)
         self._known = shadow.known_names()
+        self._is_declared = matcher(manifest.subset)
         self._seen: dict[str, ops.Digest] = {}
         self._entries: dict[str, tuple[tuple[int, ...], str]] = {}
         self._wrong: dict[str, str] = {}
         self._unknown: dict[str, tuple[list[int], str]] = {}
         self._audit = Audit(shadow.device, shadow.tables)
-        self.sampler = Sampler(shadow.views, shadow.plan)
-        self._filling = 0
-        self._handed: torch.Tensor | None = None
-        self._entry: Entry | None = None  # recorded of the tensor the loader has
+        self._sampler = Sampler(shadow.views, shadow.plan)
         self._broken: Exception | None = None
-        self._watching: list[tuple[Any, Any]] = []
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""
         self.num_bytes = 0
+
+    @property
+    def is_subset(self) -> bool:
+        """Whether parameters that nothing comes for keep what is served."""
+        return bool(self._manifest.subset)
 
     # ------------------------------------------------------------ the door
     def load_weights(self, weights: Iterable[Pair]) -> Any:
@@ -99,6 +104,7 @@ class Intake:
 
     def _admit(self, weights: Iterable[Pair], current: list[str]) -> Iterator[Pair]:
         """What the model's loader has to see; what the plan knows is done here."""
+        coverage = self.coverage
         for batch in self._drawn(weights):
             if self._cancelled():
                 raise Cancelled("the update was aborted")
@@ -106,15 +112,16 @@ class Intake:
             while fresh:
                 name, tensor = fresh.pop(0)
                 current[:] = [name]
-                before = self._filling
-                self._handed, self._entry = tensor, Entry(tensor.shape, tensor.dtype)
+                before = coverage.num_loads
+                entry = Entry(tensor.shape, tensor.dtype)
+                coverage.handed, coverage.entry = tensor, entry
                 yield name, tensor
-                if self._filling == before and not name.endswith(REMOVED):
+                if coverage.num_loads == before and not name.endswith(REMOVED):
                     self.unfilled.append(name)
                 if self._shadow.plan is not None:
-                    self._shadow.plan.keep(name, self._entry)
+                    self._shadow.plan.keep(name, entry)
                 # A transport uses memory again that nobody looks into.
-                self._handed = None
+                coverage.handed = None
                 del tensor
             self._progress(self.num_bytes, len(self._seen))
         current.clear()
@@ -128,7 +135,7 @@ class Intake:
             if self._accept(name, tensor):
                 accepted.append((name, tensor))
                 self.num_bytes += tensor.nbytes
-        self.sampler.add(accepted)
+        self._sampler.add(accepted)
         if self._verify and accepted and accepted[0][1].is_cuda:
             # Judged with the verdict: asking now would wait for the GPU.
             self._audit.add(accepted)
@@ -146,8 +153,7 @@ class Intake:
                 fresh.append((name, tensor))
                 continue
             known.append((entry, tensor))
-            for param, view in entry.filled:
-                self.fills[param].views[view] = prod(view[1])
+            self.coverage.replayed(entry)
         replay(known)
         return fresh
 
@@ -155,14 +161,28 @@ class Intake:
         """`weights`, as many at once as their transport has."""
         batches = getattr(weights, "batches", None)
         if (into := getattr(weights, "into", None)) is not None:
-            own = self._manifest.name_map
-            into(lambda name, *form: self._shadow.place(own.get(name, name), *form))
+            into(self._place)
         try:
             yield from batches() if batches else ([pair] for pair in weights)
         except Exception as error:
             # Remembered as a failure of the transport, and not the model's.
             self._broken = error
             raise
+
+    def _place(
+        self, sent_name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Home | None:
+        """Where a transport may receive a tensor, before anybody has looked at it."""
+        name = self._manifest.name_map.get(sent_name, sent_name)
+        if not self._may_come(name):
+            return None
+        plan, home = self._shadow.plan, self._shadow.place(name, shape, dtype)
+        if plan is not None and home is not None:
+            self._shadow.behind.update(plan.filled_by(name))
+        return home
+
+    def _may_come(self, name: str) -> bool:
+        return not self.is_subset or self._is_declared(name)
 
     def _accept(self, name: str, tensor: torch.Tensor) -> bool:
         """Check one tensor; what is wrong is kept, so a refusal lists it all."""
@@ -172,6 +192,9 @@ class Intake:
             return False
         self._entries[name] = (shape, dtype)
         spec = self._manifest.tensors.get(name)
+        if not self._may_come(name):
+            self._wrong[name] = "no pattern of the subset declares it"
+            return False
         if self._manifest.tensors and spec is None:
             self._wrong[name] = "the manifest does not announce it"
             return False
@@ -222,69 +245,33 @@ class Intake:
             return False
         return True
 
-    # ------------------------------------------------------ behind the door
-    def watch(self) -> None:
-        """Put the intake into the shadow, once its transport has started."""
-        module = self._shadow.module
-        assert module is not None
-        module.load_weights = self.load_weights  # type: ignore[assignment]
-        for prefix, layer in module.named_modules():
-            for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
-                name = f"{prefix}.{key}" if prefix else key
-                if tensor is None or name not in self.fills:
-                    continue
-                loader = getattr(tensor, "weight_loader", None)
-                self._watching.append((tensor, loader))
-                tensor.weight_loader = self._watched(
-                    name, loader or upstream.default_weight_loader
-                )
-
-    def unwatch(self) -> None:
-        """Take the intake out of the shadow again."""
-        module = self._shadow.module
-        assert module is not None
-        vars(module).pop("load_weights", None)
-        # Upstream keeps these tensors for the next reload, loaders and all.
-        for tensor, loader in self._watching:
-            if loader is None:
-                del tensor.weight_loader
-            else:
-                tensor.weight_loader = loader
-        self._watching.clear()
-
-    def _watched(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
-        fill = self.fills[name]
-
-        def online_process_loader(*args: Any, **kwargs: Any) -> Any:
-            param = args[0] if args else kwargs["param"]
-            with Writes(name, param, self._handed, self._entry) as writes:
-                result = loader(*args, **kwargs)
-            self._filling += 1
-            fill.views.update(writes.views)
-            return result
-
-        # Upstream's layerwise reload wraps a loader unless it finds its own
-        # name on it, and unwraps by following __wrapped__.
-        online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
-        return online_process_loader
-
-    def verdict(self) -> str:
-        """The manifest digest of what arrived; raises `WeightsMismatch`.
+    def verdict(self) -> Content:
+        """What arrived; raises `WeightsMismatch` unless it can be served.
 
         Completeness is judged on the parameters: every element of every one has
-        been written, whatever the checkpoint tensors are called.
+        been written, whatever the checkpoint tensors are called; of a subset, of
+        every one that was begun.
         """
         for name, digest, bad in self._audit.results():
             self._judge(name, digest, bad)
-        missing = [name for name, fill in self.fills.items() if fill.missing]
+        subset = self._manifest.subset
+        if subset and self._shadow.renames:
+            require_matches(subset, {**self._known, **self._entries})
+        if subset and not (self._seen or self._wrong or self._unknown):
+            raise WeightsMismatch(
+                f"nothing was sent of the subset {', '.join(subset[:8])}",
+                tensors=subset,
+            )
+        missing = self.coverage.short(self.coverage.begun if subset else None)
         announced = self._manifest.tensors.keys() - self._seen.keys()
         if missing or announced or self._wrong or self._unknown:
             raise self._mismatch(missing, sorted(announced - self._wrong.keys()))
-        return ops.manifest_digest(
-            (name, dtype, shape, self._seen[name])
+        facts = {
+            name: (dtype, shape, self._seen[name])
             for name, (shape, dtype) in self._entries.items()
             if name in self._seen
-        )
+        }
+        return Content(facts, self._sampler.samples())
 
     def _mismatch(
         self, missing: Iterable[str] = (), announced: Iterable[str] = ()

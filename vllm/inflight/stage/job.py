@@ -30,6 +30,8 @@ from vllm.inflight.stage.built_in import require_same, require_same_config
 from vllm.inflight.stage.coverage import tally
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import pace_of
+from vllm.inflight.stage.refusal import require_matches
+from vllm.inflight.stage.remainder import beside, carry, retie
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.nccl import still_writes
@@ -117,6 +119,8 @@ class Job(threading.Thread):
         manifest = Manifest.parse(payload["manifest"] or {"format": 1})
         if manifest.config:
             require_same(manifest.config, self._worker.vllm_config.model_config)
+        if manifest.subset and not self._shadow.renames:
+            require_matches(manifest.subset, self._shadow.known_names())
         self._transport = self._choose(payload["transport"])
         if still_writes():
             raise EngineFault(
@@ -138,7 +142,7 @@ class Job(threading.Thread):
         )
         self._transport.start_weight_update()
         self._transport_open = True
-        self._intake.watch()
+        self._intake.coverage.watch(self._intake.load_weights)
 
     def _receive(self, payload: Any) -> None:
         if isinstance(payload, list):
@@ -164,25 +168,42 @@ class Job(threading.Thread):
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
         assert self._intake is not None
-        self._notice["parameters"] = tally(self._intake.fills)
+        self._notice["parameters"] = tally(self._intake.coverage.fills)
 
     def _seal(self, _: Any) -> None:
         assert self._intake is not None
         if self._transport.defers_processing:
             self._transport.drain_pending()
-        digest = self._intake.verdict()
+        sent = self._intake.verdict()
+        begun = self._intake.coverage.begun
+        if self._intake.is_subset:
+            self._shadow.release_idle()
+            self._shadow.behind.update(beside(self._shadow, begun))
         self._transport.finish_weight_update()
         self._transport_open = False
-        self._shadow.retie()
-        self._intake.unwatch()
-        self._stager.drain()
+        retie(self._shadow, begun)
+        try:
+            self._notice["carried"] = carry(self._shadow, begun, self._between)
+        finally:
+            # The next update may write to the same places from another stream.
+            self._stager.drain()
+        self._intake.coverage.unwatch()
+        whole = sent.over(self._stager.served) if self._intake.is_subset else sent
         self._notice |= {
             "state": "staged",
-            "drift": self._stager.staged(self._intake.sampler.samples()),
-            "digest": digest,
+            "drift": self._stager.staged(whole),
+            "sent": sent.digest(),
+            "digest": whole and whole.digest(),
             "unfilled": self._intake.unfilled,
             "bytes": self._intake.num_bytes,
         }
+
+    def _between(self, num_carried: int) -> None:
+        """Between two tensors that are carried over; their bytes so far."""
+        assert self._intake is not None
+        if self._is_cancelled():
+            raise Cancelled("the update was aborted")
+        self._pace.rest(self._intake.num_bytes + num_carried)
 
     def _init_transport(self, payload: Any, name: str = "configured") -> None:
         transport = self._choose(name)
@@ -239,7 +260,10 @@ class Job(threading.Thread):
         """Clean up after a failure, then tell; the live weights were never touched."""
         try:
             if self._intake is not None:
-                self._intake.unwatch()
+                self._intake.coverage.unwatch()
+                if not isinstance(self._transport, StagedEngine):
+                    # It may have written past the door, where nobody watches.
+                    self._shadow.behind.update(self._shadow.required)
             if self._transport_open:
                 with suppress(Exception):
                     # Not part of upstream's contract; a transport may offer it.

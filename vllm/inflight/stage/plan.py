@@ -80,6 +80,11 @@ class Plan:
         home = None if entry is None else entry.home
         return home is not None and home.tensor is tensor
 
+    def filled_by(self, name: str) -> set[str]:
+        """The parameters that are written when such a tensor comes."""
+        entry = self._entries.get(name)
+        return set() if entry is None else {param for param, _ in entry.filled}
+
     def keep(self, name: str, entry: Entry) -> None:
         """Remember an entry, if all of it can be replayed."""
         if entry.is_whole and entry.filled:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
 
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.names import describe_unknown
@@ -42,3 +43,14 @@ def refusal(
         + "; ".join(parts[:MAX_PARTS]),
         tensors=tensors,
     )
+
+
+def require_matches(patterns: Sequence[str], names: Iterable[str]) -> None:
+    """Raise `WeightsMismatch` naming the patterns that match none of `names`."""
+    known = list(names)
+    idle = [p for p in patterns if not fnmatch.filter(known, p)]
+    if idle:
+        raise WeightsMismatch(
+            f"no tensor matches {', '.join(idle[:MAX_ABSENT])} of the subset",
+            tensors=idle,
+        )

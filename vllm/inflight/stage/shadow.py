@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +59,11 @@ class Shadow:
         self.views: dict[str, torch.Tensor] = {}
         """Of the samples of tensors that are received in place."""
         self.required: dict[str, torch.Size] = {}
+        self.behind: set[str] = set()
+        """Parameters in which the two sets may differ, under the names of `required`.
+
+        A flip changes nothing about that; a copy of one set over the other ends it.
+        """
         self._dtypes: dict[str, str] = {}
         self._processed = False
         self.reason = swappable.obstacle(live, vllm_config)
@@ -77,6 +83,8 @@ class Shadow:
         for name, param in self.module.named_parameters():
             self.required[name] = param.shape
             self._dtypes[name] = str(param.dtype).removeprefix("torch.")
+        if device.type == "cpu":
+            self.behind.update(self.required)  # twins begin as copies, this does not
 
     def _settle_in(self, vllm_config: Any) -> None:
         assert self.module is not None
@@ -172,37 +180,28 @@ class Shadow:
                 self._processed = True
             experts.forget_kernels(self.module)
 
+    def release_idle(self) -> None:
+        """Take the layers that nothing was loaded into out of a load, as they were.
+
+        Upstream's end of a reload would warn of each, and finish some of them.
+        """
+        self._release(lambda info: not info.loaded_weights)
+
     def reset(self) -> None:
         """Leave a load that did not end, so that the next one starts clean."""
+        self._release(lambda info: True)
         assert self.module is not None
-        for layer in self.module.modules():
-            info = upstream.get_layerwise_info(layer)
-            if info.can_load():
-                if info.kernel_tensors is not None:
-                    upstream.place_kernel_tensors(layer, info)
-                info.reset()
         if hasattr(self.module, "_original_do_torchao_reload"):
             self.module._do_torchao_reload = self.module._original_do_torchao_reload
 
-    def retie(self) -> None:
-        """Pack again what shares its weight with a layer that was loaded.
-
-        The layerwise reload packs the layer a tensor was sent for; a head tied
-        to the embedding gets the new weight with it but keeps its old packing.
-        """
+    def _release(self, chosen: Callable[[Any], bool]) -> None:
         assert self.module is not None
-        if self.device.type != "cpu":
-            return  # nothing is packed on a GPU
-        owners: dict[int, list[torch.nn.Module]] = {}
         for layer in self.module.modules():
-            weight = layer._parameters.get("weight")
-            if weight is not None and weight.numel():
-                owners.setdefault(id(weight), []).append(layer)
-        for layers in owners.values():
-            for layer in layers if len(layers) > 1 else ():
-                method = getattr(layer, "quant_method", None)
-                if method is not None:
-                    method.process_weights_after_loading(layer)
+            info = upstream.get_layerwise_info(layer)
+            if info.can_load() and chosen(info):
+                if info.kernel_tensors is not None:
+                    upstream.place_kernel_tensors(layer, info)
+                info.reset()
 
 
 def tensor_names(module: torch.nn.Module, param: str) -> list[str]:

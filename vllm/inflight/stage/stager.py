@@ -16,7 +16,8 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage.board import Board
-from vllm.inflight.stage.drift import Samples, drift
+from vllm.inflight.stage.content import Content
+from vllm.inflight.stage.drift import drift
 from vllm.inflight.stage.job import Job
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.wire.process_group import GroupsEngine
@@ -38,8 +39,8 @@ class Stager:
         self._pair = pair
         """Makes the call that exchanges what the two trees hold."""
         self._flip: Flip | None = None
-        self._samples: list[Samples | None] = [None, None]
-        """Of what is served, and of the other set."""
+        self._contents: list[Content | None] = [None, None]
+        """Of what is served, and of the other set; None where it is not known."""
         self._board: Board | None = None
         self._job: Job | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -102,16 +103,23 @@ class Stager:
     def open(self) -> None:
         """The second set is about to be written over: there is no way back."""
         self._flip = None
-        self._samples[1] = None
+        self._contents[1] = None
 
-    def staged(self, samples: Samples) -> dict[str, object] | None:
+    @property
+    def served(self) -> Content | None:
+        """What is served, tensor by tensor, if that is known."""
+        return self._contents[0]
+
+    def staged(self, content: Content | None) -> dict[str, object] | None:
         """The second set is whole: a flip may exchange it with the live one.
 
         Returns its drift from what is served.
         """
         self._flip = self._pair(self.shadow)
-        self._samples[1] = samples
-        return drift(self._samples[0], samples)
+        self._contents[1] = content
+        if self.served is None or content is None:
+            return None
+        return drift(self.served.samples, content.samples)
 
     def flip(self) -> float:
         """Exchange live and shadow; returns the seconds it took."""
@@ -121,7 +129,9 @@ class Stager:
         if not self.shadow.is_reversible:
             self._flip = None
         seconds = flip()
-        self._samples.reverse()
+        if not self.shadow.is_reversible:
+            self.shadow.behind.clear()  # the one set was copied over the other
+        self._contents.reverse()
         return seconds
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ class Delivery:
         *,
         version: str | None,
         deadline_s: float | None,
+        base_version: str | None = None,
     ) -> None:
         """Have every engine load the parcel; on failure none keeps it.
 
@@ -60,6 +61,7 @@ class Delivery:
         opening: Reply = {"update_id": self.update_id, "manifest": manifest.to_dict()}
         opening |= {"weight_version": version} if version is not None else {}
         opening |= {"deadline_s": deadline_s} if deadline_s is not None else {}
+        opening |= {"base_version": base_version} if base_version is not None else {}
         chunk: Reply = {"update_id": self.update_id, "chunk": 0}
         chunk["update_info"] = parcel.update_info
         with _Retreat(self):

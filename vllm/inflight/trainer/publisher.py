@@ -12,12 +12,14 @@ import asyncio
 import operator
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from vllm.inflight.errors import ConfigError, UpdateBusy
+from vllm.inflight.names import matcher
 from vllm.inflight.trainer import source as sources
 from vllm.inflight.trainer.delivery import Delivery, Progress
 from vllm.inflight.trainer.engines import LocalEngine, connect
@@ -25,7 +27,7 @@ from vllm.inflight.trainer.outcome import Outcome
 from vllm.inflight.trainer.parcel import Parcel, sweep
 from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S, Patience
 from vllm.inflight.trainer.queue import ON_BUSY, Job, Queue
-from vllm.inflight.update import PauseMode, check_label, renamer
+from vllm.inflight.update import PauseMode, check_label, check_subset, renamer
 
 WIRES = ("shm", "disk")
 
@@ -108,6 +110,8 @@ class Publisher:
         *,
         mode: str = "in_place",
         step: int | None = None,
+        subset: Sequence[str] | None = None,
+        base_version: str | None = None,
         block: Literal[True] = True,
     ) -> Outcome: ...
 
@@ -118,6 +122,8 @@ class Publisher:
         *,
         mode: str = "in_place",
         step: int | None = None,
+        subset: Sequence[str] | None = None,
+        base_version: str | None = None,
         block: Literal[False],
     ) -> Future[Outcome]: ...
 
@@ -127,6 +133,8 @@ class Publisher:
         *,
         mode: str = "in_place",
         step: int | None = None,
+        subset: Sequence[str] | None = None,
+        base_version: str | None = None,
         block: bool = True,
     ) -> Outcome | Future[Outcome]:
         """Take a snapshot of the weights and have every engine serve it.
@@ -138,10 +146,16 @@ class Publisher:
             mode: what happens to running requests at the commit: `in_place`,
                 `retract`, `abort` or `wait`.
             step: the trainer's step number, which `/weight_info` then tells.
+            subset: patterns (`*`, `?`, `[…]`) of the model's names, if only these
+                have changed: the other parameters keep what is served.
+            base_version: refuse unless this is the label that is served; keeps a
+                subset off an engine that has been started anew.
             block: whether to wait and return the `Outcome`; else a
                 `concurrent.futures.Future` of it.
 
         Raises:
+            ConfigError: a subset, and a publish may give way: what it brings would
+                be missing from every later one.
             InflightError: what an engine refused (for `block=False`, from the
                 future). No engine serves the version then.
 
@@ -150,19 +164,24 @@ class Publisher:
         mode = PauseMode.parse(mode).value
         version = check_label(version)
         step = None if step is None else operator.index(step)
+        patterns = check_subset(subset)
+        if patterns and self._on_busy != "wait":
+            raise ConfigError("subset= needs a publisher with on_busy='wait'")
+        is_declared = matcher(patterns)
         asked = time.monotonic()
         with self._calls:
             if not self._queue.make_room():
                 future: Future[Outcome] = Future()
                 future.set_result(Outcome(version=version, step=step, skipped=True))
             else:
-                parcel = Parcel.pack(
-                    ((self._rename(n), t) for n, t in sources.tensors(self._source)),
-                    self._directory,
-                )
+                named = ((self._rename(n), t) for n, t in sources.tensors(self._source))
+                if patterns:
+                    named = ((n, t) for n, t in named if is_declared(n))
+                parcel = Parcel.pack(named, self._directory)
                 self._tell("snapshot", parcel)
                 snapshot_s = time.monotonic() - asked
                 job = Job(parcel, version, mode, step, asked, snapshot_s)
+                job.subset, job.base_version = patterns, base_version
                 self._queue.put(job)
                 future = job.future
         return future.result() if block else future
@@ -221,6 +240,7 @@ class Publisher:
     def _stage(self, job: Job) -> Delivery | None:
         """The delivery, staged on every engine; None if it gave way."""
         manifest = job.parcel.manifest(step=job.step, digests=self._digests)
+        manifest = replace(manifest, subset=job.subset)
         patience = Patience(self._timeout_s)
         delay = FIRST_DELAY_S
         while True:
@@ -233,6 +253,7 @@ class Publisher:
                     job.parcel,
                     manifest,
                     version=job.version,
+                    base_version=job.base_version,
                     deadline_s=self._deadline_s,
                 )
                 return delivery

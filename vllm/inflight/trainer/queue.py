@@ -30,6 +30,9 @@ class Job:
     asked: float
     """When publish was called, on the monotonic clock, in seconds."""
     snapshot_s: float
+    subset: tuple[str, ...] = ()
+    """Patterns of the names that are in the parcel; all if there are none."""
+    base_version: str | None = None
     future: Future[Outcome] = field(default_factory=Future)
 
     def skipped(self) -> Outcome:

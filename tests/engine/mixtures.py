@@ -1,0 +1,58 @@
+"""Mixtures of two checkpoints: as a folder of their own, and as a subset of one."""
+
+import shutil
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from tests.engine.probe import greedy
+from vllm.inflight.api.control import run_sync
+from vllm.inflight.api.methods import control_of
+
+FILE = "model.safetensors"
+
+MLP = ("*.mlp.*",)
+EMBEDDING = ("model.embed_tokens.weight",)
+NORMS = ("*norm.weight",)
+HEAD = ("lm_head.weight",)
+
+
+def declared(folder: Path, patterns: Sequence[str]) -> dict[str, Any]:
+    """The tensors of a checkpoint that match one of `patterns`."""
+    tensors = load_file(folder / FILE)
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def part(new: Path, patterns: Sequence[str], at: Path) -> str:
+    """A folder with nothing but the tensors that match."""
+    at.mkdir(exist_ok=True)
+    save_file(declared(new, patterns), at / FILE)
+    return str(at)
+
+
+def mixed(old: Path, new: Path, patterns: Sequence[str], at: Path) -> Path:
+    """The checkpoint `old` with the tensors of `new` that match."""
+    shutil.copytree(old, at, dirs_exist_ok=True)
+    tensors = load_file(old / FILE) | declared(new, patterns)
+    save_file(tensors, at / FILE, metadata={"format": "pt"})
+    return at
+
+
+def said(llm: Any) -> tuple[list[list[int]], dict[str, str]]:
+    """Tokens, and the digest of every parameter as decoding uses it."""
+    (counts, *_) = run_sync(control_of(llm).ask("checksums"))
+    (rank, *_) = counts["ranks"]
+    return greedy(llm), rank["checksums"]
+
+
+def behind(llm: Any) -> set[str]:
+    """The parameters in which the two sets of an engine may differ."""
+    (names,) = llm.collective_rpc(lambda w: w._inflight_stager.shadow.behind)
+    return set(names)

@@ -1,0 +1,182 @@
+"""A model in an arena, its second set, and updates of it: a GPU's code on the host.
+
+Intake, plan, twins, the remainder and the flip of pages are the code that runs on a
+GPU; only the memory is the host's.
+"""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.intake import Intake
+from vllm.inflight.stage.plan import Plan
+from vllm.inflight.stage.remainder import carry
+from vllm.inflight.stage.stager import Stager
+from vllm.inflight.stage.twins import make_copy, put_twins
+from vllm.inflight.update import Manifest
+
+HIDDEN, VOCABULARY, PADDED = 16, 10, 12
+SHARDS = {"q": 0, "k": 1, "v": 2}
+
+
+class Model(torch.nn.Module):
+    """Fused and padded parameters, a tied head, and loaders as upstream's."""
+
+    def __init__(self, empty) -> None:
+        super().__init__()
+        self.num_loads = 0
+        self.embed, self.attention, self.head = (torch.nn.Module() for _ in range(3))
+        weight = torch.nn.Parameter(empty((PADDED, HIDDEN)), requires_grad=False)
+        weight.weight_loader = self._load_embedding
+        self.embed.weight = self.head.weight = weight
+        fused = torch.nn.Parameter(empty((3 * HIDDEN, HIDDEN)), requires_grad=False)
+        fused.weight_loader = self._load_shard
+        self.attention.qkv = fused
+        self.norm = torch.nn.Parameter(empty((HIDDEN,)), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            self.num_loads += 1
+            if name.startswith("attention."):
+                param = self.attention.qkv
+                param.weight_loader(param, tensor, SHARDS[name[-1]])
+            elif name == "embed.weight":
+                param = self.embed.weight
+                param.weight_loader(param, tensor)
+            elif name == "norm":
+                getattr(self.norm, "weight_loader", _load_whole)(self.norm, tensor)
+
+    @staticmethod
+    def _load_embedding(param, tensor):
+        param.data[:VOCABULARY].copy_(tensor)
+        param.data[VOCABULARY:].fill_(0)
+
+    @staticmethod
+    def _load_shard(param, tensor, shard):
+        param.data.narrow(0, shard * HIDDEN, HIDDEN).copy_(tensor)
+
+
+def _load_whole(param, tensor):
+    param.data.copy_(tensor)
+
+
+def version(seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (VOCABULARY, HIDDEN), "norm": (HIDDEN,)}
+    shapes |= {f"attention.{shard}": (HIDDEN, HIDDEN) for shard in SHARDS}
+    return {n: torch.randn(s, generator=random) for n, s in shapes.items()}
+
+
+def shows(model: Model, named: dict[str, torch.Tensor]) -> bool:
+    fused = torch.cat([named[f"attention.{shard}"] for shard in SHARDS])
+    return (
+        torch.equal(model.embed.weight[:VOCABULARY], named["embed.weight"])
+        and not model.embed.weight[VOCABULARY:].any()
+        and torch.equal(model.attention.qkv, fused)
+        and torch.equal(model.norm, named["norm"])
+    )
+
+
+class InPlace:
+    """A transport that writes where it is told to, where it is told.
+
+    Args:
+        named: what it brings.
+        num_good: tensors after which it breaks; all have been received by then.
+
+    """
+
+    def __init__(
+        self, named: dict[str, torch.Tensor], num_good: int | None = None
+    ) -> None:
+        self._named = dict(named)
+        self._num_good = num_good
+        self.placed: set[str] = set()
+
+    def into(self, place) -> None:
+        for name, tensor in self._named.items():
+            if (home := place(name, tuple(tensor.shape), tensor.dtype)) is not None:
+                home.tensor.copy_(tensor)
+                self._named[name] = home.tensor
+                self.placed.add(name)
+
+    def __iter__(self):
+        for number, pair in enumerate(self._named.items()):
+            if number == self._num_good:
+                raise ConnectionError("the wire broke")
+            yield pair
+
+
+class Sets:
+    """A model in an arena, its second set, and updates of it.
+
+    Args:
+        arena: where they lie.
+        is_reversible: whether pages are exchanged; else one set is copied over the
+            other, as with a second set in the host's memory.
+
+    """
+
+    def __init__(self, arena: Arena, *, is_reversible: bool = True) -> None:
+        self.arena = arena
+        self.live = Model(arena.empty)
+        self.live.load_weights(version(0).items())
+        arena.consolidate()
+        arena.pair()
+        with torch.device("meta"):
+            self.second = Model(torch.empty)
+        put_twins(self.live, self.second, arena.twin if is_reversible else make_copy)
+        self.shadow = SimpleNamespace(
+            live=self.live,
+            module=self.second,
+            device=torch.device("cpu"),
+            required={n: p.shape for n, p in self.second.named_parameters()},
+            known_names=lambda: {
+                n: (list(t.shape), "float32") for n, t in version(0).items()
+            },
+            renames=False,
+            is_reversible=is_reversible,
+            plan=(plan := Plan()),
+            place=plan.place,
+            behind=set(),
+            tables={},
+            views={},
+        )
+        worker: Any = SimpleNamespace(device=self.shadow.device)
+        flip = arena.flip if is_reversible else self._copy
+        self.stager = Stager(worker, self.shadow, lambda shadow: flip)
+
+    def stage(self, weights: Any, subset: Sequence[str] = ()) -> int:
+        """Fill the second set; returns how many parameters were carried over."""
+        self.stager.open()
+        if self.shadow.is_reversible:
+            self.arena.settle()
+        intake = Intake(
+            self.shadow,
+            Manifest(subset=tuple(subset)),
+            verify=True,
+            allow_nonfinite=False,
+            cancelled=lambda: False,
+            progress=lambda num_bytes, num_tensors: None,
+        )
+        intake.coverage.watch(intake.load_weights)
+        try:
+            self.second.load_weights(weights)
+            sent = intake.verdict()
+            with torch.no_grad():
+                carried = carry(self.shadow, intake.coverage.begun, self.between)
+        finally:
+            intake.coverage.unwatch()
+        self.stager.staged(sent.over(self.stager.served) if subset else sent)
+        return carried
+
+    def _copy(self) -> float:
+        pairs = zip(self.live.parameters(), self.second.parameters(), strict=True)
+        for param, twin in pairs:
+            param.data.copy_(twin)
+        return 0.0
+
+    between: Callable[[int], None] = staticmethod(lambda num_bytes: None)

@@ -1,0 +1,39 @@
+"""What one set of weights holds, as a trainer would tell it: tensor by tensor.
+
+The set itself is in the engine's names, shards and layout. What came in is kept beside
+it in the checkpoint's, as far as it is known: of a version that was received whole, and
+of a subset on top of one. Of the weights that an engine starts with nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm.inflight import ops
+from vllm.inflight.stage.drift import Samples
+
+Facts = tuple[str, tuple[int, ...], ops.Digest]
+"""Dtype, shape, content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Of one version, or of the part of it that one update brings."""
+
+    facts: Mapping[str, Facts]
+    samples: Samples
+    """For its drift from another; see drift.py."""
+
+    def digest(self) -> str:
+        """The manifest digest over all of it."""
+        return ops.manifest_digest((name, *facts) for name, facts in self.facts.items())
+
+    def over(self, base: Content | None) -> Content | None:
+        """The whole version that is `base` with these tensors instead of its own.
+
+        None if nothing is known of `base`.
+        """
+        if base is None:
+            return None
+        return Content({**base.facts, **self.facts}, {**base.samples, **self.samples})
