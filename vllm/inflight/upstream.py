@@ -46,6 +46,7 @@ NAMES = {
     "UnquantizedEmbeddingMethod": (
         "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
     ),
+    "BaseLayerWithLoRA": "vllm.lora.layers:BaseLayerWithLoRA",
     # weight transfer
     "WeightTransferEngine": (
         "vllm.distributed.weight_transfer.base:WeightTransferEngine"
