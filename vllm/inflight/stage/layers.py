@@ -14,12 +14,15 @@ import torch
 
 from vllm.inflight import upstream
 
+Layer = tuple[str, torch.nn.Module]
+"""With its name."""
 
-def layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+
+def layers(model: torch.nn.Module) -> Iterator[Layer]:
     """`model.named_modules()`, each wrapper replaced by the layer it is around."""
     seen: set[int] = set()  # tied layers may have a wrapper each
 
-    def walk(name: str, layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    def walk(name: str, layer: torch.nn.Module) -> Iterator[Layer]:
         while isinstance(layer, upstream.BaseLayerWithLoRA):
             layer = layer.base_layer
         if id(layer) in seen:

@@ -75,6 +75,7 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
     """
     model = worker.model_runner.get_model()
     fused = getattr(model, "packed_modules_mapping", {}) or {}
+    layer: Any
     for path, layer in layers(model):
         for key, param in layer._parameters.items():
             param_name = f"{path}.{key}" if path else key
