@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.lora.layers import BaseLayerWithLoRA
 
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.intake import Intake
@@ -80,6 +81,15 @@ def shows(model: Model, named: dict[str, torch.Tensor]) -> bool:
     )
 
 
+class Wrapper(BaseLayerWithLoRA):
+    """What LoRA puts around a layer: the layer, and stacks of adapters beside it."""
+
+    def __init__(self, base_layer) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_a_stacked = torch.ones(4)
+
+
 class InPlace:
     """A transport that writes where it is told to, where it is told.
 
@@ -117,15 +127,21 @@ class Sets:
         arena: where they lie.
         is_reversible: whether pages are exchanged; else one set is copied over the
             other, as with a second set in the host's memory.
+        wrapped: whether adapters may be loaded beside the layers.
 
     """
 
-    def __init__(self, arena: Arena, *, is_reversible: bool = True) -> None:
+    def __init__(
+        self, arena: Arena, *, is_reversible: bool = True, wrapped: bool = False
+    ) -> None:
         self.arena = arena
         self.live = Model(arena.empty)
         self.live.load_weights(version(0).items())
         arena.consolidate()
         arena.pair()
+        if wrapped:
+            for name in ("embed", "attention", "head"):
+                setattr(self.live, name, Wrapper(getattr(self.live, name)))
         with torch.device("meta"):
             self.second = Model(torch.empty)
         put_twins(self.live, self.second, arena.twin if is_reversible else make_copy)

@@ -181,3 +181,14 @@ def test_what_came_in_place_is_behind_though_nobody_has_looked_at_it(sets):
     sets.stage([("norm", version(4)["norm"])], ["norm"])
     sets.stager.flip()
     assert shows(sets.live, version(2) | {"norm": version(4)["norm"]})
+
+
+def test_layers_that_adapters_wrap_are_carried_like_others():
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        sets = Sets(arena, wrapped=True)
+        sets.stage(version(1).items())
+        sets.stager.flip()
+        norm = {"norm": version(2)["norm"]}
+        assert sets.stage(norm.items(), ["norm"]) == 2
+        sets.stager.flip()
+        assert shows(sets.live, version(1) | norm)

@@ -1,20 +1,29 @@
 """Twins in an arena: what a GPU does at an update, on the arena's twin of the host."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.second_set import InPlace, Model, Sets, shows, version
+from tests.second_set import InPlace, Model, Sets, Wrapper, shows, version
+from vllm.inflight.commit.flip import Copy
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.layers import layers
+from vllm.inflight.stage.swappable import difference
 from vllm.inflight.stage.twins import is_twinned, make_copy
 
 
 @pytest.fixture
-def sets() -> Iterator[Sets]:
+def arena() -> Iterator[Arena]:
     with Arena.open(torch.device("cpu"), 1 << 26) as arena:
-        yield Sets(arena)
+        yield arena
+
+
+@pytest.fixture
+def sets(arena) -> Sets:
+    return Sets(arena)
 
 
 def test_twins_keep_what_upstream_made_of_a_parameter(sets):
@@ -33,6 +42,42 @@ def test_an_update_shows_at_the_flip_and_not_before(sets):
     sets.arena.flip()
     assert shows(sets.live, version(0))
     assert places == [param.data_ptr() for param in sets.live.parameters()]
+
+
+def test_layers_that_adapters_wrap_are_flipped_without_their_stacks(arena):
+    sets = Sets(arena, wrapped=True)
+    assert difference(sets.live, sets.second) is None
+    stacks = [layer.lora_a_stacked for layer in (sets.live.embed, sets.live.attention)]
+    for seed in (1, 2):
+        sets.stage(version(seed).items())
+        assert shows(sets.live, version(seed - 1))
+        for stack in stacks:
+            stack.fill_(seed)  # an adapter is loaded while a version is staged
+        arena.flip()
+        assert shows(sets.live, version(seed))
+        assert all((stack == seed).all() for stack in stacks)
+        assert not any(arena.contains(stack) for stack in stacks)
+
+
+def test_without_pages_wrapped_layers_are_copied_over():
+    live, second = Model(torch.empty), Model(torch.empty)
+    live.load_weights(version(0).items())
+    second.load_weights(version(1).items())
+    live.embed, live.head = Wrapper(live.embed), Wrapper(live.head)
+    copy = Copy(SimpleNamespace(live=live, module=second))
+    for param, twin in copy._pairs:
+        param.copy_(twin)
+    assert shows(live, version(1))
+
+
+def test_a_layer_that_is_tied_is_one_layer_however_often_it_is_wrapped():
+    plain, wrapped = Model(torch.empty), Model(torch.empty)
+    plain.head = plain.embed
+    wrapped.embed, wrapped.head = Wrapper(wrapped.embed), Wrapper(wrapped.embed)
+    assert [name for name, _ in layers(wrapped)] == [
+        name for name, _ in plain.named_modules()
+    ]
+    assert dict(layers(wrapped))["embed"] is wrapped.embed.base_layer
 
 
 def test_from_the_second_update_on_the_plan_does_without_the_loader(sets):

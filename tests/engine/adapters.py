@@ -20,25 +20,35 @@ from tests.engine.test_pause_features import GREEDY, MODES, lived, pause, tokens
 RANK = 8
 
 
-def make_adapter(model: Path, folder: Path) -> LoRARequest:
+def make_adapter(model: Path, folder: Path, seed: int = 0) -> LoRARequest:
     """An adapter of random weights that changes what a model says."""
     shape = json.loads((model / "config.json").read_text())
-    rows = shape["num_attention_heads"] * shape["head_dim"]
+    hidden, vocabulary = shape["hidden_size"], shape["vocab_size"]
+    heads = shape["num_attention_heads"] * shape["head_dim"]
     config = {
         "peft_type": "LORA",
         "base_model_name_or_path": str(model),
         "r": RANK,
         "lora_alpha": 64,
-        "target_modules": ["q_proj"],
+        "target_modules": ["q_proj", "embed_tokens", "lm_head"],
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
+    random = torch.Generator().manual_seed(seed)
+
+    def drawn(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=random)
+
     tensors = {}
     for layer in range(shape["num_hidden_layers"]):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, shape["hidden_size"])
-        tensors[f"{name}.lora_B.weight"] = torch.randn(rows, RANK)
+        tensors[f"{name}.lora_A.weight"] = drawn(RANK, hidden)
+        tensors[f"{name}.lora_B.weight"] = drawn(heads, RANK)
+    name = "base_model.model.model.embed_tokens"
+    tensors[f"{name}.lora_embedding_A"] = drawn(RANK, vocabulary)
+    tensors[f"{name}.lora_embedding_B"] = drawn(hidden, RANK) / 100
+    tensors["base_model.model.lm_head.lora_A.weight"] = drawn(RANK, hidden) / 100
+    tensors["base_model.model.lm_head.lora_B.weight"] = drawn(vocabulary, RANK)
     save_file(tensors, folder / "adapter_model.safetensors")
     return LoRARequest("adapter", 1, str(folder))
 

@@ -1,9 +1,9 @@
-"""Drafts of speculative decoding under a pause, run as a script.
+"""Drafts of speculative decoding under pauses and updates, run as a script.
 
 In a process of its own: no other engine starts in one where numba, which drafts are
 compiled with, has been at work.
 
-Usage: python -m tests.engine.drafts FOLDER
+Usage: python -m tests.engine.drafts OLD NEW
 """
 
 import os
@@ -16,14 +16,30 @@ from tests.engine.script import OPTIONS, tell
 from tests.engine.test_pause_features import GREEDY, MODES, lived, pause, tokens
 
 
-def main(folder: str) -> None:
+def scheduled_drafts(llm: Any, params: SamplingParams) -> int:
+    """How many drafts were verified while two requests ran."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, num_drafts = scheduler.schedule, 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal num_drafts
+        output = schedule(*args)
+        num_drafts += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        return output
+
+    scheduler.schedule = counting
+    lived(llm, params)
+    return num_drafts
+
+
+def main(old: str, new: str) -> None:
     drafting = {
         "method": "ngram",
         "num_speculative_tokens": 3,
         "prompt_lookup_max": 3,
     }
     llm = LLM(
-        folder,
+        old,
         dtype="float32",
         speculative_config=drafting,
         **OPTIONS,
@@ -32,10 +48,19 @@ def main(folder: str) -> None:
     seen: dict[str, Any] = {"alone": tokens(lived(llm, params))}
     for mode in MODES:
         seen[mode] = tokens(lived(llm, params, pause(llm, mode)))
+    through = lived(llm, params, lambda: llm.update_weights_from_disk(new, "new"))
+    seen["spans"] = [
+        [(span.version, span.start, span.end) for span in choice.weight_versions]
+        for choice in through
+    ]
+    seen["new"] = tokens(lived(llm, params))
+    llm.rollback_weights()
+    seen["back"] = tokens(lived(llm, params))
+    seen["drafts"] = scheduled_drafts(llm, params)
     llm.llm_engine.engine_core.shutdown()
     tell(seen)
 
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -167,11 +167,27 @@ def test_arrivals_are_refused_where_that_is_configured(
     assert llm.generate(prompts(1), SamplingParams(**GREEDY), use_tqdm=False)
 
 
-# ------------------------------------- what keeps updates out, but not pauses
-def test_drafts_of_speculative_decoding_go_on(old: Path) -> None:
-    seen = run_script("drafts", old)
+# ---------------------------------------------------- in processes of their own
+@pytest.fixture(scope="module")
+def drafted(old: Path, new: Path) -> dict[str, Any]:
+    return run_script("drafts", old, new)
+
+
+def test_drafts_of_speculative_decoding_go_on(drafted: dict[str, Any]) -> None:
+    assert drafted["drafts"] > 0, "nothing was drafted"
     for mode in MODES:
-        assert seen[mode] == seen["alone"]
+        assert drafted[mode] == drafted["alone"]
+
+
+def test_an_engine_that_looks_drafts_up_is_updated(
+    drafted: dict[str, Any], start: Callable[..., Any], new: Path
+) -> None:
+    for spans in drafted["spans"]:
+        middle = spans[0][2]
+        assert spans == [["default", 0, middle], ["new", middle, 150]]
+    params = SamplingParams(**GREEDY | {"max_tokens": 150})
+    assert drafted["new"] == tokens(lived(start(new, dtype="float32"), params))
+    assert drafted["back"] == drafted["alone"]
 
 
 def test_requests_of_an_adapter_go_on(old: Path, tmp_path: Path) -> None:

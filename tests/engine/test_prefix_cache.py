@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, call, prompt, publish, request
-from vllm.inflight.engine.cache import Policy
+from vllm.inflight.engine.cache import Policy, Root
 
 pytestmark = pytest.mark.engine
 
@@ -85,9 +85,10 @@ def test_blocks_filled_across_a_commit_are_out_of_reach(
 
 def test_a_salt_of_the_user_still_separates(core: EngineCore) -> None:
     salted = Policy().salted
-    assert salted("x", 0) == "x"
-    salts = {salted(user, epoch) for user in (None, "x", "w1\x1f") for epoch in (1, 2)}
-    assert len(salts) == 6
+    assert salted("x", Root(0)) == "x"
+    roots = [Root(epoch, load) for epoch in range(3) for load in range(3)]
+    users = (None, "x", "w1\x1f", "w1\x1fx", "w0a1\x1fx")
+    assert len({salted(user, root) for user in users for root in roots}) == 5 * 9
 
 
 def test_kv_of_weights_that_hardly_moved_may_be_read(

@@ -14,7 +14,7 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import Streams, add, call, prompt, request
 from tests.simulated.core import publish_weights
 from tests.simulated.load import KINDS, ask
-from vllm.inflight.engine.cache import Policy
+from vllm.inflight.engine.cache import Policy, Root
 
 pytestmark = pytest.mark.engine
 
@@ -24,8 +24,10 @@ TEXT = prompt(1, 90)
 class Unsalted(Policy):
     """Upstream's prefix cache, which knows nothing of weights."""
 
-    def roots(self, epoch: int, *, is_retracted: bool = False) -> tuple[int]:
-        return (0,)
+    def roots(
+        self, epoch: int, load: int = 0, *, is_retracted: bool = False
+    ) -> tuple[Root]:
+        return (Root(0),)
 
 
 @pytest.fixture(params=["one group", "two groups, sliding window", "async"])
@@ -246,8 +248,9 @@ def test_what_was_retracted_reads_no_old_kv_however_many_updates_are_allowed(
 
 def test_engines_that_share_a_tier_have_salts_of_their_own() -> None:
     ours, theirs = Policy(0, ".a"), Policy(0, ".b")
-    assert ours.salted("user", 0) == theirs.salted("user", 0) == "user"
-    assert ours.salted("user", 3) != theirs.salted("user", 3)
+    first, later = Root(0), Root(3)
+    assert ours.salted("user", first) == theirs.salted("user", first) == "user"
+    assert ours.salted("user", later) != theirs.salted("user", later)
 
 
 # ------------------------------------------------------------------------ provenance

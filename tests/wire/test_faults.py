@@ -163,6 +163,7 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         plan=None,
         tables={},
         views={},
+        behind=set(),
     )
     entries = [
         {"name": n, "shape": list(t.shape), "dtype": "float32"}

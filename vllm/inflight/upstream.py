@@ -50,6 +50,7 @@ NAMES = {
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:"
         "UnquantizedFusedMoEMethod"
     ),
+    "BaseLayerWithLoRA": "vllm.lora.layers:BaseLayerWithLoRA",
     # weight transfer
     "WeightTransferEngine": (
         "vllm.distributed.weight_transfer.base:WeightTransferEngine"

@@ -21,6 +21,7 @@ import torch
 
 from vllm.inflight.errors import ArenaTorn
 from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.swappable import PACKED
 
@@ -50,9 +51,7 @@ class Exchange:
         self._params: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._packed: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         seen: set[int] = set()
-        for (name, a), (_, b) in zip(
-            live.named_modules(), shadow.named_modules(), strict=True
-        ):
+        for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
             if PACKED in vars(a):
                 self._packed.append((a, b))
             for key, param in a._parameters.items():
@@ -104,10 +103,8 @@ class Copy:
         self._shadow = shadow
         self._pairs = [
             (param, twin)
-            for (_, param), (_, twin) in zip(
-                shadow.live.named_parameters(),
-                shadow.module.named_parameters(),
-                strict=True,
+            for (*_, param), (*_, twin) in zip(
+                parameters(shadow.live), parameters(shadow.module), strict=True
             )
         ]
 

@@ -12,6 +12,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import cache
+from vllm.inflight.engine.adapters import Adapters
 from vllm.inflight.engine.connectors import nonce_for
 from vllm.inflight.engine.provenance import Provenance, Trail
 from vllm.inflight.engine.stamp import KV_FIELD, KV_OPTION, Stamp
@@ -33,6 +34,7 @@ class InflightSchedulerMixin:
             nonce_for(self.connector),  # type: ignore[attr-defined]
             config.prefix_cache_drift,
         )
+        self.inflight_adapters = Adapters()
         managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
         full = (i for i, m in enumerate(managers) if _keeps_all(m))
         group = next(full, 0)
@@ -105,10 +107,14 @@ class InflightSchedulerMixin:
 
         This is the one place where a request that holds no KV asks for some:
         new, hashed before a commit and admitted after it, waiting during one,
-        preempted or retracted. So a commit costs nothing per waiting request.
+        preempted or retracted. So a commit costs nothing per waiting request, nor
+        does loading an adapter.
         """
+        if request.lora_request is not None:
+            self.inflight_adapters.load(request.lora_request)
         roots = self.inflight_policy.roots(
             self.inflight_cache_epoch,
+            self.inflight_adapters.load_of(request.lora_request),
             is_retracted=vars(request).get("inflight_is_retracted", False),
         )
         cache.forget(request, roots)

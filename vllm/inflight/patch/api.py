@@ -75,6 +75,19 @@ def _admitted_at_once(original: Any) -> Any:
     return _render_and_add_requests
 
 
+def _loaded_once(original: Any) -> Any:
+    async def load_lora_adapter(
+        self: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        answer = await original(self, request, *args, **kwargs)
+        # Kept for its requests: each would have it loaded again, at every step.
+        if (loaded := self.lora_requests.get(request.lora_name)) is not None:
+            loaded.load_inplace = False
+        return answer
+
+    return load_lora_adapter
+
+
 _ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
 _LLM = "vllm.entrypoints.llm:LLM"
 _OFFLINE = "vllm.entrypoints.common.offline:OfflineInferenceMixin"
@@ -175,6 +188,14 @@ PATCHES = [
         why="an engine that is paused can refuse requests",
         remove_when="upstream refuses requests in every mode of a pause",
         around=_admitted_at_once,
+    ),
+    Patch(
+        target="vllm.entrypoints.openai.models.serving:"
+        "OpenAIServingModels.load_lora_adapter",
+        expects=("self", "request", "base_model_name"),
+        why="an adapter that was loaded in place is not loaded again at every step",
+        remove_when="upstream forgets load_inplace once it is done",
+        around=_loaded_once,
     ),
     *_method_patches(),
 ]

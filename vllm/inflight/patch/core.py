@@ -95,6 +95,25 @@ def inflight(self: Any, method: str, body: dict[str, Any]) -> Any:
     return self.inflight_gate.call(method, body)
 
 
+def _count_load(original: Any) -> Any:
+    def add_lora(self: Any, lora_request: Any) -> bool:
+        # Before the workers do: whoever is scheduled from here on has the new one.
+        self.scheduler.inflight_adapters.load(lora_request)
+        added: bool = original(self, lora_request)
+        return added
+
+    return add_lora
+
+
+def _count_drop(original: Any) -> Any:
+    def remove_lora(self: Any, lora_id: int) -> bool:
+        self.scheduler.inflight_adapters.drop(lora_id)
+        removed: bool = original(self, lora_id)
+        return removed
+
+    return remove_lora
+
+
 def _in_turn(original: Any) -> Any:
     def call(self: Any, *args: Any) -> Any:
         with self.engine_core.inflight_gate.turns.stepping():
@@ -178,6 +197,20 @@ PATCHES = [
         why="upstream's phases, called on the workers, become the transaction",
         remove_when="upstream's updates are transactional",
         around=_redirect_phases,
+    ),
+    Patch(
+        target=f"{_CORE}.add_lora",
+        expects=("self", "lora_request"),
+        why="an adapter loaded again under its name has no KV of the one before",
+        remove_when="upstream's block hashes tell loads of an adapter apart",
+        around=_count_load,
+    ),
+    Patch(
+        target=f"{_CORE}.remove_lora",
+        expects=("self", "lora_id"),
+        why="the same, where the name was let go in between",
+        remove_when="upstream's block hashes tell loads of an adapter apart",
+        around=_count_drop,
     ),
     Patch(
         target=f"{_CORE}.inflight",

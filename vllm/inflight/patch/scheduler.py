@@ -20,8 +20,10 @@ def _hash_once(original: Any) -> Any:
     def preprocess_add_request(self: Any, request: Any) -> Any:
         # In the input thread, where hashing costs the loop nothing. A commit may
         # come between here and the look-up, which then salts again.
-        policy = self.scheduler.inflight_policy
-        root = policy.roots(self.scheduler.inflight_cache_epoch)[0]
+        scheduler = self.scheduler
+        policy = scheduler.inflight_policy
+        load = scheduler.inflight_adapters.load_of(request.lora_request)
+        root = policy.roots(scheduler.inflight_cache_epoch, load)[0]
         user_salt = request.cache_salt
         request.cache_salt = policy.salted(user_salt, root)
         added, wave = original(self, request)

@@ -17,6 +17,7 @@ from vllm.inflight import ops
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.names import checkpoint_names
 from vllm.inflight.stage.audit import Audit
+from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.swappable import PACKED
 
 SLAB = 1024
@@ -74,7 +75,8 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
     """
     model = worker.model_runner.get_model()
     fused = getattr(model, "packed_modules_mapping", {}) or {}
-    for path, layer in model.named_modules():
+    layer: Any
+    for path, layer in layers(model):
         for key, param in layer._parameters.items():
             param_name = f"{path}.{key}" if path else key
             shards = checkpoint_names(param_name, fused)
@@ -98,13 +100,8 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
 
 def served(model: torch.nn.Module) -> Iterator[Pair]:
     """Every parameter under its name, once, as decoding uses it."""
-    seen: set[int] = set()
-    for path, layer in model.named_modules():
-        for key, param in layer._parameters.items():
-            if param is None or id(param) in seen:
-                continue
-            seen.add(id(param))
-            yield f"{path}.{key}" if path else key, content(layer, key, param)
+    for name, layer, key, param in parameters(model):
+        yield name, content(layer, key, param)
 
 
 def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.swappable import PACKED
 from vllm.inflight.stage.twins import is_twinned
@@ -39,11 +40,12 @@ def carry(shadow: Shadow, begun: set[str], between: Callable[[int], None]) -> in
 
     """
     assert shadow.module is not None
+    served = {name: param for name, _, _, param in parameters(shadow.live)}
     names = sorted(shadow.behind - begun)
     owners = {} if is_twinned(shadow.module) else owners_of(shadow)
     num_bytes = 0
     for name in names:
-        param = shadow.live.get_parameter(name)
+        param = served[name]
         shadow.module.get_parameter(name).copy_(param, non_blocking=True)
         for live, layer in owners.get(name, ()):
             if param.numel():
@@ -80,8 +82,8 @@ def beside(shadow: Shadow, names: Iterable[str]) -> set[str]:
     assert shadow.module is not None
     if is_twinned(shadow.module):
         return set(names)
-    layers = {name.rpartition(".")[0] for name in names}
-    return {name for name in shadow.required if name.rpartition(".")[0] in layers}
+    paths = {name.rpartition(".")[0] for name in names}
+    return {name for name in shadow.required if name.rpartition(".")[0] in paths}
 
 
 def owners_of(shadow: Shadow) -> dict[str, list[Layers]]:
@@ -100,7 +102,8 @@ def owners_of(shadow: Shadow) -> dict[str, list[Layers]]:
 
 def _layers(shadow: Shadow) -> Iterator[Layers]:
     assert shadow.module is not None
-    return zip(shadow.live.modules(), shadow.module.modules(), strict=True)
+    for (_, a), (_, b) in zip(layers(shadow.live), layers(shadow.module), strict=True):
+        yield a, b
 
 
 def _pack(layer: torch.nn.Module) -> None:

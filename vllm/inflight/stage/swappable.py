@@ -16,17 +16,23 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.stage import experts
+from vllm.inflight.stage.layers import layers
 
 PACKED = "cpu_linear"
 """Attribute in which the CPU build keeps a packed weight: a callable."""
 
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Drafters that look for drafts in the text: nothing of them has a version."""
+
 
 def config_obstacle(vllm_config: Any) -> str | None:
     """What in an engine's configuration rules an exchange out; None if nothing."""
-    if vllm_config.lora_config is not None:
-        return "LoRA adapters are enabled (--enable-lora)"
-    if vllm_config.speculative_config is not None:
-        return "a speculative drafter is configured (--speculative-config)"
+    drafting = vllm_config.speculative_config
+    if drafting is not None and drafting.method not in WITHOUT_WEIGHTS:
+        return (
+            f"a drafter with weights is configured (--speculative-config, method "
+            f"{drafting.method!r})"
+        )
     if vllm_config.parallel_config.enable_eplb:
         return "expert load balancing is enabled (--enable-eplb)"
     if vllm_config.model_config.enable_sleep_mode:
@@ -45,7 +51,7 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     """Why the weights of `live` cannot be exchanged; None if they can."""
     if (reason := config_obstacle(vllm_config)) is not None:
         return reason
-    for name, layer in live.named_modules():
+    for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)
         if experts.is_experts(method):
             if (reason := experts.obstacle(method)) is not None:
@@ -68,14 +74,12 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
 
 def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
     """Why two trees of a model are not alike; None if they are."""
-    names = [name for name, _ in live.named_modules()]
-    others = [name for name, _ in shadow.named_modules()]
+    names = [name for name, _ in layers(live)]
+    others = [name for name, _ in layers(shadow)]
     if names != others:
         odd = sorted(set(names) ^ set(others))
         return f"a second copy of the model differs in the layers {odd[:4]}"
-    for (name, a), (_, b) in zip(
-        live.named_modules(), shadow.named_modules(), strict=True
-    ):
+    for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
         if a._parameters.keys() != b._parameters.keys():
             odd = sorted(a._parameters.keys() ^ b._parameters.keys())
             return f"layer {name} gains or loses the parameters {odd} after loading"

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from vllm.inflight.stage.layers import layers
+
 Make = Callable[[torch.Tensor], torch.Tensor]
 """Live tensor → a tensor of the same form and content, elsewhere."""
 
@@ -26,7 +28,7 @@ def is_twinned(model: torch.nn.Module) -> bool:
 def put_twins(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> None:
     """Replace every parameter of `module` by a twin of the live tree's."""
     twins: dict[int, torch.nn.Parameter] = {}
-    for a, b in zip(live.modules(), module.modules(), strict=True):
+    for (_, a), (_, b) in zip(layers(live), layers(module), strict=True):
         for key, param in a._parameters.items():
             built = b._parameters[key]
             if param is None or built is None:
