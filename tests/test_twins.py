@@ -98,7 +98,8 @@ class Sets:
             known_names=lambda: {
                 n: (list(t.shape), "float32") for n, t in version(0).items()
             },
-            renames=False,
+            asks_loader=False,
+            spares=(),
             plan=(plan := Plan()),
             place=plan.place,
             tables={},

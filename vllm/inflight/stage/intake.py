@@ -27,9 +27,6 @@ from vllm.inflight.stage.refusal import refusal
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest
 
-REMOVED = ".rotary_emb.inv_freq"
-"""Older checkpoints carry this buffer; every loader of upstream skips it."""
-
 
 class Intake:
     """The door of one update on one rank."""
@@ -106,11 +103,13 @@ class Intake:
             fresh = self._replay(self._accepted(batch))
             while fresh:
                 name, tensor = fresh.pop(0)
+                if name.endswith(self._shadow.spares):
+                    continue
                 current[:] = [name]
                 before = self._filling
                 self._handed, self._entry = tensor, Entry(tensor.shape, tensor.dtype)
                 yield name, tensor
-                if self._filling == before and not name.endswith(REMOVED):
+                if self._filling == before:
                     self.unfilled.append(name)
                 if self._shadow.plan is not None:
                     self._shadow.plan.keep(name, self._entry)
@@ -210,13 +209,10 @@ class Intake:
         return True
 
     def _is_known(self, name: str, shape: tuple[int, ...], dtype: str) -> bool:
-        if name.endswith(REMOVED) or self._shadow.renames:
+        if self._shadow.asks_loader or name.endswith(self._shadow.spares):
             return True
         if name not in self._known:
-            # A head tied to the embedding is in many checkpoints; loaders skip it.
-            tied = self._shadow.model_config.hf_config.tie_word_embeddings
-            if not (name == "lm_head.weight" and tied):
-                self._unknown[name] = (list(shape), dtype)
+            self._unknown[name] = (list(shape), dtype)
             return False
         # The shape is known to the loaders, for every shard; they refuse.
         expected = self._known[name][1] or dtype
@@ -269,8 +265,7 @@ class Intake:
             fill.views.update(writes.views)
             return result
 
-        # Upstream's layerwise reload wraps a loader unless it finds its own
-        # name on it, and unwraps by following __wrapped__.
+        # Upstream's reload wraps a loader unless it finds its own name on it.
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
         return online_process_loader
 
