@@ -153,7 +153,8 @@ class Sets:
             known_names=lambda: {
                 n: (list(t.shape), "float32") for n, t in version(0).items()
             },
-            renames=False,
+            asks_loader=False,
+            spares=(),
             is_reversible=is_reversible,
             plan=(plan := Plan()),
             place=plan.place,

@@ -99,11 +99,16 @@ def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     parts = [part for part in _read(gate, "rows", name, count) if part is not None]
     if not parts:
         raise Malformed(f"this model has no parameter {name!r}")
-    return {"rows": joined(parts, count)}
+    # An embedding that the head is tied to is in the first stage and in the last.
+    stages = {part["stage"] for part in parts}
+    found = [joined([p for p in parts if p["stage"] == s], count) for s in stages]
+    if any(whole != found[0] for whole in found):
+        raise EngineFault("the stages serve different values of one parameter")
+    return {"rows": found[0]}
 
 
 def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
-    """The parts of all ranks as one; raises `EngineFault` if copies differ."""
+    """The parts of a stage's ranks as one; raises `EngineFault` if copies differ."""
     if parts[0]["dim"] is None:
         if any(part["rows"] != parts[0]["rows"] for part in parts):
             raise EngineFault("the ranks serve different values of one parameter")

@@ -28,9 +28,6 @@ from vllm.inflight.stage.shadow import Shadow, tensor_names
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.receiver import Home
 
-REMOVED = ".rotary_emb.inv_freq"
-"""Older checkpoints carry this buffer; every loader of upstream skips it."""
-
 
 class Intake:
     """The door of one update on one rank."""
@@ -111,12 +108,14 @@ class Intake:
             fresh = self._replay(self._accepted(batch))
             while fresh:
                 name, tensor = fresh.pop(0)
+                if name.endswith(self._shadow.spares):
+                    continue
                 current[:] = [name]
                 before = coverage.num_loads
                 entry = Entry(tensor.shape, tensor.dtype)
                 coverage.handed, coverage.entry = tensor, entry
                 yield name, tensor
-                if coverage.num_loads == before and not name.endswith(REMOVED):
+                if coverage.num_loads == before:
                     self.unfilled.append(name)
                 if self._shadow.plan is not None:
                     self._shadow.plan.keep(name, entry)
@@ -227,13 +226,10 @@ class Intake:
         return True
 
     def _is_known(self, name: str, shape: tuple[int, ...], dtype: str) -> bool:
-        if name.endswith(REMOVED) or self._shadow.renames:
+        if self._shadow.asks_loader or name.endswith(self._shadow.spares):
             return True
         if name not in self._known:
-            # A head tied to the embedding is in many checkpoints; loaders skip it.
-            tied = self._shadow.model_config.hf_config.tie_word_embeddings
-            if not (name == "lm_head.weight" and tied):
-                self._unknown[name] = (list(shape), dtype)
+            self._unknown[name] = (list(shape), dtype)
             return False
         # The shape is known to the loaders, for every shard; they refuse.
         expected = self._known[name][1] or dtype
@@ -255,7 +251,7 @@ class Intake:
         for name, digest, bad in self._audit.results():
             self._judge(name, digest, bad)
         subset = self._manifest.subset
-        if subset and self._shadow.renames:
+        if subset and self._shadow.asks_loader:
             require_matches(subset, {**self._known, **self._entries})
         if subset and not (self._seen or self._wrong or self._unknown):
             raise WeightsMismatch(

@@ -119,7 +119,7 @@ class Job(threading.Thread):
         manifest = Manifest.parse(payload["manifest"] or {"format": 1})
         if manifest.config:
             require_same(manifest.config, self._worker.vllm_config.model_config)
-        if manifest.subset and not self._shadow.renames:
+        if manifest.subset and not self._shadow.asks_loader:
             require_matches(manifest.subset, self._shadow.known_names())
         self._transport = self._choose(payload["transport"])
         if still_writes():

@@ -50,9 +50,7 @@ def checksums(worker: Any, skipped: Sequence[str]) -> dict[str, Any]:
             "tp_size": parallel.tensor_parallel_size,
             "dp_rank": parallel.data_parallel_index,
             "dp_size": parallel.data_parallel_size,
-            "pp_rank": worker.rank
-            // parallel.tensor_parallel_size
-            % parallel.pipeline_parallel_size,
+            "pp_rank": _stage(worker),
             "pp_size": parallel.pipeline_parallel_size,
             "rank": worker.rank,
             "size": parallel.world_size,
@@ -69,8 +67,8 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
         num_rows: how many are wanted of the whole tensor.
 
     Returns:
-        `rows`, and the dimension along which the ranks' parts lie side by side: 0,
-        1, or None where every rank has the whole.
+        `rows`, and the dimension along which the parts of a `stage`'s ranks lie side
+        by side: 0, 1, or None where every rank has the whole.
 
     """
     model = worker.model_runner.get_model()
@@ -92,6 +90,7 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
             part = whole[start:] if size is None else whole[start : start + size]
             return {
                 "rows": part[:num_rows].float().tolist(),
+                "stage": _stage(worker),
                 "dim": _dimension(layer, param, worker),
                 "is_copy": _is_copy(layer, number, worker),
             }
@@ -121,6 +120,12 @@ def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tens
     if is_twice and not torch.equal(packed, param.data):
         raise EngineFault("a weight and its packed form are of two versions")
     return packed
+
+
+def _stage(worker: Any) -> int:
+    parallel = worker.vllm_config.parallel_config
+    stage: int = worker.rank // parallel.tensor_parallel_size
+    return stage % parallel.pipeline_parallel_size
 
 
 def _dimension(layer: Any, param: Any, worker: Any) -> int | None:

@@ -29,6 +29,9 @@ from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.twins import make_copy, make_pinned, put_twins
 from vllm.inflight.wire.receiver import Home
 
+ROTARY, HEAD = (".rotary_emb.inv_freq",), "lm_head.weight"
+"""Buffers of older checkpoints; a head, which may be tied to the embedding."""
+
 Known = dict[str, tuple[list[int] | None, str | None]]
 
 
@@ -48,6 +51,10 @@ class Shadow:
         self.live = live
         self.device = device
         self.model_config = vllm_config.model_config
+        is_tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+        self.spares = ROTARY if not is_tied else (*ROTARY, HEAD)
+        """Ends of names that are in many checkpoints and of no use to a loader."""
+        self._is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         self.module: torch.nn.Module | None = None
         self.arena: Arena | None = None
         """Where both trees' parameters lie, if their pages can be exchanged."""
@@ -152,9 +159,14 @@ class Shadow:
         return known
 
     @property
-    def renames(self) -> bool:
-        """Whether the model maps checkpoint names before it looks them up."""
-        return getattr(self.module, "hf_to_vllm_mapper", None) is not None
+    def asks_loader(self) -> bool:
+        """Whether the model's loader alone can tell what a name is.
+
+        It may map names before it looks them up, and it passes over the layers of
+        other pipeline stages.
+        """
+        maps_names = getattr(self.module, "hf_to_vllm_mapper", None) is not None
+        return maps_names or self._is_stage
 
     def prepare(self) -> None:
         """Make the tree fit to be loaded into; what it held is gone after that.
