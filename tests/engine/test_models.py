@@ -75,17 +75,26 @@ class Hoarder(torch.nn.Module):
         self.packed = [torch.zeros(4, 4)]
 
 
+CONFIG = {
+    "speculative_config": None,
+    "parallel_config": SimpleNamespace(enable_eplb=False),
+    "model_config": SimpleNamespace(enable_sleep_mode=False, quantization=None),
+    "device_config": SimpleNamespace(device_type="cpu"),
+    "additional_config": {},
+}
+
+
 def test_a_layer_that_hides_weights_is_named() -> None:
     model = torch.nn.Sequential(torch.nn.Identity(), Hoarder())
-    config = SimpleNamespace(
-        lora_config=None,
-        speculative_config=None,
-        parallel_config=SimpleNamespace(enable_eplb=False),
-        model_config=SimpleNamespace(enable_sleep_mode=False, quantization=None),
-        device_config=SimpleNamespace(device_type="cpu"),
-        additional_config={},
-    )
-    reason = swappable.obstacle(model, config)
+    reason = swappable.obstacle(model, SimpleNamespace(**CONFIG))
     assert reason is not None
     assert "layer 1 (Hoarder)" in reason
     assert "'packed'" in reason
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "draft_model"])
+def test_a_drafter_with_weights_is_refused_by_its_method(method: str) -> None:
+    drafting = {"speculative_config": SimpleNamespace(method=method)}
+    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | drafting))
+    assert reason is not None
+    assert f"method {method!r}" in reason
