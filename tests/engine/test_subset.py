@@ -30,6 +30,8 @@ from vllm.inflight.errors import (
 pytestmark = pytest.mark.engine
 
 Said = tuple[list[list[int]], dict[str, str]]
+PACKS = {"dtype": "float32"}
+"""So that every machine packs its weights: not all can in bf16."""
 MIXTURES: tuple[tuple[str, ...], ...] = (MLP, EMBEDDING, NORMS, HEAD, MLP + NORMS)
 
 
@@ -43,13 +45,13 @@ def mixtures(
     """By the patterns of what is new: the checkpoint, and what a fresh engine says."""
     root = tmp_path_factory.mktemp("mixtures")
     folders = {p: mixed(old, new, p, root / str(n)) for n, p in enumerate(MIXTURES)}
-    return {p: (folder, said(start(folder))) for p, folder in folders.items()}
+    return {p: (folder, said(start(folder, **PACKS))) for p, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
 def wholes(start: Callable[..., Any], old: Path, new: Path) -> tuple[Said, Said]:
     """What engines started on the old and on the new weights say."""
-    return said(start(old)), said(start(new))
+    return said(start(old, **PACKS)), said(start(new, **PACKS))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,8 @@ def engine(start: Callable[..., Any], mixtures: Any, wholes: Any, old: Path) -> 
     """An engine on the old weights, once the fresh ones are gone."""
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    return start(old, weight_transfer_config=WeightTransferConfig(backend="other"))
+    transport = WeightTransferConfig(backend="other")
+    return start(old, weight_transfer_config=transport, **PACKS)
 
 
 @pytest.fixture

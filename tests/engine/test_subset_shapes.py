@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.mixtures import EMBEDDING, NORMS, mixed, part, said
+from tests.engine.mixtures import EMBEDDING, MLP, NORMS, mixed, part, said
 
 pytestmark = pytest.mark.engine
 
@@ -23,6 +23,7 @@ QKV = ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight")
         ({"family": "llama", "tied": True, "vocab": 300}, NORMS),
         ({"family": "qwen2"}, QKV),
         ({"family": "qwen2"}, BIASES),
+        ({"family": "qwen3", "layers": 1}, MLP),
     ],
     ids=lambda value: value["family"] if isinstance(value, dict) else value[0],
 )
@@ -33,9 +34,11 @@ def test_the_rest_is_what_was_served(
     shape: dict[str, Any],
     patterns: tuple[str, ...],
 ) -> None:
+    # Every machine packs its weights in float32; in bf16 many keep them as they are.
+    options = {"dtype": "bfloat16" if patterns is MLP else "float32"}
     old, new = checkpoint(0, **shape), checkpoint(1, **shape)
-    fresh = said(start(mixed(old, new, patterns, tmp_path / "mixed")))
-    llm = start(old)
+    fresh = said(start(mixed(old, new, patterns, tmp_path / "mixed"), **options))
+    llm = start(old, **options)
     before = said(llm)
     changes = part(new, patterns, tmp_path / "part")
     llm.update_weights_from_disk(changes, subset=list(patterns))
