@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 """How it runs, tensor-parallel size, and shape of the model."""
 NOISE = 1e-2
-"""Largest difference between engine and reference, with room; versions are units apart."""
+"""Largest difference seen between engine and reference, with room."""
 
 
 @pytest.fixture(scope="module", params=CASES)
