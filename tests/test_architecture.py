@@ -25,7 +25,7 @@ ROOMS = (
     ("outputs",),
     ("api",),
     ("patch",),
-    ("doctor", "cli"),
+    ("finding", "doctor", "visit", "cli"),
 )
 """The way of the data: a file imports from its own room or from an earlier one."""
 

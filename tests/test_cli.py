@@ -14,7 +14,8 @@ import pytest
 
 from vllm.inflight import cli, doctor, patch
 from vllm.inflight.config import ADMIN_KEY_ENV
-from vllm.inflight.doctor import Finding, Report, State
+from vllm.inflight.doctor import Report
+from vllm.inflight.finding import Finding, State
 from vllm.inflight.patch import api as doors
 
 COMMAND = Path(sys.executable).with_name("vllm-inflight")

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.weight_transfer import WeightTransferConfig
 
-from tests.engine.probe import greedy
+import tests.engine.transport  # noqa: F401 (registers the transport "other")
+from tests.engine.probe import greedy, send
 from vllm.inflight.errors import ConfigError, StagingUnavailable
 from vllm.inflight.stage import swappable
 
@@ -40,6 +42,16 @@ def test_every_shape_equals_a_fresh_engine_after_a_commit_and_a_rollback(
     assert greedy(llm) == fresh
     llm.rollback_weights()
     assert greedy(llm) == before
+
+
+def test_a_tied_head_in_the_checkpoint_is_not_a_tensor_too_many(
+    start: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    old, new = checkpoint(0, tied=True), checkpoint(1, tied=True)
+    llm = start(old, weight_transfer_config=WeightTransferConfig(backend="other"))
+    llm.start_weight_update()
+    send(llm, new, extra={"lm_head.weight": "model.embed_tokens.weight"})
+    assert llm.finish_weight_update("new")["weight_version"] == "new"
 
 
 def test_staging_off_refuses_updates_and_serves(

@@ -6,14 +6,18 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import vllm.inflight
+from vllm.inflight.config import admin_key
 
 Command = Callable[[argparse.Namespace], int]
 """Does what was asked; returns the exit code."""
@@ -23,7 +27,9 @@ PATCH_LOOKS = {"ok": "green", "added": "green", "changed": "bold red"}
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Say whether weights can be updated in flight here; 1 if they cannot."""
+    """Say whether weights can be updated in flight here, or how a live server does."""
+    if args.url is not None:
+        return _visit(args)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # What vLLM prints while it is imported would get into the JSON.
     with contextlib.redirect_stdout(sys.stderr):
@@ -37,10 +43,39 @@ def doctor(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def _visit(args: argparse.Namespace) -> int:
+    """0 if nothing is wrong with the server, 1 if something is, 2 if nobody answers."""
+    from vllm.inflight.errors import EngineUnreachable
+    from vllm.inflight.finding import State
+    from vllm.inflight.visit import visit
+
+    key = args.key or admin_key() or os.environ.get("VLLM_API_KEY")
+    try:
+        findings = visit(args.url, key, args.watch)
+    except EngineUnreachable as error:
+        print(f"{error}. {error.remedy}", file=sys.stderr)
+        return 2
+    is_good = all(finding.state is not State.WRONG for finding in findings)
+    told = [asdict(finding) for finding in findings]
+    if args.json:
+        print(json.dumps({"ok": is_good, "findings": told}, indent=2))
+    else:
+        console = _console()
+        _print_findings(console, told)
+        if is_good:
+            console.print("Nothing is wrong.", style="green")
+        else:
+            console.print("Somebody should look at this.", style="bold red")
+    return 0 if is_good else 1
+
+
+def _console() -> Console:
     # A file or a pipe has no width; there a line holds a whole patch.
-    width = None if sys.stdout.isatty() else 160
-    console = Console(highlight=False, width=width)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    console = _console()
     patches = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("state", "patch", "why"):
         patches.add_column(title, no_wrap=True)
@@ -49,21 +84,25 @@ def _print_report(report: dict[str, Any]) -> None:
         patches.add_row(state, entry["target"].partition(":")[2], entry["why"])
     console.print(patches)
     console.print()
-    findings = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for entry in report["findings"]:
-        look = LOOKS[entry["state"]]
-        findings.add_row(f"[{look}]{entry['state']}[/]", entry["name"], entry["found"])
-    console.print(findings)
-    remedies = [entry for entry in report["findings"] if entry["remedy"]]
-    for entry in remedies:
-        console.print()
-        console.print(f"[{LOOKS[entry['state']]}]{entry['name']}[/]: ", end="")
-        console.print(entry["remedy"], markup=False)
-    console.print()
+    _print_findings(console, report["findings"])
     if report["ok"]:
         console.print("Weights can be updated in flight here.", style="green")
     else:
         console.print("Weights cannot be updated in flight here.", style="bold red")
+
+
+def _print_findings(console: Console, entries: list[dict[str, Any]]) -> None:
+    findings = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for entry in entries:
+        look, found = LOOKS[entry["state"]], escape(entry["found"])
+        findings.add_row(f"[{look}]{entry['state']}[/]", entry["name"], found)
+    console.print(findings)
+    for entry in entries:
+        if entry["remedy"]:
+            console.print()
+            console.print(f"[{LOOKS[entry['state']]}]{entry['name']}[/]: ", end="")
+            console.print(entry["remedy"], markup=False)
+    console.print()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,6 +115,19 @@ def parser() -> argparse.ArgumentParser:
     examined = _command(commands, doctor)
     examined.add_argument(
         "--json", action="store_true", help="print the findings as JSON"
+    )
+    examined.add_argument(
+        "--url", help="ask the server there; exits with 1 for trouble, 2 for no answer"
+    )
+    examined.add_argument(
+        "--key", help="of the server's control routes; better in the environment"
+    )
+    examined.add_argument(
+        "--watch",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="look a second time after these, to see whether an update moves; 2",
     )
     return whole
 

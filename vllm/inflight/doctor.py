@@ -11,7 +11,6 @@ import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
@@ -21,6 +20,7 @@ import vllm.inflight
 from vllm.inflight import ops, patch
 from vllm.inflight.config import ADMIN_KEY_ENV, admin_key
 from vllm.inflight.errors import UpstreamChanged
+from vllm.inflight.finding import Finding, State
 from vllm.inflight.patch import api as doors
 from vllm.inflight.patch.record import Patch, check
 
@@ -31,25 +31,6 @@ ENOUGH_SHARED_MEMORY = 1 << 30
 """Less is worth a word: a trainer on this host may hand whole versions over there."""
 
 NVIDIA_DRIVER = "/dev/nvidiactl"
-
-
-class State(StrEnum):
-    """What a finding means."""
-
-    GOOD = "good"
-    NOTE = "note"
-    WRONG = "wrong"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    name: str
-    found: str
-    state: State = State.GOOD
-    remedy: str | None = None
-    """What to do about it; None where there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)

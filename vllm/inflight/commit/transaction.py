@@ -100,6 +100,9 @@ class Update:
             "weight_version": self.label,
             "seconds": self.seconds(),
         }
+        if self.is_active:
+            left = max(0.0, self.deadline - time.monotonic())
+            report["deadline_left_s"] = round(left, 3)
         if self.step is not None:
             report["step"] = self.step
         if self.error is not None:

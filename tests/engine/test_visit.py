@@ -1,0 +1,129 @@
+"""`vllm-inflight doctor --url` in front of a real server, in good days and bad."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.serving import Server
+
+pytestmark = pytest.mark.engine
+
+KEY = "a-key-of-the-tests"
+COMMAND = Path(sys.executable).with_name("vllm-inflight")
+
+
+@pytest.fixture(scope="module")
+def server(old: Path) -> Iterator[Server]:
+    with Server(
+        old, "--weight-transfer-config", '{"backend": "local"}', key=KEY
+    ) as running:
+        yield running
+
+
+def visit(server: Server, key: str | None = KEY) -> tuple[int, dict[str, Any]]:
+    """The exit code, and the findings by name."""
+    environment = {k: v for k, v in os.environ.items() if "KEY" not in k}
+    if key is not None:
+        environment["VLLM_INFLIGHT_ADMIN_KEY"] = key
+    done = subprocess.run(
+        [COMMAND, "doctor", "--url", server.url, "--watch", "0.3", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert KEY not in done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] == (done.returncode == 0)
+    return done.returncode, {f["name"]: f for f in report["findings"]}
+
+
+def test_a_server_that_serves_is_healthy(server: Server, new: Path) -> None:
+    server.post("/update_weights_from_disk", {"path": str(new), "weight_version": "n"})
+    code, findings = visit(server)
+    assert code == 0, findings
+    assert {finding["state"] for finding in findings.values()} == {"good"}
+    assert findings["vLLM"]["found"] == "0.32.0"
+    assert "'n' (epoch" in findings["weights"]["found"]
+
+
+def test_without_the_key_it_says_that_one_is_needed(server: Server) -> None:
+    code, findings = visit(server, key=None)
+    assert code == 1
+    assert findings["control routes"]["found"] == "they need a key"
+
+
+def test_a_pause_without_a_lease_needs_attention_and_one_with_a_lease_does_not(
+    server: Server,
+) -> None:
+    pause = {"mode": "in_place", "owner": "rl-0"}
+    server.post("/pause_generation", pause)
+    code, findings = visit(server)
+    assert code == 1
+    assert "by rl-0, without a lease" in findings["decoding"]["found"]
+    server.post("/pause_generation", pause | {"lease_s": 60})
+    code, findings = visit(server)
+    server.post("/resume")
+    assert code == 0
+    assert "s unless renewed" in findings["decoding"]["found"]
+
+
+def test_an_update_that_stands_still_needs_attention_until_it_is_given_up(
+    server: Server,
+) -> None:
+    server.post("/start_weight_update", {"update_id": "left", "deadline_s": 90})
+    code, findings = visit(server)
+    assert code == 1
+    told = findings["update"]["found"]
+    assert "'left' is staging" in told and "nothing came in 0.3 s" in told
+    assert "it is aborted in 8" in told or "it is aborted in 9" in told
+    server.post("/abort_weight_update", {"update_id": "left"})
+    code, findings = visit(server)
+    assert code == 0
+    assert findings["update"]["found"] == "'left' was aborted"
+
+
+def test_the_last_update_failed_and_the_reason_is_told(
+    server: Server, old: Path
+) -> None:
+    server.post("/update_weights_from_disk", {"path": "/nowhere"})
+    code, findings = visit(server)
+    assert code == 1
+    assert "/nowhere" in findings["update"]["found"]
+    assert findings["update"]["remedy"]
+    server.post("/update_weights_from_disk", {"path": str(old)})
+    assert visit(server)[0] == 0
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def test_an_engine_core_that_hangs_is_told_while_health_says_200(
+    server: Server,
+) -> None:
+    (core,) = [
+        child
+        for child in psutil.Process(server.pid).children()
+        if "EngineCore" in " ".join(child.cmdline())
+    ]
+    with stopped(core):
+        assert server.client.get("/health").status_code == 200
+        code, findings = visit(server)
+    assert code == 1
+    assert findings["server"]["state"] == "good"
+    assert "the engine core hangs" in findings["control routes"]["found"]

@@ -1,0 +1,201 @@
+"""What two looks at a server amount to; the looks are plain data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm.inflight import cli
+from vllm.inflight.errors import EngineUnreachable
+from vllm.inflight.finding import Finding, State
+from vllm.inflight.visit import Look, judge, look
+
+METRICS = """
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 50.0
+"""
+RUNNING = {
+    "is_paused": False,
+    "mode": None,
+    "is_draining": False,
+    "for_commit": False,
+    "owner": None,
+    "lease_left_s": None,
+    "leases_expired": 0,
+}
+PAUSED = RUNNING | {"is_paused": True, "mode": "in_place"}
+SERVED = {"weight_version": "v1", "epoch": 1, "digest": "ab"}
+STAGING = {
+    "update_id": "u",
+    "phase": "staging",
+    "seconds": {"total": 12.3},
+    "deadline_left_s": 87.7,
+    "ranks": [{"bytes": 400}, {"bytes": 300}],
+}
+
+
+def ok(body: Any) -> dict[str, Any]:
+    return {"status": 200, "body": body}
+
+
+def healthy(*, num_engines: int = 1, **parts: dict[str, Any]) -> Look:
+    """A look at a server with nothing wrong, but for `parts` of each engine."""
+    facts = {
+        "weight_info": SERVED,
+        "weight_update": {"active": None, "outcomes": []},
+        "is_paused": RUNNING,
+    } | parts
+    engines = {
+        f"/{path}": [copy.deepcopy(fact)] * num_engines for path, fact in facts.items()
+    }
+    return {
+        "/health": ok(""),
+        "/version": ok({"version": "0.32.0"}),
+        "/metrics": ok(METRICS),
+        **{path: ok(each[0] | {"engines": each}) for path, each in engines.items()},
+    }
+
+
+def found(first: Look, second: Look | None = None) -> dict[str, Finding]:
+    return {f.name: f for f in judge(first, second or first, 2.0)}
+
+
+def wrong(findings: dict[str, Finding]) -> list[str]:
+    return [name for name, f in findings.items() if f.state is State.WRONG]
+
+
+def updating(**changes: Any) -> Look:
+    return healthy(weight_update={"active": STAGING | changes, "outcomes": []})
+
+
+def test_nothing_is_wrong_with_a_server_that_serves():
+    findings = found(healthy())
+    assert {f.state for f in findings.values()} == {State.GOOD}
+    assert findings["decoding"].found == "2 requests run, 3 wait"
+
+
+def test_a_dead_engine_is_told_by_health():
+    dead = healthy() | {"/health": {"status": 503, "body": ""}}
+    assert "its engine is dead" in found(dead)["server"].found
+
+
+def test_an_engine_core_that_hangs_is_told_although_health_says_200():
+    hung = healthy() | {"/weight_info": {"problem": "does not answer within 5 s"}}
+    findings = found(hung)
+    assert wrong(findings) == ["control routes"]
+    assert "the engine core hangs" in findings["control routes"].found
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(401, "--key"), (403, "right --key"), (404, "doctor")]
+)
+def test_control_routes_that_do_not_open_come_with_the_way_in(status, remedy):
+    closed = healthy() | {"/weight_info": {"status": status, "body": {}}}
+    finding = found(closed)["control routes"]
+    assert finding.state is State.WRONG
+    assert remedy in (finding.remedy or "")
+
+
+def test_an_update_that_grows_is_a_note():
+    more = [{"bytes": 900}, {"bytes": 300}]
+    finding = found(updating(), updating(ranks=more))["update"]
+    assert finding.state is State.NOTE
+    assert "500 bytes came in 2 s" in finding.found
+
+
+def test_an_update_that_stands_still_is_wrong_and_says_how_long_and_until_when():
+    finding = found(updating())["update"]
+    assert finding.state is State.WRONG
+    assert finding.found == (
+        "'u' is staging since 12 s, with 700 bytes; it is aborted in 88 s unless it is "
+        "committed; nothing came in 2 s"
+    )
+    assert "/abort_weight_update" in (finding.remedy or "")
+
+
+def test_another_update_than_before_does_not_stand_still():
+    assert found(updating(update_id="old"), updating())["update"].state is State.NOTE
+
+
+def test_a_staged_update_that_nobody_commits_is_wrong():
+    finding = found(updating(phase="staged"))["update"]
+    assert finding.state is State.WRONG
+    assert "/finish_weight_update" in (finding.remedy or "")
+    assert found(updating(), updating(phase="staged"))["update"].state is State.NOTE
+
+
+def test_a_commit_that_waits_for_requests_is_a_note():
+    waits = healthy(
+        weight_update={"active": STAGING | {"phase": "staged"}, "outcomes": []},
+        is_paused=PAUSED | {"for_commit": True, "mode": "wait"},
+    )
+    findings = found(waits)
+    assert findings["update"].state is findings["decoding"].state is State.NOTE
+
+
+def test_a_failed_update_comes_with_its_reason_and_remedy():
+    error = {"code": "weights_mismatch", "message": "missing: a"}
+    last = {"update_id": "u", "phase": "aborted", "error": error}
+    before = {"update_id": "t", "phase": "committed"}
+    failed = healthy(weight_update={"active": None, "outcomes": [last, before]})
+    finding = found(failed)["update"]
+    assert finding.state is State.WRONG
+    assert finding.found == "'u' was aborted: weights_mismatch: missing: a"
+    assert finding.remedy == "Send every tensor named, with the shape and dtype stated."
+
+
+@pytest.mark.parametrize(
+    ("phase", "state"),
+    [("committed", State.GOOD), ("rolled_back", State.NOTE), ("aborted", State.NOTE)],
+)
+def test_an_update_that_ended_as_somebody_wished_is_not_wrong(phase, state):
+    outcomes = [{"update_id": "u", "phase": phase}]
+    finding = found(healthy(weight_update={"active": None, "outcomes": outcomes}))
+    assert finding["update"].state is state
+
+
+def test_a_pause_without_a_lease_is_wrong_and_says_whose_it_is_and_who_waits():
+    finding = found(healthy(is_paused=PAUSED | {"owner": "rl-0"}))["decoding"]
+    assert finding.state is State.WRONG
+    assert "by rl-0, without a lease" in finding.found
+    assert "2 requests stand still, 3 wait" in finding.found
+    anonymous = found(healthy(is_paused=PAUSED))["decoding"]
+    assert "by nobody who gave a name" in anonymous.found
+
+
+def test_a_pause_with_a_lease_is_a_note():
+    leased = healthy(is_paused=PAUSED | {"owner": "rl-0", "lease_left_s": 9.0})
+    finding = found(leased)["decoding"]
+    assert finding.state is State.NOTE
+    assert "for 9 s unless renewed" in finding.found
+
+
+def test_engines_that_serve_different_versions_are_told():
+    two = healthy(num_engines=2)
+    assert wrong(found(two)) == []
+    served = [SERVED, SERVED | {"weight_version": "v2", "digest": "cd"}]
+    two["/weight_info"] = ok(SERVED | {"engines": served})
+    findings = found(two)
+    assert wrong(findings) == ["weights"]
+    assert "0: 'v1'" in findings["weights"].found
+    assert "1: 'v2'" in findings["weights"].found
+
+
+def test_engines_are_told_apart():
+    two = healthy(num_engines=2)
+    two["/is_paused"] = ok(RUNNING | {"engines": [RUNNING, PAUSED]})
+    findings = found(two)
+    assert wrong(findings) == ["decoding of engine 1"]
+    assert "50 wait" in findings["decoding of engine 1"].found
+
+
+def test_nobody_at_the_address_is_2_and_no_traceback(capsys):
+    url = "http://127.0.0.1:1"
+    with httpx.Client(base_url=url) as client, pytest.raises(EngineUnreachable):
+        look(client)
+    assert cli.main(["doctor", "--url", url]) == 2
+    assert "cannot be reached" in capsys.readouterr().err

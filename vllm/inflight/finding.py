@@ -1,0 +1,28 @@
+"""A finding: one thing that was looked at, what it is like, and the remedy.
+
+Findings are plain data, so that `--json` and a printed report say the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """What a finding means."""
+
+    GOOD = "good"
+    NOTE = "note"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    found: str
+    state: State = State.GOOD
+    remedy: str | None = None
+    """What to do about it; None where there is nothing to do."""
