@@ -19,10 +19,8 @@ from tests.engine.test_tearing import mismatches
 pytestmark = pytest.mark.engine
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "compiled": ("compiled", 1, {}),
     # Its loader looks names up as they come, so a stage cannot know the others'.
     "tied-bloom": ("eager", 1, {"family": "bloom", "tied": True}),
-    "tied-on-four-ranks": ("eager", 2, {"tied": True}),
 }
 """How it runs, tensor-parallel size, and shape of the model."""
 NOISE = 1e-2
