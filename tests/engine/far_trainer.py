@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from benchmarks.gpu_trainer import Client
+from tests.engine.probe import greedy
 from tests.wire.peers import HOST
 from vllm.inflight.wire.watch import in_background
 
@@ -179,6 +180,19 @@ class FarTrainer:
             else:
                 getattr(self._llm, method)()
             self._pipe.send(None)
+
+
+def sends_and_rollbacks(
+    far: FarTrainer, llm: Any, versions: Iterable[tuple[Path, list[list[int]]]]
+) -> None:
+    """Send each checkpoint, roll back and send it again; it makes what it should."""
+    for folder, expected in versions:
+        far.send(folder)
+        assert greedy(llm) == expected
+        llm.rollback_weights()
+        assert greedy(llm) != expected
+        far.send(folder)
+        assert greedy(llm) == expected
 
 
 def _free_port() -> int:

@@ -63,6 +63,24 @@ def flips_under_load(
     return outputs, seconds
 
 
+def commits_and_rollbacks(
+    llm: Any, old: Path, new: Path, fresh: list[list[int]]
+) -> None:
+    """Commit, roll back and commit again; each serves what a fresh engine would.
+
+    `old` is served at the beginning and in the end; `fresh` is what `new` makes.
+    """
+    before = greedy(llm)
+    assert before != fresh
+    for _ in range(3):
+        llm.update_weights_from_disk(str(new), "new")
+        assert greedy(llm) == fresh
+        llm.rollback_weights()
+        assert greedy(llm) == before
+        llm.update_weights_from_disk(str(old), "old")
+        assert greedy(llm) == before
+
+
 def state(llm: Any) -> tuple[list[list[int]], str]:
     """Tokens and label: all that a failed update must leave alone."""
     return greedy(llm), llm.get_weight_version()

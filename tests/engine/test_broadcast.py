@@ -1,6 +1,7 @@
 """Backend `inflight_gloo` in a real engine, driven by upstream's trainer interface."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,21 @@ def test_what_a_trainer_sends_is_served(
     assert greedy(llm) == fresh
     last = llm.weight_update_status()["outcomes"][0]
     assert 0 <= last["seconds"]["wire"] < last["seconds"]["staging"]
+
+
+def test_a_slow_trainer_shows_in_the_seconds_of_the_wire(
+    llm: Any, trainer: Any, source: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(self: Files) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(self.tensors.items()):
+            if index == len(self.tensors) // 2:
+                time.sleep(1)
+            yield pair
+
+    monkeypatch.setattr(Files, "__iter__", slowly)
+    trainer.send_weights()
+    seconds = llm.weight_update_status()["outcomes"][0]["seconds"]
+    assert 0 < seconds["wire"] < seconds["staging"]
 
 
 def test_tokens_flow_while_a_trainer_sends(

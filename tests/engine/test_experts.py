@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.engine.probe import greedy
+from tests.engine.probe import commits_and_rollbacks, greedy
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.stage import experts
 
@@ -30,16 +30,7 @@ def test_experts_equal_a_fresh_engine_after_every_commit_and_rollback(
 ) -> None:
     old, new = checkpoint(0, family=family), checkpoint(1, family=family)
     fresh = greedy(start(new, **options))
-    llm = start(old, **options)
-    before = greedy(llm)
-    assert before != fresh
-    for _ in range(3):
-        llm.update_weights_from_disk(str(new), "new")
-        assert greedy(llm) == fresh
-        llm.rollback_weights()
-        assert greedy(llm) == before
-        llm.update_weights_from_disk(str(old), "old")
-        assert greedy(llm) == before
+    commits_and_rollbacks(start(old, **options), old, new, fresh)
 
 
 def test_an_expert_that_is_missing_is_named(

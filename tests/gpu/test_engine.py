@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.probe import flips_under_load, greedy
+from tests.engine.probe import commits_and_rollbacks, flips_under_load, greedy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,15 +32,7 @@ def llm(start: Callable[..., Any], fresh: Any, old: Path) -> Iterator[Any]:
 def test_outputs_equal_a_fresh_engine_after_every_flip_and_rollback(
     llm: Any, fresh: list[list[int]], old: Path, new: Path
 ) -> None:
-    before = greedy(llm)
-    assert before != fresh
-    for _ in range(3):
-        llm.update_weights_from_disk(str(new), "new")
-        assert greedy(llm) == fresh
-        llm.rollback_weights()
-        assert greedy(llm) == before
-        llm.update_weights_from_disk(str(old), "old")
-        assert greedy(llm) == before
+    commits_and_rollbacks(llm, old, new, fresh)
 
 
 def test_flips_under_load_leave_every_request_whole(

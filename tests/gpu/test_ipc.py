@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.far_trainer import FarTrainer
+from tests.engine.far_trainer import FarTrainer, sends_and_rollbacks
 from tests.engine.probe import greedy
 
 pytestmark = [
@@ -46,13 +46,7 @@ def test_what_is_lent_equals_a_fresh_engine(
     before = greedy(llm)
     assert before != fresh
     with FarTrainer(llm, "inflight_ipc", old, gpu=gpu, **options) as far:
-        for folder, expected in ((new, fresh), (old, before)) * 2:
-            far.send(folder)
-            assert greedy(llm) == expected
-            llm.rollback_weights()
-            assert greedy(llm) != expected
-            far.send(folder)
-            assert greedy(llm) == expected
+        sends_and_rollbacks(far, llm, ((new, fresh), (old, before)) * 2)
 
 
 def test_a_trainer_killed_in_the_middle_costs_nothing_but_its_update(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.far_trainer import FarTrainer
+from tests.engine.far_trainer import FarTrainer, sends_and_rollbacks
 from tests.engine.probe import greedy
 from tests.engine.test_trainer_far import (  # noqa: F401 (tests, run here over NCCL)
     test_a_pause_does_not_wait_for_a_trainer_that_fell_silent,
@@ -72,13 +72,7 @@ def test_updates_over_nccl_are_received_in_place_and_equal_a_fresh_engine(
     before = greedy(llm)
     assert before != fresh
     with joined(llm, old) as far:
-        for folder, expected in ((new, fresh), (old, before)) * 3:
-            far.send(folder)
-            assert greedy(llm) == expected
-            llm.rollback_weights()
-            assert greedy(llm) != expected
-            far.send(folder)
-            assert greedy(llm) == expected
+        sends_and_rollbacks(far, llm, ((new, fresh), (old, before)) * 3)
     assert "model.embed_tokens.weight" in placed
     assert "model.layers.3.self_attn.q_proj.weight" in placed
 

@@ -13,7 +13,10 @@ from vllm.inflight.wire.device_memory import HANDLE_BYTES, Extent
 class HostMemory:
     """Implements `Memory`; every storage it was shown is an allocation."""
 
+    device_type = "cpu"
+
     def __init__(self) -> None:
+        self.num_settled = 0
         self._extents: dict[int, int] = {}
         self._shown: list[torch.Tensor] = []  # nothing else gets their addresses
         self.exported: dict[bytes, int] = {}
@@ -27,6 +30,9 @@ class HostMemory:
         for tensor in tensors.values():
             storage = tensor.untyped_storage()
             self._extents[storage.data_ptr()] = storage.nbytes()
+
+    def settle(self) -> None:
+        self.num_settled += 1
 
     def extent(self, address: int) -> Extent:
         for base, size in self._extents.items():

@@ -6,6 +6,7 @@ On host memory here; tests/gpu reads another GPU's.
 from __future__ import annotations
 
 import json
+import multiprocessing
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,11 +113,17 @@ def test_memory_is_mapped_once_and_let_go_when_it_is_not_lent_again(
 def test_a_trainer_in_the_engines_own_process_maps_nothing(memory: HostMemory) -> None:
     named = {"a": torch.randn(40)}
     info = lent(named, memory)
-    info["exports"]["process"] = exports.PROCESS
+    info["exports"]["process"] = exports.process()
     engine = worker(memory)
     receive(engine, info)
     assert digests(engine.model.loaded.items()) == digests(named.items())
     assert memory.num_maps == 0
+
+
+def test_a_fork_of_a_trainer_is_another_process(memory: HostMemory) -> None:
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(1) as pool:
+        assert pool.apply(exports.process) != exports.process()
 
 
 def test_a_trainer_on_another_host_is_refused(memory: HostMemory) -> None:

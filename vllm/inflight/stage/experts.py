@@ -38,7 +38,7 @@ def forget_kernels(module: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def checkpoint_names(layer: torch.nn.Module, path: str, key: str) -> list[str] | None:
+def checkpoint_names(layer: Any, path: str, key: str) -> list[str] | None:
     """What a checkpoint calls the tensors of the parameter `key` of a layer.
 
     Args:
@@ -55,9 +55,8 @@ def checkpoint_names(layer: torch.nn.Module, path: str, key: str) -> list[str] |
     if not is_experts(getattr(layer, "quant_method", None)) or "experts" not in parts:
         return None
     before = parts[: parts.index("experts")]
-    mapping: Any = layer.get_expert_mapping()  # type: ignore[operator]
     return [
         ".".join([*before, f"{name}{kind}"])
-        for param, name, _, _ in mapping
+        for param, name, _, _ in layer.get_expert_mapping()
         if param.endswith(f"{stem}_")
     ]

@@ -54,6 +54,13 @@ class Extent:
 class Memory(Protocol):
     """What one process can do with the memory of another's."""
 
+    device_type: str
+    """Of the tensors it can lend, as torch names it."""
+
+    def settle(self) -> None:
+        """Wait until what this thread has begun to compute is there."""
+        ...
+
     def extent(self, address: int) -> Extent:
         """The allocation that holds `address`."""
         ...
@@ -84,6 +91,8 @@ class CudaMemory:
 
     """
 
+    device_type = "cuda"
+
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL(LIBRARY)
@@ -95,6 +104,10 @@ class CudaMemory:
             for library in (self._library, self._at_once):
                 function = getattr(library, name)
                 function.argtypes, function.restype = arguments, ctypes.c_int
+
+    def settle(self) -> None:
+        """Wait for the current stream."""
+        torch.cuda.current_stream().synchronize()
 
     def extent(self, address: int) -> Extent:
         """The allocation that holds `address`."""

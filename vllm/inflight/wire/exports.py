@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +20,21 @@ import torch
 from vllm.inflight.errors import Malformed, TransferFault
 from vllm.inflight.wire.device_memory import HANDLE_BYTES, Extent, Memory
 
-PROCESS = uuid.uuid4().hex
-"""Of this process: a handle cannot be opened where it was made."""
+_NONCE = uuid.uuid4().hex
 
 
 def host() -> str:
     """Of this boot of this machine; containers of one host have it in common."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def process() -> str:
+    """Of this process: a handle cannot be opened where it was made.
+
+    A fork has another one, though it inherits the nonce; containers, whose processes
+    may have the same number, have other nonces.
+    """
+    return f"{_NONCE}-{os.getpid()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ class Exports:
                     "expandable_segments:True, or use inflight_nccl"
                 ) from error
             places.append((allocations[base], address - base))
-        return cls(host(), PROCESS, tuple(handles), tuple(places), tuple(allocations))
+        return cls(host(), process(), tuple(handles), tuple(places), tuple(allocations))
 
     @classmethod
     def parse(cls, body: Any, num_tensors: int) -> Self:
@@ -163,10 +172,10 @@ class Mappings:
         self._named.clear()
         self.drop_unnamed()
 
-    def _extent(self, process: str, handle: bytes, base: int) -> Extent:
-        if process == PROCESS:
+    def _extent(self, owner: str, handle: bytes, base: int) -> Extent:
+        if owner == process():
             return self._memory.extent(base)
-        key = process, handle
+        key = owner, handle
         self._named.add(key)
         if key not in self._mapped:
             try:

@@ -99,8 +99,10 @@ class Reader:
         del watch  # to enqueue does not wait
         self.follow()
         stream = 0 if self._stream is None else self._stream.cuda_stream
-        messages = next(self._buckets, Bucket()).messages
-        for message, buffer in zip(messages, buffers, strict=False):
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            return _at_once  # the receiver's trial, before anything was lent
+        for message, buffer in zip(bucket.messages, buffers, strict=True):
             target = buffer.data_ptr() - message[0].place
             for piece in message:
                 source = self._addresses[piece.tensor] + piece.start

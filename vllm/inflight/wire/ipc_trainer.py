@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import torch
-
 from vllm.inflight import upstream
 from vllm.inflight.wire.announcement import Announcement, Pair
-from vllm.inflight.wire.device_memory import CudaMemory
+from vllm.inflight.wire.device_memory import CudaMemory, Memory
 from vllm.inflight.wire.exports import Exports
+from vllm.inflight.wire.trainer import take_part
 
 
 @dataclass
@@ -38,11 +37,16 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
     init_info_cls = IpcTrainerInitInfo
 
     def __init__(
-        self, init_info: IpcTrainerInitInfo, *, client: Any, source: Any
+        self,
+        init_info: IpcTrainerInitInfo,
+        *,
+        client: Any,
+        source: Any,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._info = init_info
-        self._memory = CudaMemory()
+        self._memory = memory or CudaMemory()
 
     @classmethod
     def trainer_init(
@@ -74,30 +78,35 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
             ValueError: a tensor is not on a GPU, or in memory that cannot be lent.
 
         """
-        self.source.metadata()  # may be collective
         if not self.is_sender:
-            for _ in self.source:
-                pass
-            if torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()  # our part of the gathering
+            take_part(self.source)
             return
         self.client.start_weight_update()
-        for chunk in self._chunks():
-            update_info = Announcement.of(chunk).update_info
-            lent = Exports.of([tensor for _, tensor in chunk], self._memory)
-            # What made them has to be over before somebody else reads them.
-            torch.cuda.current_stream().synchronize()
-            self.client.update_weights({**update_info, "exports": lent.plain})
+        try:
+            for chunk in self._chunks():
+                self._lend(chunk)
+        except BaseException:
+            # Nobody else would notice, and the next start would find it open. Clients
+            # that have only upstream's four calls leave it to the update's deadline.
+            getattr(self.client, "abort_weight_update", lambda: None)()
+            raise
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
         """Nothing is kept between two updates."""
 
+    def _lend(self, chunk: list[Pair]) -> None:
+        update_info = Announcement.of(chunk).update_info
+        lent = Exports.of([tensor for _, tensor in chunk], self._memory)
+        # What made them has to be over before somebody else reads them.
+        self._memory.settle()
+        self.client.update_weights({**update_info, "exports": lent.plain})
+
     def _chunks(self) -> Iterator[list[Pair]]:
         chunk: list[Pair] = []
         num_bytes = 0
         for name, tensor in self.source:
-            if not tensor.is_cuda:
+            if tensor.device.type != self._memory.device_type:
                 raise ValueError(
                     f"{name!r} is on {tensor.device}; inflight_ipc lends GPU memory, "
                     "other tensors travel with inflight_nccl"

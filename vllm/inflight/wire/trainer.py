@@ -95,10 +95,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         """One update, from start to finish, on every engine; raises what they raise."""
         facts = self.source.metadata()  # may be collective
         if not self.is_sender:
-            for _ in self.source:
-                pass
-            if torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()  # our part of the gathering
+            take_part(self.source)
             return
         if self._sender is None or self._sender.group.ended is not None:
             self._connect()
@@ -170,6 +167,14 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         except BaseException:
             self.shutdown()
             raise
+
+
+def take_part(source: Iterable[Any]) -> None:
+    """What the other ranks of a trainer do while rank 0 sends: gather, and let go."""
+    for _ in source:
+        pass
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 for _info in (GlooTrainerInitInfo, NcclTrainerInitInfo):
