@@ -22,8 +22,8 @@ def test_checksums_of_every_rank_equal_a_reference_cut_from_the_checkpoint(
 ) -> None:
     for moment in ("at start", "after commit", "after rollback", "after broadcast"):
         assert seen[f"odd {moment}"] == [], moment
-    # Every weight that is drawn, on both ranks: 2 + 4 for each of the layers.
-    assert seen["odd against another"] == 2 * (2 + 2 * 4)
+    # Every weight, norms too, on both ranks: 3 + 8 for each of the layers.
+    assert seen["odd against another"] == 2 * (3 + 2 * 8)
 
 
 def test_reads_put_the_parts_of_all_ranks_together(seen: dict[str, Any]) -> None:
