@@ -38,11 +38,14 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "mixtral_unrouted": (MixtralConfig, MixtralForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "bloom": (BloomConfig, BloomForCausalLM),
 }
 EXTRA: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    # Every token goes through every expert, so that no rounding tips a choice.
+    "mixtral_unrouted": {"num_local_experts": 4, "num_experts_per_tok": 4},
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 2,

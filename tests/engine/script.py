@@ -24,10 +24,12 @@ def tell(seen: dict[str, Any]) -> None:
     print(RESULT + json.dumps(seen), flush=True)
 
 
-def run_script(name: str, *arguments: Any) -> dict[str, Any]:
-    """Run `tests/engine/<name>.py`; returns what it told."""
+def run_script(
+    name: str, *arguments: Any, room: str = "tests.engine"
+) -> dict[str, Any]:
+    """Run `<name>.py` of a room; returns what it told."""
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.engine.{name}", *map(str, arguments)],
+        [sys.executable, "-m", f"{room}.{name}", *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,

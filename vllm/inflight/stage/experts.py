@@ -4,6 +4,7 @@ Their weights are two parameters, `w13_weight` and `w2_weight`, in the format of
 kernel that multiplies them. The CPU build packs them for it, once: its layers keep a
 kernel that was made with the first weights, and later ones are copied over the packed
 ones as they come. So a layer that is loaded again is made to forget its kernel first.
+Triton's kernels, the choice on Hopper GPUs, read what a loader writes as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from vllm.inflight import upstream
 PACKED_ONCE = "CPU"
 """The name of the kernels that upstream packs weights for at their first load only."""
 
+UNPACKED = ("TRITON", "BATCHED_TRITON")
+"""Of those that upstream packs nothing for."""
+
 
 def is_experts(method: Any) -> bool:
     """Whether a layer's method is that of unquantised experts."""
@@ -25,9 +29,20 @@ def is_experts(method: Any) -> bool:
 
 def obstacle(method: Any) -> str | None:
     """Why the experts of a layer cannot be exchanged; None if they can."""
-    if method.unquantized_backend.name == PACKED_ONCE:
+    kernels = method.unquantized_backend
+    if kernels.name in (PACKED_ONCE, *UNPACKED):
         return None
-    return "holds experts, which have been exchanged on no GPU yet"
+    return (
+        f"holds experts that are packed for {kernels.value}, which cannot be exchanged "
+        "yet (--moe-backend triton packs nothing)"
+    )
+
+
+def are_shared_out(model: torch.nn.Module) -> bool:
+    """Whether each rank holds some of the experts, and a map of which."""
+    return any(
+        getattr(layer, "_expert_map", None) is not None for layer in model.modules()
+    )
 
 
 def forget_kernels(module: torch.nn.Module) -> None:

@@ -77,7 +77,9 @@ class Shadow:
         if self.reason is None:
             # On a GPU there is memory for the twins, and for nothing beside them.
             is_cpu = device.type == "cpu"
-            at = device if is_cpu else torch.device("meta")
+            # The map of which experts are whose is read while a model is built.
+            nowhere = "cpu" if experts.are_shared_out(live) else "meta"
+            at = device if is_cpu else torch.device(nowhere)
             self.module = _build(live, vllm_config, at)
             self.reason = swappable.difference(live, self.module)
             if self.reason is None and not is_cpu:

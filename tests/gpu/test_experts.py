@@ -1,0 +1,69 @@
+"""Mixture-of-experts models on a GPU: with CUDA graphs, and over two ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.probe import commits_and_rollbacks, flips_under_load, greedy
+from tests.engine.test_experts import (  # noqa: F401 (a test, run here on a GPU)
+    SHAPE,
+    test_an_expert_that_is_missing_is_named,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def fresh(start: Callable[..., Any], new: Path) -> list[list[int]]:
+    return greedy(start(new, enforce_eager=False))
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
+    return start(old, enforce_eager=False)
+
+
+def test_experts_equal_a_fresh_engine_after_every_flip_and_rollback(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path
+) -> None:
+    commits_and_rollbacks(llm, old, new, fresh)
+
+
+def test_experts_flip_under_load(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path
+) -> None:
+    flips_under_load(llm, (new, old), 20)
+    llm.update_weights_from_disk(str(new), "last")
+    assert greedy(llm) == fresh
+    llm.update_weights_from_disk(str(old), "old")
+
+
+def test_mixtral_equals_a_fresh_engine(
+    start: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    old, new = (checkpoint(seed, family="mixtral") for seed in (0, 1))
+    fresh = greedy(start(new, enforce_eager=False))
+    commits_and_rollbacks(start(old, enforce_eager=False), old, new, fresh)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("sharing", ["tensors", "experts"])
+def test_experts_of_two_ranks_equal_a_fresh_engine(
+    start: Callable[..., Any], old: Path, new: Path, sharing: str
+) -> None:
+    options = {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": sharing == "experts",
+        "enforce_eager": False,
+    }
+    with pytest.MonkeyPatch.context() as environment:
+        # A process that has computed on a CPU's threads is not to be forked.
+        environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        fresh = greedy(start(new, **options))
+        commits_and_rollbacks(start(old, **options), old, new, fresh)
