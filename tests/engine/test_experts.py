@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.probe import commits_and_rollbacks, greedy
+from tests.engine.script import run_script
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.stage import experts
 
@@ -37,19 +38,39 @@ def test_an_expert_that_is_missing_is_named(
     llm: Any, fresh: list[list[int]], old: Path, new: Path, tmp_path: Path
 ) -> None:
     before = greedy(llm)
-    tensors = load_file(new / "model.safetensors")
-    expert = tensors.pop(EXPERT)
-    save_file(tensors, tmp_path / "short.safetensors")
+    short, odd = spoilt(new, tmp_path)
     with pytest.raises(WeightsMismatch, match="missing") as refusal:
-        llm.update_weights_from_disk(str(tmp_path / "short.safetensors"))
+        llm.update_weights_from_disk(str(short))
     assert refusal.value.tensors == [EXPERT]
-    tensors |= {EXPERT: expert, EXPERT.replace("experts.5", "experts.9"): expert + 0}
-    save_file(tensors, tmp_path / "odd.safetensors")
     with pytest.raises(WeightsMismatch, match=r"experts\.9\.up_proj"):
-        llm.update_weights_from_disk(str(tmp_path / "odd.safetensors"))
+        llm.update_weights_from_disk(str(odd))
     assert greedy(llm) == before
     llm.update_weights_from_disk(str(new), "new")
     assert greedy(llm) == fresh
+
+
+def spoilt(checkpoint: Path, folder: Path) -> tuple[Path, Path]:
+    """A checkpoint without one of its experts, and one with an expert too many."""
+    short, odd = folder / "short.safetensors", folder / "odd.safetensors"
+    tensors = load_file(checkpoint / "model.safetensors")
+    expert = tensors.pop(EXPERT)
+    save_file(tensors, short)
+    tensors |= {EXPERT: expert, EXPERT.replace("experts.5", "experts.9"): expert + 0}
+    save_file(tensors, odd)
+    return short, odd
+
+
+def test_experts_that_ranks_share_out_are_exchanged_on_both_of_them(
+    old: Path, new: Path, tmp_path: Path
+) -> None:
+    seen = run_script("shared_experts", old, new, *spoilt(new, tmp_path))
+    # Each rank has experts of its own.
+    assert seen["fresh"][0] != seen["fresh"][1]
+    assert seen["after commit"] == seen["fresh"]
+    assert seen["before"] != seen["fresh"]
+    assert seen["after rollback"] == seen["after refusals"] == seen["before"]
+    assert seen["short"][1:] == [EXPERT]
+    assert "experts.9.up_proj" in seen["odd"][0]
 
 
 def test_what_upstream_does_with_later_weights_is_what_is_prevented(

@@ -32,6 +32,7 @@ def llm(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
 def test_experts_equal_a_fresh_engine_after_every_flip_and_rollback(
     llm: Any, fresh: list[list[int]], old: Path, new: Path
 ) -> None:
+    llm.update_weights_from_disk(str(old), "old")
     commits_and_rollbacks(llm, old, new, fresh)
 
 
