@@ -225,6 +225,9 @@ class SimulatedExecutor(Executor):
             self.board.post(rank, notice)
         return {"ok": None}
 
+    def _inflight_let_go(self) -> Any:
+        return {"ok": None}
+
     def _inflight_flip(self, ranks: Any = None) -> Any:
         self.live, self.second = self.second, self.live
         self.generation += 1

@@ -67,6 +67,10 @@ class Ranks:
         """Make every rank stop working on update `serial`."""
         self._board.cancel(serial)
 
+    def let_go(self) -> None:
+        """Wait until no rank is at work on its second set; raises `EngineFault`."""
+        self._call("inflight_let_go")
+
     def flip(self) -> float:
         """Exchange live and staged weights on every rank, or on none.
 

@@ -195,6 +195,11 @@ class Arena:
         place = (self._handle, tensor.data_ptr(), extent(tensor))
         return tensor.numel() == 0 or self._core.arena_contains(*place)
 
+    @property
+    def phase(self) -> str:
+        """`loading`, `consolidated`, `paired`, `suspended`, `torn` or `closed`."""
+        return self.stats()["phase"]
+
     def runs(self) -> list[tuple[int, int]]:
         """(offset, bytes) of what has one handle, in each set."""
         return self._core.arena_runs(self._handle)
