@@ -170,13 +170,16 @@ def test_after_level_2_nothing_is_served_until_a_whole_version_has_come(
     assert refused(sleeper, "rollback") == "nothing_to_roll_back"
 
 
-def test_upstreams_own_way_to_fill_the_weights_again_ends_the_wait(
-    sleeper: EngineCore, folders: dict[str, Path]
+@pytest.mark.parametrize("way", ["reload_weights", lambda worker: None])
+def test_whoever_fills_the_weights_without_an_update_ends_the_wait_too(
+    sleeper: EngineCore, way: Any
 ) -> None:
     before, told = says(sleeper, "before"), call(sleeper, "info")
     sleeper.sleep(2)
     sleeper.wake_up(["weights"])
-    sleeper.collective_rpc("reload_weights")
+    sleeper.collective_rpc("synchronize_device")  # fills nothing
+    assert call(sleeper, "info")["weights"] == "gone"
+    sleeper.collective_rpc(way)
     after = call(sleeper, "info")
     assert (after["weights"], after["epoch"]) == ("live", told["epoch"] + 1)
     assert after["digest"] is None

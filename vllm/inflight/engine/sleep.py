@@ -83,10 +83,23 @@ class Sleep:
                 "read, to name or to leave in place; publish a whole version first"
             )
 
-    def check_worker_call(self, method: Any) -> None:
-        """The same for a call that upstream's clients make of the workers."""
+    def call_workers(self, method: Any, call: Callable[[], Any]) -> Any:
+        """`call` the workers for one of upstream's clients, if there is what it needs.
+
+        Where weights are gone, a call of the user's own is taken for what fills them:
+        nobody here can tell, and whoever sleeps at level 2 has some way to do it.
+        """
+        is_own = not isinstance(method, str) or bool(
+            self._core.vllm_config.parallel_config.worker_extension_cls
+        )
+        is_filling = method == "reload_weights" or is_own
         if method in WORKER_CALLS:
-            self.check_weights(is_whole=method == "reload_weights")
+            self.check_weights(is_whole=is_filling)
+        replies = call()
+        if is_filling and self.weights == "gone":
+            self._gate.served.replaced()
+            self.filled()
+        return replies
 
     def fall(self, level: int, fall: Callable[[], Any]) -> Any:
         """Fall asleep by `fall`, when no rank is at work on a second set any more.
@@ -130,12 +143,6 @@ class Sleep:
             self._is_lost = False
             self._gate.served.forget_before()
             self._settle()
-
-    def reloaded(self) -> None:
-        """Upstream has loaded weights from their files over those that are live."""
-        if self._is_lost:
-            self._gate.served.replaced()
-            self.filled()
 
     def _fell(self, level: int, error: BaseException | None) -> None:
         self._is_falling = False

@@ -83,11 +83,9 @@ def _redirect_phases(original: Any) -> Any:
             return original(self, method, timeout, args, kwargs)
         if phases.takes(gate, method, args):
             return phases.carry_out(gate, method, args, kwargs)
-        gate.sleep.check_worker_call(method)
-        replies = original(self, method, timeout, args, kwargs)
-        if method == "reload_weights":
-            gate.sleep.reloaded()
-        return replies
+        return gate.sleep.call_workers(
+            method, lambda: original(self, method, timeout, args, kwargs)
+        )
 
     return collective_rpc
 
