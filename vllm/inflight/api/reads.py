@@ -181,9 +181,7 @@ async def release_memory_occupation(engine: Any, body: dict[str, Any]) -> Reply:
     """Sleep: give the memory of weights and KV back; running requests are aborted."""
     tags = _tags(engine, body)
     if tags == {"kv_cache"}:
-        await engine.sleep(
-            level=0, mode="abort"
-        )  # stands still, and gives nothing back
+        await engine.sleep(level=0, mode="abort")  # a pause, which that needs
         await engine.release_kv_cache_memory()
         return {"success": True, "message": "the KV cache is asleep"}
     # Level 1 keeps a copy of the weights in host memory, so waking needs no trainer.
