@@ -10,6 +10,7 @@ from vllm import SamplingParams
 
 from tests.engine.bare_core import call
 from tests.engine.probe import greedy, prompts
+from tests.engine.script import run_script
 from tests.engine.test_examples import LEARNED, run
 from vllm.inflight.errors import EngineAsleep, OutOfDeviceMemory
 from vllm.inflight.stage.residence import residence_of
@@ -99,12 +100,12 @@ def test_memory_is_given_back_and_taken_again(llm: Any, old: Path, level: int) -
     assert asleep - awake > 2 * weights + 1024 * MIB  # the KV cache is much larger
     llm.wake_up(tags=["weights"])
     half = free_bytes()
-    assert abs(asleep - half - 2 * weights) < 256 * MIB
+    assert abs(asleep - half - 2 * weights) < 512 * MIB
     assert half - awake > 1024 * MIB
     if level == 2:
         llm.update_weights_from_disk(str(old), "old again")
     llm.wake_up(tags=["kv_cache"])
-    assert abs(free_bytes() - awake) < 256 * MIB
+    assert abs(free_bytes() - awake) < 512 * MIB
 
 
 def test_level_1_changes_no_token_and_the_next_update_works(
@@ -235,27 +236,12 @@ def test_without_room_for_a_second_set_the_first_one_serves(
 
 
 def test_a_second_set_on_the_host_sleeps_upstreams_way(
-    start: Callable[..., Any],
-    fresh: list[list[int]],
-    old: Path,
-    new: Path,
-    eager: bool,
+    llm: Any, fresh: list[list[int]], old: Path, new: Path, eager: bool
 ) -> None:
-    llm = start(
-        old,
-        enforce_eager=eager,
-        enable_sleep_mode=True,
-        additional_config={"inflight": {"staging": "host"}},
-    )
     before = greedy(llm)
-    llm.sleep(level=1)
-    llm.wake_up()
-    assert greedy(llm) == before
-    llm.sleep(level=2)
-    llm.wake_up(tags=["weights"])
-    llm.update_weights_from_disk(str(new), "new")
-    llm.wake_up(tags=["kv_cache"])
-    assert greedy(llm) == fresh
+    llm.sleep(level=1)  # leaves the GPU to the other process
+    seen = run_script("asleep_on_host", old, new, int(eager))
+    assert seen == {"before": before, "level_1": before, "level_2": fresh}
 
 
 def test_the_example_of_a_hybrid_engine_learns_its_sentence() -> None:
