@@ -106,3 +106,24 @@ def test_the_calls_of_a_pause_leave_a_sleep_alone(core: EngineCore) -> None:
     assert call(core, "paused")["mode"] == "retract"
     call(core, "resume", owner="trainer")
     assert not core.is_scheduler_paused()
+
+
+@pytest.mark.parametrize(("level", "weights"), [(1, "live"), (2, "gone")])
+def test_where_one_rank_fails_to_sleep_waking_up_is_the_way_on(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, level: int, weights: str
+) -> None:
+    def fail() -> None:
+        raise MemoryError("the host lacks memory")
+
+    monkeypatch.setattr(core.model_executor, "_sleep", fail, raising=False)
+    config = core.vllm_config.model_config
+    monkeypatch.setattr(config, "enable_sleep_mode", True)
+    with pytest.raises(MemoryError):
+        answered(Streams(core), core.sleep(level))
+    assert told(core, "begin", transport="local") == "engine_asleep"
+    add(core, "arrives", prompt(2))
+    assert Streams(core).step(5).tokens == {}
+    core.wake_up()
+    assert call(core, "info")["weights"] == weights
+    publish_weights(core, 1, "one")
+    assert set(Streams(core).run().stamps["arrives"]) == {"one"}

@@ -116,8 +116,8 @@ class Sleep:
             self._gate.updates.end(EngineAsleep("the engine was put to sleep"))
             self._gate.ranks.let_go()
             answer = fall()
-        except BaseException:
-            self._is_falling = False
+        except BaseException as error:
+            self._fell(level, error)
             raise
         if isinstance(answer, Future):
             answer.add_done_callback(lambda done: self._fell(level, done.exception()))
@@ -146,8 +146,8 @@ class Sleep:
 
     def _fell(self, level: int, error: BaseException | None) -> None:
         self._is_falling = False
-        if error is not None:
-            return
+        if error is not None and WEIGHTS not in self._core.model_executor.sleeping_tags:
+            return  # it failed before any rank was told
         self._gate.served.forget_before()
         config = self._core.vllm_config.model_config
         # Who cannot be updated is upstream's to fill again, and to trust that it was.

@@ -23,6 +23,17 @@ def _wake(original: Any) -> Any:
     return wake_up
 
 
+def _asleep_after_a_failure(original: Any) -> Any:
+    def sleep(self: Any, level: int = 1) -> None:
+        try:
+            original(self, level)
+        except Exception:
+            self.sleeping_tags |= {"weights", "kv_cache"}
+            raise
+
+    return sleep
+
+
 def _outside_of_pools(original: Any) -> Any:
     def _maybe_get_memory_pool_context(self: Any, tag: str) -> Any:
         from vllm.inflight.stage.residence import is_wanted
@@ -58,6 +69,13 @@ PATCHES = [
         why="waking up ends no pause of others, and nothing decodes without weights",
         remove_when="upstream's updates and its sleep know of each other",
         around=_wake,
+    ),
+    Patch(
+        target="vllm.v1.executor.abstract:Executor.sleep",
+        expects=("self", "level"),
+        why="where one rank fails to sleep, others sleep: waking up is the way on",
+        remove_when="upstream does for sleep what it does for discard",
+        around=_asleep_after_a_failure,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context",
