@@ -127,7 +127,7 @@ class Stager:
         has_ended = self._job is None or self._job.ends_by(time.monotonic() + LET_GO_S)
         if not has_ended or still_writes():
             raise EngineFault(
-                "a transfer that was aborted has not let go of the second set of "
+                "a transfer, or what connects one, has not let go of the second set of "
                 "weights, whose memory cannot be given back under it; try again later"
             )
 
