@@ -36,6 +36,8 @@ class Backup:
             self._arena.bytes_at(start, num_bytes).zero_()
         for at, kept in self._kept:
             self._arena.bytes_at(at, kept.numel()).copy_(kept)
+        if self._arena.device.type == "cuda":
+            torch.cuda.synchronize(self._arena.device)  # the arena copies elsewhere
 
 
 def everything(arena: Arena) -> list[Place]:
