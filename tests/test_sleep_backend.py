@@ -149,6 +149,39 @@ def test_a_wake_up_without_room_can_be_repeated(
     assert worker.serves(1)
 
 
+def test_a_host_without_memory_refuses_before_anything_has_changed(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.publish(1)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the host lacks memory")
+
+    monkeypatch.setattr("vllm.inflight.stage.sleep.Backup", fail)
+    for call in (worker.backend.prepare, worker.backend.suspend):
+        with pytest.raises(RuntimeError, match="lacks memory"):
+            call(1)
+    assert worker.arena.phase == "paired" and worker.serves(1)
+    worker.sets.stager.flip()  # the way back is still there
+    assert worker.serves(0)
+
+
+def test_what_was_copied_for_a_sleep_that_never_came_is_not_brought_back(
+    worker: Worker,
+) -> None:
+    worker.backend.prepare(1)
+    worker.publish(1)
+    worker.backend.resume()
+    assert worker.serves(1)
+    worker.backend.prepare(1)
+    worker.publish(2)
+    worker.backend.prepare(0)
+    worker.backend.suspend(1)
+    worker.backend.prepare(0)  # too late to take back
+    worker.backend.resume()
+    assert worker.serves(2)
+
+
 def test_sleeping_twice_is_sleeping_once(worker: Worker) -> None:
     worker.backend.suspend(1)
     worker.backend.suspend(1)

@@ -12,7 +12,7 @@ from tests.simulated.core import (
     publish_weights,
     stage_weights,
 )
-from vllm.inflight.errors import EngineAsleep
+from vllm.inflight.errors import EngineAsleep, EngineFault
 
 
 def told(core: EngineCore, method: str, **body: Any) -> str:
@@ -91,6 +91,7 @@ def test_a_sleep_that_fails_leaves_an_engine_that_can_be_updated(
         answered(streams, core.sleep(1, "wait"))
     monkeypatch.undo()
     assert call(core, "info")["weights"] == "live"
+    assert core.model_executor.drowsy == 0
     publish_weights(core, 1, "one")
     call(core, "resume")
 
@@ -106,6 +107,24 @@ def test_the_calls_of_a_pause_leave_a_sleep_alone(core: EngineCore) -> None:
     assert call(core, "paused")["mode"] == "retract"
     call(core, "resume", owner="trainer")
     assert not core.is_scheduler_paused()
+
+
+def test_a_sleep_that_a_rank_refuses_is_taken_back_on_all(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def refuse(level: int) -> dict[str, Any]:
+        asked.append(level)
+        return {"error": "the host lacks memory"} if level else {"ok": None}
+
+    monkeypatch.setattr(core.model_executor, "_inflight_drowse", refuse)
+    add(core, "runs", prompt(1))
+    with pytest.raises(EngineFault, match="lacks memory"):
+        core.sleep(1)
+    assert asked == [1, 0]
+    assert call(core, "info")["weights"] == "live"
+    assert len(Streams(core).run().tokens["runs"]) == 40  # it was not even paused
 
 
 @pytest.mark.parametrize(("level", "weights"), [(1, "live"), (2, "gone")])

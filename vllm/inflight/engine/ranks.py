@@ -67,9 +67,14 @@ class Ranks:
         """Make every rank stop working on update `serial`."""
         self._board.cancel(serial)
 
-    def let_go(self) -> None:
-        """Wait until no rank is at work on its second set; raises `EngineFault`."""
-        self._call("inflight_let_go")
+    def drowse(self, level: int) -> None:
+        """Prepare a sleep of `level` on every rank; 0 takes that back.
+
+        Raises:
+            EngineFault: a transfer does not let go, or a host lacks memory.
+
+        """
+        self._call("inflight_drowse", level)
 
     def flip(self) -> float:
         """Exchange live and staged weights on every rank, or on none.

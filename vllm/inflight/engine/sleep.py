@@ -105,8 +105,8 @@ class Sleep:
         """Fall asleep by `fall`, when no rank is at work on a second set any more.
 
         Raises:
-            EngineFault: a transfer does not let go; nothing has changed but the
-                update it belongs to, which is aborted.
+            EngineFault: a transfer does not let go, or a host lacks memory for what
+                is to be kept; only the update that was under way has ended.
 
         """
         if level < 1 or self.weights == "asleep":
@@ -114,7 +114,7 @@ class Sleep:
         self._is_falling = True
         try:
             self._gate.updates.end(EngineAsleep("the engine was put to sleep"))
-            self._gate.ranks.let_go()
+            self._gate.ranks.drowse(level)
             answer = fall()
         except BaseException as error:
             self._fell(level, error)
@@ -147,7 +147,8 @@ class Sleep:
     def _fell(self, level: int, error: BaseException | None) -> None:
         self._is_falling = False
         if error is not None and WEIGHTS not in self._core.model_executor.sleeping_tags:
-            return  # it failed before any rank was told
+            self._gate.ranks.drowse(0)  # it failed before any rank was told
+            return
         self._gate.served.forget_before()
         config = self._core.vllm_config.model_config
         # Who cannot be updated is upstream's to fill again, and to trust that it was.

@@ -45,12 +45,20 @@ def _outside_of_pools(original: Any) -> Any:
     return _maybe_get_memory_pool_context
 
 
-def inflight_let_go(self: Any) -> dict[str, Any]:
-    """Wait until nothing is at work on the second set."""
+def inflight_drowse(self: Any, level: int) -> dict[str, Any]:
+    """Prepare a sleep, as far as it can fail; level 0 takes that back."""
     from vllm.inflight.patch.worker import answered
 
-    stager = getattr(self, "_inflight_stager", None)
-    return answered(lambda: None if stager is None else stager.let_go())
+    def prepare() -> None:
+        if (stager := getattr(self, "_inflight_stager", None)) is None:
+            return
+        if level:
+            stager.let_go()
+        backend: Any = getattr(self, "_sleep_mode_backend", None)
+        if hasattr(backend, "prepare"):
+            backend.prepare(level)
+
+    return answered(prepare)
 
 
 _CORE = "vllm.v1.engine.core:EngineCore"
@@ -85,10 +93,10 @@ PATCHES = [
         around=_outside_of_pools,
     ),
     Patch(
-        target="vllm.v1.worker.worker_base:WorkerBase.inflight_let_go",
+        target="vllm.v1.worker.worker_base:WorkerBase.inflight_drowse",
         expects=None,
-        why="memory is given back when nobody writes to it any more",
+        why="memory is given back when every rank is ready for it, or on none",
         remove_when="upstream's updates and its sleep know of each other",
-        around=lambda _: inflight_let_go,
+        around=lambda _: inflight_drowse,
     ),
 ]

@@ -12,8 +12,6 @@ when the next update begins.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.inflight import upstream
 from vllm.inflight.errors import ConfigError, OutOfDeviceMemory
 from vllm.inflight.stage.arena import Arena
@@ -39,7 +37,19 @@ class SleepBackend(upstream.CuMemBackend):
         self._shadow = stager.shadow
         self._arena = arena
         self._backup: Backup | None = None
-        """While the arena is suspended."""
+        """What waits on the host while the weights sleep, or are about to."""
+        self._is_asleep = False
+        """Until the last byte is back."""
+
+    def prepare(self, level: int) -> None:
+        """Copy what a sleep will keep; level 0 lets go of it, as the sleep is off.
+
+        Raises:
+            RuntimeError: the host lacks the memory; nothing has changed.
+
+        """
+        if self._arena is not None and not self._is_asleep:
+            self._backup = self._copy(self._arena, level == 1) if level else None
 
     def suspend(self, level: int = 1) -> None:
         """Give back the memory of the weights, and what upstream gives back."""
@@ -58,32 +68,33 @@ class SleepBackend(upstream.CuMemBackend):
             self._give_back(keeps_weights=False)
         super().discard(tags)
 
+    def _copy(self, arena: Arena, keeps_weights: bool) -> Backup:
+        if keeps_weights:
+            return Backup(arena, everything(arena))
+        lost = (tensor for _, tensor in tensors(self._shadow.live))
+        return Backup(arena, beside(arena, lost))
+
     def _give_back(self, *, keeps_weights: bool) -> None:
         if self._arena is None:
             self._stager.forget(served=not keeps_weights)
             self._shadow.behind.update(self._shadow.required)
             return
-        if self._arena.phase == "suspended":
+        if self._is_asleep:
             return
-        places: Any = everything(self._arena)
-        if not keeps_weights:
-            lost = (tensor for _, tensor in tensors(self._shadow.live))
-            places = beside(self._arena, lost)
-        # First, for the host may lack the memory: then nothing has changed.
-        backup = Backup(self._arena, places)
+        self._backup = self._backup or self._copy(self._arena, keeps_weights)
         self._stager.forget(served=not keeps_weights)
         if self._arena.phase == "paired":
             self._arena.unpair()
         self._arena.suspend()
-        self._backup = backup
+        self._is_asleep = True
 
     def _bring(self) -> None:
-        if self._arena is None or self._backup is None:
+        if self._arena is None or self._backup is None or not self._is_asleep:
             return
         if self._arena.phase == "suspended":
             self._arena.resume()
         self._backup.restore()
-        self._backup = None
+        self._backup, self._is_asleep = None, False
         try:
             self._shadow.pair()
         except OutOfDeviceMemory as error:
