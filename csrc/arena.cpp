@@ -104,6 +104,58 @@ void Arena::pair() {
   move_to(Phase::kPaired);
 }
 
+void Arena::unpair() {
+  const Lock lock(mutex_);
+  require(Phase::kPaired, "unpair");
+  const Entered entered(pages_.memory());
+  pages_.memory().synchronize();  // nothing may be using what is unmapped below
+  std::vector<Placed> shown;
+  for (const auto& [address, mapping] : mappings_)
+    if (mapping.second != 0)
+      shown.push_back({second_of(address), mapping.bytes, mapping.second});
+  or_torn([&] { pages_.lift_all(shown); });
+  for (auto& entry : mappings_) entry.second.second = 0;
+  std::optional<Fault> first;
+  remove_second(first);
+  move_to(Phase::kConsolidated);
+  if (first) throw Fault(*first);
+}
+
+void Arena::suspend() {
+  const Lock lock(mutex_);
+  if (phase_ != Phase::kLoading) require(Phase::kConsolidated, "suspend");
+  const Entered entered(pages_.memory());
+  pages_.memory().synchronize();
+  std::vector<Placed> live;
+  for (const auto& [address, mapping] : mappings_)
+    live.push_back({address, mapping.bytes, mapping.live});
+  or_torn([&] { pages_.lift_all(live); });
+  std::optional<Fault> first;
+  for (auto& [address, mapping] : mappings_) {
+    const Handle handle = std::exchange(mapping.live, 0);
+    attempt(first, [&] { pages_.release(handle, mapping.bytes); });
+  }
+  awake_ = phase_;
+  move_to(Phase::kSuspended);
+  if (first) throw Fault(*first);
+}
+
+void Arena::resume() {
+  const Lock lock(mutex_);
+  require(Phase::kSuspended, "resume");
+  const Entered entered(pages_.memory());
+  uint64_t needed = 0;
+  for (const auto& entry : mappings_) needed += entry.second.bytes;
+  const uint64_t free = pages_.memory().available();
+  try {
+    or_undo([&] { back_live(); }, [&] { unback_live(); });
+  } catch (Fault& why) {
+    if (why.kind == Fault::kOutOfMemory && needed > free) why.missing = needed - free;
+    throw;
+  }
+  move_to(awake_);
+}
+
 double Arena::flip() {
   const Lock lock(mutex_);
   require(Phase::kPaired, "flip");
@@ -175,7 +227,10 @@ void Arena::close() {
   std::optional<Fault> first;
   attempt(first, [&] { pages_.memory().synchronize(); });
   remove_second(first);
+  if (second_ != 0) attempt(first, [&] { pages_.memory().give_back(second_, used_); });
+  second_ = 0;
   for (const auto& [address, mapping] : mappings_) {
+    if (mapping.live == 0) continue;
     const Placed live{address, mapping.bytes, mapping.live};
     attempt(first, [&] { pages_.lift(live); });
     attempt(first, [&] { pages_.release(live.handle, live.bytes); });

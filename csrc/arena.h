@@ -4,6 +4,7 @@
 //   loading       every segment has a handle of its own, so what is freed is freed
 //   consolidated  few large handles, at the addresses the small ones had
 //   paired        as many handles again, at the second range
+//   suspended     addresses only: asleep, all memory is given back
 //
 // A flip gives the live addresses the memory of the other set; what it costs goes by
 // the number of handles. The second range follows at leisure (settle). Until then it
@@ -23,16 +24,20 @@
 
 namespace inflight {
 
-enum class Phase { kLoading, kConsolidated, kPaired, kTorn, kClosed };
+enum class Phase { kLoading, kConsolidated, kPaired, kSuspended, kTorn, kClosed };
 
-constexpr const char* kPhaseNames[] = {"loading", "consolidated", "paired", "torn",
-                                       "closed"};
+constexpr const char* kPhaseNames[] = {"loading",   "consolidated", "paired",
+                                       "suspended", "torn",         "closed"};
 
 constexpr std::pair<Phase, Phase> kMoves[] = {
     {Phase::kLoading, Phase::kConsolidated}, {Phase::kLoading, Phase::kTorn},
     {Phase::kLoading, Phase::kClosed},       {Phase::kConsolidated, Phase::kPaired},
     {Phase::kConsolidated, Phase::kClosed},  {Phase::kPaired, Phase::kTorn},
-    {Phase::kPaired, Phase::kClosed},        {Phase::kTorn, Phase::kClosed}};
+    {Phase::kPaired, Phase::kClosed},        {Phase::kTorn, Phase::kClosed},
+    {Phase::kPaired, Phase::kConsolidated},  {Phase::kConsolidated, Phase::kSuspended},
+    {Phase::kLoading, Phase::kSuspended},    {Phase::kSuspended, Phase::kConsolidated},
+    {Phase::kSuspended, Phase::kLoading},    {Phase::kConsolidated, Phase::kTorn},
+    {Phase::kSuspended, Phase::kClosed}};
 
 // Safe to call from any thread. A call in the wrong phase throws std::logic_error, a
 // wrong address std::out_of_range, what fails below throws Fault.
@@ -41,6 +46,7 @@ class Arena {
   struct Stats {
     Phase phase;
     bool settled;
+    Address base;
     uint64_t live_bytes, backed_bytes, wasted_bytes, num_handles, num_segments;
   };
   struct Twin {
@@ -71,6 +77,18 @@ class Arena {
   // a failure all is as before.
   void pair();
 
+  // Gives the second set's memory back; its addresses stay what they were, without
+  // memory, until the next `pair`. After a failure all is as before.
+  void unpair();
+
+  // Gives the live set's memory back, where there is no second one; what was in it
+  // is gone. The addresses stay. After a failure all is as before.
+  void suspend();
+
+  // Memory at the live addresses again; what is in it is nobody's. After a failure
+  // there is none.
+  void resume();
+
   // Exchanges the two sets at the live addresses, and returns the seconds it took.
   // What reads them must be through: nothing is waited for. Twice is nothing.
   double flip();
@@ -100,7 +118,7 @@ class Arena {
   };
   struct Mapping {
     uint64_t bytes;
-    Handle live;
+    Handle live;        // 0 while suspended
     Handle other = 0;   // of the second set
     Handle second = 0;  // what the second range shows; 0 is nothing
   };
@@ -121,11 +139,14 @@ class Arena {
   void merge(const Run& run);
   void add_second();
   void remove_second(std::optional<Fault>& first);
+  void back_live();
+  void unback_live();
   void swap(Mappings::value_type& entry);
 
   mutable std::mutex mutex_;  // over everything below
   Pages pages_;
   Phase phase_ = Phase::kLoading;
+  Phase awake_ = Phase::kLoading;  // the phase before it was suspended
   uint64_t reserved_;
   uint64_t used_ = 0;  // addresses are never given out twice
   Address base_ = 0;

@@ -134,21 +134,14 @@ PyObject* drop(PyObject*, PyObject* args) {
   return call_long(capsule, [&](Arena& arena) { arena.drop(address); });
 }
 
-PyObject* consolidate(PyObject*, PyObject* capsule) {
-  return call_long(capsule, [](Arena& arena) { arena.consolidate(); });
-}
-
-PyObject* pair(PyObject*, PyObject* capsule) {
-  return call_long(capsule, [](Arena& arena) { arena.pair(); });
+template <void (Arena::*work)()>
+PyObject* step(PyObject*, PyObject* capsule) {
+  return call_long(capsule, [](Arena& arena) { (arena.*work)(); });
 }
 
 PyObject* flip(PyObject*, PyObject* capsule) {
   // Keeps the interpreter's lock: getting it back could take longer than the flip.
   return call(capsule, [](Arena& arena) { return PyFloat_FromDouble(arena.flip()); });
-}
-
-PyObject* settle(PyObject*, PyObject* capsule) {
-  return call_long(capsule, [](Arena& arena) { arena.settle(); });
 }
 
 PyObject* close(PyObject*, PyObject* capsule) {
@@ -197,13 +190,13 @@ PyObject* stats(PyObject*, PyObject* capsule) {
   if (own == nullptr) return nullptr;
   return call(capsule, [&](Arena& arena) {
     const Arena::Stats now = arena.stats();
-    return Py_BuildValue("{s:i,s:s,s:N,s:K,s:K,s:K,s:K,s:K,s:s}", "device", own->device,
-                         "phase", kPhaseNames[int(now.phase)], "settled",
-                         PyBool_FromLong(now.settled), "live_bytes", now.live_bytes,
-                         "backed_bytes", now.backed_bytes, "wasted_bytes",
-                         now.wasted_bytes, "num_handles", now.num_handles,
-                         "num_segments", now.num_segments, "last_error",
-                         Arenas::of_process().last_error(own->device).c_str());
+    return Py_BuildValue(
+        "{s:i,s:s,s:N,s:K,s:K,s:K,s:K,s:K,s:K,s:s}", "device", own->device, "phase",
+        kPhaseNames[int(now.phase)], "settled", PyBool_FromLong(now.settled), "base",
+        now.base, "live_bytes", now.live_bytes, "backed_bytes", now.backed_bytes,
+        "wasted_bytes", now.wasted_bytes, "num_handles", now.num_handles,
+        "num_segments", now.num_segments, "last_error",
+        Arenas::of_process().last_error(own->device).c_str());
   });
 }
 
@@ -231,12 +224,19 @@ PyMethodDef methods[] = {
      "arena_free(arena, address): a segment its allocator is through with"},
     {"arena_drop", drop, METH_VARARGS,
      "arena_drop(arena, address): release a segment its allocator keeps unused"},
-    {"arena_consolidate", consolidate, METH_O,
+    {"arena_consolidate", step<&Arena::consolidate>, METH_O,
      "arena_consolidate(arena): few large handles at the same addresses"},
-    {"arena_pair", pair, METH_O, "arena_pair(arena): a second set of the same bytes"},
+    {"arena_pair", step<&Arena::pair>, METH_O,
+     "arena_pair(arena): a second set of the same bytes"},
+    {"arena_unpair", step<&Arena::unpair>, METH_O,
+     "arena_unpair(arena): give the second set's memory back; addresses stay"},
+    {"arena_suspend", step<&Arena::suspend>, METH_O,
+     "arena_suspend(arena): give the live set's memory back; addresses stay"},
+    {"arena_resume", step<&Arena::resume>, METH_O,
+     "arena_resume(arena): memory there again"},
     {"arena_flip", flip, METH_O,
      "arena_flip(arena) -> seconds; exchange the sets at the live addresses"},
-    {"arena_settle", settle, METH_O,
+    {"arena_settle", step<&Arena::settle>, METH_O,
      "arena_settle(arena): show the set that is not live in the second range"},
     {"arena_twin", twin, METH_VARARGS,
      "arena_twin(arena, address, bytes) -> (address of the run in the second range, "

@@ -55,9 +55,13 @@ std::vector<Run> Arena::runs_now() const {
 }
 
 Arena::Stats Arena::stats_now() const {
-  Stats stats{phase_, phase_ == Phase::kPaired && settled(),
-              0,      pages_.backed_bytes(),
-              0,      pages_.num_handles(),
+  Stats stats{phase_,
+              phase_ == Phase::kPaired && settled(),
+              base_,
+              0,
+              pages_.backed_bytes(),
+              0,
+              pages_.num_handles(),
               0};
   for (const auto& [address, segment] : segments_) {
     if (segment.dropped) continue;
@@ -125,7 +129,8 @@ void Arena::merge(const Run& run) {
 
 void Arena::add_second() {
   Memory& memory = pages_.memory();
-  if (used_ != 0) second_ = memory.reserve(used_);
+  // Twins point there: the addresses are those of the first time.
+  if (used_ != 0 && second_ == 0) second_ = memory.reserve(used_);
   for (auto& [address, mapping] : mappings_) {
     mapping.other = pages_.create(mapping.bytes);
     pages_.place({second_of(address), mapping.bytes, mapping.other});
@@ -144,8 +149,24 @@ void Arena::remove_second(std::optional<Fault>& first) {
     if (other != 0) attempt(first, [&] { pages_.release(other, second.bytes); });
     mapping.second = 0;
   }
-  if (second_ != 0) attempt(first, [&] { pages_.memory().give_back(second_, used_); });
-  second_ = 0;
+}
+
+void Arena::back_live() {
+  for (auto& [address, mapping] : mappings_) {
+    const Handle handle = pages_.create(mapping.bytes);
+    or_undo([&] { pages_.place({address, mapping.bytes, handle}); },
+            [&] { quietly([&] { pages_.release(handle, mapping.bytes); }); });
+    mapping.live = handle;
+  }
+}
+
+void Arena::unback_live() {
+  for (auto& [address, mapping] : mappings_) {
+    const Handle live = std::exchange(mapping.live, 0);
+    if (live == 0) continue;
+    quietly([&] { pages_.lift({address, mapping.bytes, live}); });
+    quietly([&] { pages_.release(live, mapping.bytes); });
+  }
 }
 
 void Arena::swap(Mappings::value_type& entry) {

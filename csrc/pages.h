@@ -84,22 +84,28 @@ class Pages {
 
   void lift(const Placed& placed) { memory_->unmap(placed.address, placed.bytes); }
 
+  // All of them, or none. If not even that can be done, the Fault is kTorn.
+  void lift_all(const std::vector<Placed>& placed) {
+    size_t num_lifted = 0;
+    try {
+      for (const Placed& each : placed) {
+        lift(each);
+        ++num_lifted;
+      }
+    } catch (const Fault& why) {
+      put_back(why, placed, num_lifted);
+      throw;
+    }
+  }
+
   // Puts `now` in the place of `before`, or leaves that there. If not even that can
   // be done, the Fault is kTorn.
   void exchange(const std::vector<Placed>& before, const Placed& now) {
-    size_t num_lifted = 0;
+    lift_all(before);
     try {
-      for (const Placed& old : before) {
-        lift(old);
-        ++num_lifted;
-      }
       place(now);
     } catch (const Fault& why) {
-      try {
-        for (size_t i = 0; i < num_lifted; ++i) place(before[i]);
-      } catch (const Fault& again) {
-        throw torn(why, again);
-      }
+      put_back(why, before, before.size());
       throw;
     }
   }
@@ -113,6 +119,14 @@ class Pages {
   }
 
  private:
+  void put_back(const Fault& why, const std::vector<Placed>& placed, size_t count) {
+    try {
+      for (size_t i = 0; i < count; ++i) place(placed[i]);
+    } catch (const Fault& again) {
+      throw torn(why, again);
+    }
+  }
+
   const std::unique_ptr<Memory> memory_;
   uint64_t num_handles_ = 0;
   uint64_t backed_bytes_ = 0;

@@ -108,6 +108,9 @@ def test_sglangs_tags_are_vllms_sleep():
         async def sleep(self, **how: Any) -> None:
             self.asked.append(f"sleep {how}")
 
+        async def release_kv_cache_memory(self) -> None:
+            self.asked.append("release kv_cache")
+
         async def wake_up(self, tags: Any) -> None:
             self.asked.append(f"wake {tags}")
 
@@ -117,12 +120,14 @@ def test_sglangs_tags_are_vllms_sleep():
     assert door.post(release).json()["success"] is True
     assert door.post(resume, json={"tags": ["weights"]}).json()["success"] is True
     assert door.post(resume, json={"tags": ["kv_cache"]}).json()["success"] is True
+    assert door.post(release, json={"tags": ["kv_cache"]}).json()["success"] is True
     assert engine.asked == [
         "sleep {'level': 1, 'mode': 'abort'}",
         "wake ['weights']",
         "wake ['kv_cache']",
+        "sleep {'level': 0, 'mode': 'abort'}",
+        "release kv_cache",
     ]
-    assert refusal(door.post(release, json={"tags": ["kv_cache"]}))[0] == 400
     assert refusal(door.post(resume, json={"tags": ["cuda_graph"]}))[0] == 400
 
 

@@ -28,7 +28,7 @@ RUNNING = {
     "leases_expired": 0,
 }
 PAUSED = RUNNING | {"is_paused": True, "mode": "in_place"}
-SERVED = {"weight_version": "v1", "epoch": 1, "digest": "ab"}
+SERVED = {"weight_version": "v1", "epoch": 1, "digest": "ab", "weights": "live"}
 STAGING = {
     "update_id": "u",
     "phase": "staging",
@@ -183,6 +183,13 @@ def test_engines_that_serve_different_versions_are_told():
     assert wrong(findings) == ["weights"]
     assert "0: 'v1'" in findings["weights"].found
     assert "1: 'v2'" in findings["weights"].found
+
+
+def test_weights_that_are_asleep_are_a_note_and_how_to_wake_them():
+    finding = found(healthy(weight_info=SERVED | {"weights": "asleep"}))["weights"]
+    assert finding.state is State.NOTE
+    assert finding.found.startswith("asleep; served last was 'v1'")
+    assert "Wake up" in finding.remedy
 
 
 def test_engines_are_told_apart():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.engine
 
@@ -86,6 +87,12 @@ def test_rollouts_that_live_through_updates_know_their_ratios():
         *older, newest = (float(off) for _, off in lines)
         assert min(older) > 0.1, "the versions do not differ"
         assert (newest < 0.01) is is_exact
+
+
+def test_a_hybrid_engine_says_what_it_needs():
+    shown = run("hybrid_engine")
+    # Where there is a GPU, tests/gpu/test_sleep.py reads what it shows.
+    assert torch.cuda.is_available() or "on GPUs only" in shown
 
 
 def test_a_trainer_process_and_a_server_over_http():

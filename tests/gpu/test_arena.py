@@ -8,6 +8,7 @@ import torch
 
 from vllm.inflight.errors import ConfigError, OutOfDeviceMemory
 from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.backup import Backup, everything
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,6 +110,31 @@ def test_a_captured_graph_computes_with_the_set_that_is_live(arena):
     assert torch.equal(graph(), with_new)
     assert all(torch.equal(arena.twin(w), o) for w, o in zip(weights, old, strict=True))
     assert [w.data_ptr() for w in weights] == places
+
+
+def test_a_captured_graph_computes_with_the_same_set_after_a_sleep(arena):
+    weights = paired(arena)
+    graph = Captured(weights)
+    with_old = graph()
+    twins = [arena.twin(w) for w in weights]
+    one, free = sum(n for _, n in arena.runs()), torch.cuda.mem_get_info()[0]
+    backup = Backup(arena, everything(arena))
+    arena.unpair()
+    arena.suspend()
+    assert abs(torch.cuda.mem_get_info()[0] - free - 2 * one) <= 4 * MIB
+    arena.resume()
+    backup.restore()
+    assert torch.equal(graph(), with_old)
+    arena.pair()
+    for twin, live in zip(twins, weights, strict=True):  # those from before the sleep
+        assert torch.equal(twin, live)
+        twin.normal_()
+    torch.cuda.synchronize()
+    assert torch.equal(graph(), with_old)
+    arena.flip()
+    assert not torch.equal(graph(), with_old)
+    arena.flip()
+    assert torch.equal(graph(), with_old)
 
 
 def test_the_second_range_settles_beside_a_stream_that_computes(arena):

@@ -158,7 +158,7 @@ def test_where_one_cannot_be_updated_nobody_needs_to_meet(
         return extent(self, value)
 
     monkeypatch.setattr(Lockstep, "_extent", counted)
-    both.cores[1].inflight_gate._ranks.reason = "the test says so"
+    both.cores[1].inflight_gate.ranks.reason = "the test says so"
     both.start(1, 1)
     both.ask(0, lambda core: core.inflight_gate.lockstep.arm("anything", dict)).result(
         timeout=20

@@ -75,6 +75,8 @@ class SimulatedExecutor(Executor):
         self.sampled: dict[str, list[Sampled]] = {}
         self.memories = [Memory(None), Memory(WINDOW)][: 1 + self.windowed]
         self.board: Board | None = None
+        self.drowsy = 0
+        """The level of a sleep that it is prepared for."""
         self.proposals: dict[str, list[int]] = {}
         self.result: ModelRunnerOutput | None = None
 
@@ -223,6 +225,10 @@ class SimulatedExecutor(Executor):
         notice |= {"digest": f"{self.second:032x}", "unfilled": [], "bytes": 1}
         for rank in range(self.board.num_ranks):
             self.board.post(rank, notice)
+        return {"ok": None}
+
+    def _inflight_drowse(self, level: int) -> Any:
+        self.drowsy = level
         return {"ok": None}
 
     def _inflight_flip(self, ranks: Any = None) -> Any:

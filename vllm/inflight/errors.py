@@ -15,7 +15,8 @@ InflightError
  │   ├─ StagingUnavailable   this model's weights cannot be staged
  │   │   └─ OutOfDeviceMemory    the device lacks memory for a second set
  │   ├─ NothingToRollBack    no earlier version is held
- │   └─ PauseConflict        a pause forbids it, or needs another mode
+ │   ├─ PauseConflict        a pause forbids it, or needs another mode
+ │   └─ EngineAsleep         the memory it needs has been given back
  ├─ PausedByAnother 423  the pause is somebody else's
  ├─ EnginePaused    503  requests are refused during this pause
  ├─ WeightsMismatch 422  the weights are incomplete or not as announced
@@ -27,8 +28,7 @@ InflightError
  ├─ DeadlineExceeded 504 the update took longer than it was given
  └─ EngineUnreachable 504 no answer from an engine     (trainer's side)
 
-Errors cross processes as plain data: `to_dict` on one side, `from_dict` on the
-other.
+Errors cross processes as plain data: `to_dict` on one side, `from_dict` on the other.
 """
 
 from __future__ import annotations
@@ -201,6 +201,13 @@ class PauseConflict(Conflict):
     remedy = "Continue first, or use the mode that the message names."
 
 
+class EngineAsleep(Conflict):
+    """The weights are asleep, or a sleep of level 2 has given them up."""
+
+    code = "engine_asleep"
+    remedy = 'Wake up with tags ["weights"]; after level 2 publish a whole version.'
+
+
 class PausedByAnother(InflightError):
     """The engine is paused by another owner than the one that asks."""
 
@@ -233,7 +240,6 @@ class EngineFault(InflightError):
     """A rank failed in a way that is not the caller's doing."""
 
     code = "engine_fault"
-    status = 500
     remedy = "See the server's log; the weights served are unchanged."
 
 
@@ -291,6 +297,4 @@ def _leaves(kind: type[InflightError]) -> list[type[InflightError]]:
     return [kind, *(leaf for sub in kind.__subclasses__() for leaf in _leaves(sub))]
 
 
-BY_CODE: dict[str, type[InflightError]] = {
-    kind.code: kind for kind in _leaves(InflightError)
-}
+BY_CODE: dict[str, type[InflightError]] = {k.code: k for k in _leaves(InflightError)}

@@ -72,6 +72,7 @@ NAMES = {
     "WeightTransferTrainerFactory": (
         "vllm.distributed.weight_transfer.factory:WeightTransferTrainerFactory"
     ),
+    "CuMemBackend": "vllm.device_allocator.sleep_mode_backend:CuMemBackend",
     "unpinned_nccl_env": "vllm.utils.nccl:unpinned_nccl_env",
     # engine
     "EngineCoreOutputs": "vllm.v1.engine:EngineCoreOutputs",

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from vllm.inflight.errors import EngineUnreachable, InflightError
+from vllm.inflight.errors import EngineAsleep, EngineUnreachable, InflightError
 from vllm.inflight.finding import Finding, State
 
 Look = dict[str, dict[str, Any]]
@@ -131,6 +131,10 @@ def _versions(engines: list[Facts]) -> Finding:
         f"{e['weight_version']!r} (epoch {e['epoch']}, digest {e['digest']})"
         for e in engines
     ]
+    missing = {e["weights"] for e in engines} - {"live"}
+    if missing:
+        found = f"{' and '.join(sorted(missing))}; served last was {told[0]}"
+        return Finding(name, found, State.NOTE, EngineAsleep.remedy)
     if len({(e["weight_version"], e["digest"]) for e in engines}) == 1:
         return Finding(name, told[0])
     return Finding(

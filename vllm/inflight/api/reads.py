@@ -181,10 +181,9 @@ async def release_memory_occupation(engine: Any, body: dict[str, Any]) -> Reply:
     """Sleep: give the memory of weights and KV back; running requests are aborted."""
     tags = _tags(engine, body)
     if tags == {"kv_cache"}:
-        raise Malformed(
-            "tags ['kv_cache'] alone: vLLM sleeps with its weights, at level 1, or "
-            "without them; leave tags out"
-        )
+        await engine.sleep(level=0, mode="abort")  # a pause, which that needs
+        await engine.release_kv_cache_memory()
+        return {"success": True, "message": "the KV cache is asleep"}
     # Level 1 keeps a copy of the weights in host memory, so waking needs no trainer.
     await engine.sleep(level=1, mode="abort")
     return {"success": True, "message": "asleep"}
@@ -211,7 +210,7 @@ def _tags(engine: Any, body: dict[str, Any]) -> set[str]:
     if not engine.vllm_config.model_config.enable_sleep_mode:
         raise Conflict(
             "this server was started without --enable-sleep-mode, so it cannot give "
-            "memory back (with it, weights cannot be updated in flight)"
+            "memory back"
         )
     return set(tags or ())
 

@@ -75,7 +75,7 @@ class Counts:
 def told(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     """All that `/metrics` tells of an engine."""
     del body
-    update, pauses = gate._served.update, gate.pauses.state()
+    update, pauses = gate.served.update, gate.pauses.state()
     drift = None if update is None else update.drift
     return gate.counts.to_dict() | {
         **gate.updates.progress(),

@@ -122,7 +122,7 @@ def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
 def source(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     """The path that what is served was read from, and its version."""
     del body
-    update = gate._served.update
+    update = gate.served.update
     return {
         "path": None if update is None else update.source,
         "weight_version": gate.version.label,

@@ -18,7 +18,9 @@ from vllm.inflight.engine import counts, doors
 from vllm.inflight.engine.lockstep import Lockstep
 from vllm.inflight.engine.pause import Pauses
 from vllm.inflight.engine.ranks import Ranks
+from vllm.inflight.engine.reply import enveloped
 from vllm.inflight.engine.served import Served
+from vllm.inflight.engine.sleep import Sleep
 from vllm.inflight.engine.turn import Turns
 from vllm.inflight.engine.updates import Updates
 from vllm.inflight.errors import (
@@ -43,9 +45,9 @@ class Gate:
         self._core = core
         self._config = InflightConfig.of(config)
         self.num_ranks = config.parallel_config.world_size
-        self._ranks = Ranks(core.model_executor, self.num_ranks)
-        self._served = Served(core, self._ranks)
-        self.updates = Updates(core, self._ranks, self._served, self._ended)
+        self.ranks = Ranks(core.model_executor, self.num_ranks)
+        self.served = Served(core, self.ranks)
+        self.updates = Updates(core, self.ranks, self.served, self._ended)
         self.in_process = not hasattr(core, "input_queue")
         """Whether the engine steps in its caller's process, without a loop."""
         self.has_actor_group = False
@@ -55,35 +57,33 @@ class Gate:
         self.leftovers: list[Any] = []
         """Outputs of steps that a pause waited for, in an engine without one."""
         self.counts = counts.Counts()
-        self.lockstep = Lockstep(core, lambda: self._ranks.reason is None)
+        self.lockstep = Lockstep(core, lambda: self.ranks.reason is None)
         self.turns = Turns(self.rouse)
+        self.sleep = Sleep(core, self)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
-        if self.lockstep.is_kept and not self._ranks.is_reversible:
-            self._ranks.reason = "engines that step together need a way back"
-        if self._ranks.reason is not None:
+        if self.lockstep.is_kept and not self.ranks.is_reversible:
+            self.ranks.reason = "engines that step together need a way back"
+        if self.ranks.reason is not None:
             logger.error(
                 "weights of this engine cannot be updated in flight: %s",
-                self._ranks.reason,
+                self.ranks.reason,
             )
 
     # ------------------------------------------------------------ the calls
     def call(self, method: str, body: dict[str, Any]) -> Any:
         """Answer a control call: `{"ok": …}`, `{"error": …}`, or a Future of one.
 
-        Errors travel as data, so that they keep their type on the way out.
+        Whatever needs weights is refused while they are asleep.
         """
-        handler = _CALLS.get(method)
-        try:
+
+        def answer() -> Any:
+            handler = _CALLS.get(method)
             if handler is None:
                 raise Malformed(f"no control call named {method!r}")
-            answer = handler(self, body)
-        except InflightError as error:
-            return {"error": error.to_dict()}
-        if not isinstance(answer, Future):
-            return {"ok": answer}
-        reply: Future[dict[str, Any]] = Future()
-        answer.add_done_callback(lambda done: reply.set_result(_envelope(done)))
-        return reply
+            self.sleep.check(method, body)
+            return handler(self, body)
+
+        return enveloped(answer)
 
     def commit(self, body: dict[str, Any]) -> Any:
         """Switch to the staged version; the reply of `/finish_weight_update`."""
@@ -104,7 +104,7 @@ class Gate:
             return update.result
         if update.pending is not None and not update.pending.done():
             return update.pending
-        self._served.expect(body.get("expect_version"), "expect_version")
+        self.served.expect(body.get("expect_version"), "expect_version")
         flush_cache = bool(body.get("flush_cache"))
         # What stays in place keeps its KV, so a flush that names no mode retracts.
         default = "retract" if flush_cache else "in_place"
@@ -115,11 +115,12 @@ class Gate:
             # Running requests were waited for: it may have ended meanwhile.
             with self.updates.ledger.held(update):
                 facts = self.lockstep.together(
-                    lambda: self._served.advance(update.label or label, update),
-                    self._served.retreat,
+                    lambda: self.served.advance(update.label or label, update),
+                    self.served.retreat,
                 )
                 self.updates.ledger.move(update, Phase.COMMITTED)
             facts |= self.pauses.treat(mode, flush_cache=flush_cache)
+            self.sleep.filled()
             self.counts.switched(facts)
             self.counts.committed(update)
             update.label = self.version.label
@@ -155,7 +156,7 @@ class Gate:
                 f"update {active.update_id!r} is {active.phase.value}; abort it first",
                 update_id=active.update_id,
             )
-        before = self._served.before
+        before = self.served.before
         if before is None:
             raise NothingToRollBack("the version served before is not held any more")
         if body.get("to_version") not in (None, before.label):
@@ -167,8 +168,8 @@ class Gate:
         self.pauses.check_commit(mode)
 
         def switch() -> dict[str, Any]:
-            left = self._served.update
-            facts = self.lockstep.together(self._served.go_back, self._served.retreat)
+            left = self.served.update
+            facts = self.lockstep.together(self.served.go_back, self.served.retreat)
             facts |= self.pauses.treat(mode)
             if left is not None:
                 self.updates.ledger.move(left, Phase.ROLLED_BACK)
@@ -182,23 +183,24 @@ class Gate:
     def undo(self, body: dict[str, Any]) -> Any:
         """Take back a commit that other engines could not follow."""
         update = self.updates.ledger.require(body.get("update_id"), Phase.COMMITTED)
-        if update is not self._served.update:
+        if update is not self.served.update:
             raise WrongPhase(f"update {update.update_id!r} is not what is served")
         return self.rollback({})
 
     def info(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What is served: version, digest, epoch, and the version before."""
+        """What is served: version, digest, epoch, the version before, and `weights`."""
         del body
-        before = self._served.before
+        before = self.served.before
         previous = None if before is None else before.to_dict()
-        return self.version.to_dict() | {"previous": previous}
+        state = {"previous": previous, "weights": self.sleep.weights}
+        return self.version.to_dict() | state
 
     def rename(self, body: dict[str, Any]) -> dict[str, Any]:
         """Call the weights served something else: a version without bytes."""
         label = check_label(body.get("weight_version"))
         if label is None:
             raise Malformed("weight_version is missing")
-        self._served.rename(label)
+        self.served.rename(label)
         return self.version.to_dict()
 
     def pause(self, body: dict[str, Any]) -> Any:
@@ -224,12 +226,12 @@ class Gate:
         self.pauses.close()
         self.lockstep.disarm(EngineFault("the engine has been shut down"))
         self.updates.close()
-        self._ranks.close()
+        self.ranks.close()
 
     @property
     def version(self) -> Version:
         """What is served now."""
-        return self._served.version
+        return self.served.version
 
     # --------------------------------------------------------------- helpers
     def _where_all_meet(self, what: str, switch: Callable[[], Any]) -> Any:
@@ -265,18 +267,6 @@ class Gate:
             self._core.input_queue.put_nowait(
                 (upstream.EngineCoreRequestType.WAKEUP, None)
             )
-
-
-def _envelope(done: Future[Any]) -> dict[str, Any]:
-    error = done.exception()
-    if error is None:
-        return {"ok": done.result()}
-    if isinstance(error, InflightError):
-        return {"error": error.to_dict()}
-    logger.error("a control call failed", exc_info=error)
-    return {
-        "error": {"code": "engine_fault", "message": f"{type(error).__name__}: {error}"}
-    }
 
 
 _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {

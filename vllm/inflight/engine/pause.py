@@ -33,7 +33,7 @@ class Pauses:
     def __init__(self, core: Any, gate: Any, *, lease_s: float) -> None:
         self._core = core
         self._gate = gate
-        self._mode: PauseMode | None = None
+        self.asked: PauseMode | None = None
         """The mode somebody asked for; upstream's own calls leave none here."""
         self._lease = Lease(gate.turns.submit, self._go_on)
         self._lease_s = lease_s
@@ -52,8 +52,8 @@ class Pauses:
         """The mode of the pause in force, whoever began it; None without one."""
         if not self.is_paused:
             return None
-        if self._mode is not None:
-            return self._mode
+        if self.asked is not None:
+            return self.asked
         is_frozen = self._core.scheduler.pause_state == upstream.PauseState.PAUSED_ALL
         return PauseMode.IN_PLACE if is_frozen else PauseMode.WAIT
 
@@ -84,13 +84,13 @@ class Pauses:
         if mode is PauseMode.ABORT:
             counts["num_aborted"] = self._abort_all()
         stopped = self._stop(mode)
-        self._mode = mode
+        self.asked = mode
         self._gate.counts.paused(mode)
         self._lease.take(owner, seconds)
 
         def settle() -> Reply:
             # A stricter pause may have come meanwhile, and has done its own part.
-            if mode is PauseMode.RETRACT and self._mode is mode:
+            if mode is PauseMode.RETRACT and self.asked is mode:
                 counts["num_retracted"] = self._core.scheduler.inflight_retract()
             dropped = flush.flush(self._core) if flush_cache else None
             treated = self._gate.counts.treated(counts)
@@ -103,7 +103,7 @@ class Pauses:
         started = time.perf_counter()
         if self.is_paused:
             self._lease.check(lease_owner(owner))
-        if self._commit is not None and self._mode is None:
+        if self._commit is not None and self.asked is None:
             raise PauseConflict(
                 "a commit waits for the running requests, and new ones wait for it; "
                 "abort that update to go on without it"
@@ -134,7 +134,7 @@ class Pauses:
             "is_paused": self.is_paused,
             "mode": mode and mode.value,
             "is_draining": mode is PauseMode.WAIT and running > 0,
-            "for_commit": self._commit is not None and self._mode is None,
+            "for_commit": self._commit is not None and self.asked is None,
             "owner": self._lease.owner,
             "lease_left_s": self._lease.left_s,
             "leases_expired": self._lease.num_expired,
@@ -175,7 +175,7 @@ class Pauses:
                     )
                 return switch()
             finally:
-                if self._mode is None:
+                if self.asked is None:
                     self._go_on()
 
         answer = self._then(self._stop(PauseMode.WAIT), after)
@@ -190,7 +190,7 @@ class Pauses:
         waiting, self._commit = self._commit, None
         self._settling.remove(waiting)
         waiting.set_exception(error)
-        if self._mode is None:
+        if self.asked is None:
             self._go_on()
 
     def treat(self, mode: PauseMode, *, flush_cache: bool = False) -> Reply:
@@ -233,10 +233,10 @@ class Pauses:
         return None
 
     def _go_on(self) -> None:
-        if self._commit is None:
+        if self._commit is None and self._gate.sleep.may_decode:
             # First: where engines step together it may not be the time for it.
             self._core.resume_scheduler()
-        self._mode = None
+        self.asked = None
         self._gate.counts.resumed()
         for waiting in self._settling:
             if waiting is not self._commit:

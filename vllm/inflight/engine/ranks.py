@@ -67,6 +67,15 @@ class Ranks:
         """Make every rank stop working on update `serial`."""
         self._board.cancel(serial)
 
+    def drowse(self, level: int) -> None:
+        """Prepare a sleep of `level` on every rank; 0 takes that back.
+
+        Raises:
+            EngineFault: a transfer does not let go, or a host lacks memory.
+
+        """
+        self._call("inflight_drowse", level)
+
     def flip(self) -> float:
         """Exchange live and staged weights on every rank, or on none.
 

@@ -6,6 +6,7 @@ of the scheduler change together here and nowhere else.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from typing import Any
@@ -77,6 +78,16 @@ class Served:
         facts = self._flip(version.label, version.digest, version.step, held[1])
         self._before, self.update = held, update
         return facts
+
+    def lose(self) -> None:
+        """The memory of what is served has been given up: nothing has its digest."""
+        self.version = dataclasses.replace(self.version, digest=None)
+
+    def replaced(self) -> None:
+        """Others weights have come in the place of those served, past any update."""
+        self._age_cache(None)
+        self._take_on(None, None, None)
+        self.update = None
 
     def rename(self, label: str) -> None:
         """Call what is served something else: a new version of the same bytes."""

@@ -134,6 +134,11 @@ class Updates:
             )
         return {"update_id": update.update_id, "phase": update.phase.value}
 
+    def end(self, error: InflightError) -> None:
+        """Abort the update under way, if there is one, for a reason of the engine's."""
+        if (update := self.ledger.active) is not None:
+            self._watch.end(update, error)
+
     def status(self, body: dict[str, Any]) -> dict[str, Any]:
         """Where an update stands; without an id, all that is remembered."""
         if body.get("update_id") is not None:

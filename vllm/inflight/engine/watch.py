@@ -134,18 +134,18 @@ class Watch:
                 f"update {update.update_id!r} was not committed within its deadline "
                 f"and is aborted; it was {update.phase.value}"
             )
-            self._end(update, error)
+            self.end(update, error)
             return
         if update.phase is not Phase.STAGING:
             return
         notices = self._ranks.notices()
         state = verdict(notices, update.serial)
         if isinstance(state, InflightError):
-            self._end(update, state)
+            self.end(update, state)
         elif state == "staged":
             digest = agree(notices)
             if isinstance(digest, InflightError):
-                self._end(update, digest)
+                self.end(update, digest)
             else:
                 update.digest = digest
                 update.num_bytes = sum(notice.get("bytes", 0) for notice in notices)
@@ -155,7 +155,8 @@ class Watch:
                 update.drift = notices[0].get("drift")
                 self._ledger.move(update, Phase.STAGED)
 
-    def _end(self, update: Update, error: InflightError) -> None:
+    def end(self, update: Update, error: InflightError) -> None:
+        """Abort `update`, and tell those who wait for it why."""
         if self._ledger.move(update, Phase.ABORTED, error):
             self._ranks.cancel(update.serial)
             self._ended(error)

@@ -51,9 +51,18 @@ def check_release() -> str:
 
 def rooms() -> list[ModuleType]:
     """The modules that hold patch records, in the order of the data."""
-    from vllm.inflight.patch import api, core, outputs, replies, scheduler, worker
+    from vllm.inflight.patch import (
+        api,
+        client,
+        core,
+        outputs,
+        replies,
+        scheduler,
+        sleep,
+        worker,
+    )
 
-    return [worker, core, scheduler, outputs, replies, api]
+    return [worker, core, client, sleep, scheduler, outputs, replies, api]
 
 
 def all_patches() -> list[Patch]:

@@ -77,11 +77,16 @@ def _load_with_shadow(original: Any) -> Any:
             raise ConfigError(
                 f"--inflight-staging {staging} cannot be had: {shadow.reason}"
             )
+        self._inflight_stager = Stager(self, shadow, flip_of)
+        if self.model_config.enable_sleep_mode:
+            from vllm.inflight.stage.sleep import backend_of
+
+            # Upstream makes one when it is first needed, unless there is one.
+            self._sleep_mode_backend = backend_of(self._inflight_stager)
         if shadow.copied_bytes:
             # Upstream's budget for the KV cache sees what the arena holds, but not
             # what torch holds beside the model.
             self.model_runner.model_memory_usage += shadow.copied_bytes
-        self._inflight_stager = Stager(self, shadow, flip_of)
 
     return load_model
 
@@ -139,7 +144,8 @@ def _shutdown(original: Any) -> Any:
     return shutdown
 
 
-def _answer(call: Callable[[], Any]) -> dict[str, Any]:
+def answered(call: Callable[[], Any]) -> dict[str, Any]:
+    """The reply of an RPC: `{"ok": …}` or `{"error": …}`."""
     try:
         return {"ok": call()}
     except ArenaTorn as error:
@@ -153,19 +159,19 @@ def inflight_attach(self: Any, board_path: str, num_ranks: int) -> dict[str, Any
     if getattr(self, "_inflight_stager", None) is None:
         off = {"reason": "staging is off", "bytes": 0, "is_reversible": False}
         return {"ok": {"rank": self.rank} | off}
-    return _answer(lambda: self._inflight_stager.attach(board_path, num_ranks))
+    return answered(lambda: self._inflight_stager.attach(board_path, num_ranks))
 
 
 def inflight_order(self: Any, serial: int, order: str, payload: Any) -> dict[str, Any]:
     """Enqueue an order for the staging thread."""
-    return _answer(lambda: self._inflight_stager.order(serial, order, payload))
+    return answered(lambda: self._inflight_stager.order(serial, order, payload))
 
 
 def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
     """Exchange the live weights with the second set, on `ranks` or on all."""
     if ranks is not None and self.rank not in ranks:
         return {"ok": 0.0}
-    return _answer(lambda: self._inflight_stager.flip())
+    return answered(lambda: self._inflight_stager.flip())
 
 
 def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
@@ -176,7 +182,7 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
         "checksums": readout.checksums,
         "rows": readout.rows,
     }
-    return _answer(lambda: reads[what](self, *args))
+    return answered(lambda: reads[what](self, *args))
 
 
 def _added(function: Any, why: str) -> Patch:

@@ -8,6 +8,9 @@
     arena.twin(tensor).copy_()   #   write the set that is not live
     seconds = arena.flip()       #   the live addresses show it
     arena.settle()               #   the second range shows the one that was live
+    arena.unpair()               # asleep: the memory is given back,
+    arena.suspend()              #   the addresses stay,
+    arena.resume()               #   and get memory again, and `pair`
 
 Between `flip` and `settle` the second range shows what is live: a write to a twin
 then changes the weights in use, and `twin` is refused. A second `flip` instead of
@@ -130,6 +133,22 @@ class Arena:
         with _translated(self.device):
             self._core.arena_pair(self._handle)
 
+    def unpair(self) -> None:
+        """Give the second set's memory back; twins wait for the next `pair`."""
+        with _translated(self.device):
+            self._core.arena_unpair(self._handle)
+
+    def suspend(self) -> None:
+        """Give the live set's memory back, bytes and all; addresses stay."""
+        with _translated(self.device):
+            self._core.arena_suspend(self._handle)
+
+    def resume(self) -> None:
+        """Memory at the same addresses again, with anything in it."""
+        self._make_room()
+        with _translated(self.device):
+            self._core.arena_resume(self._handle)
+
     def flip(self) -> float:
         """Exchange the two sets at the live addresses; returns the seconds it took.
 
@@ -145,7 +164,7 @@ class Arena:
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor in the second range, whichever set that shows."""
-        place = (self._handle, tensor.data_ptr(), _extent(tensor))
+        place = (self._handle, tensor.data_ptr(), extent(tensor))
         if tensor.numel() == 0:
             return torch.empty_like(tensor)
         with _translated(self.device):
@@ -157,28 +176,36 @@ class Arena:
                     f"{tensor.device} does not lie in the arena; it was not made "
                     "inside loading(), or by another thread"
                 ) from None
-        if self.device.type == "cpu":
-            buffer = _host_buffer(address, num_bytes, self)
-            data = torch.frombuffer(buffer, dtype=torch.uint8)
-        else:
-            cuda_buffer = _CudaBuffer(address, num_bytes, self)
-            data = torch.as_tensor(cuda_buffer, device=self.device)
+        data = self.bytes_at(address, num_bytes)
         start, rest = divmod(offset, tensor.element_size())
         assert rest == 0  # runs are aligned, and torch aligns elements
         twin = torch.empty(0, dtype=tensor.dtype, device=self.device)
         return twin.set_(data.untyped_storage(), start, tensor.size(), tensor.stride())
 
+    def bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Memory of either range, as it is; there must be some."""
+        if self.device.type == "cpu":
+            buffer = _host_buffer(address, num_bytes, self)
+            return torch.frombuffer(buffer, dtype=torch.uint8)
+        cuda_buffer = _CudaBuffer(address, num_bytes, self)
+        return torch.as_tensor(cuda_buffer, device=self.device)
+
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether all of the tensor lies in the live range, under one handle."""
-        place = (self._handle, tensor.data_ptr(), _extent(tensor))
+        place = (self._handle, tensor.data_ptr(), extent(tensor))
         return tensor.numel() == 0 or self._core.arena_contains(*place)
+
+    @property
+    def phase(self) -> str:
+        """`loading`, `consolidated`, `paired`, `suspended`, `torn` or `closed`."""
+        return self.stats()["phase"]
 
     def runs(self) -> list[tuple[int, int]]:
         """(offset, bytes) of what has one handle, in each set."""
         return self._core.arena_runs(self._handle)
 
     def stats(self) -> dict[str, Any]:
-        """`phase`, `settled`, `num_handles` of all sets, `backed_bytes` and others."""
+        """`phase`, `settled`, `base`, `num_handles`, `backed_bytes` and others."""
         return self._core.arena_stats(self._handle)
 
     def close(self) -> None:
@@ -249,7 +276,7 @@ def _host_buffer(address: int, num_bytes: int, arena: Arena) -> Any:
     return buffer
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last."""
     steps = zip(tensor.size(), tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)

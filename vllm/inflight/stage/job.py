@@ -60,13 +60,8 @@ class Job(threading.Thread):
         self._intake: Intake | None = None
         self._transport: Any = None
         self._transport_open = False
-        self._notice: dict[str, Any] = {
-            "serial": serial,
-            "state": "open",
-            "orders": 0,
-            "bytes": 0,
-            "tensors": 0,
-        }
+        self._notice: dict[str, Any] = {"serial": serial, "state": "open"}
+        self._notice |= {"orders": 0, "bytes": 0, "tensors": 0}
         self._posted = 0.0
         self._pace = pace_of(self._config, self._worker.device)
 
@@ -75,6 +70,13 @@ class Job(threading.Thread):
         self._orders.put((order, payload))
         if self.ident is None:
             self.start()
+
+    def ends_by(self, deadline: float) -> bool:
+        """Wait for this job and those before it; whether they end by `deadline`."""
+        before = self._predecessor
+        others_end = before is None or before.ends_by(deadline)
+        self.join(max(0.0, deadline - time.monotonic()))
+        return others_end and not self.is_alive()
 
     def run(self) -> None:
         """Carry orders out until the last one, an error or a cancellation."""

@@ -48,6 +48,15 @@ def residence_of(model: torch.nn.Module) -> Residence:
     )
 
 
+def is_wanted(vllm_config: Any) -> bool:
+    """Whether the weights of an engine are to lie in an arena."""
+    return (
+        torch.device(vllm_config.device_config.device).type == "cuda"
+        and InflightConfig.of(vllm_config).staging in ("auto", "device")
+        and swappable.config_obstacle(vllm_config) is None
+    )
+
+
 def settle_in(load: Callable[[], torch.nn.Module], vllm_config: Any) -> torch.nn.Module:
     """Run `load` so that the model's weights lie in an arena with room for two sets.
 
@@ -55,14 +64,9 @@ def settle_in(load: Callable[[], torch.nn.Module], vllm_config: Any) -> torch.nn
         ConfigError: `--inflight-staging device` was asked for and cannot be had.
 
     """
-    staging = InflightConfig.of(vllm_config).staging
-    device = torch.device(vllm_config.device_config.device)
-    if (
-        device.type != "cuda"
-        or staging not in ("auto", "device")
-        or swappable.config_obstacle(vllm_config) is not None
-    ):
+    if not is_wanted(vllm_config):
         return load()
+    staging = InflightConfig.of(vllm_config).staging
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         arena = Arena.open(device)

@@ -178,6 +178,7 @@ class Shadow:
         a flip still shows what is served now, goes back to the other set.
         """
         if self.arena is not None:
+            self.pair()
             self.arena.settle()
         elif self.busy is not None:
             self.busy.synchronize()
@@ -193,6 +194,18 @@ class Shadow:
                     )
                 self._processed = True
             experts.forget_kernels(self.module)
+
+    def pair(self) -> None:
+        """Give the second range memory again, after a sleep; a copy of the live set.
+
+        Raises:
+            OutOfDeviceMemory: there is too little, and by how much.
+
+        """
+        if self.arena is not None and self.arena.phase != "paired":
+            self.arena.pair()
+            # Equal by now; but upstream may fill the live set where it lies.
+            self.behind.update(self.required)
 
     def release_idle(self) -> None:
         """Take the layers that nothing was loaded into out of a load, as they were.

@@ -8,6 +8,7 @@ second set of weights; each update has a job (job.py) that fills it.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,14 +16,19 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.errors import EngineFault
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.drift import drift
 from vllm.inflight.stage.job import Job
 from vllm.inflight.stage.shadow import Shadow
+from vllm.inflight.wire.nccl import still_writes
 from vllm.inflight.wire.process_group import GroupsEngine
 
 Flip = Callable[[], float]
+
+LET_GO_S = 10.0
+"""Time that is left to a transfer that has been told to end."""
 
 
 class Stager:
@@ -104,6 +110,26 @@ class Stager:
         """The second set is about to be written over: there is no way back."""
         self._flip = None
         self._contents[1] = None
+
+    def forget(self, *, served: bool) -> None:
+        """The second set is given back, and with `served` what is served as well."""
+        self.open()
+        if served:
+            self._contents[0] = None
+
+    def let_go(self) -> None:
+        """Return when nothing is at work on the second set.
+
+        Raises:
+            EngineFault: something goes on for more than `LET_GO_S`.
+
+        """
+        has_ended = self._job is None or self._job.ends_by(time.monotonic() + LET_GO_S)
+        if not has_ended or still_writes():
+            raise EngineFault(
+                "a transfer, or what connects one, has not let go of the second set of "
+                "weights, whose memory cannot be given back under it; try again later"
+            )
 
     @property
     def served(self) -> Content | None:

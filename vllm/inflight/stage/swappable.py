@@ -35,8 +35,10 @@ def config_obstacle(vllm_config: Any) -> str | None:
         )
     if vllm_config.parallel_config.enable_eplb:
         return "expert load balancing is enabled (--enable-eplb)"
-    if vllm_config.model_config.enable_sleep_mode:
-        return "sleep mode is enabled (--enable-sleep-mode)"
+    model_config = vllm_config.model_config
+    if model_config.enable_sleep_mode and model_config.sleep_mode_backend != "cumem":
+        # It would have to know of two sets of weights, as stage/sleep.py does.
+        return f"sleep mode goes by the backend {model_config.sleep_mode_backend!r}"
     if vllm_config.model_config.quantization is not None:
         return f"the model is quantised ({vllm_config.model_config.quantization})"
     device = vllm_config.device_config.device_type

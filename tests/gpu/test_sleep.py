@@ -1,0 +1,252 @@
+"""Sleep on a GPU: memory is given back, and what comes after equals a fresh engine."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.bare_core import call
+from tests.engine.probe import greedy, prompts
+from tests.engine.script import run_script
+from tests.engine.test_examples import LEARNED, run
+from vllm.inflight.errors import EngineAsleep, OutOfDeviceMemory
+from vllm.inflight.stage.residence import residence_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+SHAPE = {"hidden": 2048, "layers": 4, "vocab": 32000}
+MIB = 1 << 20
+LONG = SamplingParams(temperature=0, max_tokens=900)
+ROUNDS = 5
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
+def eager(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def long_texts(llm: Any) -> list[list[int]]:
+    """To the end of the text, or of the context."""
+    outputs = llm.generate(prompts(4), LONG, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def both(start: Callable[..., Any], new: Path, eager: bool) -> Any:
+    """What a fresh engine on the new weights says, shortly and at length."""
+    llm = start(new, enforce_eager=eager)
+    return greedy(llm), long_texts(llm)
+
+
+@pytest.fixture(scope="module")
+def fresh(both: Any) -> list[list[int]]:
+    return both[0]
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Any], both: Any, old: Path, eager: bool) -> Any:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    return start(
+        old,
+        enforce_eager=eager,
+        enable_sleep_mode=True,
+        weight_transfer_config=WeightTransferConfig(backend="local"),
+    )
+
+
+@pytest.fixture
+def llm(engine: Any, old: Path) -> Iterator[Any]:
+    """The engine, awake, on the old weights, with no update under way."""
+    engine.update_weights_from_disk(str(old), "old")
+    yield engine
+    engine.wake_up()
+    if engine.weight_update_status()["active"] is not None:
+        engine.abort_weight_update()
+
+
+def core_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core
+
+
+def arena_of(llm: Any) -> Any:
+    worker = llm.llm_engine.model_executor.driver_worker
+    return residence_of(worker.get_model()).arena
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def one_set(llm: Any) -> int:
+    """Bytes of the memory of one set of weights."""
+    return sum(num_bytes for _, num_bytes in arena_of(llm).runs())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_memory_is_given_back_and_taken_again(llm: Any, old: Path, level: int) -> None:
+    arena, awake, weights = arena_of(llm), free_bytes(), one_set(llm)
+    assert arena.stats()["backed_bytes"] == 2 * weights > 500 * MIB
+    llm.sleep(level=level)
+    asleep = free_bytes()
+    assert arena.stats()["backed_bytes"] == 0
+    assert asleep - awake > 2 * weights + 1024 * MIB  # the KV cache is much larger
+    llm.wake_up(tags=["weights"])
+    half = free_bytes()
+    assert abs(asleep - half - 2 * weights) < 512 * MIB
+    assert half - awake > 1024 * MIB
+    if level == 2:
+        llm.update_weights_from_disk(str(old), "old again")
+    llm.wake_up(tags=["kv_cache"])
+    assert abs(free_bytes() - awake) < 512 * MIB
+
+
+def test_level_1_changes_no_token_and_the_next_update_works(
+    llm: Any, new: Path, fresh: list[list[int]]
+) -> None:
+    before = greedy(llm)
+    for _ in range(2):
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert greedy(llm) == before
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) == before
+
+
+def test_rounds_of_a_hybrid_engine_equal_a_fresh_one(
+    llm: Any, old: Path, new: Path, both: Any
+) -> None:
+    short, long = greedy(llm), long_texts(llm)
+    versions = [(new, *both), (old, short, long)]
+    for number in range(ROUNDS):
+        path, said, told = versions[number % 2]
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        assert llm.weight_info()["weights"] == "gone"
+        llm.update_weights_from_disk(str(path), f"round-{number}")
+        llm.wake_up(tags=["kv_cache"])
+        assert greedy(llm) == said
+        texts = long_texts(llm)
+        assert texts == told
+        assert all(any(text) for text in texts), "all ids are zero"
+        assert llm.get_weight_version() == f"round-{number}"
+        assert llm.weight_info()["weights"] == "live"
+
+
+def test_an_update_in_flight_after_a_sleep_can_be_rolled_back(
+    llm: Any, old: Path, new: Path, fresh: list[list[int]]
+) -> None:
+    before = greedy(llm)
+    llm.sleep(level=2)
+    llm.wake_up()
+    llm.update_weights_from_disk(str(old), "old")
+    with pytest.raises(Exception, match="not held"):
+        llm.rollback_weights()
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) == before
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_needs_weights_is_refused_while_they_are_asleep(
+    llm: Any, old: Path, new: Path, level: int
+) -> None:
+    before = greedy(llm)
+    llm.update_weights_from_disk(str(old), "old")
+    llm.sleep(level=level)
+    with pytest.raises(EngineAsleep):
+        llm.update_weights_from_disk(str(new), "new")
+    with pytest.raises(EngineAsleep):
+        llm.rollback_weights()
+    with pytest.raises(EngineAsleep):
+        llm.collective_rpc("compute_weight_checksums")
+    for read in ("checksums", "rows"):
+        answer = core_of(llm).inflight(read, {"name": "model.norm.weight"})
+        assert answer["error"]["code"] == "engine_asleep"
+    llm.wake_up(tags=["weights"])
+    if level == 2:
+        llm.update_weights_from_disk(str(old), "old")
+    llm.wake_up(tags=["kv_cache"])
+    assert greedy(llm) == before
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_version_that_was_staged_when_sleep_came_is_gone(
+    llm: Any, new: Path, fresh: list[list[int]], is_sealed: bool
+) -> None:
+    before = greedy(llm)
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"path": str(new)}})
+    if is_sealed:
+        call(core_of(llm), "seal")
+    llm.sleep(level=1)
+    llm.wake_up()
+    with pytest.raises(EngineAsleep):
+        llm.finish_weight_update(weight_version="new")
+    assert greedy(llm) == before
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+
+
+def test_the_kv_cache_can_sleep_alone(
+    llm: Any, new: Path, fresh: list[list[int]]
+) -> None:
+    awake = free_bytes()
+    llm.sleep(level=0)
+    llm.llm_engine.release_kv_cache_memory()
+    assert free_bytes() - awake > 1024 * MIB
+    llm.update_weights_from_disk(str(new), "new")
+    llm.wake_up(tags=["kv_cache"])
+    assert greedy(llm) == fresh
+
+
+def test_upstreams_reload_ends_a_sleep_of_level_2(llm: Any) -> None:
+    before = greedy(llm)
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["kv_cache"])
+    assert greedy(llm) == before
+
+
+def test_without_room_for_a_second_set_the_first_one_serves(
+    llm: Any, new: Path, fresh: list[list[int]]
+) -> None:
+    weights = one_set(llm)
+    llm.sleep(level=1)
+    hog = torch.empty(free_bytes() - weights * 3 // 2, dtype=torch.uint8, device="cuda")
+    llm.wake_up(tags=["weights"])
+    with pytest.raises(OutOfDeviceMemory, match="GiB"):
+        llm.update_weights_from_disk(str(new), "new")
+    del hog
+    torch.cuda.empty_cache()
+    llm.update_weights_from_disk(str(new), "new")
+    llm.wake_up(tags=["kv_cache"])
+    assert greedy(llm) == fresh
+
+
+def test_a_second_set_on_the_host_sleeps_upstreams_way(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path, eager: bool
+) -> None:
+    before = greedy(llm)
+    llm.sleep(level=1)  # leaves the GPU to the other process
+    seen = run_script("asleep_on_host", old, new, int(eager))
+    assert seen == {"before": before, "level_1": before, "level_2": fresh}
+
+
+def test_the_example_of_a_hybrid_engine_learns_its_sentence() -> None:
+    shown = run("hybrid_engine").splitlines()
+    said = [line for line in shown if line.startswith("  [")]
+    freed = [float(line.split()[-5]) for line in shown if "GiB more" in line]
+    assert LEARNED in said[-1] and LEARNED not in said[0]
+    assert len(freed) == 4 and min(freed) > 1

@@ -1,0 +1,148 @@
+"""Sleep of an engine with a loop of its own: what runs ends, and nothing begins."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from tests.engine.bare_core import Streams, add, call, prompt
+from tests.simulated.core import (
+    assert_told_truly,
+    publish_weights,
+    stage_weights,
+)
+from vllm.inflight.errors import EngineAsleep, EngineFault
+
+
+def told(core: EngineCore, method: str, **body: Any) -> str:
+    """The code of the error that a call is answered with."""
+    return str(core.inflight(method, body)["error"]["code"])
+
+
+def answered(streams: Streams, answer: Future[None]) -> None:
+    """Go on with the loop until a sleep has been answered."""
+    for _ in range(400):
+        if answer.done():
+            break
+        streams.step()
+    answer.result(timeout=0)
+
+
+def slept(streams: Streams, answer: Any) -> Streams:
+    """Go on with the loop until the engine is asleep."""
+    if answer is not None:
+        answered(streams, answer)
+    assert "weights" in streams.core.model_executor.sleeping_tags
+    return streams
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_requests_of_a_sleep_end_or_go_on_as_its_mode_says(
+    core: EngineCore, mode: str
+) -> None:
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(5)
+    answer = core.sleep(1, mode)
+    assert told(core, "begin", transport="local") == "engine_asleep"
+    add(core, "arrives", prompt(2))
+    slept(streams, answer).step(5)
+    num_tokens = len(streams.tokens["runs"])
+    assert (num_tokens == 60) is (mode == "wait")
+    core.wake_up(["weights"])
+    publish_weights(core, 1, "one")
+    core.wake_up(["kv_cache"])
+    streams.run()
+    assert len(streams.tokens["runs"]) == (num_tokens if mode == "abort" else 60)
+    assert set(streams.stamps["arrives"]) == {"one"}
+    assert_told_truly(core, streams, lambda weights: ["default", "one"][weights])
+
+
+def test_a_commit_that_waits_is_given_up_and_wakes_nobody(core: EngineCore) -> None:
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(5)
+    stage_weights(core, 1)
+    commit = core.inflight("commit", {"mode": "wait"})
+    assert isinstance(commit, Future) and not commit.done()
+    slept(streams, core.sleep(1, "abort"))
+    add(core, "arrives", prompt(2))
+    num_before = sum(map(len, streams.tokens.values()))
+    streams.step(20)
+    assert commit.result(timeout=5)["error"]["code"] == "engine_asleep"
+    assert core.is_scheduler_paused()
+    assert sum(map(len, streams.tokens.values())) == num_before
+    core.wake_up()
+    assert len(streams.run().tokens["arrives"]) == 40
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_sleep_that_fails_leaves_an_engine_that_can_be_updated(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
+    def fail(level: int) -> None:
+        raise MemoryError("the host lacks memory")
+
+    monkeypatch.setattr(core.model_executor, "sleep", fail)
+    streams = Streams(core)
+    if is_busy:
+        add(core, "runs", prompt(1))
+        streams.step(3)
+    with pytest.raises(MemoryError):
+        answered(streams, core.sleep(1, "wait"))
+    monkeypatch.undo()
+    assert call(core, "info")["weights"] == "live"
+    assert core.model_executor.drowsy == 0
+    publish_weights(core, 1, "one")
+    call(core, "resume")
+
+
+def test_the_calls_of_a_pause_leave_a_sleep_alone(core: EngineCore) -> None:
+    call(core, "pause", mode="in_place", owner="trainer")
+    slept(Streams(core), core.sleep(1, "keep"))
+    call(core, "pause", mode="retract", owner="trainer")
+    assert told(core, "resume", owner="trainer") == "engine_asleep"
+    with pytest.raises(EngineAsleep):
+        core.collective_rpc("compute_weight_checksums")
+    core.wake_up()
+    assert call(core, "paused")["mode"] == "retract"
+    call(core, "resume", owner="trainer")
+    assert not core.is_scheduler_paused()
+
+
+def test_a_sleep_that_a_rank_refuses_is_taken_back_on_all(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def refuse(level: int) -> dict[str, Any]:
+        asked.append(level)
+        return {"error": "the host lacks memory"} if level else {"ok": None}
+
+    monkeypatch.setattr(core.model_executor, "_inflight_drowse", refuse)
+    add(core, "runs", prompt(1))
+    with pytest.raises(EngineFault, match="lacks memory"):
+        core.sleep(1)
+    assert asked == [1, 0]
+    assert call(core, "info")["weights"] == "live"
+    assert len(Streams(core).run().tokens["runs"]) == 40  # it was not even paused
+
+
+@pytest.mark.parametrize(("level", "weights"), [(1, "live"), (2, "gone")])
+def test_where_one_rank_fails_to_sleep_waking_up_is_the_way_on(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, level: int, weights: str
+) -> None:
+    def fail() -> None:
+        raise MemoryError("the host lacks memory")
+
+    monkeypatch.setattr(core.model_executor, "_sleep", fail, raising=False)
+    config = core.vllm_config.model_config
+    monkeypatch.setattr(config, "enable_sleep_mode", True)
+    with pytest.raises(MemoryError):
+        answered(Streams(core), core.sleep(level))
+    assert told(core, "begin", transport="local") == "engine_asleep"
+    add(core, "arrives", prompt(2))
+    assert Streams(core).step(5).tokens == {}
+    core.wake_up()
+    assert call(core, "info")["weights"] == weights
+    publish_weights(core, 1, "one")
+    assert set(Streams(core).run().stamps["arrives"]) == {"one"}

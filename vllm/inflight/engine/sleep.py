@@ -1,0 +1,172 @@
+"""Sleep: what of an engine's memory has been given back, and what that rules out.
+
+| weights  | since                      | updates | decoding                         |
+|----------|----------------------------|---------|----------------------------------|
+| `live`   |                            | yes     | once the KV cache is awake, too  |
+| `asleep` | a sleep of level 1 or 2    | refused | no                               |
+| `gone`   | waking from one of level 2 | whole   | from the next commit on          |
+
+Upstream puts the engine to sleep and wakes it up; this says who may do what meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.errors import EngineAsleep
+from vllm.inflight.update import PauseMode
+
+logger = upstream.init_logger(__name__)
+
+WEIGHTS = "weights"
+"""Upstream's name of this part of the memory."""
+
+FILLING = ("begin", "receive", "seal", "commit", "rollback", "undo")
+READING = ("checksums", "rows", "rename")
+"""Control calls that put weights into the memory, and that read or name those there."""
+
+WORKER_CALLS = (
+    "compute_weight_checksums",
+    "reload_weights",
+    "reset_weights",
+    "save_sharded_state",
+    "save_tensorized_model",
+)
+"""Upstream's calls of workers that do."""
+
+
+class Sleep:
+    """The sleep of one engine core, whoever asked for it."""
+
+    def __init__(self, core: Any, gate: Any) -> None:
+        self._core = core
+        self._gate = gate
+        self._is_falling = False
+        """From the call on until memory is given back; requests may still run."""
+        self._is_lost = False
+        """Whether what the weights' memory held was given up, and not replaced yet."""
+
+    @property
+    def weights(self) -> str:
+        """`live`, `asleep` or `gone`."""
+        if self._is_falling or WEIGHTS in self._core.model_executor.sleeping_tags:
+            return "asleep"
+        return "gone" if self._is_lost else "live"
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether everything is there that a step needs."""
+        return self.weights == "live" and not self._core.model_executor.is_sleeping
+
+    def check(self, method: str, body: dict[str, Any]) -> None:
+        """Raise `EngineAsleep` if a control call needs what is not there."""
+        if method == "resume" and not self.may_decode:
+            raise EngineAsleep(
+                f"the engine is asleep (weights: {self.weights}); decoding goes on "
+                "when all of it has been woken up and there are weights"
+            )
+        if method in FILLING:
+            self.check_weights(is_whole=not (body.get("manifest") or {}).get("subset"))
+        elif method in READING:
+            self.check_weights(is_whole=False)
+
+    def check_weights(self, *, is_whole: bool) -> None:
+        """Raise `EngineAsleep` unless there are weights, or all of them come."""
+        if self.weights == "asleep":
+            raise EngineAsleep("the weights of this engine are asleep")
+        if self.weights == "gone" and not is_whole:
+            raise EngineAsleep(
+                "a sleep of level 2 has given the weights up, so there are none to "
+                "read, to name or to leave in place; publish a whole version first"
+            )
+
+    def call_workers(self, method: Any, call: Callable[[], Any]) -> Any:
+        """`call` the workers for one of upstream's clients, if there is what it needs.
+
+        Where weights are gone, a call of the user's own is taken for what fills them:
+        nobody here can tell, and whoever sleeps at level 2 has some way to do it.
+        """
+        is_own = not isinstance(method, str) or bool(
+            self._core.vllm_config.parallel_config.worker_extension_cls
+        )
+        is_filling = method == "reload_weights" or is_own
+        if method in WORKER_CALLS:
+            self.check_weights(is_whole=is_filling)
+        replies = call()
+        if is_filling and self.weights == "gone":
+            self._gate.served.replaced()
+            self.filled()
+        return replies
+
+    def fall(self, level: int, fall: Callable[[], Any]) -> Any:
+        """Fall asleep by `fall`, when no rank is at work on a second set any more.
+
+        Raises:
+            EngineFault: a transfer does not let go, or a host lacks memory for what
+                is to be kept; only the update that was under way has ended.
+
+        """
+        if level < 1 or self.weights == "asleep":
+            return fall()
+        self._is_falling = True
+        try:
+            self._gate.updates.end(EngineAsleep("the engine was put to sleep"))
+            self._gate.ranks.drowse(level)
+            answer = fall()
+        except BaseException as error:
+            self._fell(level, error)
+            raise
+        if isinstance(answer, Future):
+            answer.add_done_callback(lambda done: self._fell(level, done.exception()))
+        else:
+            self._fell(level, None)
+        return answer
+
+    def wake(self, wake: Callable[[], bool]) -> bool:
+        """Wake up by `wake`; a pause that somebody else began goes on."""
+        is_awake = wake()
+        if is_awake:
+            if self.weights == "gone":
+                logger.warning(
+                    "awake, without weights: a sleep of level 2 has given them up; "
+                    "decoding goes on when an update has been committed"
+                )
+            self._settle()
+        return is_awake
+
+    def filled(self) -> None:
+        """Weights have come in the place of those that were given up."""
+        if self._is_lost:
+            self._is_lost = False
+            self._gate.served.forget_before()
+            self._settle()
+
+    def _fell(self, level: int, error: BaseException | None) -> None:
+        self._is_falling = False
+        if error is not None and WEIGHTS not in self._core.model_executor.sleeping_tags:
+            self._gate.ranks.drowse(0)  # it failed before any rank was told
+            return
+        self._gate.served.forget_before()
+        config = self._core.vllm_config.model_config
+        # Who cannot be updated is upstream's to fill again, and to trust that it was.
+        if level > 1 and config.enable_sleep_mode and self._gate.ranks.reason is None:
+            self._is_lost = True
+            self._gate.served.lose()
+
+    def _settle(self) -> None:
+        """Decode, unless something is missing or somebody has paused."""
+        asked = self._gate.pauses.asked
+        if not self._core.model_executor.is_sleeping and self.weights == "gone":
+            self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_ALL)
+        elif asked is not None:
+            is_loose = asked in (PauseMode.WAIT, PauseMode.ABORT)
+            states = upstream.PauseState
+            self._core.scheduler.set_pause_state(
+                states.PAUSED_NEW if is_loose else states.PAUSED_ALL
+            )
+        elif self.may_decode:
+            self._core.resume_scheduler()
+            self._gate.rouse()

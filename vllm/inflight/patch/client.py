@@ -1,0 +1,104 @@
+"""Changes in the clients of an engine core: what several threads may call of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from vllm.inflight.patch.record import Patch
+
+PAUSED_STEP_S = 0.001
+
+
+def _in_turn(original: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.engine_core.inflight_gate.turns.stepping():
+            return original(self, *args, **kwargs)
+
+    return call
+
+
+def _get_output_in_turn(original: Any) -> Any:
+    def get_output(self: Any) -> Any:
+        from vllm.inflight import upstream
+
+        gate = self.engine_core.inflight_gate
+        if gate.pauses.is_paused:
+            time.sleep(PAUSED_STEP_S)  # nothing will come out; let others run
+        with gate.turns.stepping():
+            if gate.leftovers:
+                return gate.leftovers.pop(0).get(0) or upstream.EngineCoreOutputs()
+            if not gate.farewells:
+                return original(self)
+            gone, gate.farewells = gate.farewells, []
+            return upstream.EngineCoreOutputs(
+                finished_requests=set(gone),
+                outputs=[
+                    upstream.EngineCoreOutput(
+                        request_id, [], finish_reason=upstream.FinishReason.ABORT
+                    )
+                    for request_id in gone
+                ],
+            )
+
+    return get_output
+
+
+def _send_locked(original: Any) -> Any:
+    lock = threading.Lock()
+
+    def _send_input(self: Any, request_type: Any, request: Any) -> None:
+        # Socket and encoder are not thread-safe; the wait for a reply is.
+        with lock:
+            original(self, request_type, request)
+
+    return _send_input
+
+
+_CLIENT = "vllm.v1.engine.core_client"
+
+PATCHES = [
+    Patch(
+        target=f"{_CLIENT}:InprocClient.get_output",
+        expects=("self",),
+        why="no call from another thread gets into the middle of a step",
+        remove_when="upstream makes InprocClient safe for threads",
+        around=_get_output_in_turn,
+    ),
+    Patch(
+        target=f"{_CLIENT}:InprocClient.add_request",
+        expects=("self", "request"),
+        why="the scheduler is touched by one thread at a time",
+        remove_when="upstream makes InprocClient safe for threads",
+        around=_in_turn,
+    ),
+    Patch(
+        target=f"{_CLIENT}:InprocClient.abort_requests",
+        expects=("self", "request_ids"),
+        why="the scheduler is touched by one thread at a time",
+        remove_when="upstream makes InprocClient safe for threads",
+        around=_in_turn,
+    ),
+    Patch(
+        target=f"{_CLIENT}:InprocClient.sleep",
+        expects=("self", "level", "mode"),
+        why="an engine falls asleep between two steps, whichever thread says so",
+        remove_when="upstream makes InprocClient safe for threads",
+        around=_in_turn,
+    ),
+    Patch(
+        target=f"{_CLIENT}:InprocClient.wake_up",
+        expects=("self", "tags"),
+        why="an engine wakes up between two steps, whichever thread says so",
+        remove_when="upstream makes InprocClient safe for threads",
+        around=_in_turn,
+    ),
+    Patch(
+        target=f"{_CLIENT}:SyncMPClient._send_input",
+        expects=("self", "request_type", "request"),
+        why="updates come from another thread while generate() runs",
+        remove_when="upstream makes SyncMPClient safe for threads",
+        around=_send_locked,
+    ),
+]

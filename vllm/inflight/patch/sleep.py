@@ -1,0 +1,102 @@
+"""Changes around sleep: engine core and workers give memory back, and get it again."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from vllm.inflight.patch.record import Patch
+
+
+def _fall_asleep(original: Any) -> Any:
+    def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
+        return self.inflight_gate.sleep.fall(level, lambda: original(self, level, mode))
+
+    return sleep
+
+
+def _wake(original: Any) -> Any:
+    def wake_up(self: Any, tags: list[str] | None = None) -> bool:
+        is_awake: bool = self.inflight_gate.sleep.wake(lambda: original(self, tags))
+        return is_awake
+
+    return wake_up
+
+
+def _asleep_after_a_failure(original: Any) -> Any:
+    def sleep(self: Any, level: int = 1) -> None:
+        try:
+            original(self, level)
+        except Exception:
+            self.sleeping_tags |= {"weights", "kv_cache"}
+            raise
+
+    return sleep
+
+
+def _outside_of_pools(original: Any) -> Any:
+    def _maybe_get_memory_pool_context(self: Any, tag: str) -> Any:
+        from vllm.inflight.stage.residence import is_wanted
+
+        if tag == "weights" and is_wanted(self.vllm_config):
+            return nullcontext()  # pools do not nest, and the arena's is the inner one
+        return original(self, tag)
+
+    return _maybe_get_memory_pool_context
+
+
+def inflight_drowse(self: Any, level: int) -> dict[str, Any]:
+    """Prepare a sleep, as far as it can fail; level 0 takes that back."""
+    from vllm.inflight.patch.worker import answered
+
+    def prepare() -> None:
+        if (stager := getattr(self, "_inflight_stager", None)) is None:
+            return
+        if level:
+            stager.let_go()
+        backend: Any = getattr(self, "_sleep_mode_backend", None)
+        if hasattr(backend, "prepare"):
+            backend.prepare(level)
+
+    return answered(prepare)
+
+
+_CORE = "vllm.v1.engine.core:EngineCore"
+
+PATCHES = [
+    Patch(
+        target=f"{_CORE}.sleep",
+        expects=("self", "level", "mode"),
+        why="no update is at work on memory that is given back",
+        remove_when="upstream's updates and its sleep know of each other",
+        around=_fall_asleep,
+    ),
+    Patch(
+        target=f"{_CORE}.wake_up",
+        expects=("self", "tags"),
+        why="waking up ends no pause of others, and nothing decodes without weights",
+        remove_when="upstream's updates and its sleep know of each other",
+        around=_wake,
+    ),
+    Patch(
+        target="vllm.v1.executor.abstract:Executor.sleep",
+        expects=("self", "level"),
+        why="where one rank fails to sleep, others sleep: waking up is the way on",
+        remove_when="upstream does for sleep what it does for discard",
+        around=_asleep_after_a_failure,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context",
+        expects=("self", "tag"),
+        why="the arena's weights lie in no pool of upstream's sleep",
+        remove_when="upstream lets a sleep backend have pools of its own",
+        around=_outside_of_pools,
+    ),
+    Patch(
+        target="vllm.v1.worker.worker_base:WorkerBase.inflight_drowse",
+        expects=None,
+        why="memory is given back when every rank is ready for it, or on none",
+        remove_when="upstream's updates and its sleep know of each other",
+        around=lambda _: inflight_drowse,
+    ),
+]
