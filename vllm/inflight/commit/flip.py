@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from vllm.inflight.errors import ArenaFault, ArenaTorn
+from vllm.inflight.errors import ArenaTorn
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.shadow import Shadow
@@ -100,8 +100,8 @@ def flip_all(arenas: Sequence[Arena]) -> float:
     """Exchange the pages of all of them, or of none; returns the seconds it took.
 
     Raises:
-        ArenaFault: one could not be exchanged, and none is.
         ArenaTorn: one is exchanged in part, or those before it could not go back.
+        Exception: one could not be exchanged, and none is.
 
     """
     seconds = 0.0
@@ -111,11 +111,11 @@ def flip_all(arenas: Sequence[Arena]) -> float:
             seconds += arena.flip()
         except ArenaTorn:
             raise
-        except ArenaFault as fault:
+        except Exception as fault:
             for flipped in reversed(done):
                 try:
                     flipped.flip()
-                except ArenaFault as error:
+                except Exception as error:
                     raise ArenaTorn(f"{fault}; and going back: {error}") from error
             raise
         done.append(arena)

@@ -203,6 +203,13 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
     return _answer(lambda: reads[what](self, *args))
 
 
+def inflight_adapter(self: Any, move: str, request: Any) -> dict[str, Any]:
+    """Make one move of loading an adapter; see commit/adapter.py."""
+    from vllm.inflight.commit import adapter
+
+    return _answer(lambda: adapter.step(self, move, request))
+
+
 def _added(function: Any, why: str) -> Patch:
     return Patch(
         target=f"vllm.v1.worker.worker_base:WorkerBase.{function.__name__}",
@@ -278,5 +285,6 @@ PATCHES = [
     _added(inflight_attach, "ranks report through shared memory"),
     _added(inflight_order, "orders for the staging thread return at once"),
     _added(inflight_flip, "the one RPC of a commit"),
+    _added(inflight_adapter, "an adapter is loaded on every rank or on none"),
     _added(inflight_read, "weights can be compared with a trainer's, rank by rank"),
 ]
