@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
+from tests.engine.bare_core import call
 from tests.engine.drafted import Drafted, drafted
 from tests.engine.test_pause_features import GREEDY as LONG
 from tests.engine.test_pause_features import lived
 from tests.tiny_drafters import METHODS, drafting, make_drafter
-from vllm.inflight.errors import Malformed, WeightsMismatch
+from vllm.inflight.errors import Conflict, WeightsMismatch
 
 pytestmark = pytest.mark.engine
 
@@ -132,6 +133,8 @@ def test_the_digest_is_the_models(
     with_both = llm.update_weights_from_disk(
         str(new), "a", draft_path=str(drafters["new"])
     )
+    core = llm.llm_engine.engine_core.engine_core
+    assert call(core, "source")["path"] == str(new)
     alone = llm.update_weights_from_disk(None, "b", draft_path=str(drafters["old"]))
     assert alone["digest"] == with_both["digest"]
     assert alone["drift"]["overall"] == 0
@@ -195,7 +198,7 @@ def test_a_drafter_is_not_sent_to_an_engine_without_one(
     start: Callable[..., Any], old: Path, drafters: dict[str, Path]
 ) -> None:
     llm = start(old, dtype="float32")
-    with pytest.raises(Malformed, match="no drafter"):
+    with pytest.raises(Conflict, match="no draft model"):
         llm.update_weights_from_disk(None, "no", draft_path=str(drafters["new"]))
     with pytest.raises(WeightsMismatch, match=r"unknown: draft\."):
         llm.update_weights_from_disk(str(old), "no", draft_path=str(drafters["new"]))

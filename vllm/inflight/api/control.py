@@ -142,7 +142,11 @@ class Control:
             if isinstance(manifest, dict):  # else it is refused as it is
                 options["manifest"] = manifest | added
         started = await self.start(
-            transport="local", source=given, weight_version=weight_version, **options
+            transport="local",
+            source=path,
+            draft_source=draft_path,
+            weight_version=weight_version,
+            **options,
         )
         update_id = started["update_id"]
         if started["phase"] == "staging":

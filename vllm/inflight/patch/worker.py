@@ -25,12 +25,10 @@ _loading: ContextVar[Any] = ContextVar("worker that loads its model", default=No
 def _drafter(worker: Any) -> Any:
     """The drafter of a worker that has loaded its models, if it has weights."""
     runner = getattr(worker, "model_runner", None)
-    drafter = getattr(runner, "get_draft_model", lambda: None)()
-    return drafter if _has_parameters(drafter) else None
-
-
-def _has_parameters(drafter: Any) -> bool:
-    return drafter is not None and next(drafter.parameters(), None) is not None
+    drafter: Any = getattr(runner, "get_draft_model", lambda: None)()
+    if not hasattr(drafter, "parameters"):
+        return None  # one that looks drafts up
+    return drafter if next(drafter.parameters(), None) is not None else None
 
 
 def _create_on_shadow(original: Any) -> Any:

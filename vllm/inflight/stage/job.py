@@ -117,8 +117,6 @@ class Job(threading.Thread):
         # Half of the time for staging at leisure, half for what is then left.
         self._pace.hurry_after(payload["deadline_s"] / 2)
         manifest = Manifest.parse(payload["manifest"] or {"format": 1})
-        if manifest.draft and not self._shadow.has_drafter:
-            raise Malformed("no drafter with weights is configured that could be sent")
         if manifest.config:
             require_same(manifest.config, self._worker.vllm_config.model_config)
         if manifest.subset and not self._shadow.asks_loader:
