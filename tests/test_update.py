@@ -102,7 +102,7 @@ def test_a_dtype_may_carry_torchs_prefix():
         (manifest(subset=[""]), "a pattern of a subset must be a string of 1 to 512"),
         (manifest(subset=["w" * 513]), "a pattern of a subset .* 1 to 512"),
         (manifest(base="0" * 32), "'base' is not supported"),
-        (manifest(draft=True), "'draft' is not supported"),
+        (manifest(draft=1), "'draft' must be true or false"),
     ],
 )
 def test_a_manifest_that_is_wrong_is_refused_by_the_entry(body, named):
@@ -245,3 +245,16 @@ def test_an_error_of_an_unknown_kind_stays_readable():
 def test_a_long_list_of_tensors_is_cut_and_counted():
     body = InflightError("why", tensors=[str(n) for n in range(100)]).to_dict()
     assert (len(body["tensors"]), body["num_tensors"]) == (64, 100)
+
+
+def test_what_is_announced_of_a_drafter_has_its_prefix_once():
+    parsed = Manifest.parse(
+        manifest(draft=True, subset=["fc.*"], name_map={"head": "draft.lm_head"})
+    )
+    assert all(name == f"draft.{name[6:]}" for name in parsed.tensors)
+    assert all(spec.name == name for name, spec in parsed.tensors.items())
+    assert parsed.subset == ("draft.fc.*",)
+    assert parsed.model_name("fc.weight") == "draft.fc.weight"
+    assert parsed.model_name("draft.fc.weight") == "draft.fc.weight"
+    assert parsed.model_name("head") == "draft.lm_head"
+    assert Manifest.parse(parsed.to_dict()) == parsed

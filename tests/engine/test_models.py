@@ -104,9 +104,18 @@ def test_a_layer_that_hides_weights_is_named() -> None:
     assert "'packed'" in reason
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "draft_model"])
-def test_a_drafter_with_weights_is_refused_by_its_method(method: str) -> None:
+@pytest.mark.parametrize("method", ["mtp", "medusa", "dflash"])
+def test_other_drafters_with_weights_are_refused_by_their_method(method: str) -> None:
     drafting = {"speculative_config": SimpleNamespace(method=method)}
     reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | drafting))
     assert reason is not None
     assert f"method {method!r}" in reason
+
+
+def test_a_quantised_drafter_is_refused() -> None:
+    config = SimpleNamespace(
+        method="eagle", draft_model_config=SimpleNamespace(quantization="fp8")
+    )
+    drafting = {"speculative_config": config}
+    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | drafting))
+    assert reason == "the drafter is quantised (fp8)"

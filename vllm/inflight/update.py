@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -21,6 +21,9 @@ MAX_LABEL_CHARS = 512
 
 MAX_PATTERNS, MAX_PATTERN_CHARS = 1024, 512
 """Of a subset."""
+
+DRAFT = "draft."
+"""How the names of a drafter's tensors begin."""
 
 
 class Phase(StrEnum):
@@ -126,6 +129,8 @@ class Manifest:
     """Fields of the `config.json` of the model that the weights are of."""
     subset: tuple[str, ...] = ()
     """Patterns of the names that may come; all others keep what is served."""
+    draft: bool = False
+    """Whether all of it is the drafter's, and the model keeps what is served."""
 
     @classmethod
     def parse(cls, body: Any) -> Manifest:
@@ -133,17 +138,16 @@ class Manifest:
 
         Args:
             body: `{"format": 1, "tensors": [{"name", "shape", "dtype",
-                "digest"?}], "step"?, "name_map"?, "config"?, "subset"?}`.
+                "digest"?}], "step"?, "name_map"?, "config"?, "subset"?, "draft"?}`.
 
         """
         if not isinstance(body, dict) or body.get("format") != 1:
             raise Malformed('manifest must be an object with "format": 1')
-        for unsupported in ("base", "draft"):
-            if body.get(unsupported):
-                raise Malformed(
-                    f"manifest field {unsupported!r} is not supported by this "
-                    "release: send tensors of the base model"
-                )
+        if body.get("base"):
+            raise Malformed(
+                "manifest field 'base' is not supported by this release: send whole "
+                "tensors"
+            )
         entries = body.get("tensors", [])
         if not isinstance(entries, list):
             raise Malformed("manifest field 'tensors' must be a list")
@@ -167,7 +171,16 @@ class Manifest:
         if not isinstance(config, dict):
             raise Malformed("manifest field 'config' must be an object")
         subset = check_subset(body.get("subset"))
-        return cls(tensors, step, name_map, config, subset)
+        draft = body.get("draft", False)
+        if not isinstance(draft, bool):
+            raise Malformed(f"manifest field 'draft' must be true or false: {draft!r}")
+        if draft:
+            tensors = {
+                (full := drafters(spec.name)): replace(spec, name=full)
+                for spec in tensors.values()
+            }
+            subset = tuple(drafters(pattern) for pattern in subset)
+        return cls(tensors, step, name_map, config, subset, draft)
 
     @classmethod
     def of(
@@ -206,7 +219,19 @@ class Manifest:
             body["config"] = dict(self.config)
         if self.subset:
             body["subset"] = list(self.subset)
+        if self.draft:
+            body["draft"] = True
         return body
+
+    def model_name(self, sent_name: str) -> str:
+        """What the model knows a tensor as; see `name_map` and `draft`."""
+        name = self.name_map.get(sent_name, sent_name)
+        return drafters(name) if self.draft else name
+
+
+def drafters(name: str) -> str:
+    """The name of a drafter's tensor, whether it is told to be one or not."""
+    return name if name.startswith(DRAFT) else DRAFT + name
 
 
 def renamer(

@@ -120,27 +120,39 @@ class Control:
 
     async def from_disk(
         self,
-        path: str,
+        path: str | None,
         weight_version: str | None = None,
         *,
         mode: str | None = None,
         flush_cache: bool = False,
         subset: Any = None,
+        draft_path: str | None = None,
         **options: Any,
     ) -> Reply:
         """All four phases with files that every engine's host can read."""
-        if not isinstance(path, str) or not path:
-            raise Malformed("path must be the path of a safetensors checkpoint")
-        if subset is not None:
+        given = [p for p in (path, draft_path) if p is not None]
+        if not given or not all(isinstance(p, str) and p for p in given):
+            raise Malformed(
+                "path must be the path of a safetensors checkpoint, or draft_path that "
+                "of a drafter's, or both"
+            )
+        stated = {"subset": subset, "draft": True if path is None else None}
+        if added := {name: value for name, value in stated.items() if value}:
             manifest = options.get("manifest") or {"format": 1}
             if isinstance(manifest, dict):  # else it is refused as it is
-                options["manifest"] = manifest | {"subset": subset}
+                options["manifest"] = manifest | added
         started = await self.start(
-            transport="local", source=path, weight_version=weight_version, **options
+            transport="local",
+            source=path,
+            draft_source=draft_path,
+            weight_version=weight_version,
+            **options,
         )
         update_id = started["update_id"]
         if started["phase"] == "staging":
-            await self.update({"path": path}, update_id, chunk=0)
+            for chunk, file in enumerate(given):
+                info = {"path": file} | ({"draft": True} if file is draft_path else {})
+                await self.update(info, update_id, chunk=chunk)
         return await self.finish(
             mode=mode, flush_cache=flush_cache, update_id=update_id
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.inflight.api.control import AsyncDoor, Control, Reply, SyncDoor, run_sync
-from vllm.inflight.errors import Conflict, Malformed
+from vllm.inflight.errors import Malformed
 
 
 def control_of(engine: Any) -> Control:
@@ -57,10 +57,13 @@ async def start_weight_update(self: Any, **options: Any) -> Reply:
     return await control_of(self).start(**options)
 
 
-async def start_draft_weight_update(self: Any) -> None:
-    """Refused: a drafter's weights cannot be staged in this release."""
-    del self
-    raise Conflict("draft models cannot be updated in flight in this release")
+async def start_draft_weight_update(self: Any, **options: Any) -> Reply:
+    """Open an update of the drafter alone; see `start_weight_update`.
+
+    Tensors come under the names of the drafter's own checkpoint.
+    """
+    manifest = options.pop("manifest", None) or {"format": 1}
+    return await control_of(self).start(manifest=manifest | {"draft": True}, **options)
 
 
 async def update_weights(
@@ -84,7 +87,7 @@ async def finish_weight_update(
 
 async def update_weights_from_disk(
     self: Any,
-    path: str,
+    path: str | None,
     weight_version: str | None = None,
     *,
     mode: str | None = None,
@@ -94,12 +97,14 @@ async def update_weights_from_disk(
 
     Args:
         self: the engine.
-        path: of a safetensors file, or of a directory of them.
+        path: of a safetensors file, or of a directory of them; None if only
+            `draft_path` is given.
         weight_version: the label to serve it under.
         mode: what happens to running requests at the commit.
         **options: those of `start_weight_update`, and `subset`, patterns of the
             names that are at `path` if these are not all: the others keep what is
-            served.
+            served. `draft_path` is where a drafter's checkpoint is, for the same
+            update.
 
     """
     return await control_of(self).from_disk(path, weight_version, mode=mode, **options)

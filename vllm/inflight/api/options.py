@@ -13,7 +13,7 @@ NO_EFFECT = {
     "torch_empty_cache": "nothing is allocated by an update",
     "is_async": "staging is always beside decoding",
     "recapture_cuda_graph": "addresses stay, and graphs with them",
-    "disable_draft_model": "drafters with weights are refused at the start",
+    "disable_draft_model": "a drafter keeps its weights where none come for it",
 }
 """Switches of SGLang's with nothing to switch here; either value is fine."""
 
@@ -45,7 +45,7 @@ async def commit_options(
     for name, why in TRUE_ONLY.items():
         if not fields.flag(name, True):
             raise Malformed(f"{name} cannot be false: {why}")
-    fields.one_of("selector", (None, "all", "target"))  # no drafter has weights
+    fields.one_of("selector", (None, "all", "target"))  # draft_path is for the drafter
     is_shared = InflightConfig.of(engine.vllm_config).prefix_cache == "shared"
     # SGLang flushes by default, lest new requests read KV of old weights. A versioned
     # cache sees to that itself, and what old requests still use can stay.

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from vllm.inflight.api import auth, pipelinerl, reads, sglang
 from vllm.inflight.api.admission import Admission
 from vllm.inflight.api.control import Control, Reply
-from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.methods import pause_generation as pause_engine
 from vllm.inflight.api.metrics import metrics
 from vllm.inflight.errors import InflightError, Malformed, UpstreamChanged
@@ -75,16 +75,22 @@ async def _shutdown(engine: Any, body: dict[str, Any]) -> Reply:
     return {"message": "Weight transfer shut down"}
 
 
+OPENING = (
+    "update_id",
+    "weight_version",
+    "base_version",
+    "manifest",
+    "deadline_s",
+    "allow_nonfinite",
+)
+
+
 async def _start(engine: Any, body: dict[str, Any]) -> Reply:
-    allowed = (
-        "update_id",
-        "weight_version",
-        "base_version",
-        "manifest",
-        "deadline_s",
-        "allow_nonfinite",
-    )
-    return await _control(engine).start(**_only(body, allowed))
+    return await _control(engine).start(**_only(body, OPENING))
+
+
+async def _start_draft(engine: Any, body: dict[str, Any]) -> Reply:
+    return await start_draft_weight_update(engine, **_only(body, OPENING))
 
 
 async def _update(engine: Any, body: dict[str, Any]) -> Reply:
@@ -130,6 +136,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/init_weight_transfer_engine"): _init,
     ("POST", "/shutdown_weight_transfer_engine"): _shutdown,
     ("POST", "/start_weight_update"): _start,
+    ("POST", "/start_draft_weight_update"): _start_draft,
     ("POST", "/update_weights"): _update,
     ("POST", "/finish_weight_update"): _finish,
     ("POST", "/abort_weight_update"): _abort,

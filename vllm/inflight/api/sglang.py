@@ -87,6 +87,7 @@ async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
         "base_version",
         "manifest",
         "subset",
+        "draft_path",
         "deadline_s",
         "allow_nonfinite",
     )

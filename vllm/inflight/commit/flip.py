@@ -15,6 +15,7 @@ way back from it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -37,8 +38,8 @@ class Flip(Protocol):
 def flip_of(shadow: Shadow) -> Flip:
     """The flip between a model and its shadow, prepared before it is needed."""
     assert shadow.module is not None
-    if shadow.arena is not None:
-        return PageFlip(shadow.arena, shadow.device)
+    if shadow.arenas:
+        return PageFlip(shadow.arenas, shadow.device)
     if shadow.is_reversible:
         return Exchange(shadow.live, shadow.module)
     return Copy(shadow)
@@ -79,10 +80,10 @@ class Exchange:
 
 
 class PageFlip:
-    """The pages of one arena."""
+    """The pages of an arena, or of several: a drafter has one of its own."""
 
-    def __init__(self, arena: Arena, device: torch.device) -> None:
-        self._arena = arena
+    def __init__(self, arenas: Sequence[Arena], device: torch.device) -> None:
+        self._arenas = arenas
         self._device = device
 
     def __call__(self) -> float:
@@ -92,7 +93,33 @@ class PageFlip:
         hang with a transfer that has stalled.
         """
         torch.cuda.current_stream(self._device).synchronize()
-        return self._arena.flip()
+        return flip_all(self._arenas)
+
+
+def flip_all(arenas: Sequence[Arena]) -> float:
+    """Exchange the pages of all of them, or of none; returns the seconds it took.
+
+    Raises:
+        ArenaTorn: one is exchanged in part, or those before it could not go back.
+        Exception: one could not be exchanged, and none is.
+
+    """
+    seconds = 0.0
+    done: list[Arena] = []
+    for arena in arenas:
+        try:
+            seconds += arena.flip()
+        except ArenaTorn:
+            raise
+        except Exception as fault:
+            for flipped in reversed(done):
+                try:
+                    flipped.flip()
+                except Exception as error:
+                    raise ArenaTorn(f"{fault}; and going back: {error}") from error
+            raise
+        done.append(arena)
+    return seconds
 
 
 class Copy:

@@ -13,14 +13,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight.engine import pipelinerl
-from vllm.inflight.errors import Conflict, InflightError
+from vllm.inflight.errors import InflightError
 
 Answer = Any
 """What a call of the gate returns: an envelope, or a Future of one."""
-
-
-def _draft(gate: Any, kwargs: dict[str, Any]) -> Answer:
-    raise Conflict("draft models cannot be updated in flight in this release")
 
 
 def _finish(gate: Any, kwargs: dict[str, Any]) -> Answer:
@@ -75,7 +71,9 @@ PHASES: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
         "transport", {"order": "shutdown"}
     ),
     "start_weight_update": lambda gate, kwargs: gate.call("begin", {}),
-    "start_draft_weight_update": _draft,
+    "start_draft_weight_update": lambda gate, kwargs: gate.call(
+        "begin", {"manifest": {"format": 1, "draft": True}}
+    ),
     "update_weights": lambda gate, kwargs: gate.call(
         "receive", {"update_info": kwargs.get("update_info")}
     ),

@@ -44,6 +44,8 @@ class Ranks:
         self.nbytes = sum(reply["bytes"] for reply in replies)
         self.is_reversible = all(reply["is_reversible"] for reply in replies)
         """Whether a commit leaves the version served before on every rank."""
+        self.has_drafter = any(reply.get("has_drafter") for reply in replies)
+        """Whether a drafter is staged with the model."""
 
     def require_staging(self) -> None:
         """Raise `StagingUnavailable` if these weights cannot be updated in flight."""

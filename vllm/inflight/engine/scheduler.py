@@ -7,6 +7,7 @@ async and a user's own scheduler all have it.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from vllm.inflight import upstream
@@ -24,7 +25,8 @@ class InflightSchedulerMixin:
 
     inflight_cache_epoch = 0
     """Counts the changes of the weights' bytes."""
-    _inflight_stamp = Stamp("default", 0).encode()
+    _inflight_version = Stamp("default", 0)
+    _inflight_stamp = _inflight_step_stamp = _inflight_version.encode()
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -35,6 +37,7 @@ class InflightSchedulerMixin:
             config.prefix_cache_drift,
         )
         self.inflight_adapters = Adapters()
+        self._inflight_stamped = self.inflight_adapters.replaced
         managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
         full = (i for i, m in enumerate(managers) if _keeps_all(m))
         group = next(full, 0)
@@ -47,8 +50,17 @@ class InflightSchedulerMixin:
 
     def inflight_serve(self, version: Version, cache_epoch: int) -> None:
         """Stamp the steps from the next one on with `version`."""
-        self._inflight_stamp = Stamp(version.label, version.epoch).encode()
+        self._inflight_version = Stamp(version.label, version.epoch)
+        self._inflight_restamp()
         self.inflight_cache_epoch = cache_epoch
+
+    def _inflight_restamp(self) -> None:
+        """Make the stamps: of steps, which tell of adapters, and of KV."""
+        self._inflight_stamped = self.inflight_adapters.replaced
+        self._inflight_stamp = self._inflight_version.encode()
+        self._inflight_step_stamp = replace(
+            self._inflight_version, adapters=self._inflight_stamped
+        ).encode()
 
     # ------------------------------------------------------------- every step
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -56,9 +68,11 @@ class InflightSchedulerMixin:
         if self._inflight_late:
             self._inflight_late = [r for r in self._inflight_late if _is_late(r)]
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
-        output.inflight_stamp = stamp = self._inflight_stamp
+        if self._inflight_stamped is not self.inflight_adapters.replaced:
+            self._inflight_restamp()
+        output.inflight_stamp = self._inflight_step_stamp
         requests = self.requests  # type: ignore[attr-defined]
-        self._inflight_provenance.note(requests, output, stamp)
+        self._inflight_provenance.note(requests, output, self._inflight_stamp)
         return output
 
     def update_from_output(

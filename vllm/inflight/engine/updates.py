@@ -17,6 +17,7 @@ from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.served import Served
 from vllm.inflight.engine.watch import Watch
 from vllm.inflight.errors import (
+    Conflict,
     InflightError,
     Malformed,
     NoTransport,
@@ -56,6 +57,10 @@ class Updates:
         transport = body.get("transport", "configured")
         if transport == "configured":
             self._require_transport()
+        manifest = body.get("manifest")
+        is_drafters = isinstance(manifest, dict) and manifest.get("draft")
+        if is_drafters and not self._ranks.has_drafter:
+            raise Conflict("no draft model with weights is configured here")
         deadline_s = body.get("deadline_s") or self._config.update_deadline_s
         if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float):
             raise Malformed(f"deadline_s must be a number, got {deadline_s!r}")
@@ -67,7 +72,7 @@ class Updates:
                 update.serial,
                 "begin",
                 {
-                    "manifest": body.get("manifest"),
+                    "manifest": manifest,
                     "transport": transport,
                     "allow_nonfinite": bool(body.get("allow_nonfinite")),
                     "deadline_s": float(deadline_s),

@@ -94,6 +94,19 @@ PATCHES = [
         remove_when="upstream makes InprocClient safe for threads",
         around=_in_turn,
     ),
+    *(
+        Patch(
+            target=f"{_CLIENT}:InprocClient.{method}",
+            expects=("self", parameter),
+            why="adapters change between two steps",
+            remove_when="upstream makes InprocClient safe for threads",
+            around=_in_turn,
+        )
+        for method, parameter in (
+            ("add_lora", "lora_request"),
+            ("remove_lora", "lora_id"),
+        )
+    ),
     Patch(
         target=f"{_CLIENT}:SyncMPClient._send_input",
         expects=("self", "request_type", "request"),

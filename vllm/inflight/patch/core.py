@@ -95,12 +95,16 @@ def inflight(self: Any, method: str, body: dict[str, Any]) -> Any:
     return self.inflight_gate.call(method, body)
 
 
-def _count_load(original: Any) -> Any:
+def _load_everywhere(original: Any) -> Any:
     def add_lora(self: Any, lora_request: Any) -> bool:
-        # Before the workers do: whoever is scheduled from here on has the new one.
+        from vllm.inflight.engine.adapters import load_everywhere
+
+        # In a turn of its own: whoever is scheduled from here on has the new one.
+        if not load_everywhere(self.model_executor, lora_request):
+            added: bool = original(self, lora_request)
+            return added
         self.scheduler.inflight_adapters.load(lora_request)
-        added: bool = original(self, lora_request)
-        return added
+        return True
 
     return add_lora
 
@@ -155,9 +159,9 @@ PATCHES = [
     Patch(
         target=f"{_CORE}.add_lora",
         expects=("self", "lora_request"),
-        why="an adapter loaded again under its name has no KV of the one before",
-        remove_when="upstream's block hashes tell loads of an adapter apart",
-        around=_count_load,
+        why="an adapter is loaded on all ranks or none, and reads no KV of another",
+        remove_when="upstream loads them so, and its hashes tell loads apart",
+        around=_load_everywhere,
     ),
     Patch(
         target=f"{_CORE}.remove_lora",

@@ -17,7 +17,7 @@ def _with_epochs(original: Any) -> Any:
     def _weight_version_spans(self: Any) -> Any:
         from vllm.inflight.outputs.spans import decoded
 
-        return decoded(original(self))
+        return decoded(original(self), self.lora_request)
 
     return _weight_version_spans
 

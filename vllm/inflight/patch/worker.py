@@ -7,6 +7,7 @@ replies of the others in the queue, and every later RPC would read a stale one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.inflight.config import InflightConfig
@@ -18,6 +19,18 @@ def _is_on(vllm_config: Any) -> bool:
     return InflightConfig.of(vllm_config).staging != "off"
 
 
+_loading: ContextVar[Any] = ContextVar("worker that loads its model", default=None)
+
+
+def _drafter(worker: Any) -> Any:
+    """The drafter of a worker that has loaded its models, if it has weights."""
+    runner = getattr(worker, "model_runner", None)
+    drafter: Any = getattr(runner, "get_draft_model", lambda: None)()
+    if not hasattr(drafter, "parameters"):
+        return None  # one that looks drafts up
+    return drafter if next(drafter.parameters(), None) is not None else None
+
+
 def _create_on_shadow(original: Any) -> Any:
     def create_engine(
         cls: Any, config: Any, vllm_config: Any, device: Any, model: Any
@@ -25,7 +38,7 @@ def _create_on_shadow(original: Any) -> Any:
         if _is_on(vllm_config):
             from vllm.inflight.stage.shadow import shadow_of
 
-            shadow = shadow_of(model, vllm_config, device)
+            shadow = shadow_of(model, vllm_config, device, _drafter(_loading.get()))
             model = shadow.module if shadow.module is not None else model
         return original(cls, config, vllm_config, device, model)
 
@@ -37,10 +50,13 @@ def _load_into_arena(original: Any) -> Any:
         self: Any, vllm_config: Any, model_config: Any, prefix: str = ""
     ) -> Any:
         def load() -> Any:
-            return original(self, vllm_config, model_config, prefix)
+            model = original(self, vllm_config, model_config, prefix)
+            note(model, Blueprint(vllm_config, model_config, prefix))
+            return model
 
         if not _is_on(vllm_config):
-            return load()
+            return original(self, vllm_config, model_config, prefix)
+        from vllm.inflight.stage.blueprint import Blueprint, note
         from vllm.inflight.stage.residence import settle_in
 
         return settle_in(load, vllm_config)
@@ -62,7 +78,11 @@ def _load_with_shadow(original: Any) -> Any:
     def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
         from vllm.inflight import upstream
 
-        original(self, load_dummy_weights=load_dummy_weights)
+        token = _loading.set(self)
+        try:
+            original(self, load_dummy_weights=load_dummy_weights)
+        finally:
+            _loading.reset(token)
         if not _is_on(self.vllm_config):
             return
         from vllm.inflight.commit.flip import flip_of
@@ -71,7 +91,7 @@ def _load_with_shadow(original: Any) -> Any:
 
         with upstream.set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
-            shadow = shadow_of(model, self.vllm_config, self.device)
+            shadow = shadow_of(model, self.vllm_config, self.device, _drafter(self))
         staging = InflightConfig.of(self.vllm_config).staging
         if shadow.reason is not None and staging != "auto":
             raise ConfigError(
@@ -138,8 +158,10 @@ def _shutdown(original: Any) -> Any:
         original(self)
         if stager is not None and self.device.type == "cuda":
             from vllm.inflight.stage.residence import move_out
+            from vllm.inflight.stage.tandem import trees
 
-            move_out(stager.shadow.live)
+            for model in trees(stager.shadow.live):
+                move_out(model)
 
     return shutdown
 
@@ -183,6 +205,13 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
         "rows": readout.rows,
     }
     return answered(lambda: reads[what](self, *args))
+
+
+def inflight_adapter(self: Any, move: str, request: Any) -> dict[str, Any]:
+    """Make one move of loading an adapter; see commit/adapter.py."""
+    from vllm.inflight.commit import adapter
+
+    return _answer(lambda: adapter.step(self, move, request))
 
 
 def _added(function: Any, why: str) -> Patch:
@@ -260,5 +289,6 @@ PATCHES = [
     _added(inflight_attach, "ranks report through shared memory"),
     _added(inflight_order, "orders for the staging thread return at once"),
     _added(inflight_flip, "the one RPC of a commit"),
+    _added(inflight_adapter, "an adapter is loaded on every rank or on none"),
     _added(inflight_read, "weights can be compared with a trainer's, rank by rank"),
 ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from vllm.inflight import ops
 from vllm.inflight.stage.drift import Samples
+from vllm.inflight.update import DRAFT
 
 Facts = tuple[str, tuple[int, ...], ops.Digest]
 """Dtype, shape, content."""
@@ -28,6 +29,13 @@ class Content:
     def digest(self) -> str:
         """The manifest digest over all of it."""
         return ops.manifest_digest((name, *facts) for name, facts in self.facts.items())
+
+    def of_target(self) -> Content:
+        """Without what is a drafter's: that decides no token, and is in no digest."""
+        return Content(
+            {n: facts for n, facts in self.facts.items() if not n.startswith(DRAFT)},
+            {n: taken for n, taken in self.samples.items() if not n.startswith(DRAFT)},
+        )
 
     def over(self, base: Content | None) -> Content | None:
         """The whole version that is `base` with these tensors instead of its own.

@@ -16,6 +16,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage.plan import Entry, View, Writes
+from vllm.inflight.update import DRAFT, Manifest
 
 
 @dataclass(slots=True)
@@ -66,12 +67,30 @@ class Coverage:
         self.entry: Entry | None = None
         self._watching: list[tuple[Any, Any]] = []
 
-    def short(self, names: set[str] | None = None) -> list[str]:
-        """Parameters of `names`, or of all, with elements that nothing wrote."""
-        return [
+    @property
+    def is_whole(self) -> bool:
+        """Whether something has come for every parameter, a drafter's included."""
+        return self.begun >= self.fills.keys()
+
+    def due(self, manifest: Manifest) -> set[str]:
+        """The parameters that an update has to fill.
+
+        Of a subset, those it has begun. Else all of the model's, or of the drafter's if
+        that was announced; and all of the drafter's if one of them was begun.
+        """
+        if manifest.subset:
+            return self.begun
+        drafted = manifest.draft or any(name.startswith(DRAFT) for name in self.begun)
+        return {
             name
-            for name, fill in self.fills.items()
-            if (names is None or name in names) and fill.missing
+            for name in self.fills
+            if (drafted if name.startswith(DRAFT) else not manifest.draft)
+        }
+
+    def short(self, names: set[str]) -> list[str]:
+        """Parameters of `names` with elements that nothing wrote."""
+        return [
+            name for name, fill in self.fills.items() if name in names and fill.missing
         ]
 
     def replayed(self, entry: Entry) -> None:
@@ -110,11 +129,17 @@ class Coverage:
                 tensor.weight_loader = loader
         self._watching.clear()
 
+    def _is_drafting(self) -> bool:
+        return getattr(self._module, "is_drafting", False)
+
     def _watched(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
         fill = self.fills[name]
 
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:
             param = args[0] if args else kwargs["param"]
+            if self._is_drafting() and not name.startswith(DRAFT):
+                self.num_loads += 1
+                return None  # a layer that is its model's; see tandem.py
             self.begin(name)
             with Writes(name, param, self.handed, self.entry) as writes:
                 result = loader(*args, **kwargs)

@@ -65,9 +65,14 @@ class Intake:
         self.num_bytes = 0
 
     @property
-    def is_subset(self) -> bool:
-        """Whether parameters that nothing comes for keep what is served."""
-        return bool(self._manifest.subset)
+    def is_partial(self) -> bool:
+        """Whether parameters of the model keep what is served if nothing comes."""
+        return bool(self._manifest.subset) or self.is_drafters
+
+    @property
+    def is_drafters(self) -> bool:
+        """Whether all of it is the drafter's."""
+        return self._manifest.draft
 
     # ------------------------------------------------------------ the door
     def load_weights(self, weights: Iterable[Pair]) -> Any:
@@ -130,7 +135,7 @@ class Intake:
         accepted: list[Pair] = []
         while batch:
             sent_name, tensor = batch.pop(0)
-            name = self._manifest.name_map.get(sent_name, sent_name)
+            name = self._manifest.model_name(sent_name)
             if self._accept(name, tensor):
                 accepted.append((name, tensor))
                 self.num_bytes += tensor.nbytes
@@ -172,7 +177,7 @@ class Intake:
         self, sent_name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Home | None:
         """Where a transport may receive a tensor, before anybody has looked at it."""
-        name = self._manifest.name_map.get(sent_name, sent_name)
+        name = self._manifest.model_name(sent_name)
         if not self._may_come(name):
             return None
         plan, home = self._shadow.plan, self._shadow.place(name, shape, dtype)
@@ -181,7 +186,7 @@ class Intake:
         return home
 
     def _may_come(self, name: str) -> bool:
-        return not self.is_subset or self._is_declared(name)
+        return not self._manifest.subset or self._is_declared(name)
 
     def _accept(self, name: str, tensor: torch.Tensor) -> bool:
         """Check one tensor; what is wrong is kept, so a refusal lists it all."""
@@ -258,7 +263,7 @@ class Intake:
                 f"nothing was sent of the subset {', '.join(subset[:8])}",
                 tensors=subset,
             )
-        missing = self.coverage.short(self.coverage.begun if subset else None)
+        missing = self.coverage.short(self.coverage.due(self._manifest))
         announced = self._manifest.tensors.keys() - self._seen.keys()
         if missing or announced or self._wrong or self._unknown:
             raise self._mismatch(missing, sorted(announced - self._wrong.keys()))

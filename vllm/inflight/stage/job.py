@@ -161,7 +161,8 @@ class Job(threading.Thread):
             info = self._transport.parse_update_info(payload)
         except ValueError as error:
             raise Malformed(str(error)) from error
-        if isinstance(self._transport, StagedEngine):
+        assert self._intake is not None
+        if isinstance(self._transport, StagedEngine) and not self._intake.is_drafters:
             folder = self._transport.folder_of(info)
             if folder is not None:
                 require_same_config(folder, self._worker.vllm_config.model_config)
@@ -169,7 +170,6 @@ class Job(threading.Thread):
         self._transport.receive_weights(info)
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
-        assert self._intake is not None
         self._notice["parameters"] = tally(self._intake.coverage.fills)
 
     def _seal(self, _: Any) -> None:
@@ -178,7 +178,7 @@ class Job(threading.Thread):
             self._transport.drain_pending()
         sent = self._intake.verdict()
         begun = self._intake.coverage.begun
-        if self._intake.is_subset:
+        if not self._intake.coverage.is_whole:
             self._shadow.release_idle()
             self._shadow.behind.update(beside(self._shadow, begun))
         self._transport.finish_weight_update()
@@ -190,7 +190,8 @@ class Job(threading.Thread):
             # The next update may write to the same places from another stream.
             self._stager.drain()
         self._intake.coverage.unwatch()
-        whole = sent.over(self._stager.served) if self._intake.is_subset else sent
+        base = sent.of_target()
+        whole = base.over(self._stager.served) if self._intake.is_partial else base
         self._notice |= {
             "state": "staged",
             "drift": self._stager.staged(whole),

@@ -110,7 +110,8 @@ def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tens
         return param.data
     # A head is there twice: it is looked up in one form and multiplied with in one.
     is_twice = param.numel() > 0
-    width: Any = param.shape[1] if is_twice else layer.input_size_per_partition
+    parts: Any = getattr(layer, "input_size_per_partition", None) or layer.input_size
+    width: Any = param.shape[1] if is_twice else parts
     columns = []
     for start in range(0, width, SLAB):
         unit = torch.zeros(min(SLAB, width - start), width, dtype=param.dtype)

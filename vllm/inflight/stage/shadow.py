@@ -12,7 +12,6 @@ range of the arena, or where there is none, in memory that a commit copies from.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +23,10 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.names import checkpoint_names
 from vllm.inflight.stage import audit, experts, swappable
 from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.blueprint import blueprint_of
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.residence import residence_of
+from vllm.inflight.stage.tandem import Tandem, share, trees
 from vllm.inflight.stage.twins import make_copy, make_pinned, put_twins
 from vllm.inflight.wire.receiver import Home
 
@@ -56,7 +57,7 @@ class Shadow:
         """Ends of names that are in many checkpoints and of no use to a loader."""
         self._is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         self.module: torch.nn.Module | None = None
-        self.arena: Arena | None = None
+        self.arenas: tuple[Arena, ...] = ()
         """Where both trees' parameters lie, if their pages can be exchanged."""
         self.busy: torch.Event | None = None
         """Set while a commit may still be reading this tree."""
@@ -73,7 +74,10 @@ class Shadow:
         """
         self._dtypes: dict[str, str] = {}
         self._processed = False
-        self.reason = swappable.obstacle(live, vllm_config)
+        self.reason = next(
+            filter(None, (swappable.obstacle(t, vllm_config) for t in trees(live))),
+            None,
+        )
         if self.reason is None:
             # On a GPU there is memory for the twins, and for nothing beside them.
             is_cpu = device.type == "cpu"
@@ -101,28 +105,39 @@ class Shadow:
         for layer in self.module.modules():
             upstream.get_layerwise_info(layer).restore_device = self.device
         self.plan = Plan()
-        residence = residence_of(self.live)
-        if residence.reason is None:
-            self.arena = residence.arena
-        if self.arena is not None:
-            put_twins(self.live, self.module, self.arena.twin)
+        residences = [residence_of(tree) for tree in trees(self.live)]
+        reason = next(filter(None, (home.reason for home in residences)), None)
+        if reason is None:
+            self.arenas = tuple(home.arena for home in residences if home.arena)
+        if self.arenas:
+            put_twins(self.live, self.module, self._twin)
         elif InflightConfig.of(vllm_config).staging == "host":
             put_twins(self.live, self.module, make_pinned)
         else:
             try:
                 put_twins(self.live, self.module, make_copy)
             except torch.OutOfMemoryError:
-                self.reason = residence.reason
+                self.reason = reason
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor in the second range of its arena."""
+        homes = [arena for arena in self.arenas if arena.contains(tensor)]
+        return (homes or self.arenas)[0].twin(tensor)
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a drafter is staged and flipped with the model."""
+        return isinstance(self.live, Tandem)
 
     @property
     def is_reversible(self) -> bool:
         """Whether a commit leaves the set served before in this tree."""
-        return self.device.type == "cpu" or self.arena is not None
+        return self.device.type == "cpu" or bool(self.arenas)
 
     @property
     def copied_bytes(self) -> int:
         """Device memory of the twins that is torch's, not the arena's."""
-        if self.module is None or self.device.type == "cpu" or self.arena is not None:
+        if self.module is None or self.device.type == "cpu" or self.arenas:
             return 0
         twins = self.module.parameters()
         return sum(twin.nbytes for twin in twins if twin.device == self.device)
@@ -165,10 +180,10 @@ class Shadow:
         """Whether the model's loader alone can tell what a name is.
 
         It may map names before it looks them up, and it passes over the layers of
-        other pipeline stages.
+        other pipeline stages. Drafters of one kind are saved under many names.
         """
         maps_names = getattr(self.module, "hf_to_vllm_mapper", None) is not None
-        return maps_names or self._is_stage
+        return maps_names or self._is_stage or self.has_drafter
 
     def prepare(self) -> None:
         """Make the tree fit to be loaded into; what it held is gone after that.
@@ -177,9 +192,10 @@ class Shadow:
         memory is reserved but never touched. On a GPU the second range, which after
         a flip still shows what is served now, goes back to the other set.
         """
-        if self.arena is not None:
+        if self.arenas:
             self.pair()
-            self.arena.settle()
+            for arena in self.arenas:
+                arena.settle()
         elif self.busy is not None:
             self.busy.synchronize()
             self.busy = None
@@ -202,10 +218,11 @@ class Shadow:
             OutOfDeviceMemory: there is too little, and by how much.
 
         """
-        if self.arena is not None and self.arena.phase != "paired":
-            self.arena.pair()
-            # Equal by now; but upstream may fill the live set where it lies.
-            self.behind.update(self.required)
+        for arena in self.arenas:
+            if arena.phase != "paired":
+                arena.pair()
+                # Equal by now; but upstream may fill the live set where it lies.
+                self.behind.update(self.required)
 
     def release_idle(self) -> None:
         """Take the layers that nothing was loaded into out of a load, as they were.
@@ -245,54 +262,26 @@ _shadows: weakref.WeakKeyDictionary[torch.nn.Module, Shadow] = (
 )
 
 
-def shadow_of(live: torch.nn.Module, vllm_config: Any, device: torch.device) -> Shadow:
-    """The shadow of `live`, built at the first call."""
+def shadow_of(
+    live: torch.nn.Module,
+    vllm_config: Any,
+    device: torch.device,
+    draft: torch.nn.Module | None = None,
+) -> Shadow:
+    """The shadow of `live` and its drafter, built at the first call."""
     if live not in _shadows:
-        _shadows[live] = Shadow(live, vllm_config, device)
+        root = live if draft is None else Tandem(live, draft)
+        _shadows[live] = Shadow(root, vllm_config, device)
     return _shadows[live]
 
 
 def _build(
     live: torch.nn.Module, vllm_config: Any, device: torch.device
 ) -> torch.nn.Module:
-    # The layers of a model enter themselves in the compilation config when they
-    # are built, and refuse a second layer of the same name; the shadow gets a
-    # copy with empty registers.
-    config = copy.copy(vllm_config)
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    config.compilation_config.static_all_moe_layers = []
-    config.compilation_config.mode = upstream.CompilationMode.NONE
-    with (
-        upstream.set_current_vllm_config(config),
-        upstream.set_default_torch_dtype(vllm_config.model_config.dtype),
-        device,
-    ):
-        module: torch.nn.Module = upstream.initialize_model(config)
-        _part(module, live)
-    return module.eval()
-
-
-def _part(module: torch.nn.Module, live: torch.nn.Module) -> None:
-    """Let `module` share no layer with `live`.
-
-    Upstream caches rotary embeddings by their parameters, and a reload of one
-    tree would take the buffers of the other's. They hold nothing of a version,
-    and this tree never runs, so an empty layer stands in for them.
-    """
-    shared = {id(layer) for layer in live.modules()}
-    hollow: dict[int, torch.nn.Module] = {}
-
-    def stand_in(layer: torch.nn.Module) -> torch.nn.Module:
-        if next(layer.parameters(), None) is not None:
-            raise RuntimeError(f"a {type(layer).__name__} is shared between two copies")
-        if id(layer) not in hollow:
-            hollow[id(layer)] = torch.nn.Module()
-            for name, child in layer.named_children():
-                hollow[id(layer)].add_module(name, stand_in(child))
-        return hollow[id(layer)]
-
-    for layer in list(module.modules()):
-        for name, child in layer._modules.items():
-            if child is not None and id(child) in shared:
-                layer._modules[name] = stand_in(child)
+    built = [
+        blueprint_of(tree, vllm_config).build(tree, device) for tree in trees(live)
+    ]
+    if not isinstance(live, Tandem):
+        return built[0]
+    share(live, *built)
+    return Tandem(*built).eval()

@@ -96,6 +96,7 @@ class Stager:
             "reason": self.shadow.reason,
             "bytes": self.shadow.nbytes,
             "is_reversible": self.shadow.is_reversible,
+            "has_drafter": self.shadow.has_drafter,
         }
 
     def order(self, serial: int, order: str, payload: Any) -> None:

@@ -24,15 +24,24 @@ PACKED = "cpu_linear"
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
 
+WITH_WEIGHTS = ("draft_model", "eagle", "eagle3")
+"""Drafters that are a second tree beside their model's; see tandem.py."""
+
 
 def config_obstacle(vllm_config: Any) -> str | None:
     """What in an engine's configuration rules an exchange out; None if nothing."""
     drafting = vllm_config.speculative_config
-    if drafting is not None and drafting.method not in WITHOUT_WEIGHTS:
+    if drafting is not None and drafting.method not in WITHOUT_WEIGHTS + WITH_WEIGHTS:
         return (
-            f"a drafter with weights is configured (--speculative-config, method "
-            f"{drafting.method!r})"
+            "a drafter with weights is configured, of a kind that has not been "
+            f"exchanged yet (--speculative-config, method {drafting.method!r})"
         )
+    draft_config = getattr(drafting, "draft_model_config", None)
+    if draft_config is not None and draft_config.quantization is not None:
+        return f"the drafter is quantised ({draft_config.quantization})"
+    if drafting is not None and drafting.method in WITH_WEIGHTS:
+        if vllm_config.model_config.enable_sleep_mode:
+            return "sleep mode is enabled together with a drafter with weights"
     if vllm_config.parallel_config.enable_eplb:
         return "expert load balancing is enabled (--enable-eplb)"
     model_config = vllm_config.model_config

@@ -3,7 +3,8 @@
 `update_info` is `{"path": …}`, a safetensors file or a directory of them (with or
 without an index), or `{"shm": …}`, the name of a safetensors file in POSIX
 shared memory (`/dev/shm`), which is how a trainer on the same host hands a
-version over without touching a disk. Selected with
+version over without touching a disk. With `"draft": true` beside it, the tensors are
+the drafter's, as its own checkpoint calls them. Selected with
 `--weight-transfer-config '{"backend": "local"}'`; `/update_weights_from_disk`
 works without that.
 """
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed
+from vllm.inflight.update import drafters
 from vllm.inflight.wire.engine import StagedEngine
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -37,6 +39,7 @@ class LocalUpdateInfo(upstream.WeightTransferUpdateInfo):
 
     path: str | None = None
     shm: str | None = None
+    draft: bool = False
 
     def files(self) -> list[Path]:
         """The safetensors files named, in a fixed order; raises `Malformed`."""
@@ -60,14 +63,21 @@ class LocalEngine(StagedEngine):
         """Nothing to connect to."""
 
     def folder_of(self, update_info: LocalUpdateInfo) -> Path | None:
-        """That of several files; beside a single one anything may lie."""
+        """That of several files; beside a single one anything may lie.
+
+        None for a drafter: what it is of decides no token.
+        """
+        if update_info.draft:
+            return None
         path = None if update_info.path is None else Path(update_info.path)
         return path if path is not None and path.is_dir() else None
 
     def receive_weights(self, update_info: LocalUpdateInfo) -> None:
         """Load every tensor of the files named."""
-        files = update_info.files()
-        self.model.load_weights(read_files(files))
+        pairs = read_files(update_info.files())
+        if update_info.draft:
+            pairs = ((drafters(name), tensor) for name, tensor in pairs)
+        self.model.load_weights(pairs)
 
     def shutdown(self) -> None:
         """Nothing to close."""

@@ -1,0 +1,115 @@
+"""Drafters and adapters replaced under CUDA graphs; needs one GPU."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+
+from tests.engine.adapters import RANK, make_adapter
+from tests.engine.drafted import drafted
+from tests.engine.test_adapter_loads import again, of_a_larger_model
+from tests.engine.test_adapters import adapted, said
+from tests.tiny_drafters import METHODS, drafting, make_drafter
+from vllm.inflight.errors import EngineFault
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+SHAPE = {"family": "llama", "hidden": 256}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def drafter(
+    request: pytest.FixtureRequest, old: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Path]:
+    root = tmp_path_factory.mktemp(request.param)
+    folders = {n: make_drafter(root / f"{n}", n, old, request.param) for n in (5, 6)}
+
+    def folder(seed: int) -> Path:
+        return folders[seed]
+
+    folder.method = request.param  # type: ignore[attr-defined]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def begin(
+    start: Callable[..., Any], drafter: Callable[[int], Path]
+) -> Callable[..., Any]:
+    def engine(folder: Path, seed: int, **options: Any) -> Any:
+        config = drafting(drafter.method, drafter(seed))  # type: ignore[attr-defined]
+        return start(folder, speculative_config=config, enforce_eager=False, **options)
+
+    return engine
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+def test_model_and_drafter_equal_a_fresh_engines(
+    begin: Callable[..., Any],
+    drafter: Callable[[int], Path],
+    old: Path,
+    new: Path,
+    staging: str,
+) -> None:
+    fresh = {
+        (path, seed): drafted(begin(path, seed))
+        for path in (old, new)
+        for seed in (5, 6)
+    }
+    options = {"additional_config": {"inflight": {"staging": staging}}}
+    llm = begin(old, 5, **options)
+    served = old, 5
+    assert drafted(llm) == fresh[served]
+    for path, draft in ((new, None), (None, 6), (old, 5), (new, 6), (None, 5)):
+        llm.update_weights_from_disk(
+            path and str(path), "next", draft_path=draft and str(drafter(draft))
+        )
+        before, served = served, (path or served[0], draft or served[1])
+        assert drafted(llm) == fresh[served]
+        if staging == "device":
+            llm.rollback_weights()
+            assert drafted(llm) == fresh[before]
+            llm.update_weights_from_disk(
+                path and str(path), "again", draft_path=draft and str(drafter(draft))
+            )
+            assert drafted(llm) == fresh[served]
+
+
+# ------------------------------------------------------------------ adapters
+@pytest.fixture(scope="module")
+def adapters(start: Callable[..., Any], old: Path) -> Iterator[Any]:
+    yield start(
+        old,
+        enforce_eager=False,
+        enable_lora=True,
+        max_lora_rank=RANK,
+        max_loras=4,
+    )
+
+
+def test_an_adapter_is_replaced_or_stays_under_updates_of_the_base(
+    adapters: Any, old: Path, new: Path, tmp_path: Path
+) -> None:
+    llm, adapter = adapters, make_adapter(old, tmp_path)
+    first = said(llm, adapter)
+    llm.update_weights_from_disk(str(new), "new")
+    other = said(llm, adapter)
+    assert other[1] not in (first[1], other[0])
+    llm.rollback_weights()
+    assert said(llm, adapter) == first
+    make_adapter(old, tmp_path, seed=1)
+    again(llm, adapter)
+    second = adapted(llm, adapter)
+    assert second != first[1]
+    of_a_larger_model(Path(adapter.lora_path))
+    with pytest.raises(EngineFault, match="no rank has it"):
+        again(llm, adapter)
+    assert adapted(llm, adapter) == second
+    make_adapter(old, tmp_path)
+    again(llm, LoRARequest(adapter.lora_name, 1, adapter.lora_path))
+    assert said(llm, adapter) == first

@@ -1,0 +1,117 @@
+"""Loading an adapter on two ranks: both take it, or neither does."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.inflight.commit import adapter
+from vllm.inflight.engine.adapters import load_everywhere
+from vllm.inflight.errors import EngineFault, Malformed
+from vllm.inflight.patch.worker import inflight_adapter
+
+
+class Registry:
+    """What of upstream's registry a proposal needs."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, str] = {}
+
+    def get_adapter(self, number: int) -> str | None:
+        return self.loaded.get(number)
+
+
+class Manager:
+    """A rank's adapters; reads what `files` says, and cannot take `unfit`."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self.files = files
+        self.unfit = ""
+        self._adapter_manager = Registry()
+
+    def list_adapters(self) -> set[int]:
+        return set(self._adapter_manager.loaded)
+
+    def _load_adapter(self, request: Any) -> str:
+        return self.files[request.lora_path]
+
+    def add_adapter(self, request: Any) -> bool:
+        read = self._load_adapter(request)
+        self._adapter_manager.loaded.pop(request.lora_int_id, None)
+        if read == self.unfit:
+            raise ValueError("it does not fit")
+        self._adapter_manager.loaded[request.lora_int_id] = read
+        return True
+
+    def remove_adapter(self, number: int) -> bool:
+        return self._adapter_manager.loaded.pop(number, None) is not None
+
+
+class Ranks:
+    """Two ranks, as an executor reaches them; an RPC of theirs must not raise."""
+
+    def __init__(self) -> None:
+        self.managers = [Manager({"a": "A", "b": "B"}) for _ in range(2)]
+        self.workers = [
+            SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+            for manager in self.managers
+        ]
+
+    def collective_rpc(self, method: str, args: Any) -> list[dict[str, Any]]:
+        assert method == "inflight_adapter"
+        return [inflight_adapter(worker, *args) for worker in self.workers]
+
+    @property
+    def served(self) -> list[dict[int, str]]:
+        return [manager._adapter_manager.loaded for manager in self.managers]
+
+
+def request(path: str, *, load_inplace: bool = True) -> Any:
+    return SimpleNamespace(
+        lora_name="name", lora_int_id=1, lora_path=path, load_inplace=load_inplace
+    )
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    ranks = Ranks()
+    assert load_everywhere(ranks, request("a"))
+    assert ranks.served == [{1: "A"}, {1: "A"}]
+    return ranks
+
+
+def test_both_take_what_both_have_read(ranks):
+    assert load_everywhere(ranks, request("b"))
+    assert ranks.served == [{1: "B"}, {1: "B"}]
+
+
+def test_what_one_cannot_read_neither_takes(ranks):
+    del ranks.managers[1].files["b"]
+    with pytest.raises(Malformed, match=r"'name' cannot be loaded.*KeyError"):
+        load_everywhere(ranks, request("b"))
+    assert ranks.served == [{1: "A"}, {1: "A"}]
+
+
+def test_what_one_cannot_take_the_other_puts_back(ranks):
+    ranks.managers[1].unfit = "B"
+    with pytest.raises(EngineFault, match=r"no rank.*it does not fit"):
+        load_everywhere(ranks, request("b"))
+    assert ranks.served == [{1: "A"}, {1: "A"}]
+
+
+def test_what_was_on_no_rank_before_is_on_none_after_a_failure():
+    ranks = Ranks()
+    ranks.managers[1].unfit = "B"
+    with pytest.raises(EngineFault):
+        load_everywhere(ranks, request("b"))
+    assert ranks.served == [{}, {}]
+
+
+def test_what_is_loaded_is_not_read_again_unless_it_is_asked_for(ranks):
+    for manager in ranks.managers:
+        manager.files.clear()
+    assert not load_everywhere(ranks, request("a", load_inplace=False))
+
+
+def test_nothing_is_kept_of_a_proposal(ranks):
+    assert not adapter.step(ranks.workers[0], "take", request("a"))

@@ -1,0 +1,35 @@
+"""Stamps and spans that tell which load of an adapter sampled a token."""
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.outputs import WeightVersionSpan
+
+from vllm.inflight.engine.stamp import Stamp
+from vllm.inflight.outputs.spans import as_dicts, decoded
+
+
+@given(st.text(), st.integers(min_value=0))
+def test_loads_travel_in_a_stamp(label: str, epoch: int):
+    loads = ((label, epoch, 3), ("[", 2, 1))
+    stamped = Stamp(label, epoch, loads)
+    assert Stamp.decode(stamped.encode()) == stamped
+    assert [stamped.load_of("[", number) for number in (1, 2)] == [0, 1]
+
+
+def test_a_load_of_an_adapter_begins_a_span_for_its_requests_only():
+    steps = [Stamp("a", 1), Stamp("a", 1, (("x", 1, 1),)), Stamp("b", 2)]
+    spans = [
+        WeightVersionSpan(stamp.encode(), start, start + 1)
+        for start, stamp in enumerate(steps)
+    ]
+    adapter = SimpleNamespace(lora_name="x", lora_int_id=1)
+    other = SimpleNamespace(lora_name="y", lora_int_id=1)
+    loads = [(s.start, s.end, s.adapter_load) for s in decoded(spans, adapter)]
+    assert loads == [(0, 1, 0), (1, 2, 1), (2, 3, 0)]
+    assert [(s.start, s.end) for s in decoded(spans, other)] == [(0, 2), (2, 3)]
+    assert as_dicts(decoded(spans)) == [
+        {"version": "a", "epoch": 1, "start": 0, "end": 2},
+        {"version": "b", "epoch": 2, "start": 2, "end": 3},
+    ]

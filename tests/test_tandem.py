@@ -1,0 +1,128 @@
+"""A drafter beside its model on a GPU: twins in two arenas, on the host's memory."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.second_set import Model, Sets, shows, version
+from vllm.inflight.commit.flip import flip_all
+from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.plan import Plan
+from vllm.inflight.stage.stager import Stager
+from vllm.inflight.stage.swappable import difference
+from vllm.inflight.stage.tandem import Tandem, share
+from vllm.inflight.stage.twins import put_twins
+from vllm.inflight.update import drafters
+
+
+class Tandems(Sets):
+    """A model and its drafter, each in its arena; they share embedding and head."""
+
+    def __init__(self, arenas: list[Arena]) -> None:
+        models = []
+        for arena in arenas:
+            models.append(Model(arena.empty))
+            models[-1].load_weights(version(0).items())
+            arena.consolidate()
+            arena.pair()
+        self.target, self.draft = models
+        self.draft.embed, self.draft.head = self.target.embed, self.target.head
+        self.live = Tandem(self.target, self.draft)
+        with torch.device("meta"):
+            second = [Model(torch.empty), Model(torch.empty)]
+        share(self.live, *second)
+        self.second = Tandem(*second)
+        put_twins(
+            self.live,
+            self.second,
+            lambda t: next(a for a in arenas if a.contains(t)).twin(t),
+        )
+        self.arena: Any = SimpleNamespace(
+            settle=lambda: [arena.settle() for arena in arenas]
+        )
+        self.shadow = SimpleNamespace(
+            live=self.live,
+            module=self.second,
+            device=torch.device("cpu"),
+            required={n: p.shape for n, p in self.second.named_parameters()},
+            known_names=dict,
+            asks_loader=True,
+            spares=(),
+            is_reversible=True,
+            plan=(plan := Plan()),
+            place=plan.place,
+            behind=set(),
+            tables={},
+            views={},
+        )
+        worker: Any = SimpleNamespace(device=self.shadow.device)
+        self.stager = Stager(worker, self.shadow, lambda _: lambda: flip_all(arenas))
+
+    def shows(self, model: int, draft: int) -> bool:
+        """Whether they hold these versions; what is shared is the model's."""
+        shared = {"embed.weight": version(model)["embed.weight"]}
+        return shows(self.target, version(model)) and shows(
+            self.draft, version(draft) | shared
+        )
+
+
+def of_draft(seed: int) -> dict[str, torch.Tensor]:
+    return {drafters(name): tensor for name, tensor in version(seed).items()}
+
+
+@pytest.fixture
+def arenas() -> Iterator[list[Arena]]:
+    device = torch.device("cpu")
+    with Arena.open(device, 1 << 26) as one, Arena.open(device, 1 << 26) as other:
+        yield [one, other]
+
+
+def test_the_second_pair_shares_what_the_live_one_does(arenas):
+    sets = Tandems(arenas)
+    assert difference(sets.live, sets.second) is None
+    assert sets.shadow.required.keys() == {
+        "embed.weight", "attention.qkv", "norm", "draft.attention.qkv", "draft.norm",
+    }  # fmt: skip
+    assert sets.second.draft.embed.weight is sets.second.target.embed.weight
+
+
+def test_both_or_either_change_at_the_flip(arenas):
+    sets = Tandems(arenas)
+    for weights, subset, before, after in (
+        (version(1) | of_draft(2), (), (0, 0), (1, 2)),
+        (version(3), (), (1, 2), (3, 2)),
+        (of_draft(4), ("draft.*",), (3, 2), (3, 4)),
+        (version(5) | of_draft(6), (), (3, 4), (5, 6)),
+    ):
+        sets.stage(weights.items(), subset)
+        assert sets.shows(*before)
+        sets.stager.flip()
+        assert sets.shows(*after)
+        sets.stager.flip()
+        assert sets.shows(*before)
+        sets.stager.flip()
+
+
+def test_half_a_drafter_is_refused_and_neither_is_touched(arenas):
+    sets = Tandems(arenas)
+    half = of_draft(2)
+    del half["draft.attention.k"]
+    with pytest.raises(WeightsMismatch, match=r"missing: draft\.attention"):
+        sets.stage((version(1) | half).items())
+    assert sets.shows(0, 0)
+
+
+def test_an_arena_that_cannot_flip_takes_the_others_back(arenas):
+    sets = Tandems(arenas)
+    sets.stage(version(1).items())
+    with Arena.open(torch.device("cpu"), 1 << 26) as unpaired:
+        unpaired.empty((4,))
+        with pytest.raises(RuntimeError, match="must be paired"):
+            flip_all([*arenas, unpaired])
+    assert sets.shows(0, 0)
+    sets.stager.flip()
+    assert sets.shows(1, 0)

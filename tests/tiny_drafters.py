@@ -1,0 +1,71 @@
+"""Tiny drafters for the models of tests/tiny.py, in the forms that vLLM reads."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.tiny import make_checkpoint
+
+NUM_DRAFTS = 2
+METHODS = ("draft_model", "eagle", "eagle3")
+
+
+def drafting(method: str, folder: Path) -> dict[str, object]:
+    """`speculative_config` of an engine."""
+    return {
+        "method": method,
+        "model": str(folder),
+        "num_speculative_tokens": NUM_DRAFTS,
+    }
+
+
+def make_drafter(folder: Path, seed: int, model: Path, method: str) -> Path:
+    """Write a random drafter for the Llama model at `model` into `folder`.
+
+    An `eagle` head has neither an embedding nor a head of its own, one of `eagle3` has
+    a head; vLLM then shares the model's. A `draft_model` has both.
+    """
+    config = json.loads((model / "config.json").read_text())
+    hidden, size = config["hidden_size"], config["intermediate_size"]
+    if method == "draft_model":
+        return make_checkpoint(
+            folder, seed, family="llama", layers=1, hidden=hidden,
+            vocab=config["vocab_size"],
+        )  # fmt: skip
+    random = torch.Generator().manual_seed(seed)
+    width = {"eagle": hidden, "eagle3": 2 * hidden}[method]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    kv_heads = config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (heads, width),
+        "self_attn.k_proj": (kv_heads, width),
+        "self_attn.v_proj": (kv_heads, width),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (size, hidden),
+        "mlp.up_proj": (size, hidden),
+        "mlp.down_proj": (hidden, size),
+        "post_attention_layernorm": (hidden,),
+    }
+    if method == "eagle":
+        shapes = {f"layers.0.{name}": shape for name, shape in shapes.items()}
+        shapes["fc"] = (hidden, 2 * hidden)
+    else:
+        shapes |= {"hidden_norm": (hidden,), "input_layernorm": (hidden,)}
+        shapes = {f"midlayer.{name}": shape for name, shape in shapes.items()}
+        shapes |= {"norm": (hidden,), "fc": (hidden, 2 * hidden)}
+        shapes["lm_head"] = (config["vocab_size"], hidden)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{name}.weight": (0.3 * torch.randn(shape, generator=random)).bfloat16()
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    kind = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}[method]
+    config |= {"architectures": [kind], "num_hidden_layers": 1}
+    if method == "eagle3":  # it sees what comes into each of the model's two layers
+        config["eagle_aux_hidden_state_layer_ids"] = [0, 1]
+        config["num_aux_hidden_states"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

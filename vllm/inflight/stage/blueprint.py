@@ -1,0 +1,87 @@
+"""The blueprint of a model: what upstream's loader built it from.
+
+A model is built a second time from the same: a drafter has a configuration and a
+prefix of its own. Written down when a loader returns the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm.inflight import upstream
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """The arguments of the loader."""
+
+    vllm_config: Any
+    model_config: Any
+    prefix: str = ""
+
+    def build(self, live: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+        """A second tree of `live`, with which it shares no layer."""
+        # The layers of a model enter themselves in the compilation config when they
+        # are built, and refuse a second layer of the same name; the shadow gets a
+        # copy with empty registers.
+        config = copy.copy(self.vllm_config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        config.compilation_config.static_forward_context = {}
+        config.compilation_config.static_all_moe_layers = []
+        config.compilation_config.mode = upstream.CompilationMode.NONE
+        with (
+            upstream.set_current_vllm_config(config),
+            upstream.set_default_torch_dtype(self.model_config.dtype),
+            device,
+        ):
+            module: torch.nn.Module = upstream.initialize_model(
+                config, model_config=self.model_config, prefix=self.prefix
+            )
+            _part(module, live)
+        return module.eval()
+
+
+_blueprints: weakref.WeakKeyDictionary[torch.nn.Module, Blueprint] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def note(model: torch.nn.Module, blueprint: Blueprint) -> None:
+    """Write down what `model` was built from."""
+    _blueprints[model] = blueprint
+
+
+def blueprint_of(model: torch.nn.Module, vllm_config: Any) -> Blueprint:
+    """What `model` was built from; by default, what its engine is configured with."""
+    default = Blueprint(vllm_config, vllm_config.model_config)
+    return _blueprints.get(model, default)
+
+
+def _part(module: torch.nn.Module, live: torch.nn.Module) -> None:
+    """Let `module` share no layer with `live`.
+
+    Upstream caches rotary embeddings by their parameters, and a reload of one
+    tree would take the buffers of the other's. They hold nothing of a version,
+    and this tree never runs, so an empty layer stands in for them.
+    """
+    shared = {id(layer) for layer in live.modules()}
+    hollow: dict[int, torch.nn.Module] = {}
+
+    def stand_in(layer: torch.nn.Module) -> torch.nn.Module:
+        if next(layer.parameters(), None) is not None:
+            raise RuntimeError(f"a {type(layer).__name__} is shared between two copies")
+        if id(layer) not in hollow:
+            hollow[id(layer)] = torch.nn.Module()
+            for name, child in layer.named_children():
+                hollow[id(layer)].add_module(name, stand_in(child))
+        return hollow[id(layer)]
+
+    for layer in list(module.modules()):
+        for name, child in layer._modules.items():
+            if child is not None and id(child) in shared:
+                layer._modules[name] = stand_in(child)

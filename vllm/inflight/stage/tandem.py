@@ -1,0 +1,96 @@
+"""A model and its drafter as one tree, so that they are staged and flipped as one.
+
+The layers of the model keep their names, those of the drafter are under `draft.`, as in
+upstream's sleep mode; so are the tensors that come for it. A layer that the drafter
+shares with its model (an embedding, a head) is the model's: it has the model's name,
+and what comes for it with a drafter is passed over, since the model may have moved on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.stage.layers import layers
+from vllm.inflight.update import DRAFT
+
+Pair = tuple[str, torch.Tensor]
+
+
+class Tandem(torch.nn.Module):
+    """The root of such a tree; it is walked and loaded into, and never run.
+
+    Attributes:
+        target: the model.
+        draft: its drafter.
+        is_drafting: whether the drafter's loader is at work at this moment.
+
+    """
+
+    target: torch.nn.Module
+    draft: torch.nn.Module
+
+    def __init__(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
+        super().__init__()
+        # Not through __setattr__: the model is to be this root, and not below it.
+        vars(self)["target"] = target
+        self._parameters, self._buffers = target._parameters, target._buffers
+        self._non_persistent_buffers_set = target._non_persistent_buffers_set
+        self._modules = {**target._modules, DRAFT.removesuffix("."): draft}
+        self.is_drafting = False
+        self.packed_modules_mapping = {
+            name: shards
+            for model in (draft, target)
+            for name, shards in getattr(model, "packed_modules_mapping", {}).items()
+        }
+
+    def load_weights(self, weights: Iterable[Pair]) -> Any:
+        """Give each its own, in the order in which they come."""
+        return self.target.load_weights(self._of_target(weights))  # type: ignore[operator]
+
+    def _of_target(self, weights: Iterable[Pair]) -> Iterator[Pair]:
+        for name, tensor in weights:
+            if name.startswith(DRAFT):
+                self._draft(name.removeprefix(DRAFT), tensor)
+            else:
+                yield name, tensor
+            del tensor  # a transport uses memory again that nobody looks into
+
+    def _draft(self, name: str, tensor: torch.Tensor) -> None:
+        # One by one: loaders of drafters collect what they are given before they load.
+        self.is_drafting = True
+        try:
+            self.draft.load_weights([(name, tensor)])  # type: ignore[operator]
+        finally:
+            self.is_drafting = False
+
+
+def trees(root: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """The models that a tree consists of: one, or a model and its drafter."""
+    return (root.target, root.draft) if isinstance(root, Tandem) else (root,)
+
+
+def share(live: Tandem, target: torch.nn.Module, draft: torch.nn.Module) -> None:
+    """Let a second drafter share with a second model what the live ones share."""
+    own = {id(layer): name for name, layer in layers(live.target)}
+
+    def walk(layer: torch.nn.Module, second: torch.nn.Module) -> None:
+        for key, child in layer._modules.items():
+            while isinstance(child, upstream.BaseLayerWithLoRA):
+                child = child.base_layer
+            if child is None:
+                continue
+            name, built = own.get(id(child)), second._modules.get(key)
+            if name is not None:
+                second._modules[key] = target.get_submodule(name)
+            elif built is not None:
+                walk(child, built)
+        # In the same order: the two trees are walked side by side.
+        built_of = second._modules
+        order = [key for key in layer._modules if key in built_of]
+        second._modules = {key: built_of[key] for key in order} | built_of
+
+    walk(live.draft, draft)
