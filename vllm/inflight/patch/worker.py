@@ -50,12 +50,30 @@ def _load_into_arena(original: Any) -> Any:
 
 def _load_straight(original: Any) -> Any:
     def reload(*args: Any, **kwargs: Any) -> None:
+        from vllm.inflight.stage.quantised import quantised_layers
         from vllm.inflight.stage.twins import is_twinned
 
-        if not is_twinned(args[0] if args else kwargs["model"]):
-            original(*args, **kwargs)
+        model, *rest = args or (kwargs.pop("model"),)
+        for part in quantised_layers(model) if is_twinned(model) else (model,):
+            original(part, *rest, **kwargs)
 
     return reload
+
+
+def _own_scales(original: Any) -> Any:
+    def create(
+        weight: Any, weight_scales: Any, output_type: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from vllm.inflight.stage.quantised import staged_dtype
+
+        # It reads them by address: they must not be a parameter, which changes hands.
+        scales = weight_scales.clone()
+        dtype = staged_dtype.get() or output_type
+        handler = original(weight, scales, dtype, *args, **kwargs)
+        handler.scales = scales
+        return handler
+
+    return create
 
 
 def _load_with_shadow(original: Any) -> Any:
@@ -222,6 +240,20 @@ PATCHES = [
         why="the other half of that",
         remove_when="upstream's transports leave the reload to their caller",
         around=_load_straight,
+    ),
+    Patch(
+        target="vllm._custom_ops:create_onednn_scaled_mm",
+        expects=(
+            "weight",
+            "weight_scales",
+            "output_type",
+            "dynamic_quant",
+            "use_azp",
+            "primitive_cache_size",
+        ),
+        why="a packed int8 weight keeps its scales, and a staged one its model's dtype",
+        remove_when="upstream's handler owns its scales, and is told the layer's dtype",
+        around=_own_scales,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.load_model",

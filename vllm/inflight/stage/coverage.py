@@ -16,6 +16,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage.plan import Entry, View, Writes
+from vllm.inflight.stage.quantised import is_quantised
 
 
 @dataclass(slots=True)
@@ -96,7 +97,9 @@ class Coverage:
                 loader = getattr(tensor, "weight_loader", None)
                 self._watching.append((tensor, loader))
                 tensor.weight_loader = self._watched(
-                    name, loader or upstream.default_weight_loader
+                    name,
+                    loader or upstream.default_weight_loader,
+                    is_replayable=not is_quantised(layer),
                 )
 
     def unwatch(self) -> None:
@@ -110,12 +113,16 @@ class Coverage:
                 tensor.weight_loader = loader
         self._watching.clear()
 
-    def _watched(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(
+        self, name: str, loader: Callable[..., Any], *, is_replayable: bool
+    ) -> Callable[..., Any]:
         fill = self.fills[name]
 
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:
             param = args[0] if args else kwargs["param"]
             self.begin(name)
+            if self.entry is not None and not is_replayable:
+                self.entry.is_whole = False  # it is processed in memory of its own
             with Writes(name, param, self.handed, self.entry) as writes:
                 result = loader(*args, **kwargs)
             self.num_loads += 1

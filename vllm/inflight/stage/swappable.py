@@ -15,7 +15,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.stage import experts
+from vllm.inflight.stage import experts, quantised
 from vllm.inflight.stage.layers import layers
 
 PACKED = "cpu_linear"
@@ -37,8 +37,6 @@ def config_obstacle(vllm_config: Any) -> str | None:
         return "expert load balancing is enabled (--enable-eplb)"
     if vllm_config.model_config.enable_sleep_mode:
         return "sleep mode is enabled (--enable-sleep-mode)"
-    if vllm_config.model_config.quantization is not None:
-        return f"the model is quantised ({vllm_config.model_config.quantization})"
     device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         return f"weights are staged on CPU and CUDA, and the device is {device}"
@@ -53,14 +51,25 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
         return reason
     for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)
+        if quantised.is_processed(layer):
+            if vllm_config.lora_config is not None:
+                return f"layer {name} is quantised, and adapters are (--enable-lora)"
+            cache = vllm_config.cache_config.cache_dtype
+            if quantised.has_cache_scales(layer) and upstream.is_quantized_kv_cache(
+                cache
+            ):
+                return (
+                    f"layer {name} scales a KV cache of {cache} with numbers of its "
+                    "checkpoint, and graphs are compiled with them"
+                )
         if experts.is_experts(method):
             if (reason := experts.obstacle(method)) is not None:
                 return f"layer {name} {reason}"
-        elif method is not None and type(method) not in (
-            upstream.UnquantizedLinearMethod,
-            upstream.UnquantizedEmbeddingMethod,
+        elif (
+            quantised.is_quantised(layer)
+            and (reason := quantised.obstacle(layer)) is not None
         ):
-            return f"layer {name} packs its weights with {type(method).__name__}"
+            return f"layer {name} {reason}"
         for key in layer._buffers.keys() - layer._non_persistent_buffers_set:
             if _holds_tensor(layer._buffers[key]):
                 return f"layer {name} loads the buffer {key!r}"
@@ -80,6 +89,12 @@ def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
         odd = sorted(set(names) ^ set(others))
         return f"a second copy of the model differs in the layers {odd[:4]}"
     for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
+        if quantised.is_quantised(a):
+            if (reason := quantised.difference(a, b)) is not None:
+                return f"layer {name}: {reason}"
+            continue
+        if quantised.has_cache_scales(a):
+            continue
         if a._parameters.keys() != b._parameters.keys():
             odd = sorted(a._parameters.keys() ^ b._parameters.keys())
             return f"layer {name} gains or loses the parameters {odd} after loading"
