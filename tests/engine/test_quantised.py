@@ -92,7 +92,7 @@ def test_scales_of_activations_and_kernels_that_were_not_tried_are_refused_by_na
     with pytest.raises(StagingUnavailable, match=f"{layer} has scales of activations"):
         llm.update_weights_from_disk(str(static))
     pair = "CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"
-    monkeypatch.delitem(PROVED, pair)
+    monkeypatch.setitem(PROVED, "cpu", PROVED["cpu"] - {pair})
     llm = start(folder(0, "fp8-channel"))
     with pytest.raises(StagingUnavailable, match=f"{layer} quantises .* {pair[1]}"):
         llm.update_weights_from_disk(str(folder(1, "fp8-channel")))
@@ -130,21 +130,23 @@ def test_scales_of_a_cache_that_is_not_quantised_are_without_effect(
 
 
 @pytest.mark.parametrize(
-    ("cache", "adapters", "reason"),
+    ("cache", "adapters", "ranks", "reason"),
     [
-        ("fp8", None, r"layer 1 scales a KV cache of fp8"),
-        ("auto", SimpleNamespace(), r"layer 1 is quantised, and adapters"),
-        ("auto", None, None),
+        ("fp8", None, 1, r"layer 1 scales a KV cache of fp8"),
+        ("auto", SimpleNamespace(), 1, r"layer 1 is quantised, and adapters"),
+        ("auto", None, 2, r"layer 1 is quantised, and there are several ranks"),
+        ("auto", None, 1, None),
     ],
 )
 def test_what_a_quantised_model_cannot_be_served_with_is_named(
-    cache: str, adapters: Any, reason: str | None
+    cache: str, adapters: Any, ranks: int, reason: str | None
 ) -> None:
     attention = torch.nn.Module()
     attention.quant_method = upstream.BaseKVCacheMethod(None)
     model = torch.nn.Sequential(torch.nn.Identity(), attention)
     config = CONFIG | {
         "lora_config": adapters,
+        "parallel_config": SimpleNamespace(enable_eplb=False, world_size=ranks),
         "cache_config": SimpleNamespace(cache_dtype=cache),
     }
     found = swappable.obstacle(model, SimpleNamespace(**config))

@@ -20,20 +20,29 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.stage import experts
 from vllm.inflight.stage.layers import layers
 
-PROVED: dict[tuple[str, str], tuple[str, ...]] = {
-    ("CompressedTensorsW8A8Int8", "CPUInt8ScaledMMLinearKernel"): ("dnnl_handler",),
-    ("CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"): (),
-    ("Fp8PtpcOnlineLinearMethod", "ChannelWiseTorchFP8ScaledMMLinearKernel"): (),
+PROVED: dict[str, set[tuple[str, str]]] = {
+    "cpu": {
+        ("CompressedTensorsW8A8Int8", "CPUInt8ScaledMMLinearKernel"),
+        ("CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
+        ("Fp8PtpcOnlineLinearMethod", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
+    },
+    "cuda": set(),
 }
-"""(scheme, kernel) → attributes in which the kernel keeps a part of a version."""
+"""Device → the schemes and their kernels that were seen to equal a fresh engine."""
+
+KEPT = {"CPUInt8ScaledMMLinearKernel": ("dnnl_handler",)}
+"""Kernel → attributes in which it keeps a part of a version; on a CPU only, where the
+two sets exchange objects and not pages."""
 
 KERNELS = "kernel", "fp8_linear"
 """Where a scheme keeps its kernel."""
 
 SCALARS = bool, int, float, str, torch.dtype
+"""Types of what a compiled graph takes for a constant."""
 
 staged_dtype: ContextVar[torch.dtype | None] = ContextVar("staged_dtype", default=None)
 """The dtype of the model that this thread stages, in place of torch's default: that is
@@ -68,30 +77,24 @@ def quantised_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer for _, layer in layers(model) if is_quantised(layer)]
 
 
-def obstacle(layer: Any) -> str | None:
-    """Why a quantised layer cannot be exchanged; None if it can."""
+def obstacle(layer: Any, device: str) -> str | None:
+    """Why a quantised layer cannot be exchanged on such a device; None if it can."""
     scheme, kernel = scheme_of(layer), kernel_of(layer)
     pair = type(scheme).__name__, type(kernel).__name__
-    if pair not in PROVED:
+    if pair not in PROVED[device]:
         at = f" and {pair[1]}" if kernel is not None else ""
         return (
             f"quantises its weights with {pair[0]}{at}, which has not been shown to "
-            "equal a fresh engine after an update"
+            f"equal a fresh engine after an update ({device})"
         )
     if getattr(scheme, "is_static_input_scheme", False):
         return f"has scales of activations in its checkpoint ({pair[0]})"
     chosen = getattr(getattr(kernel, "linear_method", None), "__name__", "")
     if chosen == "_apply_weights_sgl":
         return f"packs its weights for AMX ({pair[1]}), which has not been tried"
-    if hasattr(scheme, "uses_meta_device") and layer.tp_size > 1:
-        return (
-            f"is quantised while it is loaded ({pair[0]}), for which ranks agree on "
-            "scales in the group that decodes"
-        )
-    kept = PROVED[pair]
     for owner in {id(o): o for o in (scheme, kernel, layer.quant_method)}.values():
         for name, value in vars(owner).items():
-            if name not in kept and _holds_tensor(value):
+            if name not in KEPT.get(pair[1], ()) and _holds_tensor(value):
                 return f"keeps weights in {type(owner).__name__}.{name}"
     return None
 
@@ -112,8 +115,7 @@ def kept(live: torch.nn.Module, second: torch.nn.Module) -> Iterator[tuple[Any, 
     if not is_quantised(live):
         return
     a, b = kernel_of(live), kernel_of(second)
-    pair = type(scheme_of(live)).__name__, type(a).__name__
-    for name in PROVED[pair]:
+    for name in KEPT.get(type(a).__name__, ()):
         yield a, b, name
 
 
@@ -126,20 +128,38 @@ def difference(live: torch.nn.Module, second: torch.nn.Module) -> str | None:
     return None
 
 
-def baked(live: torch.nn.Module, second: torch.nn.Module) -> list[str]:
-    """Numbers that two versions of a layer differ in.
+def require_same_numbers(
+    live: torch.nn.Module, second: torch.nn.Module, begun: set[str]
+) -> None:
+    """Refuse a version for which a number in Python would have to change.
 
-    Compiled graphs have the live ones in them, and an exchange would not change that.
+    Compiled graphs have the live ones in them, and an exchange would not reach those.
+
+    Args:
+        live: what is served.
+        second: the other tree, loaded.
+        begun: the parameters that were loaded.
+
+    Raises:
+        WeightsMismatch: names the layer and the number.
+
     """
-    return [
-        name
-        for of in (lambda layer: layer, scheme_of, kernel_of)
-        for name, value in vars(of(live)).items()
-        if isinstance(value, SCALARS)
-        and name in (others := vars(of(second)))
-        and others[name] != value
-        and not name.startswith("_already_called")
-    ]
+    paths = {name.rpartition(".")[0] for name in begun}
+    for (path, a), (_, b) in zip(layers(live), layers(second), strict=True):
+        if path not in paths or not is_quantised(a):
+            continue
+        for x, y in (
+            (a, b),
+            (scheme_of(a), scheme_of(b)),
+            (kernel_of(a), kernel_of(b)),
+        ):
+            for name, value in vars(x).items() if x is not None else ():
+                other = vars(y).get(name, value)
+                if isinstance(value, SCALARS) and other != value:
+                    raise WeightsMismatch(
+                        f"with these weights {name} of layer {path} is {other!r}; "
+                        f"graphs are compiled with {value!r}"
+                    )
 
 
 def unused_scales(model: torch.nn.Module) -> tuple[str, ...]:

@@ -49,11 +49,14 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     """Why the weights of `live` cannot be exchanged; None if they can."""
     if (reason := config_obstacle(vllm_config)) is not None:
         return reason
+    device = vllm_config.device_config.device_type
     for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)
         if quantised.is_processed(layer):
             if vllm_config.lora_config is not None:
                 return f"layer {name} is quantised, and adapters are (--enable-lora)"
+            if vllm_config.parallel_config.world_size > 1:
+                return f"layer {name} is quantised, and there are several ranks"
             cache = vllm_config.cache_config.cache_dtype
             if quantised.has_cache_scales(layer) and upstream.is_quantized_kv_cache(
                 cache
@@ -67,7 +70,7 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
                 return f"layer {name} {reason}"
         elif (
             quantised.is_quantised(layer)
-            and (reason := quantised.obstacle(layer)) is not None
+            and (reason := quantised.obstacle(layer, device)) is not None
         ):
             return f"layer {name} {reason}"
         for key in layer._buffers.keys() - layer._non_persistent_buffers_set:
