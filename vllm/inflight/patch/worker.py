@@ -61,15 +61,10 @@ def _load_straight(original: Any) -> Any:
 
 
 def _own_scales(original: Any) -> Any:
-    def create(
-        weight: Any, weight_scales: Any, output_type: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        from vllm.inflight.stage.quantised import staged_dtype
-
+    def create(weight: Any, weight_scales: Any, *args: Any, **kwargs: Any) -> Any:
         # It reads them by address: they must not be a parameter, which changes hands.
         scales = weight_scales.clone()
-        dtype = staged_dtype.get() or output_type
-        handler = original(weight, scales, dtype, *args, **kwargs)
+        handler = original(weight, scales, *args, **kwargs)
         handler.scales = scales
         return handler
 
@@ -251,8 +246,8 @@ PATCHES = [
             "use_azp",
             "primitive_cache_size",
         ),
-        why="a packed int8 weight keeps its scales, and a staged one its model's dtype",
-        remove_when="upstream's handler owns its scales, and is told the layer's dtype",
+        why="a packed int8 weight keeps its scales, whichever set it is in",
+        remove_when="upstream's handler owns its scales",
         around=_own_scales,
     ),
     Patch(

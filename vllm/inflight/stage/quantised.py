@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -43,10 +42,6 @@ KERNELS = "kernel", "fp8_linear"
 
 SCALARS = bool, int, float, str, torch.dtype
 """Types of what a compiled graph takes for a constant."""
-
-staged_dtype: ContextVar[torch.dtype | None] = ContextVar("staged_dtype", default=None)
-"""The dtype of the model that this thread stages, in place of torch's default: that is
-one for all threads, and upstream sets it only while it loads a model itself."""
 
 
 def is_quantised(layer: torch.nn.Module) -> bool:

@@ -19,7 +19,6 @@ from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.drift import drift
 from vllm.inflight.stage.job import Job
-from vllm.inflight.stage.quantised import staged_dtype
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.wire.process_group import GroupsEngine
 
@@ -60,8 +59,7 @@ class Stager:
 
     @contextmanager
     def lane(self) -> Iterator[None]:
-        """The device, the stream and the dtype of the staging thread."""
-        staged_dtype.set(self.shadow.model_config.dtype)
+        """The device and the stream of the staging thread."""
         with torch.device(self.worker.device):
             if self._stream is None:
                 yield
