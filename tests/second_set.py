@@ -159,6 +159,7 @@ class Sets:
             plan=(plan := Plan()),
             place=plan.place,
             behind=set(),
+            quantised=set(),
             tables={},
             views={},
         )

@@ -8,7 +8,7 @@ import pytest
 from vllm.inflight.commit import adapter
 from vllm.inflight.engine.adapters import load_everywhere
 from vllm.inflight.errors import EngineFault, Malformed
-from vllm.inflight.patch.worker import inflight_adapter
+from vllm.inflight.patch.rpc import inflight_adapter
 
 
 class Registry:

@@ -14,6 +14,7 @@ import pytest
 from docs import generate
 from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.errors import BY_CODE
+from vllm.inflight.stage.quantised import PROVED
 from vllm.inflight.update import Phase
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +51,19 @@ def links() -> Iterator[tuple[Path, str]]:
 
 def test_generated_pages_are_up_to_date():
     assert "\n".join(generate.stale()) == "", "run: make docs"
+
+
+def test_the_limits_name_every_quantised_layer_that_is_let_through():
+    rows = [r.split("|") for r in (DOCS / "limits.md").read_text().splitlines()]
+    told = {
+        device: {
+            (row[2].strip(" `"), row[3].strip(" `"))
+            for row in rows
+            if len(row) == 7 and row[column].strip() == "yes"
+        }
+        for device, column in (("cpu", 4), ("cuda", 5))
+    }
+    assert told == PROVED
 
 
 @pytest.mark.parametrize("name, body", snippets("python"))

@@ -13,7 +13,7 @@ from vllm.inflight.errors import (
     StagingUnavailable,
 )
 from vllm.inflight.patch import worker
-from vllm.inflight.patch.worker import inflight_flip
+from vllm.inflight.patch.rpc import inflight_flip
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}

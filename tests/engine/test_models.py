@@ -88,6 +88,7 @@ class Hoarder(torch.nn.Module):
 
 
 CONFIG = {
+    "lora_config": None,
     "speculative_config": None,
     "parallel_config": SimpleNamespace(enable_eplb=False),
     "model_config": SimpleNamespace(enable_sleep_mode=False, quantization=None),

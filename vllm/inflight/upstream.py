@@ -50,6 +50,10 @@ NAMES = {
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:"
         "UnquantizedFusedMoEMethod"
     ),
+    "BaseKVCacheMethod": (
+        "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
+    ),
+    "is_quantized_kv_cache": "vllm.utils.torch_utils:is_quantized_kv_cache",
     "BaseLayerWithLoRA": "vllm.lora.layers:BaseLayerWithLoRA",
     # weight transfer
     "WeightTransferEngine": (

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from vllm.inflight.errors import ArenaTorn
+from vllm.inflight.stage import quantised
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.shadow import Shadow
@@ -50,11 +51,12 @@ class Exchange:
 
     def __init__(self, live: torch.nn.Module, shadow: torch.nn.Module) -> None:
         self._params: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._packed: list[tuple[torch.nn.Module, torch.nn.Module]] = []
+        self._kept: list[tuple[Any, Any, str]] = []
         seen: set[int] = set()
         for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
             if PACKED in vars(a):
-                self._packed.append((a, b))
+                self._kept.append((a, b, PACKED))
+            self._kept += quantised.kept(a, b)
             for key, param in a._parameters.items():
                 twin = b._parameters.get(key)
                 if param is None or id(param) in seen:
@@ -73,9 +75,9 @@ class Exchange:
         started = time.perf_counter()
         for a, b in self._params:
             a.data, b.data = b.data, a.data
-        for x, y in self._packed:
+        for x, y, name in self._kept:
             left, right = vars(x), vars(y)
-            left[PACKED], right[PACKED] = right[PACKED], left[PACKED]
+            left[name], right[name] = right[name], left[name]
         return time.perf_counter() - started
 
 

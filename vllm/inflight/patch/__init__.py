@@ -57,12 +57,13 @@ def rooms() -> list[ModuleType]:
         core,
         outputs,
         replies,
+        rpc,
         scheduler,
         sleep,
         worker,
     )
 
-    return [worker, core, client, sleep, scheduler, outputs, replies, api]
+    return [worker, rpc, core, client, sleep, scheduler, outputs, replies, api]
 
 
 def all_patches() -> list[Patch]:

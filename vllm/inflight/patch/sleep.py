@@ -47,7 +47,7 @@ def _outside_of_pools(original: Any) -> Any:
 
 def inflight_drowse(self: Any, level: int) -> dict[str, Any]:
     """Prepare a sleep, as far as it can fail; level 0 takes that back."""
-    from vllm.inflight.patch.worker import answered
+    from vllm.inflight.patch.rpc import answered
 
     def prepare() -> None:
         if (stager := getattr(self, "_inflight_stager", None)) is None:

@@ -1,17 +1,12 @@
-"""Changes in the worker: a shadow beside the model, and three RPCs.
-
-An RPC here never raises: with several ranks one exception would leave the
-replies of the others in the queue, and every later RPC would read a stale one.
-"""
+"""Changes in the worker: a shadow beside the model, and a thread that fills it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import ArenaTorn, ConfigError
+from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Patch
 
 
@@ -66,12 +61,25 @@ def _load_into_arena(original: Any) -> Any:
 
 def _load_straight(original: Any) -> Any:
     def reload(*args: Any, **kwargs: Any) -> None:
+        from vllm.inflight.stage.quantised import quantised_layers
         from vllm.inflight.stage.twins import is_twinned
 
-        if not is_twinned(args[0] if args else kwargs["model"]):
-            original(*args, **kwargs)
+        model, *rest = args or (kwargs.pop("model"),)
+        for part in quantised_layers(model) if is_twinned(model) else (model,):
+            original(part, *rest, **kwargs)
 
     return reload
+
+
+def _own_scales(original: Any) -> Any:
+    def create(weight: Any, weight_scales: Any, *args: Any, **kwargs: Any) -> Any:
+        # It reads them by address: they must not be a parameter, which changes hands.
+        scales = weight_scales.clone()
+        handler = original(weight, scales, *args, **kwargs)
+        handler.scales = scales
+        return handler
+
+    return create
 
 
 def _load_with_shadow(original: Any) -> Any:
@@ -166,64 +174,6 @@ def _shutdown(original: Any) -> Any:
     return shutdown
 
 
-def answered(call: Callable[[], Any]) -> dict[str, Any]:
-    """The reply of an RPC: `{"ok": …}` or `{"error": …}`."""
-    try:
-        return {"ok": call()}
-    except ArenaTorn as error:
-        return {"error": str(error), "torn": True}
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def inflight_attach(self: Any, board_path: str, num_ranks: int) -> dict[str, Any]:
-    """Open the notice board; replies with what this rank can do."""
-    if getattr(self, "_inflight_stager", None) is None:
-        off = {"reason": "staging is off", "bytes": 0, "is_reversible": False}
-        return {"ok": {"rank": self.rank} | off}
-    return answered(lambda: self._inflight_stager.attach(board_path, num_ranks))
-
-
-def inflight_order(self: Any, serial: int, order: str, payload: Any) -> dict[str, Any]:
-    """Enqueue an order for the staging thread."""
-    return answered(lambda: self._inflight_stager.order(serial, order, payload))
-
-
-def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
-    """Exchange the live weights with the second set, on `ranks` or on all."""
-    if ranks is not None and self.rank not in ranks:
-        return {"ok": 0.0}
-    return answered(lambda: self._inflight_stager.flip())
-
-
-def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
-    """Read something of what this rank serves; see stage/readout.py."""
-    from vllm.inflight.stage import readout
-
-    reads: dict[str, Callable[..., Any]] = {
-        "checksums": readout.checksums,
-        "rows": readout.rows,
-    }
-    return answered(lambda: reads[what](self, *args))
-
-
-def inflight_adapter(self: Any, move: str, request: Any) -> dict[str, Any]:
-    """Make one move of loading an adapter; see commit/adapter.py."""
-    from vllm.inflight.commit import adapter
-
-    return _answer(lambda: adapter.step(self, move, request))
-
-
-def _added(function: Any, why: str) -> Patch:
-    return Patch(
-        target=f"vllm.v1.worker.worker_base:WorkerBase.{function.__name__}",
-        expects=None,
-        why=why,
-        remove_when="upstream stages weights beside the live ones",
-        around=lambda _: function,
-    )
-
-
 PATCHES = [
     Patch(
         target=(
@@ -259,6 +209,20 @@ PATCHES = [
         around=_load_straight,
     ),
     Patch(
+        target="vllm._custom_ops:create_onednn_scaled_mm",
+        expects=(
+            "weight",
+            "weight_scales",
+            "output_type",
+            "dynamic_quant",
+            "use_azp",
+            "primitive_cache_size",
+        ),
+        why="a packed int8 weight keeps its scales, whichever set it is in",
+        remove_when="upstream's handler owns its scales",
+        around=_own_scales,
+    ),
+    Patch(
         target="vllm.v1.worker.gpu_worker:Worker.load_model",
         expects=("self", "load_dummy_weights"),
         why="the second set is built, or found impossible, when the model is loaded",
@@ -286,9 +250,4 @@ PATCHES = [
         remove_when="upstream waits for the stream that computes",
         around=_wait_for_decoding_only,
     ),
-    _added(inflight_attach, "ranks report through shared memory"),
-    _added(inflight_order, "orders for the staging thread return at once"),
-    _added(inflight_flip, "the one RPC of a commit"),
-    _added(inflight_adapter, "an adapter is loaded on every rank or on none"),
-    _added(inflight_read, "weights can be compared with a trainer's, rank by rank"),
 ]

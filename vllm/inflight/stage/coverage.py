@@ -16,6 +16,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage.plan import Entry, View, Writes
+from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.update import DRAFT, Manifest
 
 
@@ -115,7 +116,9 @@ class Coverage:
                 loader = getattr(tensor, "weight_loader", None)
                 self._watching.append((tensor, loader))
                 tensor.weight_loader = self._watched(
-                    name, loader or upstream.default_weight_loader
+                    name,
+                    loader or upstream.default_weight_loader,
+                    is_replayable=not is_quantised(layer),
                 )
 
     def unwatch(self) -> None:
@@ -132,7 +135,9 @@ class Coverage:
     def _is_drafting(self) -> bool:
         return getattr(self._module, "is_drafting", False)
 
-    def _watched(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(
+        self, name: str, loader: Callable[..., Any], *, is_replayable: bool
+    ) -> Callable[..., Any]:
         fill = self.fills[name]
 
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:
@@ -141,6 +146,8 @@ class Coverage:
                 self.num_loads += 1
                 return None  # a layer that is its model's; see tandem.py
             self.begin(name)
+            if self.entry is not None and not is_replayable:
+                self.entry.is_whole = False  # it is processed in memory of its own
             with Writes(name, param, self.handed, self.entry) as writes:
                 result = loader(*args, **kwargs)
             self.num_loads += 1

@@ -28,6 +28,9 @@ from vllm.inflight.stage.shadow import Shadow, tensor_names
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.receiver import Home
 
+PLAIN = {"bfloat16", "float16", "float32", "float64"}
+"""Dtypes of one number in several lengths: what comes in one can be kept in another."""
+
 
 class Intake:
     """The door of one update on one rank."""
@@ -231,17 +234,15 @@ class Intake:
         return True
 
     def _is_known(self, name: str, shape: tuple[int, ...], dtype: str) -> bool:
-        if self._shadow.asks_loader or name.endswith(self._shadow.spares):
+        if name.endswith(self._shadow.spares):
             return True
         if name not in self._known:
-            self._unknown[name] = (list(shape), dtype)
-            return False
+            if not self._shadow.asks_loader:
+                self._unknown[name] = (list(shape), dtype)
+            return self._shadow.asks_loader
         # The shape is known to the loaders, for every shard; they refuse.
         expected = self._known[name][1] or dtype
-        kinds = [
-            getattr(torch, d, torch.int8).is_floating_point for d in (dtype, expected)
-        ]
-        if kinds[0] != kinds[1]:
+        if dtype != expected and not {dtype, expected} <= PLAIN:
             self._wrong[name] = f"it is {dtype}, the model's is {expected}"
             return False
         return True
@@ -263,7 +264,7 @@ class Intake:
                 f"nothing was sent of the subset {', '.join(subset[:8])}",
                 tensors=subset,
             )
-        missing = self.coverage.short(self.coverage.due(self._manifest))
+        missing = self.coverage.short(self._due())
         announced = self._manifest.tensors.keys() - self._seen.keys()
         if missing or announced or self._wrong or self._unknown:
             raise self._mismatch(missing, sorted(announced - self._wrong.keys()))
@@ -273,6 +274,18 @@ class Intake:
             if name in self._seen
         }
         return Content(facts, self._sampler.samples())
+
+    def _due(self) -> set[str]:
+        """The parameters that have to be full.
+
+        Those of a quantised layer are processed together, or not at all.
+        """
+        due = self.coverage.due(self._manifest)
+        if not self._manifest.subset:
+            return due
+        paths = {name.rpartition(".")[0] for name in due}
+        quantised = self._shadow.quantised
+        return due | {name for name in quantised if name.rpartition(".")[0] in paths}
 
     def _mismatch(
         self, missing: Iterable[str] = (), announced: Iterable[str] = ()

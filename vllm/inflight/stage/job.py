@@ -30,6 +30,7 @@ from vllm.inflight.stage.built_in import require_same, require_same_config
 from vllm.inflight.stage.coverage import tally
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import pace_of
+from vllm.inflight.stage.quantised import require_same_numbers
 from vllm.inflight.stage.refusal import require_matches
 from vllm.inflight.stage.remainder import beside, carry, retie
 from vllm.inflight.update import Manifest
@@ -183,6 +184,7 @@ class Job(threading.Thread):
             self._shadow.behind.update(beside(self._shadow, begun))
         self._transport.finish_weight_update()
         self._transport_open = False
+        require_same_numbers(self._shadow.live, self._shadow.module, begun)
         retie(self._shadow, begun)
         try:
             self._notice["carried"] = carry(self._shadow, begun, self._between)

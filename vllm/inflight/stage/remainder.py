@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from vllm.inflight.stage.layers import layers, parameters
+from vllm.inflight.stage.quantised import kept
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.swappable import PACKED
 from vllm.inflight.stage.twins import is_twinned
@@ -40,10 +41,10 @@ def carry(shadow: Shadow, begun: set[str], between: Callable[[int], None]) -> in
 
     """
     assert shadow.module is not None
+    num_bytes, num_layers = _carry_quantised(shadow, begun, between)
     served = {name: param for name, _, _, param in parameters(shadow.live)}
-    names = sorted(shadow.behind - begun)
+    names = sorted(shadow.behind - begun - shadow.quantised)
     owners = {} if is_twinned(shadow.module) else owners_of(shadow)
-    num_bytes = 0
     for name in names:
         param = served[name]
         shadow.module.get_parameter(name).copy_(param, non_blocking=True)
@@ -55,7 +56,36 @@ def carry(shadow: Shadow, begun: set[str], between: Callable[[int], None]) -> in
         shadow.behind.discard(name)
         num_bytes += param.nbytes
         between(num_bytes)
-    return len(names)
+    return len(names) + num_layers
+
+
+def _carry_quantised(
+    shadow: Shadow, begun: set[str], between: Callable[[int], None]
+) -> tuple[int, int]:
+    """The same for quantised layers, which are copied as they are processed.
+
+    Returns:
+        bytes and parameters, in load format, that were carried over.
+
+    """
+    assert shadow.module is not None
+    stale = shadow.quantised & shadow.behind - begun
+    paths = {name.rpartition(".")[0] for name in stale}
+    num_bytes = 0
+    for (path, live), (_, layer) in zip(
+        layers(shadow.live), layers(shadow.module), strict=True
+    ):
+        if path not in paths:
+            continue
+        for key, param in live._parameters.items():
+            if param is not None:
+                layer.get_parameter(key).copy_(param, non_blocking=True)
+                num_bytes += param.nbytes
+        for a, b, name in kept(live, layer):
+            vars(b)[name] = vars(a)[name]
+        shadow.behind -= {n for n in stale if n.rpartition(".")[0] == path}
+        between(num_bytes)
+    return num_bytes, len(stale)
 
 
 def retie(shadow: Shadow, names: Iterable[str]) -> None:

@@ -21,16 +21,16 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.names import checkpoint_names
-from vllm.inflight.stage import audit, experts, swappable
+from vllm.inflight.stage import audit, experts, quantised, swappable, twins
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.blueprint import blueprint_of
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.tandem import Tandem, share, trees
-from vllm.inflight.stage.twins import make_copy, make_pinned, put_twins
 from vllm.inflight.wire.receiver import Home
 
-ROTARY, HEAD = (".rotary_emb.inv_freq",), "lm_head.weight"
+ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)
+HEAD = "lm_head.weight"
 """Buffers of older checkpoints; a head, which may be tied to the embedding."""
 
 Known = dict[str, tuple[list[int] | None, str | None]]
@@ -53,10 +53,13 @@ class Shadow:
         self.device = device
         self.model_config = vllm_config.model_config
         is_tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
-        self.spares = ROTARY if not is_tied else (*ROTARY, HEAD)
+        self.spares = (*ROTARY, HEAD) if is_tied else ROTARY
+        self.spares += quantised.unused_scales(live)
         """Ends of names that are in many checkpoints and of no use to a loader."""
         self._is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         self.module: torch.nn.Module | None = None
+        self.quantised: set[str] = set()
+        """Parameters of quantised layers, in load format."""
         self.arenas: tuple[Arena, ...] = ()
         """Where both trees' parameters lie, if their pages can be exchanged."""
         self.busy: torch.Event | None = None
@@ -86,18 +89,27 @@ class Shadow:
             at = device if is_cpu else torch.device(nowhere)
             self.module = _build(live, vllm_config, at)
             self.reason = swappable.difference(live, self.module)
+            self._note_parameters()
             if self.reason is None and not is_cpu:
                 self._settle_in(vllm_config)
         if self.reason is not None:
             self.module = None
             return
+        if device.type == "cpu":
+            self.behind.update(self.required)  # twins begin as copies, this does not
+
+    def _note_parameters(self) -> None:
+        """Write down what there is to fill, as long as it is in load format."""
         assert self.module is not None
         # Tied parameters appear once here, under their first name.
         for name, param in self.module.named_parameters():
+            layer = self.module.get_submodule(name.rpartition(".")[0])
+            if quantised.has_cache_scales(layer):
+                continue
             self.required[name] = param.shape
             self._dtypes[name] = str(param.dtype).removeprefix("torch.")
-        if device.type == "cpu":
-            self.behind.update(self.required)  # twins begin as copies, this does not
+            if quantised.is_quantised(layer):
+                self.quantised.add(name)
 
     def _settle_in(self, vllm_config: Any) -> None:
         assert self.module is not None
@@ -110,12 +122,12 @@ class Shadow:
         if reason is None:
             self.arenas = tuple(home.arena for home in residences if home.arena)
         if self.arenas:
-            put_twins(self.live, self.module, self._twin)
+            twins.put_twins(self.live, self.module, self._twin)
         elif InflightConfig.of(vllm_config).staging == "host":
-            put_twins(self.live, self.module, make_pinned)
+            twins.put_twins(self.live, self.module, twins.make_pinned)
         else:
             try:
-                put_twins(self.live, self.module, make_copy)
+                twins.put_twins(self.live, self.module, twins.make_copy)
             except torch.OutOfMemoryError:
                 self.reason = reason
 
@@ -139,8 +151,8 @@ class Shadow:
         """Device memory of the twins that is torch's, not the arena's."""
         if self.module is None or self.device.type == "cpu" or self.arenas:
             return 0
-        twins = self.module.parameters()
-        return sum(twin.nbytes for twin in twins if twin.device == self.device)
+        own = self.module.parameters()
+        return sum(twin.nbytes for twin in own if twin.device == self.device)
 
     @property
     def nbytes(self) -> int:
@@ -202,7 +214,8 @@ class Shadow:
         elif self.device.type == "cpu":
             assert self.module is not None
             if not self._processed:
-                with torch.no_grad():
+                twins.put_processed(self.live, self.module, twins.make_copy)
+                with torch.no_grad(), quantised.put_aside(self.module):
                     for param in self.module.parameters():
                         param.zero_()
                     upstream.process_weights_after_loading(

@@ -15,7 +15,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.stage import experts
+from vllm.inflight.stage import experts, quantised
 from vllm.inflight.stage.layers import layers
 
 PACKED = "cpu_linear"
@@ -36,20 +36,14 @@ def config_obstacle(vllm_config: Any) -> str | None:
             "a drafter with weights is configured, of a kind that has not been "
             f"exchanged yet (--speculative-config, method {drafting.method!r})"
         )
-    draft_config = getattr(drafting, "draft_model_config", None)
-    if draft_config is not None and draft_config.quantization is not None:
-        return f"the drafter is quantised ({draft_config.quantization})"
-    if drafting is not None and drafting.method in WITH_WEIGHTS:
-        if vllm_config.model_config.enable_sleep_mode:
-            return "sleep mode is enabled together with a drafter with weights"
+    if (reason := _beside_drafter(vllm_config)) is not None:
+        return f"{reason}, together with a drafter with weights"
     if vllm_config.parallel_config.enable_eplb:
         return "expert load balancing is enabled (--enable-eplb)"
     model_config = vllm_config.model_config
     if model_config.enable_sleep_mode and model_config.sleep_mode_backend != "cumem":
         # It would have to know of two sets of weights, as stage/sleep.py does.
         return f"sleep mode goes by the backend {model_config.sleep_mode_backend!r}"
-    if vllm_config.model_config.quantization is not None:
-        return f"the model is quantised ({vllm_config.model_config.quantization})"
     device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         return f"weights are staged on CPU and CUDA, and the device is {device}"
@@ -58,20 +52,48 @@ def config_obstacle(vllm_config: Any) -> str | None:
     return None
 
 
+def _beside_drafter(vllm_config: Any) -> str | None:
+    """What has not been exchanged where a drafter is flipped with its model."""
+    drafting = vllm_config.speculative_config
+    if drafting is None or drafting.method not in WITH_WEIGHTS:
+        return None
+    draft_config = drafting.draft_model_config
+    for name, config in ("model", vllm_config.model_config), ("drafter", draft_config):
+        if config is not None and config.quantization is not None:
+            return f"the {name} is quantised ({config.quantization})"
+    if vllm_config.model_config.enable_sleep_mode:
+        return "sleep mode is enabled (--enable-sleep-mode)"
+    return None
+
+
 def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     """Why the weights of `live` cannot be exchanged; None if they can."""
     if (reason := config_obstacle(vllm_config)) is not None:
         return reason
+    device = vllm_config.device_config.device_type
     for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)
+        if quantised.is_processed(layer):
+            if vllm_config.lora_config is not None:
+                return f"layer {name} is quantised, and adapters are (--enable-lora)"
+            if vllm_config.parallel_config.world_size > 1:
+                return f"layer {name} is quantised, and there are several ranks"
+            cache = vllm_config.cache_config.cache_dtype
+            if quantised.has_cache_scales(layer) and upstream.is_quantized_kv_cache(
+                cache
+            ):
+                return (
+                    f"layer {name} scales a KV cache of {cache} with numbers of its "
+                    "checkpoint, and graphs are compiled with them"
+                )
         if experts.is_experts(method):
             if (reason := experts.obstacle(method)) is not None:
                 return f"layer {name} {reason}"
-        elif method is not None and type(method) not in (
-            upstream.UnquantizedLinearMethod,
-            upstream.UnquantizedEmbeddingMethod,
+        elif (
+            quantised.is_quantised(layer)
+            and (reason := quantised.obstacle(layer, device)) is not None
         ):
-            return f"layer {name} packs its weights with {type(method).__name__}"
+            return f"layer {name} {reason}"
         for key in layer._buffers.keys() - layer._non_persistent_buffers_set:
             if _holds_tensor(layer._buffers[key]):
                 return f"layer {name} loads the buffer {key!r}"
@@ -91,6 +113,12 @@ def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
         odd = sorted(set(names) ^ set(others))
         return f"a second copy of the model differs in the layers {odd[:4]}"
     for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
+        if quantised.is_quantised(a):
+            if (reason := quantised.difference(a, b)) is not None:
+                return f"layer {name}: {reason}"
+            continue
+        if quantised.has_cache_scales(a):
+            continue
         if a._parameters.keys() != b._parameters.keys():
             odd = sorted(a._parameters.keys() ^ b._parameters.keys())
             return f"layer {name} gains or loses the parameters {odd} after loading"

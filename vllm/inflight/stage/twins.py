@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 import torch
 
+from vllm.inflight import upstream
 from vllm.inflight.stage.layers import layers
+from vllm.inflight.stage.quantised import is_processed, is_quantised
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 """Live tensor → a tensor of the same form and content, elsewhere."""
@@ -27,11 +29,12 @@ def is_twinned(model: torch.nn.Module) -> bool:
 
 def put_twins(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> None:
     """Replace every parameter of `module` by a twin of the live tree's."""
+    put_processed(live, module, make)
     twins: dict[int, torch.nn.Parameter] = {}
     for (_, a), (_, b) in zip(layers(live), layers(module), strict=True):
         for key, param in a._parameters.items():
             built = b._parameters[key]
-            if param is None or built is None:
+            if param is None or built is None or is_quantised(b):
                 continue
             if id(param) not in twins:  # tied layers share one object
                 twin = torch.nn.Parameter(make(param.data), requires_grad=False)
@@ -40,6 +43,30 @@ def put_twins(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> Non
                 twins[id(param)] = twin
             b._parameters[key] = twins[id(param)]
     _twinned.add(module)
+
+
+def put_processed(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> None:
+    """Give the quantised layers of `module` what loading has made of the live ones.
+
+    Their own parameters, in load format, are remembered by upstream, which puts them
+    in place for the time of a load. Scales of a KV cache are no parameters any more
+    once they are loaded.
+    """
+    for (_, a), (_, b) in zip(layers(live), layers(module), strict=True):
+        if not is_processed(b):
+            continue
+        # A layer that is quantised as it comes begins with a load under way.
+        upstream.get_layerwise_info(b).reset()
+        built = dict(b._parameters)
+        b._parameters.clear()
+        for key, param in a._parameters.items():
+            twin = None
+            if param is not None:
+                twin = torch.nn.Parameter(make(param.data), requires_grad=False)
+                if key == "bias" and (bias := built.get(key)) is not None:
+                    twin.__class__ = type(bias)  # it stays in place for a load
+                    twin.__dict__.update(vars(bias))
+            b.register_parameter(key, twin)
 
 
 def make_pinned(tensor: torch.Tensor) -> torch.Tensor:

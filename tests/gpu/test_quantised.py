@@ -1,0 +1,102 @@
+"""Quantised models under CUDA graphs: which schemes and kernels equal a fresh engine.
+
+What is let through on a GPU is in the table `PROVED`. Here every pair is, and
+each case prints those it met; one that passes can be entered there.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.probe import commits_and_rollbacks, flips_under_load, greedy
+from tests.quantised import FILE, quantise
+from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.stage import quantised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+SHAPE = {"hidden": 1024, "layers": 4}
+SCALE = "model.layers.3.mlp.down_proj.weight_scale"
+
+
+class Admitted(set[tuple[str, str]]):
+    """Pairs of a scheme and a kernel, of which there is any that is asked for."""
+
+    def __contains__(self, pair: Any) -> bool:
+        self.add(pair)
+        return True
+
+
+@pytest.fixture
+def admitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Admitted]:
+    table = Admitted()
+    monkeypatch.setitem(quantised.PROVED, "cuda", table)
+    yield table
+    print("\n".join(f"met {scheme} with {kernel}" for scheme, kernel in table))
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[..., Path]) -> Callable[[int, str | None], Path]:
+    def make(seed: int, kind: str | None) -> Path:
+        plain = checkpoint(seed, **SHAPE)
+        return plain if kind is None else quantise(plain, Path(f"{plain}-{kind}"), kind)
+
+    return make
+
+
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [
+        (None, "fp8"),
+        (None, "fp8_per_channel"),
+        (None, "fp8_per_block"),
+        ("fp8-tensor", None),
+        ("fp8-channel", None),
+        ("fp8-block", None),
+        ("int8", None),
+        ("int4", None),
+    ],
+    ids=lambda value: str(value),
+)
+def test_quantised_weights_equal_a_fresh_engine_after_every_commit_and_rollback(
+    start: Callable[..., Any],
+    folder: Callable[[int, str | None], Path],
+    admitted: Admitted,
+    kind: str | None,
+    quantization: str | None,
+    is_eager: bool,
+) -> None:
+    old, new = folder(0, kind), folder(1, kind)
+    options = {"enforce_eager": is_eager, "quantization": quantization}
+    fresh = greedy(start(new, **options))
+    llm = start(old, **options, additional_config={"inflight": {"staging": "device"}})
+    commits_and_rollbacks(llm, old, new, fresh)
+
+
+def test_flips_under_load_and_a_missing_scale(
+    start: Callable[..., Any],
+    folder: Callable[[int, str | None], Path],
+    admitted: Admitted,
+    tmp_path: Path,
+) -> None:
+    old, new = folder(0, "fp8-channel"), folder(1, "fp8-channel")
+    fresh = greedy(start(new, enforce_eager=False))
+    llm = start(old, enforce_eager=False)
+    flips_under_load(llm, (new, old), 20)
+    before = greedy(llm)
+    short = {n: t for n, t in load_file(new / FILE).items() if n != SCALE}
+    save_file(short, tmp_path / FILE)
+    with pytest.raises(WeightsMismatch, match="missing") as refusal:
+        llm.update_weights_from_disk(str(tmp_path / FILE))
+    assert refusal.value.tensors == [SCALE]
+    assert greedy(llm) == before
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
