@@ -44,7 +44,7 @@ class Worker:
         self.buffer = arena.empty(BUFFER.shape).copy_(BUFFER)
         self.sets = Sets(arena)
         shadow = self.sets.shadow
-        shadow.arena = arena
+        shadow.arenas = (arena,)
         shadow.pair = lambda: Shadow.pair(shadow)
         self.backend = SleepBackend(self.sets.stager, arena)
 

@@ -56,6 +56,7 @@ class Tandems(Sets):
             plan=(plan := Plan()),
             place=plan.place,
             behind=set(),
+            quantised=set(),
             tables={},
             views={},
         )
