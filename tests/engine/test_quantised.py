@@ -17,7 +17,9 @@ from tests.engine.probe import commits_and_rollbacks, greedy, send
 from tests.engine.test_models import CONFIG
 from tests.quantised import FILE, quantise
 from vllm.inflight import upstream
-from vllm.inflight.errors import StagingUnavailable, WeightsMismatch
+from vllm.inflight.api.control import run_sync
+from vllm.inflight.api.methods import control_of
+from vllm.inflight.errors import Malformed, StagingUnavailable, WeightsMismatch
 from vllm.inflight.stage import swappable
 from vllm.inflight.stage.quantised import PROVED
 
@@ -186,6 +188,13 @@ def test_a_subset_of_a_part_of_a_layer_names_the_rest(
         llm.update_weights_from_disk(some, "part", subset=patterns)
     assert refusal.value.tensors == [SCALE]
     assert said(llm) == before
+
+
+@pytest.mark.parametrize("name", ["q_proj.weight", "qkv_proj.weight_scale"])
+def test_rows_of_a_quantised_layer_are_refused_by_name(llm: Any, name: str) -> None:
+    full = f"model.layers.0.self_attn.{name}"
+    with pytest.raises(Malformed, match=rf"{name}.*quantised layer.*checksums"):
+        run_sync(control_of(llm).ask("rows", name=full, num_rows=2))
 
 
 def test_packed_weights_that_both_sets_share_are_not_written_to(

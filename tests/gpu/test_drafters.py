@@ -14,6 +14,7 @@ from tests.engine.test_adapter_loads import again, of_a_larger_model
 from tests.engine.test_adapters import adapted, said
 from tests.tiny_drafters import METHODS, drafting, make_drafter
 from vllm.inflight.errors import EngineFault
+from vllm.inflight.stage import swappable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +22,14 @@ pytestmark = [
 ]
 
 SHAPE = {"family": "llama", "hidden": 256}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def admitted() -> Iterator[None]:
+    """Drafters are not let through on a GPU before they have been seen there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swappable, "DRAFTERS_ON", ("cpu", "cuda"))
+        yield
 
 
 @pytest.fixture(scope="module", params=METHODS)

@@ -54,15 +54,10 @@ def test_mixtral_equals_a_fresh_engine(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("sharing", ["tensors", "experts"])
 def test_experts_of_two_ranks_equal_a_fresh_engine(
-    start: Callable[..., Any], old: Path, new: Path, sharing: str
+    start: Callable[..., Any], old: Path, new: Path
 ) -> None:
-    options = {
-        "tensor_parallel_size": 2,
-        "enable_expert_parallel": sharing == "experts",
-        "enforce_eager": False,
-    }
+    options = {"tensor_parallel_size": 2, "enforce_eager": False}
     with pytest.MonkeyPatch.context() as environment:
         # A process that has computed on a CPU's threads is not to be forked.
         environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

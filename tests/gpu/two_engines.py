@@ -49,10 +49,14 @@ async def main(way: str, a: str, b: str, num_commits: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from vllm.inflight.stage import experts
+
+    # Not let through before it has been seen. Like what follows it is inherited by the
+    # engines, which are forked off this process.
+    experts.SHARED_ON = ("cuda",)
     if way == "apart":
         from vllm.inflight.engine.lockstep import Lockstep
 
-        # Inherited by the engines, which are forked off this process.
         Lockstep.is_kept = property(lambda self: False)  # type: ignore[method-assign,assignment]
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(

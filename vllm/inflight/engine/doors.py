@@ -99,6 +99,11 @@ def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     parts = [part for part in _read(gate, "rows", name, count) if part is not None]
     if not parts:
         raise Malformed(f"this model has no parameter {name!r}")
+    if any(part.get("is_quantised") for part in parts):
+        raise Malformed(
+            f"{name!r} is of a quantised layer, which holds its weights as a kernel "
+            "wants them; checksums tell whether two engines have the same"
+        )
     # An embedding that the head is tied to is in the first stage and in the last.
     stages = {part["stage"] for part in parts}
     found = [joined([p for p in parts if p["stage"] == s], count) for s in stages]

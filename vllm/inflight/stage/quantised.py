@@ -29,13 +29,22 @@ PROVED: dict[str, set[tuple[str, str]]] = {
         ("CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
         ("Fp8PtpcOnlineLinearMethod", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
     },
-    "cuda": set(),
+    "cuda": {
+        ("CompressedTensorsW8A8Fp8", "CutlassFP8ScaledMMLinearKernel"),
+        ("Fp8LinearMethod", "CutlassFP8ScaledMMLinearKernel"),
+        ("Fp8PerBlockOnlineLinearMethod", "CutlassFp8BlockScaledMMKernel"),
+        ("Fp8PerTensorOnlineLinearMethod", "CutlassFP8ScaledMMLinearKernel"),
+        ("Fp8PtpcOnlineLinearMethod", "CutlassFP8ScaledMMLinearKernel"),
+    },
 }
 """Device → the schemes and their kernels that were seen to equal a fresh engine."""
 
 KEPT = {"CPUInt8ScaledMMLinearKernel": ("dnnl_handler",)}
 """Kernel → attributes in which it keeps a part of a version; on a CPU only, where the
 two sets exchange objects and not pages."""
+
+CHANNEL = "channel"
+"""The one strategy of compressed-tensors that was seen: a scale per output."""
 
 KERNELS = "kernel", "fp8_linear"
 """Where a scheme keeps its kernel."""
@@ -82,8 +91,11 @@ def obstacle(layer: Any, device: str) -> str | None:
             f"quantises its weights with {pair[0]}{at}, which has not been shown to "
             f"equal a fresh engine after an update ({device})"
         )
-    if getattr(scheme, "is_static_input_scheme", False):
+    is_static = getattr(scheme, "is_static_input_scheme", False)
+    if is_static or getattr(layer, "input_scale", None) is not None:
         return f"has scales of activations in its checkpoint ({pair[0]})"
+    if getattr(scheme, "strategy", CHANNEL) != CHANNEL:
+        return f"has a scale per {scheme.strategy.value} ({pair[0]}), not per output"
     chosen = getattr(getattr(kernel, "linear_method", None), "__name__", "")
     if chosen == "_apply_weights_sgl":
         return f"packs its weights for AMX ({pair[1]}), which has not been tried"

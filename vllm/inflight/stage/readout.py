@@ -18,6 +18,7 @@ from vllm.inflight.errors import EngineFault
 from vllm.inflight.names import checkpoint_names
 from vllm.inflight.stage.audit import Audit
 from vllm.inflight.stage.layers import layers, parameters
+from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.stage.swappable import PACKED
 
 SLAB = 1024
@@ -67,8 +68,9 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
         num_rows: how many are wanted of the whole tensor.
 
     Returns:
-        `rows`, and the dimension along which the parts of a `stage`'s ranks lie side
-        by side: 0, 1, or None where every rank has the whole.
+        For a quantised layer, which holds its weights as a kernel wants them, only
+        `is_quantised`. Else `rows`, and the dimension along which the parts of a
+        `stage`'s ranks lie side by side: 0, 1, or None where every rank has the whole.
 
     """
     model = worker.model_runner.get_model()
@@ -80,6 +82,8 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
             shards = checkpoint_names(param_name, fused)
             if param is None or name not in (param_name, *shards):
                 continue
+            if is_quantised(layer):
+                return {"is_quantised": True}
             number = shards.index(name) if name in shards else None
             if len(shards) > 1 and number is not None:
                 sizes = list(layer.output_partition_sizes)

@@ -24,6 +24,9 @@ PACKED = "cpu_linear"
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
 
+DRAFTERS_ON = ("cpu",)
+"""Devices on which drafters with weights were seen to be exchanged."""
+
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3")
 """Drafters that are a second tree beside their model's; see tandem.py."""
 
@@ -63,6 +66,9 @@ def _beside_drafter(vllm_config: Any) -> str | None:
             return f"the {name} is quantised ({config.quantization})"
     if vllm_config.model_config.enable_sleep_mode:
         return "sleep mode is enabled (--enable-sleep-mode)"
+    device = vllm_config.device_config.device_type
+    if device not in DRAFTERS_ON:
+        return f"weights are exchanged on {device}, where it has not been tried"
     return None
 
 
@@ -71,6 +77,8 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     if (reason := config_obstacle(vllm_config)) is not None:
         return reason
     device = vllm_config.device_config.device_type
+    if (reason := experts.sharing_obstacle(live, device)) is not None:
+        return reason
     for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)
         if quantised.is_processed(layer):
