@@ -119,4 +119,4 @@ def test_a_quantised_drafter_is_refused() -> None:
     )
     drafting = {"speculative_config": config}
     reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | drafting))
-    assert reason == "the drafter is quantised (fp8)"
+    assert reason is not None and reason.startswith("the drafter is quantised (fp8)")
