@@ -77,13 +77,16 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
     fused = getattr(model, "packed_modules_mapping", {}) or {}
     layer: Any
     for path, layer in layers(model):
+        if is_quantised(layer):
+            # Of its weights there may be no parameter left that has the name.
+            shards = [path, *checkpoint_names(f"{path}.weight", fused)]
+            if name.rpartition(".")[0] in (s.removesuffix(".weight") for s in shards):
+                return {"is_quantised": True}
         for key, param in layer._parameters.items():
             param_name = f"{path}.{key}" if path else key
             shards = checkpoint_names(param_name, fused)
             if param is None or name not in (param_name, *shards):
                 continue
-            if is_quantised(layer):
-                return {"is_quantised": True}
             number = shards.index(name) if name in shards else None
             if len(shards) > 1 and number is not None:
                 sizes = list(layer.output_partition_sizes)
