@@ -105,7 +105,7 @@ def test_a_torn_flip_is_found_by_the_test_above(
 
     def half(self: Exchange, *args: Any) -> None:
         whole(self, *args)
-        del self._packed[len(self._packed) // 2 :]
+        del self._kept[len(self._kept) // 2 :]
 
     monkeypatch.setattr(Exchange, "__init__", half)
     outputs = stream_under_commits(llm, versions, 4)
