@@ -75,6 +75,8 @@ def test_a_body_that_cannot_be_read_is_refused(raw):
         ("/update_weight_version", {}),
         ("/pause_generation", {"flush_cache": "yes"}),
         ("/pause", {"clear_cache": 1}),
+        ("/start_draft_weight_update", {"manifest": [1]}),
+        ("/start_draft_weight_update", {"manifest": 0}),
     ],
 )
 def test_a_field_that_is_missing_unknown_or_wrong_is_refused(path, body):

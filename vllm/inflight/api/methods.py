@@ -62,7 +62,11 @@ async def start_draft_weight_update(self: Any, **options: Any) -> Reply:
 
     Tensors come under the names of the drafter's own checkpoint.
     """
-    manifest = options.pop("manifest", None) or {"format": 1}
+    manifest = options.pop("manifest", None)
+    if manifest is None:
+        manifest = {"format": 1}
+    if not isinstance(manifest, dict):
+        raise Malformed(f"manifest must be an object, got {manifest!r:.80}")
     return await control_of(self).start(manifest=manifest | {"draft": True}, **options)
 
 
