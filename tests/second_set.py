@@ -120,6 +120,26 @@ class InPlace:
             yield pair
 
 
+def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
+    """What an update asks of a `Shadow`, for two trees of the host's."""
+    return SimpleNamespace(
+        live=live,
+        module=second,
+        device=torch.device("cpu"),
+        required={n: p.shape for n, p in second.named_parameters()},
+        known_names=dict,
+        asks_loader=True,
+        spares=(),
+        is_reversible=True,
+        plan=(plan := Plan()),
+        place=plan.place,
+        behind=set(),
+        quantised=set(),
+        tables={},
+        views={},
+    )
+
+
 class Sets:
     """A model in an arena, its second set, and updates of it.
 
@@ -145,24 +165,12 @@ class Sets:
         with torch.device("meta"):
             self.second = Model(torch.empty)
         put_twins(self.live, self.second, arena.twin if is_reversible else make_copy)
-        self.shadow = SimpleNamespace(
-            live=self.live,
-            module=self.second,
-            device=torch.device("cpu"),
-            required={n: p.shape for n, p in self.second.named_parameters()},
-            known_names=lambda: {
-                n: (list(t.shape), "float32") for n, t in version(0).items()
-            },
-            asks_loader=False,
-            spares=(),
-            is_reversible=is_reversible,
-            plan=(plan := Plan()),
-            place=plan.place,
-            behind=set(),
-            quantised=set(),
-            tables={},
-            views={},
-        )
+        self.shadow = shadow_of(self.live, self.second)
+        self.shadow.is_reversible = is_reversible
+        self.shadow.asks_loader = False
+        self.shadow.known_names = lambda: {
+            n: (list(t.shape), "float32") for n, t in version(0).items()
+        }
         worker: Any = SimpleNamespace(device=self.shadow.device)
         flip = arena.flip if is_reversible else self._copy
         self.stager = Stager(worker, self.shadow, lambda shadow: flip)

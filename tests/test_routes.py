@@ -95,6 +95,22 @@ def test_no_body_makes_a_route_fail(path, body):
     assert isinstance(reply.json(), dict)
 
 
+def test_a_folder_may_hold_a_model_and_its_drafter():
+    sent: list[Any] = []
+
+    class Noting(Engine):
+        async def call_utility_all_async(
+            self, name: str, method: str, body: Any
+        ) -> Any:
+            if method == "receive":
+                sent.append(body["update_info"])
+            return await super().call_utility_all_async(name, method, body)
+
+    both = {"path": "/models/a", "draft_path": "/models/a"}
+    client(Noting()).post("/update_weights_from_disk", json=both)
+    assert sent == [{"path": "/models/a"}, {"path": "/models/a", "draft": True}]
+
+
 def test_a_body_that_is_too_large_is_refused_while_it_arrives(monkeypatch):
     monkeypatch.setattr("vllm.inflight.api.routes.MAX_MANIFEST_BYTES", 1000)
     reply = client().post("/start_weight_update", content=b" " * 1001)

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.second_set import Model, Sets, shows, version
+from tests.second_set import Model, Sets, shadow_of, shows, version
 from vllm.inflight.commit.flip import flip_all
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.stager import Stager
 from vllm.inflight.stage.swappable import difference
 from vllm.inflight.stage.tandem import Tandem, share
@@ -44,22 +43,7 @@ class Tandems(Sets):
         self.arena: Any = SimpleNamespace(
             settle=lambda: [arena.settle() for arena in arenas]
         )
-        self.shadow = SimpleNamespace(
-            live=self.live,
-            module=self.second,
-            device=torch.device("cpu"),
-            required={n: p.shape for n, p in self.second.named_parameters()},
-            known_names=dict,
-            asks_loader=True,
-            spares=(),
-            is_reversible=True,
-            plan=(plan := Plan()),
-            place=plan.place,
-            behind=set(),
-            quantised=set(),
-            tables={},
-            views={},
-        )
+        self.shadow = shadow_of(self.live, self.second)
         worker: Any = SimpleNamespace(device=self.shadow.device)
         self.stager = Stager(worker, self.shadow, lambda _: lambda: flip_all(arenas))
 

@@ -119,4 +119,6 @@ def test_a_quantised_drafter_is_refused() -> None:
     )
     drafting = {"speculative_config": config}
     reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | drafting))
-    assert reason is not None and reason.startswith("the drafter is quantised (fp8)")
+    assert reason == (
+        "a drafter with weights is configured, and the drafter is quantised (fp8)"
+    )

@@ -206,6 +206,13 @@ def test_the_first_write_of_an_update_ends_the_rollback_window(
         llm.rollback_weights()
 
 
+@pytest.mark.parametrize("manifest", [[1], "all", 5])
+def test_a_manifest_that_is_no_object_is_malformed(llm: Any, manifest: Any) -> None:
+    with pytest.raises(Malformed, match="manifest must be an object"):
+        llm.start_weight_update(manifest=manifest)
+        llm.finish_weight_update()
+
+
 def test_a_bad_transport_payload_names_the_field(llm: Any) -> None:
     llm.start_weight_update()
     with pytest.raises(Malformed, match="unknown_field"):

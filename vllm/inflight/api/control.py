@@ -130,8 +130,11 @@ class Control:
         **options: Any,
     ) -> Reply:
         """All four phases with files that every engine's host can read."""
-        given = [p for p in (path, draft_path) if p is not None]
-        if not given or not all(isinstance(p, str) and p for p in given):
+        given: list[dict[str, Any]] = [] if path is None else [{"path": path}]
+        if draft_path is not None:
+            given.append({"path": draft_path, "draft": True})
+        paths = [info["path"] for info in given]
+        if not given or not all(isinstance(p, str) and p for p in paths):
             raise Malformed(
                 "path must be the path of a safetensors checkpoint, or draft_path that "
                 "of a drafter's, or both"
@@ -150,8 +153,7 @@ class Control:
         )
         update_id = started["update_id"]
         if started["phase"] == "staging":
-            for chunk, file in enumerate(given):
-                info = {"path": file} | ({"draft": True} if file is draft_path else {})
+            for chunk, info in enumerate(given):
                 await self.update(info, update_id, chunk=chunk)
         return await self.finish(
             mode=mode, flush_cache=flush_cache, update_id=update_id

@@ -69,7 +69,10 @@ class Sleep:
                 "when all of it has been woken up and there are weights"
             )
         if method in FILLING:
-            self.check_weights(is_whole=not (body.get("manifest") or {}).get("subset"))
+            manifest = body.get("manifest")
+            # One that is no object is refused as what it is, awake or asleep.
+            is_part = isinstance(manifest, dict) and manifest.get("subset")
+            self.check_weights(is_whole=not is_part)
         elif method in READING:
             self.check_weights(is_whole=False)
 

@@ -40,7 +40,7 @@ def config_obstacle(vllm_config: Any) -> str | None:
             f"exchanged yet (--speculative-config, method {drafting.method!r})"
         )
     if (reason := _beside_drafter(vllm_config)) is not None:
-        return f"{reason}, together with a drafter with weights"
+        return f"a drafter with weights is configured, and {reason}"
     if vllm_config.parallel_config.enable_eplb:
         return "expert load balancing is enabled (--enable-eplb)"
     model_config = vllm_config.model_config
@@ -68,7 +68,7 @@ def _beside_drafter(vllm_config: Any) -> str | None:
         return "sleep mode is enabled (--enable-sleep-mode)"
     device = vllm_config.device_config.device_type
     if device not in DRAFTERS_ON:
-        return f"weights are exchanged on {device}, where it has not been tried"
+        return f"the device is {device}, on which that has not been tried"
     return None
 
 
