@@ -88,26 +88,30 @@ PyObject* call_long(PyObject* capsule, Work work) {
 }
 
 PyObject* open(PyObject*, PyObject* args) {
-  int device;  // negative: a host twin
+  int device;  // negative: a host twin, -1: one beside none
   unsigned long long reserve_bytes;
   if (!PyArg_ParseTuple(args, "iK", &device, &reserve_bytes)) return nullptr;
   return translated([&] {
     Arenas& arenas = Arenas::of_process();
     const bool on_host = device < 0;
-    if (on_host) device = arenas.next_host();
+    if (device == -1) device = arenas.next_host();
     auto own = std::make_unique<Opened>();
     own->device = device;
-    own->arena = arenas.open(device, [&] {
-      std::unique_ptr<Memory> memory;
-      if (on_host)
-        memory = std::make_unique<HostMemory>();
-      else
-        memory = std::make_unique<CudaMemory>(device);
-      return std::make_shared<Arena>(std::move(memory), reserve_bytes);
-    });
+    std::unique_ptr<Memory> memory;
+    if (on_host) memory = std::make_unique<HostMemory>();
+    if (!on_host) memory = std::make_unique<CudaMemory>(device);
+    own->arena = std::make_shared<Arena>(std::move(memory), reserve_bytes);
+    arenas.enter(device, own->arena);
     PyObject* capsule = PyCapsule_New(own.get(), kCapsule, collect);
     if (capsule != nullptr) own.release();
     return capsule;
+  });
+}
+
+PyObject* fill(PyObject*, PyObject* capsule) {
+  return call(capsule, [&](Arena& arena) {
+    Arenas::of_process().fill(opened(capsule)->device, &arena);
+    Py_RETURN_NONE;
   });
 }
 
@@ -148,8 +152,7 @@ PyObject* close(PyObject*, PyObject* capsule) {
   const Opened* own = opened(capsule);
   if (own == nullptr) return nullptr;
   return call_long(capsule, [&](Arena& arena) {
-    if (Arenas::of_process().find(own->device).get() == &arena)
-      Arenas::of_process().forget(own->device);
+    Arenas::of_process().forget(own->device, &arena);
     arena.close();
   });
 }
@@ -217,7 +220,9 @@ PyObject* host_limits(PyObject*, PyObject* args) {
 
 PyMethodDef methods[] = {
     {"arena_open", open, METH_VARARGS,
-     "arena_open(device, reserve_bytes) -> arena; device -1 is a twin on the host"},
+     "arena_open(device, reserve_bytes) -> arena; -1 is a twin on the host, and a "
+     "number that such a one has told opens another beside it"},
+    {"arena_fill", fill, METH_O, "arena_fill(arena): torch's memory is from here now"},
     {"arena_allocate", allocate, METH_VARARGS,
      "arena_allocate(arena, bytes) -> address of a new segment"},
     {"arena_free", free, METH_VARARGS,
@@ -275,9 +280,10 @@ int add_arena(PyObject* module) {
 INFLIGHT_EXPORT void* inflight_arena_malloc(ssize_t size, int device, void*) {
   using inflight::Arenas;
   try {
-    const auto arena = Arenas::of_process().find(device);
-    if (arena == nullptr || size < 0) return nullptr;
-    return reinterpret_cast<void*>(arena->allocate(uint64_t(size)));
+    // Of several the last is the one that is filled.
+    const auto arenas = Arenas::of_process().of_device(device);
+    if (arenas.empty() || size < 0) return nullptr;
+    return reinterpret_cast<void*>(arenas.back()->allocate(uint64_t(size)));
   } catch (const std::exception& why) {
     Arenas::of_process().set_last_error(device, why.what());
     return nullptr;
@@ -287,8 +293,9 @@ INFLIGHT_EXPORT void* inflight_arena_malloc(ssize_t size, int device, void*) {
 INFLIGHT_EXPORT void inflight_arena_free(void* pointer, ssize_t, int device, void*) {
   using inflight::Arenas;
   try {
-    const auto arena = Arenas::of_process().find(device);
-    if (arena != nullptr) arena->free(reinterpret_cast<uint64_t>(pointer));
+    // Each knows its own.
+    for (const auto& arena : Arenas::of_process().of_device(device))
+      arena->free(reinterpret_cast<uint64_t>(pointer));
   } catch (const std::exception& why) {
     Arenas::of_process().set_last_error(device, why.what());
   }

@@ -1,17 +1,20 @@
 // The arenas of this process, by device, for callers that have no more than that.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "arena.h"
 
 namespace inflight {
 
-// A GPU has at most one, under its ordinal; host twins count down from -1.
+// A GPU's are under its ordinal, the one that is filled last; host twins count down
+// from -2.
 class Arenas {
  public:
   static Arenas& of_process() {
@@ -20,15 +23,28 @@ class Arenas {
     return *arenas;
   }
 
-  // Enters what `make` returns, unless the device has one.
-  template <class Make>
-  std::shared_ptr<Arena> open(int device, Make make) {
+  void enter(int device, const std::shared_ptr<Arena>& arena) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (arenas_.count(device) != 0)
-      throw std::logic_error("open: device " + std::to_string(device) +
-                             " has an arena already; close that first");
     last_errors_.erase(device);
-    return arenas_[device] = make();
+    arenas_[device].push_back(arena);
+  }
+
+  // What torch asks for from now on is of this one.
+  void fill(int device, const Arena* arena) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& all = arenas_[device];
+    const auto found = std::find_if(
+        all.begin(), all.end(), [&](const auto& one) { return one.get() == arena; });
+    if (found == all.end()) throw std::logic_error("fill: the arena is closed");
+    std::rotate(found, found + 1, all.end());
+  }
+
+  void forget(int device, const Arena* arena) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& all = arenas_[device];
+    all.erase(std::remove_if(all.begin(), all.end(),
+                             [&](const auto& one) { return one.get() == arena; }),
+              all.end());
   }
 
   int next_host() {
@@ -36,15 +52,9 @@ class Arenas {
     return next_host_--;
   }
 
-  std::shared_ptr<Arena> find(int device) {
+  std::vector<std::shared_ptr<Arena>> of_device(int device) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = arenas_.find(device);
-    return found == arenas_.end() ? nullptr : found->second;
-  }
-
-  void forget(int device) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    arenas_.erase(device);
+    return arenas_[device];
   }
 
   // What a callback could not throw.
@@ -60,9 +70,9 @@ class Arenas {
 
  private:
   std::mutex mutex_;
-  std::map<int, std::shared_ptr<Arena>> arenas_;
+  std::map<int, std::vector<std::shared_ptr<Arena>>> arenas_;
   std::map<int, std::string> last_errors_;
-  int next_host_ = -1;
+  int next_host_ = -2;
 };
 
 }  // namespace inflight

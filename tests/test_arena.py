@@ -1,6 +1,5 @@
 """The arena on the host twin: real mappings and real memory, but no GPU."""
 
-import ctypes
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.inflight import errors
 from vllm.inflight.stage import arena as native
 
 PAGE = mmap.PAGESIZE
@@ -81,17 +79,6 @@ def is_mapped(address):
     return any(start <= address < end for start, end in bounds)
 
 
-def callbacks(arena):
-    """The functions that torch gets: malloc(bytes) and free(address)."""
-    library = ctypes.CDLL(arena._core.__file__)
-    malloc, free = library.inflight_arena_malloc, library.inflight_arena_free
-    malloc.restype, free.restype = ctypes.c_void_p, None
-    rest = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    malloc.argtypes, free.argtypes = rest, [ctypes.c_void_p, *rest]
-    device = arena.stats()["device"]
-    return lambda size: malloc(size, device, None), lambda p: free(p, 0, device, None)
-
-
 def test_consolidating_moves_no_tensor_and_no_byte(arena):
     tensors = [filled(arena, 1 + seed % 3, seed) for seed in range(20)]
     before, places = copies(tensors), [t.data_ptr() for t in tensors]
@@ -124,30 +111,6 @@ def test_small_holes_are_kept_and_large_ones_are_not(arena):
     assert [num_bytes // PAGE for _, num_bytes in arena.runs()] == [453, 150]
     assert arena.stats()["wasted_bytes"] == 3 * PAGE
     assert equal(tensors, before) and all(map(arena.contains, tensors))
-
-
-def test_torch_gets_memory_while_loading_and_none_later(arena):
-    malloc, free = callbacks(arena)
-    with ThreadPoolExecutor(4) as threads:
-        pointers = list(threads.map(malloc, [PAGE + 1] * 100))
-        threads.map(free, [*pointers[::2], 12345])
-    assert arena.stats()["live_bytes"] == 100 * PAGE
-    limit(arena, budget=101 * PAGE)
-    assert malloc(2 * PAGE) is None
-    assert "create failed" in arena.stats()["last_error"]
-    limit(arena)
-    arena.consolidate()
-    assert malloc(PAGE) is None
-    assert "must be loading" in arena.stats()["last_error"]
-    list(map(free, pointers))
-
-
-def test_what_torch_would_do_behind_the_arenas_back_is_refused(arena):
-    with arena.loading(), pytest.raises(RuntimeError, match="nest"):
-        arena.loading().__enter__()
-    native.refuse_expandable_segments({"expandable_segments": False})
-    with pytest.raises(errors.ConfigError, match="out of PYTORCH_CUDA_ALLOC_CONF"):
-        native.refuse_expandable_segments({"expandable_segments": True})
 
 
 def test_what_is_staged_is_live_after_the_flip_and_not_before(arena):
@@ -279,22 +242,3 @@ def test_steps_out_of_order_are_refused(arena, step):
     arena.consolidate()
     with pytest.raises(RuntimeError, match="be loading, and it is consolidated"):
         arena.consolidate()
-
-
-def test_a_closed_arena_leaves_neither_files_nor_addresses():
-    arena = opened()
-    tensors = paired(arena)
-    places = [t.data_ptr() for t in tensors + twins(arena, tensors)]
-    assert num_files() == 4 and all(map(is_mapped, places))
-    del tensors
-    malloc, free = callbacks(arena)
-    arena.close()
-    arena.close()
-    assert num_files() == 0 and not any(map(is_mapped, places))
-    assert malloc(PAGE) is free(places[0]) is None
-
-
-def test_addresses_that_torch_may_still_free_are_not_given_out_again():
-    with opened() as arena:
-        tensor = filled(arena, 1)
-    assert is_mapped(tensor.data_ptr()) and num_files() == 0

@@ -250,6 +250,20 @@ def test_expandable_segments_are_refused(arena):
         configure("expandable_segments:False")
 
 
+def test_two_arenas_of_one_gpu_flip_apart():
+    device = torch.device("cuda")
+    with Arena.open(device) as first, Arena.open(device) as second:
+        both = paired(first), paired(second)
+        before = [[w.clone() for w in weights] for weights in both]
+        for tensor in both[1]:
+            second.twin(tensor).fill_(3)
+        second.flip()
+        assert all(map(torch.equal, both[0], before[0]))
+        assert all(bool((tensor == 3).all()) for tensor in both[1])
+        second.flip()
+        assert all(map(torch.equal, both[1], before[1]))
+
+
 def test_tensors_that_outlive_an_arena_do_not_disturb_the_next():
     free = torch.cuda.mem_get_info()[0]
     with Arena.open(torch.device("cuda")) as first:

@@ -91,7 +91,9 @@ def test_flips_under_load_and_a_missing_scale(
     fresh = greedy(start(new, enforce_eager=False))
     llm = start(old, enforce_eager=False)
     flips_under_load(llm, (new, old), 20)
+    llm.reset_prefix_cache()  # FP8 is not the same to the bit in pieces
     before = greedy(llm)
+    llm.reset_prefix_cache()
     short = {n: t for n, t in load_file(new / FILE).items() if n != SCALE}
     save_file(short, tmp_path / FILE)
     with pytest.raises(WeightsMismatch, match="missing") as refusal:

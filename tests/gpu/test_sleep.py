@@ -203,7 +203,9 @@ def test_the_kv_cache_can_sleep_alone(
 ) -> None:
     awake = free_bytes()
     # In this process nothing steps by itself, and a step takes leave of what has ended.
-    llm.llm_engine.step()
+    core = llm.llm_engine.engine_core.engine_core
+    while core.scheduler.has_requests() or core.batch_queue:
+        llm.llm_engine.step()
     llm.sleep(level=0)
     llm.llm_engine.release_kv_cache_memory()
     assert free_bytes() - awake > 1024 * MIB

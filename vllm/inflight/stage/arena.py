@@ -63,8 +63,7 @@ class Arena:
             properties = torch.cuda.get_device_properties(device)
             enough = RESERVES_PER_MEMORY * properties.total_memory
             number = device.index
-            if number is None:
-                number = torch.cuda.current_device()
+            number = torch.cuda.current_device() if number is None else number
             device = torch.device("cuda", number)
         with _translated(device):
             return cls(device, core, core.arena_open(number, reserve_bytes or enough))
@@ -90,6 +89,7 @@ class Arena:
                 return
             snapshot: Any = torch.cuda.memory._snapshot()
             refuse_expandable_segments(snapshot["allocator_settings"])
+            self._core.arena_fill(self._handle)
             with torch.cuda.device(self.device):
                 pool = torch.cuda.MemPool(_allocator(self._core.__file__).allocator())
             if not self._pools:

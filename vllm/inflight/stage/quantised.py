@@ -43,8 +43,9 @@ KEPT = {"CPUInt8ScaledMMLinearKernel": ("dnnl_handler",)}
 """Kernel → attributes in which it keeps a part of a version; on a CPU only, where the
 two sets exchange objects and not pages."""
 
-CHANNEL = "channel"
-"""The one strategy of compressed-tensors that was seen: a scale per output."""
+STRATEGIES = {"CompressedTensorsWNA16": "group"}
+"""What of compressed-tensors shares a scale where each scheme was seen; else an output
+("channel")."""
 
 KERNELS = "kernel", "fp8_linear"
 """Where a scheme keeps its kernel."""
@@ -94,8 +95,10 @@ def obstacle(layer: Any, device: str) -> str | None:
     is_static = getattr(scheme, "is_static_input_scheme", False)
     if is_static or getattr(layer, "input_scale", None) is not None:
         return f"has scales of activations in its checkpoint ({pair[0]})"
-    if getattr(scheme, "strategy", CHANNEL) != CHANNEL:
-        return f"has a scale per {scheme.strategy.value} ({pair[0]}), not per output"
+    seen = STRATEGIES.get(pair[0], "channel")
+    strategy = getattr(scheme, "strategy", seen)
+    if (strategy := getattr(strategy, "value", strategy)) != seen:
+        return f"has a scale per {strategy} ({pair[0]}), not per {seen}"
     chosen = getattr(getattr(kernel, "linear_method", None), "__name__", "")
     if chosen == "_apply_weights_sgl":
         return f"packs its weights for AMX ({pair[1]}), which has not been tried"
