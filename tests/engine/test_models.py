@@ -105,12 +105,20 @@ def test_a_layer_that_hides_weights_is_named() -> None:
     assert "'packed'" in reason
 
 
-@pytest.mark.parametrize("method", ["mtp", "medusa", "dflash"])
-def test_other_drafters_with_weights_are_refused_by_their_method(method: str) -> None:
-    drafting = {"speculative_config": SimpleNamespace(method=method)}
-    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | drafting))
+@pytest.mark.parametrize(
+    ("device", "method"),
+    [("cpu", "mtp"), ("cpu", "medusa"), ("cpu", "dflash"), ("cuda", "eagle3")],
+)
+def test_other_drafters_with_weights_are_refused_by_their_method(
+    device: str, method: str
+) -> None:
+    config = {
+        "speculative_config": SimpleNamespace(method=method),
+        "device_config": SimpleNamespace(device_type=device),
+    }
+    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | config))
     assert reason is not None
-    assert f"method {method!r}" in reason
+    assert f"on {device}" in reason and f"method {method!r}" in reason
 
 
 def test_a_quantised_drafter_is_refused() -> None:

@@ -26,9 +26,9 @@ SHAPE = {"family": "llama", "hidden": 256}
 
 @pytest.fixture(scope="module", autouse=True)
 def admitted() -> Iterator[None]:
-    """Drafters are not let through on a GPU before they have been seen there."""
+    """A kind of drafter is not let through on a GPU before it has been seen there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(swappable, "DRAFTERS_ON", ("cpu", "cuda"))
+        patch.setitem(swappable.WITH_WEIGHTS, "cuda", tuple(METHODS))
         yield
 
 

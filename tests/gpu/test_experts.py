@@ -53,11 +53,16 @@ def test_mixtral_equals_a_fresh_engine(
     commits_and_rollbacks(start(old, enforce_eager=False), old, new, fresh)
 
 
+@pytest.mark.parametrize("is_shared_out", [False, True])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_experts_of_two_ranks_equal_a_fresh_engine(
-    start: Callable[..., Any], old: Path, new: Path
+    start: Callable[..., Any], old: Path, new: Path, is_shared_out: bool
 ) -> None:
-    options = {"tensor_parallel_size": 2, "enforce_eager": False}
+    options = {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": is_shared_out,
+        "enforce_eager": False,
+    }
     with pytest.MonkeyPatch.context() as environment:
         # A process that has computed on a CPU's threads is not to be forked.
         environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

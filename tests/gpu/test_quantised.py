@@ -62,7 +62,6 @@ def folder(checkpoint: Callable[..., Path]) -> Callable[[int, str | None], Path]
         ("fp8-channel", None),
         ("fp8-block", None),
         ("int8", None),
-        ("int4", None),
     ],
     ids=lambda value: str(value),
 )

@@ -49,15 +49,13 @@ async def main(way: str, a: str, b: str, num_commits: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vllm.inflight.stage import experts
-
-    # Not let through before it has been seen. Like what follows it is inherited by the
-    # engines, which are forked off this process.
-    experts.SHARED_ON = ("cuda",)
     if way == "apart":
         from vllm.inflight.engine.lockstep import Lockstep
 
+        # Inherited by the engines, which are forked off this process. Nobody meets.
         Lockstep.is_kept = property(lambda self: False)  # type: ignore[method-assign,assignment]
+        Lockstep.meet = lambda self: False  # type: ignore[method-assign]
+        Lockstep.together = lambda self, flip, take_back: flip()  # type: ignore[method-assign]
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=a,
@@ -93,5 +91,7 @@ async def main(way: str, a: str, b: str, num_commits: str) -> None:
 
 
 if __name__ == "__main__":
+    # Triton's products in float32 would be TF32, and the noise of a reference's size.
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     asyncio.run(main(*sys.argv[1:]))

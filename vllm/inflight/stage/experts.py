@@ -18,9 +18,6 @@ from vllm.inflight import upstream
 PACKED_ONCE = "CPU"
 """The name of the kernels that upstream packs weights for at their first load only."""
 
-SHARED_ON = ("cpu",)
-"""Devices on which experts that ranks share out were seen to be exchanged."""
-
 UNPACKED = ("TRITON", "BATCHED_TRITON")
 """Of those that upstream packs nothing for."""
 
@@ -38,16 +35,6 @@ def obstacle(method: Any) -> str | None:
     return (
         f"holds experts that are packed for {kernels.value}, which cannot be exchanged "
         "yet (--moe-backend triton packs nothing)"
-    )
-
-
-def sharing_obstacle(model: torch.nn.Module, device: str) -> str | None:
-    """Why experts that ranks share out cannot be exchanged; None if they can."""
-    if device in SHARED_ON or not are_shared_out(model):
-        return None
-    return (
-        "experts are shared out over ranks (--enable-expert-parallel), and have been "
-        f"exchanged like that on no such device yet ({device})"
     )
 
 

@@ -30,7 +30,9 @@ PROVED: dict[str, set[tuple[str, str]]] = {
         ("Fp8PtpcOnlineLinearMethod", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
     },
     "cuda": {
+        ("CompressedTensorsW8A8Int8", "CutlassInt8ScaledMMLinearKernel"),
         ("CompressedTensorsW8A8Fp8", "CutlassFP8ScaledMMLinearKernel"),
+        ("Fp8LinearMethod", "CutlassFp8BlockScaledMMKernel"),
         ("Fp8LinearMethod", "CutlassFP8ScaledMMLinearKernel"),
         ("Fp8PerBlockOnlineLinearMethod", "CutlassFp8BlockScaledMMKernel"),
         ("Fp8PerTensorOnlineLinearMethod", "CutlassFP8ScaledMMLinearKernel"),
@@ -43,9 +45,8 @@ KEPT = {"CPUInt8ScaledMMLinearKernel": ("dnnl_handler",)}
 """Kernel → attributes in which it keeps a part of a version; on a CPU only, where the
 two sets exchange objects and not pages."""
 
-STRATEGIES = {"CompressedTensorsWNA16": "group"}
-"""What of compressed-tensors shares a scale where each scheme was seen; else an output
-("channel")."""
+CHANNEL = "channel"
+"""The one strategy of compressed-tensors that was seen: a scale per output."""
 
 KERNELS = "kernel", "fp8_linear"
 """Where a scheme keeps its kernel."""
@@ -95,10 +96,9 @@ def obstacle(layer: Any, device: str) -> str | None:
     is_static = getattr(scheme, "is_static_input_scheme", False)
     if is_static or getattr(layer, "input_scale", None) is not None:
         return f"has scales of activations in its checkpoint ({pair[0]})"
-    seen = STRATEGIES.get(pair[0], "channel")
-    strategy = getattr(scheme, "strategy", seen)
-    if (strategy := getattr(strategy, "value", strategy)) != seen:
-        return f"has a scale per {strategy} ({pair[0]}), not per {seen}"
+    strategy = getattr(scheme, "strategy", CHANNEL)  # an enum, or its value
+    if (strategy := getattr(strategy, "value", strategy)) != CHANNEL:
+        return f"has a scale per {strategy} ({pair[0]}), not per output"
     chosen = getattr(getattr(kernel, "linear_method", None), "__name__", "")
     if chosen == "_apply_weights_sgl":
         return f"packs its weights for AMX ({pair[1]}), which has not been tried"

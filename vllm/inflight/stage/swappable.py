@@ -24,20 +24,23 @@ PACKED = "cpu_linear"
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
 
-DRAFTERS_ON = ("cpu",)
-"""Devices on which drafters with weights were seen to be exchanged."""
-
-WITH_WEIGHTS = ("draft_model", "eagle", "eagle3")
-"""Drafters that are a second tree beside their model's; see tandem.py."""
+WITH_WEIGHTS = {
+    "cpu": ("draft_model", "eagle", "eagle3"),
+    "cuda": ("draft_model", "eagle"),
+}
+"""Drafters that are a second tree beside their model's (see tandem.py), by the device
+on which they were seen to equal a fresh engine."""
 
 
 def config_obstacle(vllm_config: Any) -> str | None:
     """What in an engine's configuration rules an exchange out; None if nothing."""
+    device = vllm_config.device_config.device_type
     drafting = vllm_config.speculative_config
-    if drafting is not None and drafting.method not in WITHOUT_WEIGHTS + WITH_WEIGHTS:
+    seen = WITHOUT_WEIGHTS + WITH_WEIGHTS.get(device, ())
+    if drafting is not None and drafting.method not in seen:
         return (
             "a drafter with weights is configured, of a kind that has not been "
-            f"exchanged yet (--speculative-config, method {drafting.method!r})"
+            f"exchanged on {device} yet (--speculative-config, method {drafting.method!r})"
         )
     if (reason := _beside_drafter(vllm_config)) is not None:
         return f"a drafter with weights is configured, and {reason}"
@@ -47,7 +50,6 @@ def config_obstacle(vllm_config: Any) -> str | None:
     if model_config.enable_sleep_mode and model_config.sleep_mode_backend != "cumem":
         # It would have to know of two sets of weights, as stage/sleep.py does.
         return f"sleep mode goes by the backend {model_config.sleep_mode_backend!r}"
-    device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         return f"weights are staged on CPU and CUDA, and the device is {device}"
     if device == "cpu" and InflightConfig.of(vllm_config).staging == "device":
@@ -58,7 +60,7 @@ def config_obstacle(vllm_config: Any) -> str | None:
 def _beside_drafter(vllm_config: Any) -> str | None:
     """What has not been exchanged where a drafter is flipped with its model."""
     drafting = vllm_config.speculative_config
-    if drafting is None or drafting.method not in WITH_WEIGHTS:
+    if drafting is None or drafting.method in WITHOUT_WEIGHTS:
         return None
     draft_config = drafting.draft_model_config
     for name, config in ("model", vllm_config.model_config), ("drafter", draft_config):
@@ -66,9 +68,6 @@ def _beside_drafter(vllm_config: Any) -> str | None:
             return f"the {name} is quantised ({config.quantization})"
     if vllm_config.model_config.enable_sleep_mode:
         return "sleep mode is enabled (--enable-sleep-mode)"
-    device = vllm_config.device_config.device_type
-    if device not in DRAFTERS_ON:
-        return f"the device is {device}, on which that has not been tried"
     return None
 
 
@@ -77,8 +76,6 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     if (reason := config_obstacle(vllm_config)) is not None:
         return reason
     device = vllm_config.device_config.device_type
-    if (reason := experts.sharing_obstacle(live, device)) is not None:
-        return reason
     for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)
         if quantised.is_processed(layer):
