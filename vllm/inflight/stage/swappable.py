@@ -40,7 +40,8 @@ def config_obstacle(vllm_config: Any) -> str | None:
     if drafting is not None and drafting.method not in seen:
         return (
             "a drafter with weights is configured, of a kind that has not been "
-            f"exchanged on {device} yet (--speculative-config, method {drafting.method!r})"
+            f"exchanged on {device} yet (--speculative-config, "
+            f"method {drafting.method!r})"
         )
     if (reason := _beside_drafter(vllm_config)) is not None:
         return f"a drafter with weights is configured, and {reason}"
