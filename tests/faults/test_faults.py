@@ -1,88 +1,57 @@
-"""What harms vLLM as it is, and what the same calls do here.
+"""W1 to W21: how vLLM as it is fails around an update, and what the same calls do here.
 
-The same sequence of calls is played twice: on vLLM as it is, where the failure has to
-show (`make test-upstream-faults`; if it does not, upstream has mended it, and we may
-stop saying so), and here, where it must not.
+Each sequence of calls is played twice: on vLLM as it is, where the failure has to show
+(`make test-upstream-faults`; where it does not, upstream has mended it, and the row has
+to go), and here, where it must not.
 """
 
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import ast
+from collections.abc import Callable
 
 import pytest
 
-from tests.engine.script import run_script
-from tests.faults.scenarios import NEED_TWO_RANKS, SCENARIOS
+from tests.faults.results import ARMS, ROOT, ROWS, Results, facts, read
+from tests.faults.row import Row, Seen
 
-Seen = dict[str, Any]
-
-
-def refused(step: Any, code: str | None = None) -> bool:
-    """Whether a step raised, and if that matters, with which code."""
-    is_error = isinstance(step, dict) and "raised" in step
-    return is_error and code in (None, step.get("code"))
+SHOWN = pytest.mark.parametrize(
+    "row", [pytest.param(r, id=n) for n, r in ROWS.items() if r.play is not None]
+)
 
 
-class BreaksOff:
-    @staticmethod
-    def upstream(seen: Seen) -> None:
-        assert refused(seen["send"])
-        assert "meta" in seen["after"]["text"]
-
-    @staticmethod
-    def here(seen: Seen) -> None:
-        assert refused(seen["send"])
-        assert seen["after"] == seen["before"]
+@pytest.mark.engine
+@pytest.mark.upstream
+@SHOWN
+def test_vllm_as_it_is_fails(
+    row: type[Row], upstream: Callable[[str], Seen], results: Results
+) -> None:
+    assert row.play is not None
+    results.add(row, "upstream", row.upstream(upstream(row.play)))
 
 
-class WithoutAPause:
-    @staticmethod
-    def upstream(seen: Seen) -> None:
-        assert seen["start"] is None
-        assert refused(seen["after"])
-
-    @staticmethod
-    def here(seen: Seen) -> None:
-        assert not refused(seen["start"])
-        assert seen["after"] == seen["before"]
+@pytest.mark.engine
+@SHOWN
+def test_the_same_calls_do_no_harm_here(
+    row: type[Row], here: Callable[[str], Seen], results: Results
+) -> None:
+    assert row.play is not None
+    results.add(row, "here", row.here(here(row.play)))
 
 
-class FinishedAllTheSame:
-    @staticmethod
-    def upstream(seen: Seen) -> None:
-        assert not refused(seen["finish"])
-        assert seen["label"] == "mixture"
-        assert seen["after"] != seen["before"]
-
-    @staticmethod
-    def here(seen: Seen) -> None:
-        assert refused(seen["finish"], "weights_mismatch")
-        assert seen["label"] != "mixture"
-        assert seen["after"] == seen["before"]
+def test_there_is_a_row_for_each_of_the_faults() -> None:
+    assert list(ROWS) == [f"W{number}" for number in range(1, 22)]
 
 
-class Truncated:
-    @staticmethod
-    def upstream(seen: Seen) -> None:
-        assert not refused(seen["send"]) and not refused(seen["finish"])
-        assert seen["label"] == "truncated"
-        assert seen["after"] != seen["before"]
-
-    @staticmethod
-    def here(seen: Seen) -> None:
-        assert refused(seen["send"], "weights_mismatch")
-        assert "model.layers.1.mlp.down_proj.weight" in seen["send"]["text"]
-        assert seen["label"] != "truncated"
-        assert seen["after"] == seen["before"]
+def test_the_file_of_what_was_seen_is_of_these_rows() -> None:
+    kept = read()
+    assert list(kept) == list(ROWS)
+    for name, row in ROWS.items():
+        arms = ARMS if row.play is not None else ()
+        assert kept[name] == facts(row) | {arm: kept[name][arm] for arm in arms}
 
 
-class StalePrefix:
-    @staticmethod
-    def upstream(seen: Seen) -> None:
-        assert seen["under the new weights"] == seen["second"] > 0
-
-    @staticmethod
-    def here(seen: Seen) -> None:
-        assert seen["second"] > 0
-        assert seen["under the new weights"] == 0
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_the_tests_that_a_row_names_are_there(row: type[Row]) -> None:
+    for name in row.tests:
+        file, _, function = name.partition("::")
+        tree = ast.parse((ROOT / file).read_text())
+        assert function in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}

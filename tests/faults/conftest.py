@@ -1,0 +1,115 @@
+"""Plays on vLLM as it is and on ours, each once, and the file of what was seen."""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.engine.conftest import checkpoint, new, old, shape, start  # noqa: F401
+from tests.engine.script import run_script
+from tests.faults import in_process, served
+from tests.faults.results import Results
+from tests.faults.row import Seen
+from vllm.inflight import ops
+from vllm.inflight.update import Manifest, TensorSpec
+
+STOCK = {"VLLM_PLUGINS": ""}
+"""In the environment: no plugin is loaded, so nothing of ours."""
+TWO_ENGINES = ("--data-parallel-size", "2")
+BOTH_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@pytest.fixture(scope="session")
+def results() -> Iterator[Results]:
+    """What the tests of this run saw; kept where RECORD_FAULTS=1 asks for it."""
+    seen = Results()
+    yield seen
+    if os.environ.get("RECORD_FAULTS") == "1":
+        seen.write()
+
+
+@pytest.fixture(scope="module")
+def upstream(old: Path, new: Path) -> Callable[[str], Seen]:  # noqa: F811
+    """`upstream(play)`: what vLLM as it is did."""
+
+    @cache
+    def chain(names: tuple[str, ...]) -> dict[str, Seen]:
+        is_two = served.TWO_ENGINES in names
+        env = STOCK | (BOTH_CORES if is_two else {})
+        flags = TWO_ENGINES if is_two else ()
+        with served.site(old, new, *flags, env=env) as site:
+            return {name: served.PLAYS[name](site) for name in names}
+
+    @cache
+    def seen(play: str) -> Seen:
+        if play in in_process.PLAYS:
+            script = ("in_process", old, new, play)
+            return run_script(*script, room="tests.faults", env=STOCK)[play]
+        (names,) = (names for names in served.CHAINS if play in names)
+        return chain(names)[play]
+
+    return seen
+
+
+@pytest.fixture(scope="module")
+def here(
+    old: Path,  # noqa: F811
+    new: Path,  # noqa: F811
+    start: Callable[..., Any],  # noqa: F811
+) -> Callable[[str], Seen]:
+    """`here(play)`: what ours did; one engine and one server live through most."""
+
+    @cache
+    def one_engine() -> dict[str, Seen]:
+        stage = in_process.Stage(start(old, **in_process.options()), str(old), str(new))
+        undisturbed = [stage.start(), stage.send(), stage.finish("new")]
+        more = {"fresh": stage.tokens(), "trainer's digest": digest_of(new)}
+        assert not any(map(in_process.failed, undisturbed)), undisturbed
+        stage.tidy()
+        seen = {}
+        for name, play in in_process.PLAYS.items():
+            if name not in in_process.TWO_RANKS:
+                seen[name] = play(stage) | more
+                stage.tidy()
+        return seen
+
+    @cache
+    def one_server() -> dict[str, Seen]:
+        lease = ("--inflight-pause-lease-s", str(served.LEASE_S))
+        seen = {}
+        with served.site(old, new, *lease) as site:
+            for names in served.CHAINS:
+                for name in names:
+                    if name != served.TWO_ENGINES:
+                        site.tidy()
+                        seen[name] = served.PLAYS[name](site)
+        return seen
+
+    @cache
+    def seen(play: str) -> Seen:
+        if play in in_process.TWO_RANKS:
+            return run_script("in_process", old, new, play, room="tests.faults")[play]
+        if play in in_process.PLAYS:
+            return one_engine()[play]
+        if play == served.TWO_ENGINES:
+            with served.site(old, new, *TWO_ENGINES, env=BOTH_CORES) as site:
+                return served.PLAYS[play](site)
+        return one_server()[play]
+
+    return seen
+
+
+def digest_of(folder: Path) -> str | None:
+    """The digest of a checkpoint, computed as a trainer does."""
+    tensors = load_file(folder / "model.safetensors")
+    specs = (
+        TensorSpec(name, tuple(tensor.shape), "bfloat16", digest.hex())
+        for (name, tensor), digest in zip(
+            tensors.items(), ops.digest(list(tensors.values())), strict=True
+        )
+    )
+    return Manifest.of(specs).digest()

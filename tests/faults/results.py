@@ -1,0 +1,71 @@
+"""The file of what was seen: docs/upstream-faults.json, from which a table is made."""
+
+import json
+import os
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.faults import llm_rows, server_rows
+from tests.faults.row import Row
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "docs" / "upstream-faults.json"
+ROWS: dict[str, type[Row]] = {
+    row.__name__: row
+    for row in sorted(
+        (*llm_rows.ROWS, *server_rows.ROWS), key=lambda row: int(row.__name__[1:])
+    )
+}
+"""Every row by its name, in order."""
+ARMS = {
+    "upstream": "test_vllm_as_it_is_fails",
+    "here": "test_the_same_calls_do_no_harm_here",
+}
+"""Who was played, and the test that did."""
+
+
+class Results:
+    """What the tests of one run saw."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, Any]] = {name: {} for name in ROWS}
+
+    def add(self, row: type[Row], arm: str, saw: str) -> None:
+        cores = len(os.sched_getaffinity(0))
+        self.seen[row.__name__][arm] = {
+            "saw": saw,
+            "date": date.today().isoformat(),
+            "machine": f"{cores} cores, CPU build",
+            "vllm": version("vllm").partition("+")[0],
+        }
+
+    def write(self) -> None:
+        """Put what was seen beside what is there of other runs."""
+        kept = read()
+        rows = {
+            name: facts(row)
+            | {
+                arm: kept.get(name, {})[arm]
+                for arm in ARMS
+                if arm in kept.get(name, {})
+            }
+            | self.seen[name]
+            for name, row in ROWS.items()
+        }
+        FILE.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+
+
+def facts(row: type[Row]) -> dict[str, Any]:
+    """What is known of a row before anything has been played."""
+    told: dict[str, Any] = {"fault": row.fault(), "tests": list(row.tests)}
+    if row.play is None:
+        return told | {"not_shown": row.not_shown, "instead": row.instead}
+    return told
+
+
+def read() -> dict[str, Any]:
+    """The file as it is."""
+    rows: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return rows

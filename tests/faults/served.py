@@ -1,0 +1,362 @@
+"""Sequences of calls that harm vLLM as it is, on a server.
+
+`with site(old, new, env={"VLLM_PLUGINS": ""}) as it: PLAYS[name](it)` plays one on vLLM
+as it is, and may be that server's last.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.serving import Server
+
+KEY = "a-key-of-the-tests"
+NEVER_S = 3600
+"""How long a trainer that has died takes over a tensor."""
+PATIENCE_S = 4.0
+"""After which a client gives up waiting for a reply."""
+LEASE_S = 5
+"""Of pauses, where an engine knows of leases."""
+PROMPT = list(range(3, 100))
+
+Seen = dict[str, Any]
+
+
+class Stream(threading.Thread):
+    """A request in a thread: when its tokens came, and how it ended.
+
+    Attributes:
+        times: of every token, by `time.monotonic()`.
+        last: the last chunk's choice.
+        ended: the reason why it finished, or what went wrong.
+
+    """
+
+    def __init__(self, site: Site, num_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.site = site
+        self.num_tokens = num_tokens
+        self.times: list[float] = []
+        self.last: Any = None
+        self.ended: str | None = None
+        self.start()
+        while not self.times and self.is_alive():
+            time.sleep(0.005)
+
+    def run(self) -> None:
+        body = request(self.num_tokens) | {"stream": True}
+        try:
+            with self.site.server.client.stream(
+                "POST", "/inference/v1/generate", json=body
+            ) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        self.take(json.loads(line.removeprefix("data: ")))
+        except httpx.HTTPError as error:
+            self.ended = type(error).__name__
+        self.ended = self.ended or "cut off"
+
+    def take(self, chunk: dict[str, Any]) -> None:
+        if "choices" not in chunk:
+            self.ended = "an error"
+            return
+        (self.last,) = chunk["choices"]
+        self.times += [time.monotonic()] * len(self.last["token_ids"] or ())
+        self.ended = self.last["finish_reason"] or self.ended
+
+    def between(self, begin: float, end: float) -> int:
+        """How many tokens came in that time."""
+        return sum(begin < moment < end for moment in self.times)
+
+
+class Site:
+    """A server, and what its clients ask of it."""
+
+    def __init__(self, server: Server, old: Path, new: Path) -> None:
+        self.server = server
+        self.old = str(old)
+        self.new = str(new)
+
+    def call(
+        self, path: str, body: Any = None, *, wait_s: float = 60, **options: Any
+    ) -> Any:
+        """POST a body, or GET: {status, body, seconds}; status `None` is no answer."""
+        method = "GET" if body is None else "POST"
+        begin = time.monotonic()
+        try:
+            reply = self.server.client.request(
+                method, path, json=body, timeout=wait_s, **options
+            )
+            seen = {"status": reply.status_code, "body": content(reply)}
+        except httpx.HTTPError as error:
+            seen = {"status": None, "body": type(error).__name__}
+        return seen | {"seconds": time.monotonic() - begin}
+
+    def stranger(self, path: str, body: Any = None) -> Any:
+        """The status that the same call has without a key."""
+        method = "GET" if body is None else "POST"
+        url = self.server.url + path
+        return httpx.request(method, url, json=body, timeout=30).status_code
+
+    def pause(self) -> Any:
+        return self.call("/pause?mode=keep&clear_cache=false", {})
+
+    def send(self, *, wait_s: float = 60, **faults: Any) -> Any:
+        info = {"update_info": {"path": self.new, **faults}}
+        return self.call("/update_weights", info, wait_s=wait_s)
+
+    def finish(self, label: str, *, wait_s: float = 60) -> Any:
+        body = {"weight_version": label}
+        return self.call("/finish_weight_update", body, wait_s=wait_s)
+
+    def tokens(self, *, wait_s: float = 30, **options: Any) -> Any:
+        """Sixteen tokens, or the status that came instead."""
+        reply = self.call(
+            "/inference/v1/generate", request(16), wait_s=wait_s, **options
+        )
+        if reply["status"] != 200:
+            return reply["status"]
+        return reply["body"]["choices"][0]["token_ids"]
+
+    def lives(self) -> bool:
+        """Whether it still is there after a moment, and answers a request."""
+        time.sleep(1)
+        return isinstance(self.tokens(wait_s=10), list)
+
+    def tidy(self) -> None:
+        """Leave nothing open, and serve what was served in the beginning."""
+        self.call("/abort_weight_update", {})
+        self.call("/continue_generation", {})
+        body = {"path": self.old, "weight_version": "old"}
+        self.call("/update_weights_from_disk", body)
+
+
+def content(reply: httpx.Response) -> Any:
+    try:
+        return reply.json()
+    except ValueError:
+        return reply.text[-2000:]
+
+
+def request(num_tokens: int) -> dict[str, Any]:
+    sampling = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    return {"token_ids": PROMPT, "sampling_params": sampling}
+
+
+@contextmanager
+def site(
+    old: Path, new: Path, *flags: str, env: dict[str, str] | None = None
+) -> Iterator[Site]:
+    """A server with its control routes open to a key, and a transport."""
+    always = (
+        *("--weight-transfer-config", '{"backend": "other"}'),
+        *("--worker-extension-cls", "tests.engine.transport.Extension"),
+        *("--api-key", KEY, "--dtype", "float32"),
+    )
+    env = {"VLLM_SERVER_DEV_MODE": "1"} | (env or {})
+    with Server(old, *always, *flags, env=env, key=KEY) as server:
+        yield Site(server, old, new)
+
+
+def slow_transfer(site: Site) -> Seen:
+    """A transfer takes seconds; a client asks, and lets requests go on, meanwhile."""
+    stream = Stream(site, 900)
+    site.pause()
+    start = site.call("/start_weight_update", {})
+    replies: list[Any] = []
+    sender = threading.Thread(
+        target=lambda: replies.append(site.send(sleep_s=3 / 25)), daemon=True
+    )
+    begin = time.monotonic()
+    sender.start()
+    time.sleep(0.5)
+    asked = site.call("/is_paused")
+    resumed = site.call("/resume", {})
+    sender.join()
+    end = time.monotonic()
+    return {
+        "start": start,
+        "send": replies[0],
+        "asked": asked,
+        "resumed": resumed,
+        "seconds": end - begin,
+        "tokens": stream.between(begin, end),
+        "finish": site.finish("new", wait_s=PATIENCE_S),
+    }
+
+
+def without_a_pause(site: Site) -> Seen:
+    """An update is begun by a stranger, then with the key, while a request runs."""
+    stream = Stream(site, 700)
+    seen = {
+        "read": site.stranger("/v1/models"),
+        "stranger's pause": site.stranger("/pause?mode=keep&clear_cache=false", {}),
+        "stranger's resume": site.stranger("/resume", {}),
+        "stranger's start": site.stranger("/start_weight_update", {}),
+        "start": site.call("/start_weight_update", {}, wait_s=PATIENCE_S),
+    }
+    stream.join(timeout=60)
+    return seen | {"stream": stream.ended, "lives": site.lives()}
+
+
+def caches_cleared(site: Site) -> Seen:
+    """Two updates under a running request: caches are cleared, and they are not."""
+
+    def metric(name: str) -> float:
+        text = httpx.get(site.server.url + "/metrics").text
+        lines = (line for line in text.splitlines() if line.startswith(name + "{"))
+        return sum(float(line.split()[-1]) for line in lines)
+
+    def update(clear: str) -> Seen:
+        before = metric("vllm:num_preemptions_total")
+        stream = Stream(site, 300)
+        site.call(f"/pause?mode=keep&clear_cache={clear}", {})
+        replies = [site.call("/start_weight_update", {}), site.send()]
+        replies.append(site.finish(f"cleared: {clear}"))
+        site.call("/resume", {})
+        stream.join(timeout=60)
+        return {
+            "update": [reply["status"] for reply in replies],
+            "stream": stream.ended,
+            "preempted": metric("vllm:num_preemptions_total") - before,
+        }
+
+    cleared = update("true")
+    site.tokens()
+    kept = update("false")
+    before = metric("vllm:prefix_cache_hits_total")
+    site.tokens()
+    hits = metric("vllm:prefix_cache_hits_total") - before
+    return {"cleared": cleared, "kept": kept, "hits": hits}
+
+
+def renamed(site: Site) -> Seen:
+    """Another label is given to what is served while a request runs."""
+    stream = Stream(site, 300)
+    before = site.call("/weight_info")["body"]
+    rename = site.call("/update_weight_version", {"new_version": "another"})
+    after = site.call("/weight_info")["body"]
+    stream.join(timeout=60)
+    spans = stream.last and stream.last["weight_versions"]
+    return {"before": before, "rename": rename, "after": after, "spans": spans}
+
+
+def controller_gone(site: Site) -> Seen:
+    """Who has paused the engine is not heard of again."""
+    pause = site.pause()
+    tokens = site.tokens(wait_s=LEASE_S + PATIENCE_S)
+    paused = site.call("/is_paused")
+    site.call("/resume", {})
+    return {"pause": pause, "tokens": tokens, "paused": paused["body"]}
+
+
+def lost_reply(site: Site) -> Seen:
+    """A client loses the reply of its transfer, and asks what has become of it."""
+    site.pause()
+    start = site.call("/start_weight_update", {"update_id": "lost"})
+    lost = site.send(sleep_s=0.1, wait_s=0.5)
+    asked = site.call("/weight_update/lost")
+    again = site.call("/start_weight_update", {"update_id": "lost"})
+    given_up = site.call("/abort_weight_update", {"update_id": "lost"})
+    site.call("/resume", {})
+    return {
+        "start": start,
+        "send": lost,
+        "asked": asked,
+        "start again": again,
+        "given up": given_up,
+        "lives": site.lives(),
+    }
+
+
+def wrong_calls(site: Site) -> Seen:
+    """Calls that are refused for five different reasons."""
+    early = site.send(), site.finish("nothing")
+    start = site.call("/start_weight_update", {})
+    twice = site.call("/start_weight_update", {"update_id": "another"})
+    unknown = site.send(rename={"model.norm.weight": "model.norm.wait"})
+    site.call("/abort_weight_update", {})
+    again = site.call("/start_weight_update", {})
+    short = site.send(reshape="lm_head.weight")
+    end = site.finish("short")
+    return {
+        "started": [start["status"], again["status"]],
+        "sent before it was begun": early[0],
+        "finished before it was begun": early[1],
+        "begun twice": twice,
+        "a name that is not the model's": unknown,
+        "a shape that is not the model's": short if short["status"] != 200 else end,
+    }
+
+
+def never_ends(site: Site) -> Seen:
+    """A trainer dies in the middle of its transfer; then others call."""
+    before = site.tokens()
+    site.pause()
+    start = site.call("/start_weight_update", {"deadline_s": PATIENCE_S / 2})
+    return {
+        "before": before,
+        "start": start,
+        "send": site.send(sleep_s=NEVER_S, wait_s=PATIENCE_S),
+        "paused": site.call("/is_paused", wait_s=PATIENCE_S),
+        "resume": site.call("/resume", {}, wait_s=PATIENCE_S),
+        "tokens": site.tokens(wait_s=PATIENCE_S),
+        "health": site.call("/health"),
+        "status": site.call("/weight_update"),
+    }
+
+
+def torn_engines(site: Site) -> Seen:
+    """One of two engines of a server fails; the trainer starts and finishes again."""
+
+    def both() -> Any:
+        ranks = ({"X-data-parallel-rank": str(rank)} for rank in range(2))
+        return [site.tokens(headers=headers) for headers in ranks]
+
+    whole = {"path": site.new}
+    before = both()
+    start = site.call("/start_weight_update", {})
+    infos = {"update_info": [whole, whole | {"fail_after": 8}]}
+    return {
+        "before": before,
+        "start": start,
+        "send": site.call("/update_weights", infos),
+        "start again": site.call("/start_weight_update", {}),
+        "finish": site.finish("torn"),
+        "label": site.call("/weight_info")["body"],
+        "after": both(),
+    }
+
+
+PLAYS: dict[str, Callable[[Site], Seen]] = {
+    play.__name__: play
+    for play in (
+        caches_cleared,
+        renamed,
+        controller_gone,
+        slow_transfer,
+        without_a_pause,
+        lost_reply,
+        wrong_calls,
+        torn_engines,
+        never_ends,
+    )
+}
+CHAINS = (
+    ("caches_cleared", "renamed", "controller_gone", "slow_transfer"),
+    ("without_a_pause",),
+    ("lost_reply",),
+    ("wrong_calls",),
+    ("never_ends",),
+    ("torn_engines",),
+)
+"""What one server of vLLM as it is lives through: it does not survive the last."""
+TWO_ENGINES = "torn_engines"
