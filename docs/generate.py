@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -180,6 +181,30 @@ def pauses() -> str:
     return table(["in force", "may be asked for"], rows)
 
 
+def upstream_faults() -> str:
+    """What tests/faults saw when it was last asked to keep it."""
+    rows = json.loads((DOCS / "upstream-faults.json").read_text())
+    played = [row for row in rows.values() if "not_shown" not in row]
+    arms = [row[arm] for row in played for arm in ("upstream", "here")]
+    machines = ", ".join(sorted({f"vLLM {a['vllm']}, {a['machine']}" for a in arms}))
+    dates = sorted({arm["date"] for arm in arms})
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    cells = (
+        [
+            name,
+            row["fault"],
+            row["upstream"]["saw"]
+            if row in played
+            else f"not shown here: {row['not_shown']}",
+            row["here"]["saw"] if row in played else row["instead"],
+            ", ".join(code(test.partition("::")[2]) for test in row["tests"]),
+        ]
+        for name, row in rows.items()
+    )
+    header = ["", "vLLM as it is", "seen there", "seen here", "tests that show more"]
+    return f"Seen on {when}: {machines}.\n\n{table(header, cells)}"
+
+
 TABLES: dict[str, list[Callable[[], str]]] = {
     "cli.md": [flags, commands],
     "config.md": [fields, environment],
@@ -188,6 +213,7 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "http.md": [routes],
     "patches.md": [patches],
     "pausing.md": [pauses],
+    "reliability.md": [upstream_faults],
 }
 """Page → what is generated into it, each in a block of its own name."""
 

@@ -14,6 +14,7 @@ from tests.engine.script import run_script
 from tests.faults import in_process, served
 from tests.faults.results import Results
 from tests.faults.row import Seen
+from tests.faults.site import LEASE_S, site
 from vllm.inflight import ops
 from vllm.inflight.update import Manifest, TensorSpec
 
@@ -41,8 +42,8 @@ def upstream(old: Path, new: Path) -> Callable[[str], Seen]:  # noqa: F811
         is_two = served.TWO_ENGINES in names
         env = STOCK | (BOTH_CORES if is_two else {})
         flags = TWO_ENGINES if is_two else ()
-        with served.site(old, new, *flags, env=env) as site:
-            return {name: served.PLAYS[name](site) for name in names}
+        with site(old, new, *flags, env=env) as server:
+            return {name: served.PLAYS[name](server) for name in names}
 
     @cache
     def seen(play: str) -> Seen:
@@ -79,14 +80,14 @@ def here(
 
     @cache
     def one_server() -> dict[str, Seen]:
-        lease = ("--inflight-pause-lease-s", str(served.LEASE_S))
+        lease = ("--inflight-pause-lease-s", str(LEASE_S))
         seen = {}
-        with served.site(old, new, *lease) as site:
+        with site(old, new, *lease) as server:
             for names in served.CHAINS:
                 for name in names:
                     if name != served.TWO_ENGINES:
-                        site.tidy()
-                        seen[name] = served.PLAYS[name](site)
+                        server.tidy()
+                        seen[name] = served.PLAYS[name](server)
         return seen
 
     @cache
@@ -96,8 +97,8 @@ def here(
         if play in in_process.PLAYS:
             return one_engine()[play]
         if play == served.TWO_ENGINES:
-            with served.site(old, new, *TWO_ENGINES, env=BOTH_CORES) as site:
-                return served.PLAYS[play](site)
+            with site(old, new, *TWO_ENGINES, env=BOTH_CORES) as server:
+                return served.PLAYS[play](server)
         return one_server()[play]
 
     return seen

@@ -7,15 +7,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.faults import llm_rows, server_rows
+from tests.faults import llm_rows, route_rows, server_rows, unplayed_rows
 from tests.faults.row import Row
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "upstream-faults.json"
+ROOMS = (llm_rows, server_rows, route_rows, unplayed_rows)
 ROWS: dict[str, type[Row]] = {
     row.__name__: row
     for row in sorted(
-        (*llm_rows.ROWS, *server_rows.ROWS), key=lambda row: int(row.__name__[1:])
+        (row for room in ROOMS for row in room.ROWS),
+        key=lambda row: int(row.__name__[1:]),
     )
 }
 """Every row by its name, in order."""

@@ -1,7 +1,7 @@
-"""Rows that a server shows, or that are not shown here."""
+"""Rows about an engine behind a server: whether it answers, and with which weights."""
 
 from tests.faults.row import Row, Seen, code_of
-from tests.faults.served import LEASE_S, PATIENCE_S
+from tests.faults.site import LEASE_S, PATIENCE_S
 
 SERVER = "tests/engine/test_server.py::"
 
@@ -92,21 +92,6 @@ class W5(Row):
         return "needs no pause: the running request goes on to its end"
 
 
-class W9(Row):
-    """An update while the engine sleeps ends it."""
-
-    tests = (
-        "tests/engine/test_sleep.py::"
-        "test_whatever_needs_weights_is_refused_while_they_are_asleep",
-        "tests/engine/test_sleep.py::"
-        "test_after_level_2_nothing_is_served_until_a_whole_version_has_come",
-    )
-    not_shown = (
-        "the CPU build ignores sleep; read in its code, and reported to vLLM (#57853)"
-    )
-    instead = "409 `engine_asleep`"
-
-
 class W10(Row):
     """When one of two data-parallel engines fails, they serve different weights under
     one label.
@@ -160,35 +145,6 @@ class W12(Row):
         return "kept, nothing is computed again, and a new request reads none"
 
 
-class W13(Row):
-    """The label can be changed at any time, and nothing tells whether weights changed
-    with it.
-    """
-
-    play = "renamed"
-    tests = (
-        "tests/engine/test_update.py::test_renaming_changes_the_label_and_nothing_else",
-    )
-
-    @staticmethod
-    def upstream(seen: Seen) -> str:
-        assert seen["rename"]["status"] == 200
-        assert len(seen["spans"]) == 2
-        assert set(seen["after"]) == {"weight_version"}
-        return "a running request shows two versions of one set of weights"
-
-    @staticmethod
-    def here(seen: Seen) -> str:
-        before, after = seen["before"], seen["after"]
-        assert before["weight_version"] != after["weight_version"]
-        assert before["digest"] == after["digest"]
-        assert [span["epoch"] for span in seen["spans"]] == [
-            before["epoch"],
-            after["epoch"],
-        ]
-        return "the same, with an epoch each, and an equal digest: it is a rename"
-
-
 class W14(Row):
     """A pause whose controller has died never ends."""
 
@@ -210,94 +166,6 @@ class W14(Row):
         assert seen["paused"]["is_paused"] is False
         assert seen["paused"]["leases_expired"] >= 1
         return f"with a lease of {LEASE_S} s it ended, and the request was answered"
-
-
-class W15(Row):
-    """A client that lost a reply cannot ask what became of its update, nor end it."""
-
-    play = "lost_reply"
-    tests = (SERVER + "test_a_caller_that_lost_the_reply_can_ask_what_happened",)
-
-    @staticmethod
-    def upstream(seen: Seen) -> str:
-        assert seen["send"]["status"] is None
-        assert seen["asked"]["status"] == seen["given up"]["status"] == 404
-        assert seen["start again"]["status"] == 500
-        assert not seen["lives"]
-        return (
-            "no such routes; the same call again: 500; it lets decoding go on, "
-            "and the next request is not answered"
-        )
-
-    @staticmethod
-    def here(seen: Seen) -> str:
-        assert seen["send"]["status"] is None
-        assert seen["asked"]["body"]["phase"] == "staging"
-        assert seen["start again"]["body"]["update_id"] == "lost"
-        assert seen["given up"]["body"]["phase"] == "aborted"
-        assert seen["lives"]
-        return "told it is `staging`; the same call again is the same update; given up"
-
-
-class W16(Row):
-    """`--api-key` does not guard the control routes."""
-
-    play = "without_a_pause"
-    tests = (SERVER + "test_control_routes_need_their_key",)
-
-    @staticmethod
-    def upstream(seen: Seen) -> str:
-        assert seen["read"] == 401
-        assert seen["stranger's pause"] == seen["stranger's start"] == 200
-        return (
-            "without the key `/v1/models` 401, `/pause` and `/start_weight_update` 200"
-        )
-
-    @staticmethod
-    def here(seen: Seen) -> str:
-        calls = ("read", "stranger's pause", "stranger's resume", "stranger's start")
-        assert {seen[call] for call in calls} == {401}
-        return "401 for all of them"
-
-
-class W19(Row):
-    """Every failure is HTTP 500 and a text."""
-
-    play = "wrong_calls"
-    tests = (SERVER + "test_every_refusal_has_its_status_and_its_code",)
-
-    @staticmethod
-    def upstream(seen: Seen) -> str:
-        calls = [call for name, call in seen.items() if name != "started"]
-        assert {call["status"] for call in calls} == {500}
-        assert {code_of(call) for call in calls} <= {None, 500}
-        return f"{len(calls)} of {len(calls)} are 500"
-
-    @staticmethod
-    def here(seen: Seen) -> str:
-        told = {
-            name: f"{call['status']} `{code_of(call)}`"
-            for name, call in seen.items()
-            if name != "started"
-        }
-        assert list(told.values()) == [
-            "409 `wrong_phase`",
-            "409 `wrong_phase`",
-            "409 `update_in_progress`",
-            "422 `weights_mismatch`",
-            "422 `weights_mismatch`",
-        ]
-        return "; ".join(f"{name}: {what}" for name, what in told.items())
-
-
-class W20(Row):
-    """An update needs memory that nobody has set aside."""
-
-    not_shown = "its buffers are those of its NCCL transport on GPUs"
-    instead = (
-        "nor is it better: a [second set of weights](limits.md#memory), but taken "
-        "before the KV cache is sized"
-    )
 
 
 class W21(Row):
@@ -330,4 +198,4 @@ class W21(Row):
         )
 
 
-ROWS = (W1, W2, W5, W9, W10, W12, W13, W14, W15, W16, W19, W20, W21)
+ROWS = (W1, W2, W5, W10, W12, W14, W21)
