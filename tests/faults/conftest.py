@@ -16,7 +16,6 @@ from tests.faults.results import Results
 from tests.faults.row import Seen
 from tests.faults.site import LEASE_S, site
 from vllm.inflight import ops
-from vllm.inflight.update import Manifest, TensorSpec
 
 STOCK = {"VLLM_PLUGINS": ""}
 """In the environment: no plugin is loaded, so nothing of ours."""
@@ -39,18 +38,18 @@ def upstream(old: Path, new: Path) -> Callable[[str], Seen]:  # noqa: F811
 
     @cache
     def chain(names: tuple[str, ...]) -> dict[str, Seen]:
+        if names in in_process.CHAINS:
+            script = ("in_process", old, new, *names)
+            return run_script(*script, room="tests.faults", env=STOCK)
         is_two = served.TWO_ENGINES in names
         env = STOCK | (BOTH_CORES if is_two else {})
         flags = TWO_ENGINES if is_two else ()
         with site(old, new, *flags, env=env) as server:
             return {name: served.PLAYS[name](server) for name in names}
 
-    @cache
     def seen(play: str) -> Seen:
-        if play in in_process.PLAYS:
-            script = ("in_process", old, new, play)
-            return run_script(*script, room="tests.faults", env=STOCK)[play]
-        (names,) = (names for names in served.CHAINS if play in names)
+        chains = (*in_process.CHAINS, *served.CHAINS)
+        (names,) = (names for names in chains if play in names)
         return chain(names)[play]
 
     return seen
@@ -73,7 +72,7 @@ def here(
         stage.tidy()
         seen = {}
         for name, play in in_process.PLAYS.items():
-            if name not in in_process.TWO_RANKS:
+            if name != in_process.TWO_RANKS:
                 seen[name] = play(stage) | more
                 stage.tidy()
         return seen
@@ -92,7 +91,7 @@ def here(
 
     @cache
     def seen(play: str) -> Seen:
-        if play in in_process.TWO_RANKS:
+        if play == in_process.TWO_RANKS:
             return run_script("in_process", old, new, play, room="tests.faults")[play]
         if play in in_process.PLAYS:
             return one_engine()[play]
@@ -104,13 +103,11 @@ def here(
     return seen
 
 
-def digest_of(folder: Path) -> str | None:
+def digest_of(folder: Path) -> str:
     """The digest of a checkpoint, computed as a trainer does."""
     tensors = load_file(folder / "model.safetensors")
-    specs = (
-        TensorSpec(name, tuple(tensor.shape), "bfloat16", digest.hex())
-        for (name, tensor), digest in zip(
-            tensors.items(), ops.digest(list(tensors.values())), strict=True
-        )
+    digests = ops.digest(list(tensors.values()))
+    return ops.manifest_digest(
+        (name, "bfloat16", tuple(tensor.shape), digest)
+        for (name, tensor), digest in zip(tensors.items(), digests, strict=True)
     )
-    return Manifest.of(specs).digest()

@@ -46,25 +46,23 @@ class Results:
     def write(self) -> None:
         """Put what was seen beside what is there of other runs."""
         kept = read()
-        rows = {
-            name: facts(row)
-            | {
-                arm: kept.get(name, {})[arm]
-                for arm in ARMS
-                if arm in kept.get(name, {})
-            }
-            | self.seen[name]
-            for name, row in ROWS.items()
-        }
+        rows = {}
+        for name, row in ROWS.items():
+            before = kept.get(name, {})
+            arms = {arm: before[arm] for arm in ARMS if arm in before}
+            rows[name] = arms | self.seen[name] | facts(row)
         FILE.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
 
 def facts(row: type[Row]) -> dict[str, Any]:
     """What is known of a row before anything has been played."""
     told: dict[str, Any] = {"fault": row.fault(), "tests": list(row.tests)}
-    if row.play is None:
-        return told | {"not_shown": row.not_shown, "instead": row.instead}
-    return told
+    if row.play is not None:
+        return told
+    return told | {
+        "upstream": {"saw": f"not shown here: {row.not_shown}"},
+        "here": {"saw": row.instead},
+    }
 
 
 def read() -> dict[str, Any]:
