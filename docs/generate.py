@@ -184,8 +184,11 @@ def pauses() -> str:
 def upstream_faults() -> str:
     """What tests/faults saw when it was last asked to keep it."""
     rows = json.loads((DOCS / "upstream-faults.json").read_text())
-    plays = [play for row in rows.values() for play in (row["upstream"], row["here"])]
-    shown = [play for play in plays if "date" in play]
+    never = {"saw": "not played yet"}
+    pairs = [
+        [row.get(arm, never) for arm in ("upstream", "here")] for row in rows.values()
+    ]
+    shown = [play for pair in pairs for play in pair if "date" in play]
     machines = ", ".join(sorted({f"vLLM {p['vllm']}, {p['machine']}" for p in shown}))
     dates = sorted({play["date"] for play in shown})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
@@ -193,11 +196,10 @@ def upstream_faults() -> str:
         [
             name,
             row["fault"],
-            row["upstream"]["saw"],
-            row["here"]["saw"],
+            *(play["saw"] for play in pair),
             ", ".join(code(test.partition("::")[2]) for test in row["tests"]),
         ]
-        for name, row in rows.items()
+        for (name, row), pair in zip(rows.items(), pairs, strict=True)
     )
     header = ["", "vLLM as it is", "seen there", "seen here", "tests that show more"]
     return f"Seen on {when}: {machines}.\n\n{table(header, cells)}"

@@ -1,7 +1,6 @@
-"""Plays on vLLM as it is and on ours, each once, and the file of what was seen."""
+"""Plays on vLLM as it is and on ours, each once."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 from tests.engine.conftest import checkpoint, new, old, shape, start  # noqa: F401
 from tests.engine.script import run_script
 from tests.faults import in_process, served
-from tests.faults.results import Results
 from tests.faults.row import Seen
 from tests.faults.site import LEASE_S, site
 from vllm.inflight import ops
@@ -21,15 +19,6 @@ STOCK = {"VLLM_PLUGINS": ""}
 """In the environment: no plugin is loaded, so nothing of ours."""
 TWO_ENGINES = ("--data-parallel-size", "2")
 BOTH_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-
-
-@pytest.fixture(scope="session")
-def results() -> Iterator[Results]:
-    """What the tests of this run saw; kept where RECORD_FAULTS=1 asks for it."""
-    seen = Results()
-    yield seen
-    if os.environ.get("RECORD_FAULTS") == "1":
-        seen.write()
 
 
 @pytest.fixture(scope="module")
