@@ -17,8 +17,6 @@ from vllm.inflight import ops
 
 STOCK = {"VLLM_PLUGINS": ""}
 """In the environment: no plugin is loaded, so nothing of ours."""
-TWO_ENGINES = ("--data-parallel-size", "2")
-BOTH_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +28,7 @@ def upstream(old: Path, new: Path) -> Callable[[str], Seen]:  # noqa: F811
         if names in in_process.CHAINS:
             script = ("in_process", old, new, *names)
             return run_script(*script, room="tests.faults", env=STOCK)
-        is_two = served.TWO_ENGINES in names
-        env = STOCK | (BOTH_CORES if is_two else {})
-        flags = TWO_ENGINES if is_two else ()
-        with site(old, new, *flags, env=env) as server:
+        with site(old, new, env=STOCK) as server:
             return {name: served.PLAYS[name](server) for name in names}
 
     def seen(play: str) -> Seen:
@@ -73,21 +68,12 @@ def here(
         with site(old, new, *lease) as server:
             for names in served.CHAINS:
                 for name in names:
-                    if name != served.TWO_ENGINES:
-                        server.tidy()
-                        seen[name] = served.PLAYS[name](server)
+                    server.tidy()
+                    seen[name] = served.PLAYS[name](server)
         return seen
 
-    @cache
     def seen(play: str) -> Seen:
-        if play == in_process.TWO_RANKS:
-            return run_script("in_process", old, new, play, room="tests.faults")[play]
-        if play in in_process.PLAYS:
-            return one_engine()[play]
-        if play == served.TWO_ENGINES:
-            with site(old, new, *TWO_ENGINES, env=BOTH_CORES) as server:
-                return served.PLAYS[play](server)
-        return one_server()[play]
+        return (one_engine() if play in in_process.PLAYS else one_server())[play]
 
     return seen
 

@@ -103,6 +103,8 @@ class W8(Row):
         "tests/engine/test_two_ranks.py::test_one_rank_that_fails_lets_no_rank_commit",
     )
 
+    instead = "no rank changes; the label stays (by the tests named beside)"
+
     @staticmethod
     def upstream(seen: Seen) -> str:
         assert refused(seen["send"]) and not refused(seen["new"])
@@ -116,16 +118,6 @@ class W8(Row):
             f"tokens of neither version, served under “{seen['label']}”"
             f"{late if told else ''}"
         )
-
-    @staticmethod
-    def here(seen: Seen) -> str:
-        assert refused(seen["send"], "engine_fault")
-        assert refused(seen["finish"], "weights_mismatch")
-        assert refused(seen["finish again"], "wrong_phase")
-        assert seen["label"] != "torn"
-        assert seen["after"] == seen["before"]
-        assert seen["update"][:2] != [] and seen["new"] != seen["before"]
-        return "no rank changes; every call has its own error; the next update works"
 
 
 class W11(Row):

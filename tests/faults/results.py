@@ -50,12 +50,11 @@ def record(row: type[Row], arm: str, saw: str) -> None:
 def facts(row: type[Row]) -> dict[str, Any]:
     """What is known of a row before anything has been played."""
     told: dict[str, Any] = {"fault": row.fault(), "tests": list(row.tests)}
-    if row.play is not None:
-        return told
-    return told | {
-        "upstream": {"saw": f"not shown here: {row.not_shown}"},
-        "here": {"saw": row.instead},
-    }
+    if row.not_shown:
+        told["upstream"] = {"saw": f"not shown here: {row.not_shown}"}
+    if row.instead:
+        told["here"] = {"saw": row.instead}
+    return told
 
 
 def read() -> dict[str, Any]:

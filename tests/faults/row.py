@@ -19,7 +19,7 @@ class Row:
             cannot be had on this build.
         tests: others that show what holds here, as `file::function`.
         not_shown: why there is no play.
-        instead: what holds here, if there is none.
+        instead: what holds here, where nothing is played here.
 
     """
 

@@ -164,28 +164,6 @@ def never_ends(site: Site) -> Seen:
     }
 
 
-def torn_engines(site: Site) -> Seen:
-    """One of two engines of a server fails; the trainer starts and finishes again."""
-
-    def both() -> Any:
-        ranks = ({"X-data-parallel-rank": str(rank)} for rank in range(2))
-        return [site.tokens(headers=headers) for headers in ranks]
-
-    whole = {"path": site.new}
-    before = both()
-    start = site.call("/start_weight_update", {})
-    infos = {"update_info": [whole, whole | {"fail_after": 8}]}
-    return {
-        "before": before,
-        "start": start,
-        "send": site.call("/update_weights", infos),
-        "start again": site.call("/start_weight_update", {}),
-        "finish": site.finish("torn"),
-        "label": site.call("/weight_info")["body"],
-        "after": both(),
-    }
-
-
 PLAYS: dict[str, Callable[[Site], Seen]] = {
     play.__name__: play
     for play in (
@@ -196,7 +174,6 @@ PLAYS: dict[str, Callable[[Site], Seen]] = {
         without_a_pause,
         lost_reply,
         wrong_calls,
-        torn_engines,
         never_ends,
     )
 }
@@ -206,7 +183,5 @@ CHAINS = (
     ("lost_reply",),
     ("wrong_calls",),
     ("never_ends",),
-    ("torn_engines",),
 )
 """What one server of vLLM as it is lives through: it does not survive the last."""
-TWO_ENGINES = "torn_engines"

@@ -92,29 +92,6 @@ class W5(Row):
         return "needs no pause: the running request goes on to its end"
 
 
-class W10(Row):
-    """When one of two data-parallel engines fails, they serve different weights under
-    one label.
-    """
-
-    play = "torn_engines"
-
-    @staticmethod
-    def upstream(seen: Seen) -> str:
-        assert seen["send"]["status"] == 500
-        assert seen["after"] != seen["before"]
-        assert seen["after"][0] != seen["after"][1]
-        return f"`/weight_info` says “{seen['label'].get('weight_version')}”"
-
-    @staticmethod
-    def here(seen: Seen) -> str:
-        assert seen["send"]["status"] == 500
-        assert seen["finish"]["status"] != 200
-        assert seen["label"]["weight_version"] != "torn"
-        assert seen["after"] == seen["before"]
-        return "no engine changes"
-
-
 class W12(Row):
     """Whoever wants no stale KV has to drop all of it, that of running requests
     included.
@@ -198,4 +175,4 @@ class W21(Row):
         )
 
 
-ROWS = (W1, W2, W5, W10, W12, W14, W21)
+ROWS = (W1, W2, W5, W12, W14, W21)
