@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-gpu lint fmt soak bench docs sizes upstream clean
+.PHONY: help setup build demo test test-gpu test-upstream-faults lint fmt soak bench docs sizes upstream clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -54,6 +54,10 @@ test: setup lint ## lint, then every test that needs no GPU
 
 test-gpu: setup ## the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu
+
+test-upstream-faults: setup ## what harms vLLM as it is, there and here, into docs/
+	RECORD_FAULTS=1 $(PY) -m pytest -m "upstream or not upstream" tests/faults
+	$(PY) -m docs.generate
 
 lint: setup ## ruff, mypy and clang-format, changing nothing
 	$(PY) -m ruff check .

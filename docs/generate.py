@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -180,6 +181,30 @@ def pauses() -> str:
     return table(["in force", "may be asked for"], rows)
 
 
+def upstream_faults() -> str:
+    """What tests/faults saw when it was last asked to keep it."""
+    rows = json.loads((DOCS / "upstream-faults.json").read_text())
+    never = {"saw": "not played yet"}
+    pairs = [
+        [row.get(arm, never) for arm in ("upstream", "here")] for row in rows.values()
+    ]
+    shown = [play for pair in pairs for play in pair if "date" in play]
+    machines = ", ".join(sorted({f"vLLM {p['vllm']}, {p['machine']}" for p in shown}))
+    dates = sorted({play["date"] for play in shown})
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    cells = (
+        [
+            name,
+            row["fault"],
+            *(play["saw"] for play in pair),
+            ", ".join(code(test.partition("::")[2]) for test in row["tests"]),
+        ]
+        for (name, row), pair in zip(rows.items(), pairs, strict=True)
+    )
+    header = ["", "vLLM as it is", "seen there", "seen here", "tests that show more"]
+    return f"Seen on {when}: {machines}.\n\n{table(header, cells)}"
+
+
 TABLES: dict[str, list[Callable[[], str]]] = {
     "cli.md": [flags, commands],
     "config.md": [fields, environment],
@@ -188,6 +213,7 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "http.md": [routes],
     "patches.md": [patches],
     "pausing.md": [pauses],
+    "reliability.md": [upstream_faults],
 }
 """Page → what is generated into it, each in a block of its own name."""
 

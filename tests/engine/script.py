@@ -1,6 +1,7 @@
 """Scripts of tests/engine in a process of their own: vLLM wants the choice for one."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,12 +26,16 @@ def tell(seen: dict[str, Any]) -> None:
 
 
 def run_script(
-    name: str, *arguments: Any, room: str = "tests.engine"
+    name: str,
+    *arguments: Any,
+    room: str = "tests.engine",
+    env: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run `<name>.py` of a room; returns what it told."""
+    """Run `<name>.py` of a room, with `env` beside our own; returns what it told."""
     done = subprocess.run(
         [sys.executable, "-m", f"{room}.{name}", *map(str, arguments)],
         cwd=ROOT,
+        env=os.environ | (env or {}),
         capture_output=True,
         text=True,
         timeout=400,
