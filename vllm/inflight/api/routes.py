@@ -1,7 +1,8 @@
 """The control routes of the HTTP server.
 
-They are attached to vLLM's own application, replace upstream's routes of the
-same path, and need a key or a caller on this host (see auth.py). Every error is
+They are attached to vLLM's own application and replace upstream's routes of the same
+path, or are served on a port of their own (port.py) and are then nowhere else. They
+need a key or a caller on this host (auth.py). Every error is
 `{"error": {"code", "message", …}}` with the status of its kind.
 """
 
@@ -11,10 +12,11 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from vllm.inflight.api import auth, pipelinerl, reads, sglang
+from vllm.inflight import upstream
+from vllm.inflight.api import auth, pipelinerl, port, reads, sglang
 from vllm.inflight.api.admission import Admission
 from vllm.inflight.api.control import Control, Reply
 from vllm.inflight.api.methods import control_of, start_draft_weight_update
@@ -163,23 +165,54 @@ class InflightEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add our routes; upstream then lets them replace its own."""
+        self._app = app
+        self._config = port.config_of(app.state.args)
         router = APIRouter(tags=["weight updates"])
-        for (method, path), handler in ROUTES.items():
-            router.add_api_route(
-                path,
-                _endpoint(handler, LARGEST_BODY.get(path)),
-                methods=[method],
-                name=handler.__name__.strip("_"),
-                summary=(handler.__doc__ or "").strip() or None,
-            )
+        if self._config.port:
+            paths = {path for _, path in ROUTES}
+            app.router.routes[:] = [
+                route for route in app.routes if getattr(route, "path", "") not in paths
+            ]
+        else:
+            add_routes(router)
         router.add_api_route("/metrics", metrics, methods=["GET"])
         app.include_router(router)
         app.add_middleware(Admission)
-        self._app = app
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Make sure that upstream routes to us: its own routes need no key."""
-        check_routing(self._app)
+        if not self._config.port:
+            check_routing(self._app)
+        elif port.is_first(engine_client):
+            app = control_app(engine_client, args)
+            listener = port.bind(self._config.host, self._config.port)
+            self._serving = port.serve(app, listener, args)
+
+
+def add_routes(router: APIRouter) -> None:
+    """Every control route, behind its key."""
+    for (method, path), handler in ROUTES.items():
+        router.add_api_route(
+            path,
+            _endpoint(handler, LARGEST_BODY.get(path)),
+            methods=[method],
+            name=handler.__name__.strip("_"),
+            summary=(handler.__doc__ or "").strip() or None,
+        )
+
+
+def control_app(engine: Any, args: Any) -> FastAPI:
+    """The control routes, what tells how a server is, and nothing else."""
+    app = FastAPI(openapi_url=None)
+    app.state.engine_client, app.state.args = engine, args
+    add_routes(app.router)
+    for path, endpoint in {
+        "/health": upstream.health,
+        "/version": upstream.show_version,
+        "/metrics": metrics,
+    }.items():
+        app.add_api_route(path, endpoint, response_class=Response)
+    return app
 
 
 def check_routing(app: FastAPI) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed, WeightsMismatch
+from vllm.inflight.wire.paths import read_json
 
 CONFIG = "config.json"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -59,10 +60,7 @@ def require_same_config(folder: Path, model_config: Any) -> None:
     file = folder / CONFIG
     if not file.is_file():
         return
-    try:
-        stated = json.loads(file.read_text())
-    except ValueError as error:
-        raise Malformed(f"{file} is no JSON: {error}") from error
+    stated = read_json(file)
     if not isinstance(stated, dict):
         raise Malformed(f"{file} is not a model's configuration: it is no object")
     require_same(stated, model_config)
