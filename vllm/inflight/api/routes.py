@@ -8,7 +8,6 @@ need a key or a caller on this host (auth.py). Every error is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from fastapi.responses import JSONResponse
 from vllm.inflight import upstream
 from vllm.inflight.api import auth, pipelinerl, port, reads, sglang
 from vllm.inflight.api.admission import Admission
+from vllm.inflight.api.body import parse, read
 from vllm.inflight.api.control import Control, Reply
 from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.methods import pause_generation as pause_engine
@@ -237,7 +237,9 @@ def _endpoint(
     async def endpoint(request: Request) -> JSONResponse:
         try:
             auth.check(request)
-            body = await _body(request, largest or MAX_MANIFEST_BYTES)
+            said = parse(await read(request, largest or MAX_MANIFEST_BYTES))
+            # Path, query and body as one object.
+            body = {**request.query_params, **said, **request.path_params}
             engine = request.app.state.engine_client
             return JSONResponse(await handler(engine, body))
         except InflightError as error:
@@ -245,27 +247,6 @@ def _endpoint(
             return JSONResponse(refusal | {"error": error.to_dict()}, error.status)
 
     return endpoint
-
-
-async def _body(request: Request, largest: int) -> dict[str, Any]:
-    """Path, query and JSON body as one object."""
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > largest:
-            raise Malformed(f"the body is larger than {largest} bytes")
-    body: Any = {}
-    if raw.strip():
-        try:
-            body = json.loads(raw)
-            if b"\\ud" in raw.lower():
-                # An escape of half a character cannot be said again in a reply.
-                json.dumps(body, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
-            raise Malformed(f"the body is not JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise Malformed("the body must be a JSON object")
-    return {**request.query_params, **body, **request.path_params}
 
 
 def _needed(body: dict[str, Any], field: str) -> Any:

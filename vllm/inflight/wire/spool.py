@@ -97,12 +97,17 @@ def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Ten
     if not isinstance(parts, list):
         raise Malformed(f"{where}: the key {PARTS!r} must hold a list")
     tensors: dict[str, torch.Tensor] = {}
+    left = bucket.numel()
     for part in parts:
         try:
             dtype = getattr(torch, str(part["dtype"]).removeprefix("torch."))
             # Older buckets are of the tensors' dtype and count elements.
-            run = bucket[part["start_idx"] : part["end_idx"]].clone()
-            tensors[part["name"]] = run.view(dtype).reshape(tuple(part["shape"]))
+            name, start, end = str(part["name"]), part["start_idx"], part["end_idx"]
+            left -= end - start
+            if not (0 <= start <= end <= bucket.numel() and left >= 0):
+                raise TypeError
+            cut = bucket[start:end].clone().view(dtype).reshape(tuple(part["shape"]))
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise Malformed(f"{where}: {part!r} is no part of the bucket") from error
+            raise Malformed(f"{where}: {part!r:.300} is no part of it") from error
+        tensors[name] = cut
     return tensors
