@@ -31,12 +31,12 @@ def main() -> int:
             fed += 1
             try:
                 accepted += PARSERS[name].accepts(given)
-            except Exception:
-                bugs += 1
-                if bugs <= 20:
-                    print(
-                        f"{name}: {given!r:.{SHOWN}}\n{traceback.format_exc()[-900:]}"
-                    )
+            except Exception as error:
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{name}: {type(error).__name__} at {frame.name}:{frame.lineno}"
+                if where not in bugs:
+                    print(f"{where}: {error!s:.200}\n  by {given!r:.{SHOWN}}")
+                bugs[where] += 1
         total += fed
         seconds = time.monotonic() - began
         print(f"{name:10} {fed:9,} inputs, {accepted:9,} accepted, {seconds:6.1f} s")

@@ -137,6 +137,13 @@ class InflightConfig:
         "read files; symlinks are followed before that is judged. Empty: any that the "
         "process can read.",
     )
+    begin_rate: float = _knob(
+        0.0,
+        "Updates a minute that one caller, told by key or address, may begin over "
+        "HTTP; more are answered 429. Each API server counts its own. 0: any number. "
+        "0 to 6000.",
+        limits=(0, 6000),
+    )
     pickled_tensors: str = _knob(
         "off",
         "'on': `/update_weights_from_tensor` reads SGLang's pickled tensors as well, "

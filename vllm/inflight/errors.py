@@ -18,6 +18,7 @@ InflightError
  │   ├─ PauseConflict        a pause forbids it, or needs another mode
  │   └─ EngineAsleep         the memory it needs has been given back
  ├─ PausedByAnother 423  the pause is somebody else's
+ ├─ TooManyUpdates  429  begun more often than --inflight-begin-rate
  ├─ EnginePaused    503  requests are refused during this pause
  ├─ WeightsMismatch 422  the weights are incomplete or not as announced
  ├─ EngineFault     500  a rank failed where none may
@@ -46,6 +47,7 @@ class InflightError(Exception):
     code: ClassVar[str] = "inflight_error"
     status: ClassVar[int] = 500
     remedy: ClassVar[str] = "See the server's log."
+    retry_after_s: int | None = None
 
     def __init__(
         self,
@@ -82,12 +84,8 @@ class InflightError(Exception):
     def from_dict(body: dict[str, Any]) -> InflightError:
         """The error that `to_dict` described; an unknown code stays readable."""
         kind = BY_CODE.get(body.get("code", ""), EngineFault)
-        return kind(
-            body.get("message", "unknown error"),
-            tensors=body.get("tensors", ()),
-            phase=body.get("phase"),
-            update_id=body.get("update_id"),
-        )
+        facts = {k: body[k] for k in ("tensors", "phase", "update_id") if k in body}
+        return kind(body.get("message", "unknown error"), **facts)
 
 
 class ConfigError(InflightError, ValueError):
@@ -223,6 +221,14 @@ class EnginePaused(InflightError):
     status = 503
     remedy = "Send the request again after the seconds that Retry-After names."
     retry_after_s = 1
+
+
+class TooManyUpdates(InflightError):
+    """This caller has begun as many updates as it may for now."""
+
+    code = "too_many_updates"
+    status = 429
+    remedy = "Begin it again after the seconds that Retry-After names."
 
 
 class WeightsMismatch(InflightError):

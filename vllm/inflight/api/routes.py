@@ -9,13 +9,14 @@ need a key or a caller on this host (auth.py). Every error is
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from vllm.inflight import upstream
-from vllm.inflight.api import auth, pipelinerl, port, reads, sglang
+from vllm.inflight.api import auth, pipelinerl, port, rate, reads, sglang
 from vllm.inflight.api.admission import Admission
 from vllm.inflight.api.body import parse, read
 from vllm.inflight.api.control import Control, Reply
@@ -174,7 +175,7 @@ class InflightEndpoints:
                 route for route in app.routes if getattr(route, "path", "") not in paths
             ]
         else:
-            add_routes(router)
+            add_routes(router, rate.Rate(self._config.begin_rate))
         router.add_api_route("/metrics", metrics, methods=["GET"])
         app.include_router(router)
         app.add_middleware(Admission)
@@ -189,12 +190,12 @@ class InflightEndpoints:
             self._serving = port.serve(app, listener, args)
 
 
-def add_routes(router: APIRouter) -> None:
-    """Every control route, behind its key."""
+def add_routes(router: APIRouter, rates: rate.Rate) -> None:
+    """Every control route, behind its key; updates begin at these rates."""
     for (method, path), handler in ROUTES.items():
         router.add_api_route(
             path,
-            _endpoint(handler, LARGEST_BODY.get(path)),
+            _endpoint(handler, LARGEST_BODY.get(path, MAX_MANIFEST_BYTES), rates),
             methods=[method],
             name=handler.__name__.strip("_"),
             summary=(handler.__doc__ or "").strip() or None,
@@ -205,7 +206,7 @@ def control_app(engine: Any, args: Any) -> FastAPI:
     """The control routes, what tells how a server is, and nothing else."""
     app = FastAPI(openapi_url=None)
     app.state.engine_client, app.state.args = engine, args
-    add_routes(app.router)
+    add_routes(app.router, rate.Rate(port.config_of(args).begin_rate))
     for path, endpoint in {
         "/health": upstream.health,
         "/version": upstream.show_version,
@@ -232,19 +233,23 @@ def check_routing(app: FastAPI) -> None:
 
 
 def _endpoint(
-    handler: Handler, largest: int | None
+    handler: Handler, largest: int, rates: rate.Rate
 ) -> Callable[[Request], Awaitable[JSONResponse]]:
     async def endpoint(request: Request) -> JSONResponse:
         try:
-            auth.check(request)
-            said = parse(await read(request, largest or MAX_MANIFEST_BYTES))
+            caller = auth.check(request)
+            rate.allowance.set(partial(rates.spend, caller))
+            said = parse(await read(request, largest))
             # Path, query and body as one object.
             body = {**request.query_params, **said, **request.path_params}
             engine = request.app.state.engine_client
             return JSONResponse(await handler(engine, body))
         except InflightError as error:
             refusal = {"success": False, "message": error.message}
-            return JSONResponse(refusal | {"error": error.to_dict()}, error.status)
+            after = error.retry_after_s
+            headers = None if after is None else {"Retry-After": str(after)}
+            body = refusal | {"error": error.to_dict()}
+            return JSONResponse(body, error.status, headers)
 
     return endpoint
 

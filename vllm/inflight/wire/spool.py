@@ -57,7 +57,8 @@ def spooled(
                         f"{where} is a pickle, which can run anything; send a "
                         "safetensors file, or start with --inflight-pickled-tensors on"
                     )
-                save_file(_cut(pickled.tensors(data, where), load_format, where), path)
+                whole = pickled.tensors(data, where)
+                _save(_cut(whole, load_format, where), path, where)
             else:
                 path.write_bytes(data)
                 _check(path, load_format, where)
@@ -86,7 +87,14 @@ def _check(path: Path, load_format: str | None, where: str) -> None:
             }
     except (SafetensorError, ValueError) as error:
         raise Malformed(f"{where} is not a whole safetensors file: {error}") from None
-    save_file(_cut(whole, load_format, where), path)
+    _save(_cut(whole, load_format, where), path, where)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, where: str) -> None:
+    try:
+        save_file(tensors, path)
+    except (SafetensorError, ValueError) as error:  # of half a character in a name
+        raise Malformed(f"{where} cannot be written: {error}") from None
 
 
 def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Tensor]:
