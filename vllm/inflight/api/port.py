@@ -57,4 +57,13 @@ def serve(app: FastAPI, listener: socket.socket, args: Any) -> asyncio.Task[None
     host, port = listener.getsockname()[:2]
     logger.info("control routes answer on %s port %d, and nowhere else", host, port)
     server = upstream.NoSignalServer(config)
-    return asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+
+    async def until_the_end() -> None:
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            for each in getattr(server, "servers", ()):
+                each.close()
+            listener.close()
+
+    return asyncio.get_running_loop().create_task(until_the_end())
