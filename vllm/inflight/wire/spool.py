@@ -93,7 +93,8 @@ def _check(path: Path, load_format: str | None, where: str) -> None:
 def _save(tensors: dict[str, torch.Tensor], path: Path, where: str) -> None:
     try:
         save_file(tensors, path)
-    except (SafetensorError, ValueError) as error:  # of half a character in a name
+    except (SafetensorError, ValueError, KeyError) as error:
+        # Half a character in a name, or a dtype that such files do not have.
         raise Malformed(f"{where} cannot be written: {error}") from None
 
 
