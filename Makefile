@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-gpu test-upstream-faults lint fmt soak bench docs sizes upstream clean
+.PHONY: help setup build demo test test-gpu test-upstream-faults lint fmt soak bench docs sizes upstream clean fuzz
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -72,6 +72,10 @@ fmt: setup ## ruff's fixes and format, clang-format
 
 soak: setup ## the tests that take minutes: a rehearsal of the demo, long runs
 	$(PY) -m pytest -m slow
+
+fuzz: setup ## a million inputs for our parsers, 20,000 requests for a real server
+	$(PY) -W ignore -m tests.fuzz --inputs 1080000
+	$(PY) -m tests.fuzz.requests --requests 20000
 
 bench: setup ## the CPU benchmarks
 	$(PY) -m benchmarks.cpu

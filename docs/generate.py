@@ -97,7 +97,7 @@ def fields() -> str:
         [
             code(knob.name),
             ", ".join(map(code, knob.metadata["choices"])) or code(knob.type),
-            code(knob.default),
+            code(knob.default) if str(knob.default) else "none",
             knob.metadata["doc"],
         ]
         for knob in dataclasses.fields(InflightConfig)

@@ -79,8 +79,9 @@ class Server:
                     return self
             except httpx.TransportError:
                 time.sleep(0.2)
+        said = self.log()
         self.stop()
-        raise RuntimeError(f"vllm serve did not start:\n{self.log()}")
+        raise RuntimeError(f"vllm serve did not start:\n{said}")
 
     def __exit__(
         self,

@@ -1,6 +1,7 @@
 """A checkpoint of another model is told from one that spells the same otherwise."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,27 @@ def test_what_an_override_sets_is_not_compared(tmp_path: Path) -> None:
 
     live.hf_overrides = lengthen
     require_same_config(written(tmp_path / "new", QWEN3), live)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 1 << 40, "layer_types": None},
+        {"num_hidden_layers": 1},
+        {"num_attention_heads": "/etc/passwd"},
+        {"hidden_size": [128]},
+        {"rope_parameters": {"a": []}},
+        {"model_type": ["qwen3"]},
+        {"text_config": 5},
+    ],
+    ids=str,
+)
+def test_what_is_no_configuration_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    live = served(tmp_path / "live", QWEN3 | {"layer_types": ["full_attention"] * 2})
+    with suppress(Malformed, WeightsMismatch):
+        require_same(change, live)
 
 
 def test_no_configuration_says_nothing_and_a_broken_one_is_named(

@@ -33,6 +33,8 @@ BAD = [
         "one of versioned, versioned:K, versioned:auto, shared",
     ),
     ("verify", True, "one of digest, off"),
+    ("allowed_paths", ["/models"], "a string"),
+    ("allowed_paths", "models", "absolute"),
     ("update_deadline_s", 0.0, "a number from 0.1 to 86400"),
     ("update_deadline_s", -1, "a number from 0.1 to 86400"),
     ("update_deadline_s", 86401, "a number from 0.1 to 86400"),

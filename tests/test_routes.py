@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from tests.door import Engine, served
+from vllm.inflight.api.body import read
 from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.errors import Malformed
+from vllm.inflight.update import MAX_MANIFEST_BYTES
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=6),
@@ -49,6 +54,12 @@ def refusal(reply: Any) -> tuple[int, str]:
         b'{"update_id": "\\ud800"}',
         b"[" * 100_000,
         b'{"a":' * 100_000,
+        b'{"a":' + b"[" * 32 + b"]" * 32 + b"}",
+        b'{"deadline_s": NaN}',
+        b'{"deadline_s": 1e999}',
+        b'{"deadline_s": -Infinity}',
+        b'{"update_id": 18446744073709551616}',
+        b'{"update_id": ' + b"1" * 5000 + b"}",
     ],
     ids=lambda raw: repr(raw[:12]),
 )
@@ -111,10 +122,42 @@ def test_a_folder_may_hold_a_model_and_its_drafter():
     assert sent == [{"path": "/models/a"}, {"path": "/models/a", "draft": True}]
 
 
-def test_a_body_that_is_too_large_is_refused_while_it_arrives(monkeypatch):
-    monkeypatch.setattr("vllm.inflight.api.routes.MAX_MANIFEST_BYTES", 1000)
-    reply = client().post("/start_weight_update", content=b" " * 1001)
+@pytest.mark.parametrize("told", [None, 10, MAX_MANIFEST_BYTES, 1 << 80, "ten"])
+def test_a_body_that_is_too_large_is_refused_while_it_arrives(told):
+    drawn = 0
+
+    async def chunks() -> Any:
+        nonlocal drawn
+        while drawn < 4 * MAX_MANIFEST_BYTES:
+            drawn += 1 << 20
+            yield {"type": "http.request", "body": bytes(1 << 20), "more_body": True}
+
+    headers = [] if told is None else [(b"content-length", str(told).encode())]
+    arriving = chunks()
+    scope = {"type": "http", "headers": headers}
+    request = Request(scope, receive=lambda: anext(arriving))
+    with pytest.raises(Malformed, match=str(MAX_MANIFEST_BYTES)):
+        asyncio.run(read(request, MAX_MANIFEST_BYTES))
+    most = 0 if told == 1 << 80 else MAX_MANIFEST_BYTES + (1 << 20)
+    assert drawn == most
+
+
+def test_a_body_that_breaks_off_is_refused():
+    async def left() -> Any:
+        return {"type": "http.disconnect"}
+
+    request = Request({"type": "http", "headers": []}, receive=left)
+    with pytest.raises(Malformed, match="whole"):
+        asyncio.run(read(request, 10))
+
+
+def test_each_route_has_its_limit():
+    big = b'{"a": "' + b"x" * MAX_MANIFEST_BYTES + b'"}'
+    reply = client().post("/start_weight_update", content=big)
     assert refusal(reply) == (400, "malformed")
+    assert str(MAX_MANIFEST_BYTES) in reply.json()["message"]
+    reply = client().post("/update_weights_from_tensor", content=big)
+    assert "serialized_named_tensors" in reply.json()["message"]
 
 
 def test_sglangs_tags_are_vllms_sleep():

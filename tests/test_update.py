@@ -55,7 +55,7 @@ def manifest(*entries: Any, **fields: Any) -> dict[str, Any]:
 
 @given(
     st.lists(SPECS, unique_by=lambda spec: spec.name, max_size=5),
-    st.none() | st.integers(),
+    st.none() | st.integers(-(2**63), 2**63 - 1),
     st.lists(st.text(min_size=1, max_size=8), max_size=3),
 )
 def test_a_manifest_survives_the_journey(specs, step, subset):
@@ -92,6 +92,11 @@ def test_a_dtype_may_carry_torchs_prefix():
         (manifest(ENTRY, ENTRY), "'w' twice"),
         (manifest(step="3"), "'step'"),
         (manifest(step=True), "'step'"),
+        (manifest(step=1 << 63), "'step'"),
+        (manifest(ENTRY | {"name": "w" * 513}), "1 to 512"),
+        (manifest(ENTRY | {"shape": [1 << 63]}), "'shape'"),
+        (manifest(ENTRY | {"shape": [1] * 17}), "'shape'"),
+        (manifest(*[0] * (1 + (1 << 20))), "'tensors' must list up to"),
         (manifest(name_map=[1]), "'name_map'"),
         (manifest(name_map={"a": 1}), "'name_map'"),
         (manifest(name_map={"a": "w", "b": "w"}), "'name_map' maps two"),

@@ -37,10 +37,8 @@ def _choice(value: Any) -> Any:
     return None if number == "K" else value
 
 
-def _is_within(value: Any, low: float, high: float) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return low <= value <= high
+def _is_within(value: Any, kind: type, low: float, high: float) -> bool:
+    return type(value) in (int, kind) and low <= value <= high
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +119,31 @@ class InflightConfig:
         choices=("digest", "off"),
     )
 
+    port: int = _knob(
+        0,
+        "Port on which the control routes answer, and then on no other; of several API "
+        "servers the first one listens there. 0: they answer on the server's own port. "
+        "0 to 65535.",
+        limits=(0, 65535),
+    )
+    host: str = _knob(
+        "127.0.0.1",
+        "Address that 'port' is opened on; without a key only this host is answered "
+        "on any.",
+    )
+    allowed_paths: str = _knob(
+        "",
+        "Folders of the engine's host, with ':' between them, from which updates may "
+        "read files; symlinks are followed before that is judged. Empty: any that the "
+        "process can read.",
+    )
+    begin_rate: float = _knob(
+        0.0,
+        "Updates a minute that one caller, told by key or address, may begin over "
+        "HTTP; more are answered 429. Each API server counts its own. 0: any number. "
+        "0 to 6000.",
+        limits=(0, 6000),
+    )
     pickled_tensors: str = _knob(
         "off",
         "'on': `/update_weights_from_tensor` reads SGLang's pickled tensors as well, "
@@ -132,15 +155,26 @@ class InflightConfig:
         for knob in dataclasses.fields(self):
             value = getattr(self, knob.name)
             choices, limits = knob.metadata["choices"], knob.metadata["limits"]
+            if type(knob.default) is str and type(value) is not str and not choices:
+                raise ConfigError(
+                    f"inflight {knob.name} must be a string, got {value!r}"
+                )
             if choices and _choice(value) not in choices:
                 raise ConfigError(
                     f"inflight {knob.name} must be one of {', '.join(choices)}, "
                     f"got {value!r}"
                 )
-            if limits is not None and not _is_within(value, *limits):
+            if limits is not None and not _is_within(
+                value, type(knob.default), *limits
+            ):
                 raise ConfigError(
                     f"inflight {knob.name} must be a number from {limits[0]} to "
                     f"{limits[1]}, got {value!r}"
+                )
+        for folder in filter(None, self.allowed_paths.split(":")):
+            if not os.path.isabs(folder):
+                raise ConfigError(
+                    f"inflight allowed_paths must be absolute, got {folder!r}"
                 )
 
     @classmethod

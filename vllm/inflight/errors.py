@@ -5,7 +5,7 @@ InflightError
  ├─ UpstreamChanged      this vLLM is not the one we patch      (start-up)
  ├─ Malformed       400  the request cannot be read
  ├─ Unauthorized    401  no key where one is needed
- ├─ Forbidden       403  wrong key, or not from this host
+ ├─ Forbidden       403  wrong key, host or file
  ├─ UnknownUpdate   404  no update with that id
  ├─ Conflict        409  the engine is not in a state for this call
  │   ├─ WrongPhase           the update is in another phase
@@ -18,6 +18,7 @@ InflightError
  │   ├─ PauseConflict        a pause forbids it, or needs another mode
  │   └─ EngineAsleep         the memory it needs has been given back
  ├─ PausedByAnother 423  the pause is somebody else's
+ ├─ TooManyUpdates  429  begun more often than --inflight-begin-rate
  ├─ EnginePaused    503  requests are refused during this pause
  ├─ WeightsMismatch 422  the weights are incomplete or not as announced
  ├─ EngineFault     500  a rank failed where none may
@@ -36,7 +37,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-MAX_TENSORS_LISTED = 64
+MAX_TENSORS_LISTED, MAX_NAME_CHARS, MAX_MESSAGE_CHARS = 64, 256, 8192
+"""Of an error that crosses processes: what it names may come from anybody."""
 
 
 class InflightError(Exception):
@@ -45,6 +47,7 @@ class InflightError(Exception):
     code: ClassVar[str] = "inflight_error"
     status: ClassVar[int] = 500
     remedy: ClassVar[str] = "See the server's log."
+    retry_after_s: int | None = None
 
     def __init__(
         self,
@@ -53,8 +56,11 @@ class InflightError(Exception):
         tensors: Sequence[str] = (),
         phase: str | None = None,
         update_id: str | None = None,
+        **facts: Any,
     ) -> None:
         super().__init__(message)
+        assert all(hasattr(type(self), name) for name in facts), facts
+        vars(self).update(facts)
         self.message = message
         self.tensors = list(tensors)
         self.phase = phase
@@ -62,9 +68,11 @@ class InflightError(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: `code`, `message` and the facts that are known."""
-        body: dict[str, Any] = {"code": self.code, "message": self.message}
+        message = self.message[:MAX_MESSAGE_CHARS]
+        body: dict[str, Any] = {"code": self.code, "message": message}
         if self.tensors:
-            body["tensors"] = self.tensors[:MAX_TENSORS_LISTED]
+            named = self.tensors[:MAX_TENSORS_LISTED]
+            body["tensors"] = [name[:MAX_NAME_CHARS] for name in named]
             body["num_tensors"] = len(self.tensors)
         if self.phase is not None:
             body["phase"] = self.phase
@@ -76,12 +84,8 @@ class InflightError(Exception):
     def from_dict(body: dict[str, Any]) -> InflightError:
         """The error that `to_dict` described; an unknown code stays readable."""
         kind = BY_CODE.get(body.get("code", ""), EngineFault)
-        return kind(
-            body.get("message", "unknown error"),
-            tensors=body.get("tensors", ()),
-            phase=body.get("phase"),
-            update_id=body.get("update_id"),
-        )
+        facts = {k: body[k] for k in ("tensors", "phase", "update_id") if k in body}
+        return kind(body.get("message", "unknown error"), **facts)
 
 
 class ConfigError(InflightError, ValueError):
@@ -115,11 +119,11 @@ class Unauthorized(InflightError):
 
 
 class Forbidden(InflightError):
-    """A control route was called with a wrong key or from another host."""
+    """A wrong key, another host, or a file that updates may not read."""
 
     code = "forbidden"
     status = 403
-    remedy = "Use the right key; without keys call from the server's own host."
+    remedy = "Use the right key, this host, or a folder of --inflight-allowed-paths."
 
 
 class UnknownUpdate(InflightError):
@@ -163,10 +167,7 @@ class NoTransport(Conflict):
     """No weight transfer backend was configured for this engine."""
 
     code = "no_transport"
-    remedy = (
-        'Start with --weight-transfer-config \'{"backend": "local"}\' (or '
-        "another backend), or use POST /update_weights_from_disk."
-    )
+    remedy = "Start with --weight-transfer-config, or update from disk."
 
 
 class StagingUnavailable(Conflict):
@@ -181,10 +182,7 @@ class OutOfDeviceMemory(StagingUnavailable):
 
     code = "out_of_device_memory"
     remedy = "Lower --gpu-memory-utilization, or stage in host memory."
-
-    def __init__(self, message: str, *, missing_bytes: int = 0, **facts: Any) -> None:
-        super().__init__(message, **facts)
-        self.missing_bytes = missing_bytes
+    missing_bytes = 0
 
 
 class NothingToRollBack(Conflict):
@@ -222,10 +220,15 @@ class EnginePaused(InflightError):
     code = "engine_paused"
     status = 503
     remedy = "Send the request again after the seconds that Retry-After names."
+    retry_after_s = 1
 
-    def __init__(self, message: str, *, retry_after_s: int = 1, **facts: Any) -> None:
-        super().__init__(message, **facts)
-        self.retry_after_s = retry_after_s
+
+class TooManyUpdates(InflightError):
+    """This caller has begun as many updates as it may for now."""
+
+    code = "too_many_updates"
+    status = 429
+    remedy = "Begin it again after the seconds that Retry-After names."
 
 
 class WeightsMismatch(InflightError):
@@ -247,13 +250,8 @@ class ArenaFault(EngineFault):
     """A call of the driver failed; `call` and `driver_code` tell which and how."""
 
     code = "arena_fault"
-
-    def __init__(
-        self, message: str, *, call: str = "", driver_code: int = 0, **facts: Any
-    ) -> None:
-        super().__init__(message, **facts)
-        self.call = call
-        self.driver_code = driver_code
+    call = ""
+    driver_code = 0
 
 
 class ArenaTorn(ArenaFault):

@@ -17,10 +17,10 @@ from vllm.inflight.errors import Malformed
 MAX_MANIFEST_BYTES = 64 << 20
 """A manifest larger than this is refused; one of 100,000 tensors has about 15 MiB."""
 
-MAX_LABEL_CHARS = 512
-
+MAX_LABEL_CHARS = MAX_NAME_CHARS = 512
+MAX_TENSORS, MAX_DIMENSIONS, INT64 = 1 << 20, 16, 1 << 63
 MAX_PATTERNS, MAX_PATTERN_CHARS = 1024, 512
-"""Of a subset."""
+"""Of a manifest, whose numbers are below `INT64`; of its subset."""
 
 DRAFT = "draft."
 """How the names of a drafter's tensors begin."""
@@ -149,8 +149,8 @@ class Manifest:
                 "tensors"
             )
         entries = body.get("tensors", [])
-        if not isinstance(entries, list):
-            raise Malformed("manifest field 'tensors' must be a list")
+        if not isinstance(entries, list) or len(entries) > MAX_TENSORS:
+            raise Malformed(f"manifest field 'tensors' must list up to {MAX_TENSORS}")
         tensors: dict[str, TensorSpec] = {}
         for position, entry in enumerate(entries):
             spec = _tensor_spec(position, entry)
@@ -158,8 +158,8 @@ class Manifest:
                 raise Malformed(f"manifest names {spec.name!r} twice")
             tensors[spec.name] = spec
         step = body.get("step")
-        if step is not None and type(step) is not int:
-            raise Malformed(f"manifest field 'step' must be an integer, got {step!r}")
+        if step is not None and not (type(step) is int and -INT64 <= step < INT64):
+            raise Malformed(f"manifest field 'step' must be an int64: {step!r:.80}")
         name_map = body.get("name_map") or {}
         if not isinstance(name_map, dict) or not all(
             isinstance(k, str) and isinstance(v, str) for k, v in name_map.items()
@@ -283,9 +283,10 @@ def _tensor_spec(position: int, entry: Any) -> TensorSpec:
     if not isinstance(entry, dict):
         raise Malformed(f"{where} must be an object")
     name, shape, dtype = (entry.get(key) for key in ("name", "shape", "dtype"))
-    if not isinstance(name, str) or not name:
-        raise Malformed(f"{where}: 'name' must be a non-empty string")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+        raise Malformed(f"{where}: 'name' must be 1 to {MAX_NAME_CHARS} characters")
+    sizes = shape if isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS else [-1]
+    if not all(type(size) is int and 0 <= size < INT64 for size in sizes):
         raise Malformed(f"{where} ({name}): 'shape' must be a list of sizes")
     if not isinstance(dtype, str):
         raise Malformed(f"{where} ({name}): 'dtype' must be a string like 'bfloat16'")
@@ -296,4 +297,4 @@ def _tensor_spec(position: int, entry: Any) -> TensorSpec:
         and all(c in "0123456789abcdef" for c in digest)
     ):
         raise Malformed(f"{where} ({name}): 'digest' must be 32 hex digits")
-    return TensorSpec(name, tuple(shape), dtype.removeprefix("torch."), digest)
+    return TensorSpec(name, tuple(sizes), dtype.removeprefix("torch."), digest)

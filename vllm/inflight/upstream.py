@@ -92,6 +92,9 @@ NAMES = {
     "WeightVersionSpan": "vllm.outputs:WeightVersionSpan",
     # front end
     "get_prometheus_registry": "vllm.v1.metrics.prometheus:get_prometheus_registry",
+    "NoSignalServer": "vllm.entrypoints.launchers.launcher:NoSignalServer",
+    "health": "vllm.entrypoints.serve.instrumentator.health:health",
+    "show_version": "vllm.entrypoints.serve.instrumentator.basic:show_version",
     "FlexibleArgumentParser": "vllm.utils.argparse_utils:FlexibleArgumentParser",
 }
 

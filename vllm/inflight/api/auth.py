@@ -23,12 +23,17 @@ FROM_A_PAGE = ("origin", "sec-fetch-site")
 """Sent by browsers, which call this host for pages from anywhere."""
 
 
-def check(request: Any) -> None:
-    """Raise `Unauthorized` or `Forbidden` unless `request` may control the engine."""
+def check(request: Any) -> str:
+    """Who sent `request`: its key's hash, or its address.
+
+    Raises:
+        Unauthorized: it needs a key and has none.
+        Forbidden: it may not control the engine.
+
+    """
     keys = control_keys(request.app.state.args)
     if keys:
-        _check_key(request.headers.get("authorization"), keys)
-        return
+        return _check_key(request.headers.get("authorization"), keys).hex()
     indirect = [n for n in (*FORWARDING, *FROM_A_PAGE) if n in request.headers]
     if indirect:
         raise Forbidden(
@@ -40,6 +45,7 @@ def check(request: Any) -> None:
             "control routes answer to this host only while no key is set; "
             "set --inflight-admin-key (or --api-key) and send it as a bearer token"
         )
+    return str(request.client.host)
 
 
 def control_keys(args: Any) -> list[str]:
@@ -50,7 +56,7 @@ def control_keys(args: Any) -> list[str]:
     return [key for key in given if key]
 
 
-def _check_key(header: str | None, keys: list[str]) -> None:
+def _check_key(header: str | None, keys: list[str]) -> bytes:
     scheme, _, token = (header or "").partition(" ")
     if scheme.lower() != "bearer" or not token:
         raise Unauthorized("control routes need 'Authorization: Bearer <key>'")
@@ -58,6 +64,7 @@ def _check_key(header: str | None, keys: list[str]) -> None:
     # Every key is compared, so that the time taken tells nothing.
     if not any([secrets.compare_digest(sent, _hashed(key)) for key in keys]):
         raise Forbidden("this key does not open the control routes")
+    return sent
 
 
 def _hashed(text: str) -> bytes:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
+from vllm.inflight.api import rate
 from vllm.inflight.errors import InflightError, Malformed
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class Control:
 
     async def start(self, **body: Any) -> Reply:
         """Open an update on every engine, or on none."""
+        rate.spend()
         update_id = body.get("update_id")
         if update_id is None:
             # One id for all engines, so that each can be asked about it.

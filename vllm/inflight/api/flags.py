@@ -32,12 +32,12 @@ def add_flags(parser: Any) -> None:
             flag,
             dest=f"inflight_{knob.name}",
             action=_Fold,
-            type=float if isinstance(knob.default, float) else str,
+            type=type(knob.default),
             default=argparse.SUPPRESS,  # the configuration has the default
             metavar="{" + ",".join(knob.metadata["choices"]) + "}"
             if knob.metadata["choices"]
             else knob.name.upper(),
-            help=f"{knob.metadata['doc']} Default: {knob.default}.",
+            help=f"{knob.metadata['doc']} Default: {str(knob.default) or 'none'}.",
         )
     group.add_argument(
         "--inflight-admin-key",

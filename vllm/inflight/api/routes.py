@@ -1,21 +1,24 @@
 """The control routes of the HTTP server.
 
-They are attached to vLLM's own application, replace upstream's routes of the
-same path, and need a key or a caller on this host (see auth.py). Every error is
+They are attached to vLLM's own application and replace upstream's routes of the same
+path, or are served on a port of their own (port.py) and are then nowhere else. They
+need a key or a caller on this host (auth.py). Every error is
 `{"error": {"code", "message", …}}` with the status of its kind.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from vllm.inflight.api import auth, pipelinerl, reads, sglang
+from vllm.inflight import upstream
+from vllm.inflight.api import auth, pipelinerl, port, rate, reads, sglang
 from vllm.inflight.api.admission import Admission
+from vllm.inflight.api.body import parse, read
 from vllm.inflight.api.control import Control, Reply
 from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.methods import pause_generation as pause_engine
@@ -163,23 +166,54 @@ class InflightEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add our routes; upstream then lets them replace its own."""
+        self._app = app
+        self._config = port.config_of(app.state.args)
         router = APIRouter(tags=["weight updates"])
-        for (method, path), handler in ROUTES.items():
-            router.add_api_route(
-                path,
-                _endpoint(handler, LARGEST_BODY.get(path)),
-                methods=[method],
-                name=handler.__name__.strip("_"),
-                summary=(handler.__doc__ or "").strip() or None,
-            )
+        if self._config.port:
+            paths = {path for _, path in ROUTES}
+            app.router.routes[:] = [
+                route for route in app.routes if getattr(route, "path", "") not in paths
+            ]
+        else:
+            add_routes(router, rate.Rate(self._config.begin_rate))
         router.add_api_route("/metrics", metrics, methods=["GET"])
         app.include_router(router)
         app.add_middleware(Admission)
-        self._app = app
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Make sure that upstream routes to us: its own routes need no key."""
-        check_routing(self._app)
+        if not self._config.port:
+            check_routing(self._app)
+        elif port.is_first(engine_client):
+            app = control_app(engine_client, args)
+            listener = port.bind(self._config.host, self._config.port)
+            self._serving = port.serve(app, listener, args)
+
+
+def add_routes(router: APIRouter, rates: rate.Rate) -> None:
+    """Every control route, behind its key; updates begin at these rates."""
+    for (method, path), handler in ROUTES.items():
+        router.add_api_route(
+            path,
+            _endpoint(handler, LARGEST_BODY.get(path, MAX_MANIFEST_BYTES), rates),
+            methods=[method],
+            name=handler.__name__.strip("_"),
+            summary=(handler.__doc__ or "").strip() or None,
+        )
+
+
+def control_app(engine: Any, args: Any) -> FastAPI:
+    """The control routes, what tells how a server is, and nothing else."""
+    app = FastAPI(openapi_url=None)
+    app.state.engine_client, app.state.args = engine, args
+    add_routes(app.router, rate.Rate(port.config_of(args).begin_rate))
+    for path, endpoint in {
+        "/health": upstream.health,
+        "/version": upstream.show_version,
+        "/metrics": metrics,
+    }.items():
+        app.add_api_route(path, endpoint, response_class=Response)
+    return app
 
 
 def check_routing(app: FastAPI) -> None:
@@ -199,40 +233,25 @@ def check_routing(app: FastAPI) -> None:
 
 
 def _endpoint(
-    handler: Handler, largest: int | None
+    handler: Handler, largest: int, rates: rate.Rate
 ) -> Callable[[Request], Awaitable[JSONResponse]]:
     async def endpoint(request: Request) -> JSONResponse:
         try:
-            auth.check(request)
-            body = await _body(request, largest or MAX_MANIFEST_BYTES)
+            caller = auth.check(request)
+            rate.allowance.set(partial(rates.spend, caller))
+            said = parse(await read(request, largest))
+            # Path, query and body as one object.
+            body = {**request.query_params, **said, **request.path_params}
             engine = request.app.state.engine_client
             return JSONResponse(await handler(engine, body))
         except InflightError as error:
             refusal = {"success": False, "message": error.message}
-            return JSONResponse(refusal | {"error": error.to_dict()}, error.status)
+            after = error.retry_after_s
+            headers = None if after is None else {"Retry-After": str(after)}
+            body = refusal | {"error": error.to_dict()}
+            return JSONResponse(body, error.status, headers)
 
     return endpoint
-
-
-async def _body(request: Request, largest: int) -> dict[str, Any]:
-    """Path, query and JSON body as one object."""
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > largest:
-            raise Malformed(f"the body is larger than {largest} bytes")
-    body: Any = {}
-    if raw.strip():
-        try:
-            body = json.loads(raw)
-            if b"\\ud" in raw.lower():
-                # An escape of half a character cannot be said again in a reply.
-                json.dumps(body, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
-            raise Malformed(f"the body is not JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise Malformed("the body must be a JSON object")
-    return {**request.query_params, **body, **request.path_params}
 
 
 def _needed(body: dict[str, Any], field: str) -> Any:

@@ -10,10 +10,19 @@ count is a part of a request's root, and of what its tokens are stamped with.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.stamp import Loads
 from vllm.inflight.errors import EngineFault, Malformed
+from vllm.inflight.wire.paths import resolved
+
+
+def require_allowed(adapter: Any, vllm_config: Any) -> None:
+    """Raise `Forbidden` for an adapter outside of the folders that are allowed."""
+    if allowed := InflightConfig.of(vllm_config).allowed_paths:
+        resolved(Path(adapter.lora_path), allowed)
 
 
 def load_everywhere(executor: Any, adapter: Any) -> bool:

@@ -26,6 +26,9 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.update import Phase
 
+LONGEST_S = 86400
+"""A deadline that never came would keep the second set for good."""
+
 
 class Updates:
     """The updates of one engine core."""
@@ -62,8 +65,11 @@ class Updates:
         if is_drafters and not self._ranks.has_drafter:
             raise Conflict("no draft model with weights is configured here")
         deadline_s = body.get("deadline_s") or self._config.update_deadline_s
-        if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float):
-            raise Malformed(f"deadline_s must be a number, got {deadline_s!r}")
+        is_number = type(deadline_s) in (int, float)
+        if not is_number or not 0 < deadline_s <= LONGEST_S:
+            raise Malformed(
+                f"deadline_s must be a number up to {LONGEST_S}, got {deadline_s!r:.80}"
+            )
         self._served.expect(body.get("base_version"), "base_version")
         update, is_new = self.ledger.begin(body, float(deadline_s))
         if is_new:

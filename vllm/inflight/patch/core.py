@@ -97,8 +97,9 @@ def inflight(self: Any, method: str, body: dict[str, Any]) -> Any:
 
 def _load_everywhere(original: Any) -> Any:
     def add_lora(self: Any, lora_request: Any) -> bool:
-        from vllm.inflight.engine.adapters import load_everywhere
+        from vllm.inflight.engine.adapters import load_everywhere, require_allowed
 
+        require_allowed(lora_request, self.vllm_config)
         # In a turn of its own: whoever is scheduled from here on has the new one.
         if not load_everywhere(self.model_executor, lora_request):
             added: bool = original(self, lora_request)

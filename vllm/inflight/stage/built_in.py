@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed, WeightsMismatch
+from vllm.inflight.wire.paths import read_json
 
 CONFIG = "config.json"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -44,6 +45,8 @@ COMPARED = frozenset(
 Not here, for one of these reasons: tied embeddings, windows, vocabularies (shapes
 tell), and all that only training or a tokenizer reads.
 """
+MOST_LAYERS = 1 << 16
+"""transformers makes a list of as many before anything is compared."""
 MODELS_IN_A_MODEL = "_config"
 """How their fields end: `text_config`, `vision_config`."""
 
@@ -59,10 +62,7 @@ def require_same_config(folder: Path, model_config: Any) -> None:
     file = folder / CONFIG
     if not file.is_file():
         return
-    try:
-        stated = json.loads(file.read_text())
-    except ValueError as error:
-        raise Malformed(f"{file} is no JSON: {error}") from error
+    stated = read_json(file)
     if not isinstance(stated, dict):
         raise Malformed(f"{file} is not a model's configuration: it is no object")
     require_same(stated, model_config)
@@ -84,6 +84,9 @@ def require_same(stated: Mapping[str, Any], model_config: Any) -> None:
     live = model_config.hf_config
     if getattr(model_config, "hf_config_path", None):
         return  # it was built from another file than its checkpoint's
+    layers = stated.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise Malformed(f"not a model's configuration: {layers:.3g} layers")
     kind = stated.get("model_type", live.model_type)
     if kind == live.model_type or model_config.hf_overrides:
         differing = list(
@@ -121,7 +124,7 @@ def _read(stated: Mapping[str, Any], model_config: Any) -> dict[str, Any]:
                 model_config.trust_remote_code,
                 hf_overrides_fn=overrides if callable(overrides) else None,
             )
-        except (ValueError, TypeError, AttributeError, OSError) as error:
+        except Exception as error:  # transformers has errors of many kinds
             raise Malformed(f"not a model's configuration: {error}") from error
     found: dict[str, Any] = read.to_dict()
     return found
@@ -140,7 +143,9 @@ def _differing(
         here, there = live.get(name), read.get(name)
         if name.endswith(MODELS_IN_A_MODEL):
             if isinstance(here, Mapping) and isinstance(there, Mapping):
-                yield from _differing(stated[name] or {}, there, here)
+                told = stated[name]
+                inner = told if isinstance(told, Mapping) else {}
+                yield from _differing(inner, there, here)
         elif name in COMPARED and not _is_same(here, there):
             yield f"{name} is {here!r} here and {there!r} there"
 

@@ -30,13 +30,12 @@ def refusal(
     """
     parts: list[str] = []
     if unknown:
-        facts = [(name, shape, dtype) for name, (shape, dtype) in unknown.items()]
-        parts.append(f"unknown: {describe_unknown(facts, known)}")
+        facts = [(n, shape, dtype) for n, (shape, dtype) in unknown.items()]
+        parts.append(f"unknown: {describe_unknown(facts[:MAX_PARTS], known)}")
     parts += [f"{name}: {why}" for name, why in wrong.items()]
     if absent:
         parts.append(f"missing: {', '.join(absent[:MAX_ABSENT])}")
-    tensors = [*unknown, *wrong]
-    tensors += [name for name in absent if name not in tensors]
+    tensors = list(dict.fromkeys([*unknown, *wrong, *absent]))
     count = len(tensors)
     return WeightsMismatch(
         f"{count} tensor{'s' * (count != 1)} of the update cannot be accepted; "

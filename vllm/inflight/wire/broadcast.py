@@ -48,6 +48,11 @@ class BroadcastInitInfo(upstream.WeightTransferInitInfo):
     up to `num_buckets`."""
 
     def __post_init__(self) -> None:
+        for name in ("master_port", "world_size", "bucket_bytes", "rank_offset"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be a whole number")
+        if not isinstance(self.master_address, str) or not self.master_address:
+            raise ValueError("master_address must be the trainer's, as a string")
         if not self.packed:
             raise ValueError("packed=False is not offered: tensors travel in buckets")
         if self.rank_offset < 1:

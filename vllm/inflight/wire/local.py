@@ -11,7 +11,6 @@ works without that.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Malformed
 from vllm.inflight.update import drafters
 from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.paths import existing, read_json, resolved
 
 SHARED_MEMORY = Path("/dev/shm")
 INDEX = "model.safetensors.index.json"
@@ -41,16 +42,31 @@ class LocalUpdateInfo(upstream.WeightTransferUpdateInfo):
     shm: str | None = None
     draft: bool = False
 
-    def files(self) -> list[Path]:
-        """The safetensors files named, in a fixed order; raises `Malformed`."""
-        if (self.path is None) == (self.shm is None):
-            raise Malformed("update_info needs 'path' or 'shm', one of the two")
+    def __post_init__(self) -> None:
+        named = [name for name in (self.path, self.shm) if name is not None]
+        if len(named) != 1 or not isinstance(named[0], str) or not named[0]:
+            raise ValueError("update_info needs 'path' or 'shm', one of the two")
+        if self.shm is not None and ("/" in self.shm or self.shm.startswith(".")):
+            raise ValueError(f"'shm' must be a plain name, got {self.shm!r:.300}")
+        if not isinstance(self.draft, bool):
+            raise ValueError(f"'draft' must be true or false, got {self.draft!r:.300}")
+
+    def files(self, allowed: str) -> list[Path]:
+        """The safetensors files named, in a fixed order.
+
+        Args:
+            allowed: the folders that a `path` may lead to; see paths.py. What is in
+                shared memory has to lie there.
+
+        Raises:
+            Malformed: they are not there, or not what they should be.
+            Forbidden: they lie elsewhere.
+
+        """
         if self.shm is not None:
-            if "/" in self.shm or self.shm.startswith("."):
-                raise Malformed(f"'shm' must be a plain name, got {self.shm!r}")
-            return [_existing(SHARED_MEMORY / self.shm)]
+            return [existing(SHARED_MEMORY / self.shm, str(SHARED_MEMORY))]
         assert self.path is not None
-        return checkpoint_files(Path(self.path))
+        return checkpoint_files(Path(self.path), allowed)
 
 
 class LocalEngine(StagedEngine):
@@ -67,14 +83,15 @@ class LocalEngine(StagedEngine):
 
         None for a drafter: what it is of decides no token.
         """
-        if update_info.draft:
+        if update_info.draft or update_info.path is None:
             return None
-        path = None if update_info.path is None else Path(update_info.path)
-        return path if path is not None and path.is_dir() else None
+        path = resolved(Path(update_info.path), self._allowed)
+        resolved(path / "config.json", self._allowed)  # it may be a link, too
+        return path if path.is_dir() else None
 
     def receive_weights(self, update_info: LocalUpdateInfo) -> None:
         """Load every tensor of the files named."""
-        pairs = read_files(update_info.files())
+        pairs = read_files(update_info.files(self._allowed))
         if update_info.draft:
             pairs = ((drafters(name), tensor) for name, tensor in pairs)
         self.model.load_weights(pairs)
@@ -82,26 +99,37 @@ class LocalEngine(StagedEngine):
     def shutdown(self) -> None:
         """Nothing to close."""
 
+    @property
+    def _allowed(self) -> str:
+        return InflightConfig.of(self.vllm_config).allowed_paths
 
-def checkpoint_files(path: Path) -> list[Path]:
+
+def checkpoint_files(path: Path, allowed: str = "") -> list[Path]:
     """The safetensors files of a checkpoint: a file, or a directory of shards."""
-    if path.is_dir():
-        index = path / INDEX
-        if index.is_file():
-            try:
-                shards = sorted(
-                    set(json.loads(index.read_text())["weight_map"].values())
-                )
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise Malformed(f"{index} is not a checkpoint index") from error
-            if any("/" in shard for shard in shards):
-                raise Malformed(f"{index} names files outside its directory")
-            return [_existing(path / shard) for shard in shards]
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
+    path = resolved(path, allowed)
+    if not path.is_dir():
+        return [existing(path, allowed)]
+    if (path / INDEX).is_file():
+        names = _shards(existing(path / INDEX, allowed))
+    else:
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+        if not names:
             raise Malformed(f"{path} holds no .safetensors file")
-        return files
-    return [_existing(path)]
+    return [existing(path / name, allowed) for name in names]
+
+
+def _shards(index: Path) -> list[str]:
+    """The names of the files that an index names."""
+    body = read_json(index)
+    places = body.get("weight_map") if isinstance(body, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise Malformed(f"{index} is not a checkpoint index")
+    names = set()
+    for name in places.values():
+        if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
+            raise Malformed(f"{index} names files outside its directory: {name!r:.300}")
+        names.add(name)
+    return sorted(names)
 
 
 def read_files(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,13 +139,7 @@ def read_files(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     yield name, opened.get_tensor(name)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise Malformed(
                 f"{file} is not a whole safetensors file: {error}"
             ) from error
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise Malformed(f"{path} does not exist on the engine's host")
-    return path

@@ -126,10 +126,9 @@ class Meeting:
         try:
             meeting.store = store = watch.result(connecting, trainer)
             watch.until(lambda: store.check([TERMS]), trainer)
-            theirs = json.loads(store.get(TERMS))
+            theirs, meeting._line_port = read_terms(store.get(TERMS))
         except DistError as error:
             raise TransferFault(f"{trainer} does not answer: {error}") from error
-        meeting._line_port = theirs.pop("line")
         if theirs != asdict(terms):
             raise Malformed(
                 f"the trainer has opened a group of {theirs}, init_info says "
@@ -157,6 +156,18 @@ class Meeting:
         if self._listener is not None:
             self._listener.close()
         self.store = self._server = None
+
+
+def read_terms(said: bytes) -> tuple[dict[str, Any], int]:
+    """A trainer's terms, and the port of its lifeline; raises `Malformed`."""
+    try:
+        theirs = json.loads(said)
+    except (ValueError, RecursionError):
+        theirs = None
+    line = theirs.pop("line", None) if isinstance(theirs, dict) else None
+    if type(line) is not int or not 0 < line < 1 << 16:
+        raise Malformed(f"the trainer has not left its terms there, but {said!r:.80}")
+    return theirs, line
 
 
 def _store(

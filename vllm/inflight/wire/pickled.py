@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections import OrderedDict
 from typing import Any
 
@@ -18,6 +19,9 @@ from vllm.inflight.errors import Malformed
 
 PROTOCOLS = tuple(bytes([0x80, version]) for version in range(2, 6))
 METADATA = "FlattenedTensorMetadata"
+MEMOS = ("PUT", "BINPUT", "LONG_BINPUT")
+MOST_TIMES = 4
+"""As many bytes may tensors have as their pickle, for some share their memory."""
 
 
 def is_pickle(data: bytes) -> bool:
@@ -34,20 +38,34 @@ def tensors(data: bytes, where: str) -> Any:
 
     """
     try:
+        for opcode, place, _ in pickletools.genops(data):
+            # The memo is a list in memory, as long as its last place.
+            if opcode.name in MEMOS and int(place or 0) > len(data):
+                raise Malformed(f"the pickle has no {place} things to remember")
         found = _Tensors(io.BytesIO(data)).load()
     except Malformed as error:
         raise Malformed(f"{where}: {error.message}") from None
     except Exception as error:
         raise Malformed(f"{where} cannot be read: {error}") from None
+    most = MOST_TIMES * len(data)
     if isinstance(found, dict):
         parts = found.get("metadata")
         bucket = found.get("flattened_tensor")
-        if isinstance(parts, list) and isinstance(bucket, torch.Tensor):
+        if (
+            isinstance(parts, list)
+            and all(type(part).__name__ == METADATA for part in parts)
+            and isinstance(bucket, torch.Tensor)
+            and bucket.nbytes <= most
+        ):
             return {
                 "flattened_tensor": bucket,
                 "metadata": [vars(part) for part in parts],
             }
-    if isinstance(found, list | tuple) and all(map(_is_pair, found)):
+    if (
+        isinstance(found, list | tuple)
+        and all(map(_is_pair, found))
+        and sum(tensor.nbytes for _, tensor in found) <= most
+    ):
         return found
     raise Malformed(f"{where} holds no list of (name, tensor) and no bucket")
 

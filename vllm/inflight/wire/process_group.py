@@ -53,8 +53,16 @@ class GroupInitInfo(upstream.WeightTransferInitInfo):
         for name in ("world_size", "rank_offset"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be a whole number")
-        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {self.timeout_s!r}")
+        for name in ("init_method", "group_name", "backend"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a string")
+        if type(self.timeout_s) not in (int, float) or not (
+            0 < self.timeout_s <= LONGEST_S
+        ):
+            raise ValueError(
+                f"timeout_s must be above 0 and at most {LONGEST_S:g}, "
+                f"got {self.timeout_s!r}"
+            )
 
 
 @dataclass
@@ -72,6 +80,8 @@ class GroupUpdateInfo(upstream.WeightTransferUpdateInfo):
     def __post_init__(self) -> None:
         if not self.names:
             raise ValueError("'names' is empty")
+        if not isinstance(self.group_name, str):
+            raise ValueError(f"'group_name' must be a string: {self.group_name!r:.80}")
         self.announced = Announcement.parse(self.names, self.dtype_names, self.shapes)
 
 

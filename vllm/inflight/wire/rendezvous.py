@@ -95,14 +95,16 @@ class Rendezvous:
 
 
 def _address(init_method: str) -> tuple[str, int]:
-    parsed = urlparse(init_method)
     try:
-        port = parsed.port
+        parsed = urlparse(init_method)
+        host, port = parsed.hostname, parsed.port
     except ValueError:
-        port = None
-    if parsed.scheme != "tcp" or not parsed.hostname or not port:
-        raise Malformed(f"init_method must be tcp://host:port, got {init_method!r}")
-    return parsed.hostname, port
+        host = port = None
+    if not host or not port or parsed.scheme != "tcp":
+        raise Malformed(
+            f"init_method must be tcp://host:port, got {init_method!r:.300}"
+        )
+    return host, port
 
 
 def _store(address: str, port: int, world_size: int, watch: Watch) -> Any:

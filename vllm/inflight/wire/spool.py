@@ -57,7 +57,8 @@ def spooled(
                         f"{where} is a pickle, which can run anything; send a "
                         "safetensors file, or start with --inflight-pickled-tensors on"
                     )
-                save_file(_cut(pickled.tensors(data, where), load_format, where), path)
+                whole = pickled.tensors(data, where)
+                _save(_cut(whole, load_format, where), path, where)
             else:
                 path.write_bytes(data)
                 _check(path, load_format, where)
@@ -86,7 +87,15 @@ def _check(path: Path, load_format: str | None, where: str) -> None:
             }
     except (SafetensorError, ValueError) as error:
         raise Malformed(f"{where} is not a whole safetensors file: {error}") from None
-    save_file(_cut(whole, load_format, where), path)
+    _save(_cut(whole, load_format, where), path, where)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, where: str) -> None:
+    try:
+        save_file(tensors, path)
+    except (SafetensorError, ValueError, KeyError) as error:
+        # Half a character in a name, or a dtype that such files do not have.
+        raise Malformed(f"{where} cannot be written: {error}") from None
 
 
 def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Tensor]:
@@ -97,12 +106,17 @@ def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Ten
     if not isinstance(parts, list):
         raise Malformed(f"{where}: the key {PARTS!r} must hold a list")
     tensors: dict[str, torch.Tensor] = {}
+    left = bucket.numel()
     for part in parts:
         try:
             dtype = getattr(torch, str(part["dtype"]).removeprefix("torch."))
             # Older buckets are of the tensors' dtype and count elements.
-            run = bucket[part["start_idx"] : part["end_idx"]].clone()
-            tensors[part["name"]] = run.view(dtype).reshape(tuple(part["shape"]))
+            name, start, end = str(part["name"]), part["start_idx"], part["end_idx"]
+            left -= end - start
+            if not (0 <= start <= end <= bucket.numel() and left >= 0):
+                raise TypeError
+            cut = bucket[start:end].clone().view(dtype).reshape(tuple(part["shape"]))
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise Malformed(f"{where}: {part!r} is no part of the bucket") from error
+            raise Malformed(f"{where}: {part!r:.300} is no part of it") from error
+        tensors[name] = cut
     return tensors

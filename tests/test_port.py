@@ -1,0 +1,104 @@
+"""The port of the control routes, with a real socket and no engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from argparse import Namespace
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from tests.door import Engine
+from vllm.inflight.api import port
+from vllm.inflight.api.routes import ROUTES, InflightEndpoints
+from vllm.inflight.errors import ConfigError
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def args(number: int, **more: Any) -> Namespace:
+    tls = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+    plain: dict[str, Any] = {name: None for name in tls} | {"ssl_cert_reqs": 0}
+    given = {"additional_config": {"inflight": {"port": number}}, "api_key": None}
+    return Namespace(**plain | given | {"disable_uvicorn_access_log": True} | more)
+
+
+def attached(given: Namespace) -> tuple[FastAPI, InflightEndpoints]:
+    """A server's own application, with upstream's routes of some of our paths."""
+    app = FastAPI()
+    app.state.args, app.state.engine_client = given, Engine()
+    app.add_api_route("/pause", lambda: "upstream's", methods=["POST"])
+    app.add_api_route("/server_info", lambda: "upstream's", methods=["GET"])
+    plugin = InflightEndpoints()
+    plugin.attach_router(app)
+    return app, plugin
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=" ".join)
+def test_with_a_port_of_their_own_the_main_one_has_none_of_the_routes(route):
+    app, _ = attached(args(9000))
+    door = TestClient(app, client=("127.0.0.1", 1))
+    path = route[1].replace("{update_id}", "u")
+    assert door.request(route[0], path).status_code == 404
+
+
+async def asked(given: Namespace, engine: Engine, path: str, **how: Any) -> Any:
+    """What a server answers at its control port; None if nobody listens there."""
+    _, plugin = attached(given)
+    await plugin.init_state(engine, None, given)
+    number = given.additional_config["inflight"]["port"]
+    try:
+        async with httpx.AsyncClient(timeout=10) as client:
+            for _ in range(20):
+                with suppress(httpx.ConnectError):
+                    return await client.get(f"http://127.0.0.1:{number}{path}", **how)
+                await asyncio.sleep(0.05)
+    finally:
+        if (serving := getattr(plugin, "_serving", None)) is not None:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+    return None
+
+
+async def test_they_answer_at_their_own_port():
+    reply = await asked(args(free_port()), Engine(), "/weight_info")
+    assert reply.json()["weight_version"] == "v"
+
+
+async def test_they_ask_for_the_key_there():
+    given = args(free_port(), api_key=["k"])
+    assert (await asked(given, Engine(), "/weight_info")).status_code == 401
+    headers = {"Authorization": "Bearer k"}
+    reply = await asked(given, Engine(), "/weight_info", headers=headers)
+    assert reply.status_code == 200
+
+
+async def test_what_generates_is_not_there():
+    reply = await asked(args(free_port()), Engine(), "/v1/models")
+    assert reply.status_code == 404
+
+
+async def test_of_several_servers_the_first_listens():
+    engine = Engine()
+    engine.client_index = 1  # type: ignore[attr-defined]
+    assert await asked(args(free_port()), engine, "/weight_info") is None
+    engine.client_index = 0  # type: ignore[attr-defined]
+    assert await asked(args(free_port()), engine, "/weight_info") is not None
+
+
+def test_a_port_that_is_taken_is_a_configuration_that_cannot_be():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(ConfigError, match="--inflight-port"),
+    ):
+        port.bind("127.0.0.1", other.getsockname()[1])
+    with pytest.raises(ConfigError, match="no-such-host"):
+        port.bind("no-such-host.invalid", 1)

@@ -1,0 +1,101 @@
+"""A caller that begins updates too often is told when to come back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.door import Engine, served
+from vllm.inflight.api.rate import MOST_CALLERS, Rate
+from vllm.inflight.errors import TooManyUpdates
+
+LIMITED = {"inflight": {"begin_rate": 2}}
+
+
+def test_a_minutes_worth_at_once_and_then_at_the_rate():
+    now = [0.0]
+    rate = Rate(2, lambda: now[0])
+    rate.spend("a")
+    rate.spend("a")
+    with pytest.raises(TooManyUpdates) as refusal:
+        rate.spend("a")
+    assert refusal.value.retry_after_s == 30
+    rate.spend("b")  # another caller has its own
+    now[0] = 29.9
+    with pytest.raises(TooManyUpdates):
+        rate.spend("a")
+    now[0] = 30.1
+    rate.spend("a")
+
+
+def test_no_rate_is_no_limit():
+    rate = Rate(0)
+    for _ in range(10_000):
+        rate.spend("a")
+
+
+def test_callers_that_are_quiet_are_forgotten():
+    now = [0.0]
+    rate = Rate(1, lambda: now[0])
+    for number in range(3 * MOST_CALLERS):
+        now[0] += 1
+        rate.spend(str(number))
+    assert len(rate._buckets) <= MOST_CALLERS + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/start_weight_update", {}),
+        ("/start_draft_weight_update", {}),
+        ("/update_weights_from_disk", {"path": "/a"}),
+        (
+            "/update_weights_from_distributed",
+            {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]},
+        ),
+        ("/receive_weight_update", {"version": 1, "parameters_info": []}),
+    ],
+)
+def test_every_way_to_begin_is_counted_and_nothing_else_is(path, body):
+    engine = Engine()
+    door = TestClient(
+        served(engine, additional_config=LIMITED), client=("127.0.0.1", 1)
+    )
+    for _ in range(2):
+        assert door.post(path, json=body).status_code == 200
+    refused = door.post(path, json=body)
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "too_many_updates"
+    assert int(refused.headers["Retry-After"]) in (29, 30)
+    assert engine.asked.count("begin") == 2
+    for other in ("/abort_weight_update", "/rollback_weights", "/pause", "/resume"):
+        assert door.post(other).status_code == 200
+
+
+def test_callers_are_told_apart_by_their_keys():
+    app = served(Engine(), api_key=["a", "b"], additional_config=LIMITED)
+    door = TestClient(app, client=("10.0.0.1", 1))
+
+    def begin(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return door.post("/start_weight_update", headers=headers).status_code
+
+    assert [begin(k) for k in "aaabb"] == [200, 200, 429, 200, 200]
+    assert begin("c") == 403
+
+
+def test_a_refusal_says_nothing_of_the_key():
+    app = served(Engine(), api_key=["s3cret"], additional_config=LIMITED)
+    door = TestClient(app)
+    said = [
+        door.post(
+            "/start_weight_update",
+            content=content,
+            headers={"Authorization": f"Bearer {key}"},
+        ).text
+        for key in ("s3cret", "s3cret2")
+        for content in ("{}", "{", "[]", json.dumps({"a": 1}), "{}", "{}")
+    ]
+    assert not any("s3cret" in text for text in said)

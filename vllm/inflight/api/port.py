@@ -1,0 +1,69 @@
+"""A port for the control routes alone: `--inflight-port`.
+
+It is served beside vLLM's own, in the same process and event loop, with the same engine
+behind it, so that a firewall or a proxy can tell who controls from who asks for tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import ConfigError
+
+logger = upstream.init_logger(__name__)
+
+
+def config_of(args: Any) -> InflightConfig:
+    """What the flags of a server say, before there is an engine."""
+    extra = getattr(args, "additional_config", None) or {}
+    return InflightConfig.parse(extra.get("inflight"))
+
+
+def is_first(engine: Any) -> bool:
+    """Whether this is the only API server before its engine, or the first of them."""
+    return getattr(engine.engine_core, "client_index", 0) == 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens there; raises `ConfigError` if it cannot be had."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"--inflight-port {port} cannot be opened on {host}: {error}"
+        ) from None
+
+
+def serve(app: FastAPI, listener: socket.socket, args: Any) -> asyncio.Task[None]:
+    """Answer there until the event loop ends; with the TLS files of vLLM's own port."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,  # vLLM's own server sets uvicorn's loggers up
+        access_log=not args.disable_uvicorn_access_log,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+    )
+    host, port = listener.getsockname()[:2]
+    logger.info("control routes answer on %s port %d, and nowhere else", host, port)
+    server = upstream.NoSignalServer(config)
+
+    async def until_the_end() -> None:
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            for each in getattr(server, "servers", ()):
+                each.close()
+            listener.close()
+
+    return asyncio.get_running_loop().create_task(until_the_end())

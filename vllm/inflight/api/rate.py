@@ -1,0 +1,66 @@
+"""How often a caller may begin an update: `--inflight-begin-rate`.
+
+A bucket for each caller holds a minute's worth and fills at the rate; a beginning takes
+one out. A route may begin an update or go on with one, so it is asked where one begins.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from vllm.inflight.errors import TooManyUpdates
+
+MOST_CALLERS = 1024
+"""After that, those that have been quiet for a minute are forgotten."""
+
+allowance: ContextVar[Callable[[], None]] = ContextVar("inflight_allowance")
+"""Takes one out for whoever sent the request; not set for callers in Python."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What is left to one caller."""
+
+    left: float
+    at: float
+    """When that was so, on the monotonic clock."""
+
+
+class Rate:
+    """The buckets of one server."""
+
+    def __init__(
+        self, per_minute: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_second = per_minute / 60
+        self._most = max(1.0, per_minute)
+        self._clock = clock
+        self._buckets: dict[str, Bucket] = {}
+
+    def spend(self, caller: str) -> None:
+        """Let `caller` begin an update; raises `TooManyUpdates` if it has to wait."""
+        if not self._per_second:
+            return
+        now = self._clock()
+        if len(self._buckets) > MOST_CALLERS:
+            self._buckets = {k: b for k, b in self._buckets.items() if now - b.at < 60}
+        bucket = self._buckets.setdefault(caller, Bucket(self._most, now))
+        filled = bucket.left + (now - bucket.at) * self._per_second
+        bucket.left, bucket.at = min(self._most, filled), now
+        if bucket.left < 1:
+            wait_s = math.ceil((1 - bucket.left) / self._per_second)
+            raise TooManyUpdates(
+                f"this caller may begin {self._per_second * 60:g} updates a minute; "
+                f"the next one in {wait_s} s",
+                retry_after_s=wait_s,
+            )
+        bucket.left -= 1
+
+
+def spend() -> None:
+    """An update begins; raises `TooManyUpdates` if its caller has to wait."""
+    allowance.get(lambda: None)()
