@@ -61,8 +61,12 @@ class Turns:
                 return
             try:
                 future.set_result(call())
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
+            except BaseException as error:
+                # The end of the engine is everybody's, whoever asked for the turn.
+                future.set_exception(error)
+                raise
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
