@@ -37,8 +37,9 @@ class Executor:
     ) -> Any:  # fmt: skip
         def read() -> list[Any]:
             found = []
-            for queue in self.response_mqs[slice(one, one and one + 1)]:
-                answer = queue.dequeue(timeout)
+            chosen = self.response_mqs if one is None else [self.response_mqs[one]]
+            for each in chosen:
+                answer = each.dequeue(timeout)
                 if isinstance(answer, Exception):
                     raise answer
                 found.append(answer)

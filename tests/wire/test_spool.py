@@ -56,7 +56,7 @@ def test_without_room_the_reason_is_told_and_nothing_stays(prefix, monkeypatch):
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(EngineFault, match="/dev/shm: .*no space left"):
+    with pytest.raises(EngineFault, match="no space left"):
         spool()
     assert left(prefix) == []
 
