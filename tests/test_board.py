@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -181,6 +182,19 @@ def test_a_page_half_written_by_the_dead_is_never_read(board):
         assert board.read(0) == {"state": "staging", "bytes": 1}
     board._map[sequence] = after[sequence]
     assert board.read(0) == {"state": "staged", "digest": "0" * 32}
+
+
+def test_a_board_without_room_is_refused_before_a_rank_dies_of_it(monkeypatch):
+    """Memory that is only promised ends the process that writes to it first."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    known = set(Path("/dev/shm").glob("vllm-inflight-board-*"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no space left"):
+        Board.create(2)
+    assert set(Path("/dev/shm").glob("vllm-inflight-board-*")) <= known
 
 
 def test_a_board_has_the_size_it_says():

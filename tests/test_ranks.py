@@ -62,6 +62,20 @@ def test_a_rank_that_lost_its_weights_stops_the_engine_even_if_all_did():
         flip([TORN, TORN])
 
 
+def test_a_rank_that_does_not_answer_stops_the_engine():
+    class Silent(Executor):
+        def collective_rpc(self, method, args=(), timeout=None, **_):
+            if method == "inflight_flip":
+                assert timeout is not None, "it would wait for ever"
+                raise TimeoutError("RPC call to inflight_flip timed out.")
+            return super().collective_rpc(method, args)
+
+    ranks = Ranks(Silent(), 2)
+    with pytest.raises(SystemExit, match="timed out"):
+        ranks.flip()
+    ranks.close()
+
+
 def test_an_engine_that_was_shut_down_begins_no_update():
     ranks = Ranks(Executor(), 2)
     ranks.require_staging()

@@ -90,6 +90,7 @@ NAMES = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
     ),
     "WeightVersionSpan": "vllm.outputs:WeightVersionSpan",
+    "envs": "vllm:envs",
     # front end
     "get_prometheus_registry": "vllm.v1.metrics.prometheus:get_prometheus_registry",
     "NoSignalServer": "vllm.entrypoints.launchers.launcher:NoSignalServer",

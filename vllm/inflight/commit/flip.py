@@ -71,13 +71,29 @@ class Exchange:
                 self._params.append((param, twin))
 
     def __call__(self) -> float:
-        """Exchange every pair."""
+        """Exchange every pair, or none.
+
+        Raises:
+            ArenaTorn: some are exchanged, and could not go back.
+            Exception: one could not be exchanged, and none is.
+
+        """
         started = time.perf_counter()
-        for a, b in self._params:
-            a.data, b.data = b.data, a.data
-        for x, y, name in self._kept:
-            left, right = vars(x), vars(y)
-            left[name], right[name] = right[name], left[name]
+        moved = [(a, b, a.data, b.data) for a, b in self._params]
+        kept = [(vars(a), vars(b), name) for a, b, name in self._kept]
+        kept_moved = [(a, b, name, a[name], b[name]) for a, b, name in kept]
+        try:
+            for a, b, of_a, of_b in moved:
+                a.data, b.data = of_b, of_a
+        except Exception as fault:
+            try:
+                for a, b, of_a, of_b in moved:
+                    a.data, b.data = of_a, of_b
+            except Exception as error:
+                raise ArenaTorn(f"{fault}; and going back: {error}") from error
+            raise
+        for x, y, name, of_x, of_y in kept_moved:
+            x[name], y[name] = of_y, of_x
         return time.perf_counter() - started
 
 

@@ -33,7 +33,6 @@ class Counts:
         """Count one flip by the facts of its reply."""
         self.gaps[bisect.bisect_left(GAP_EDGES_MS, facts["gap_ms"])] += 1
         self.gap_ms += facts["gap_ms"]
-        self.treated(facts)
 
     def treated(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Count what became of requests; returns `facts`."""

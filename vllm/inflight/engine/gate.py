@@ -119,18 +119,20 @@ class Gate:
                     self.served.retreat,
                 )
                 self.updates.ledger.move(update, Phase.COMMITTED)
-            facts |= self.pauses.treat(mode, flush_cache=flush_cache)
-            self.sleep.filled()
-            self.counts.switched(facts)
-            self.counts.committed(update)
             update.label = self.version.label
             seconds = update.seconds() | {"flip": facts.pop("flip_s")}
+            # Before the requests' turn: it is served, whatever becomes of them.
             update.result = (
                 self.version.to_dict()
                 | facts
                 | {"update_id": update.update_id, "seconds": seconds}
                 | {"drift": update.drift}
             )
+            self.counts.switched(facts)
+            self.counts.committed(update)
+            treated = self.pauses.treat(mode, flush_cache=flush_cache)
+            update.result |= self.counts.treated(treated)
+            self.sleep.filled()
             logger.info(
                 "weights %r (epoch %d) are live: %.3f s after the start of the "
                 "update, gap %.2f ms",
@@ -170,11 +172,11 @@ class Gate:
         def switch() -> dict[str, Any]:
             left = self.served.update
             facts = self.lockstep.together(self.served.go_back, self.served.retreat)
-            facts |= self.pauses.treat(mode)
             if left is not None:
                 self.updates.ledger.move(left, Phase.ROLLED_BACK)
             self.counts.switched(facts)
             self.counts.num_rollbacks += 1
+            facts |= self.counts.treated(self.pauses.treat(mode))
             logger.info("rolled back to weights %r", self.version.label)
             return self.version.to_dict() | facts
 

@@ -82,8 +82,13 @@ class Ranks:
         """Exchange live and staged weights on every rank, or on none.
 
         Returns the longest time a rank took, in seconds.
+
+        Raises:
+            EngineFault: it failed on a rank, and none has flipped.
+            SystemExit: ranks may serve different versions now.
+
         """
-        replies = self._raw("inflight_flip")
+        replies = self._flip()
         if any(reply.get("torn") for reply in replies):
             _stop(replies)
         failed = [r["error"] for r in replies if "error" in r]
@@ -113,9 +118,16 @@ class Ranks:
         self._board.close()
 
     def _flip_back(self, ranks: list[int]) -> None:
-        replies = self._raw("inflight_flip", ranks)
+        replies = self._flip(ranks)
         if any("error" in reply for reply in replies):
             _stop(replies)
+
+    def _flip(self, *ranks: list[int]) -> list[dict[str, Any]]:
+        longest_s = upstream.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        try:
+            return self._raw("inflight_flip", *ranks, timeout=longest_s)
+        except Exception as error:  # a rank has not answered: who knows what it serves
+            _stop(error)
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         replies = self._raw(method, *args)
@@ -124,17 +136,23 @@ class Ranks:
                 raise EngineFault(f"{method} failed: {reply['error']}")
         return [reply["ok"] for reply in replies]
 
-    def _raw(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        replies: list[dict[str, Any]] = self._executor.collective_rpc(method, args=args)
+    def _raw(
+        self, method: str, *args: Any, timeout: float | None = None
+    ) -> list[dict[str, Any]]:
+        replies: list[dict[str, Any]] = self._executor.collective_rpc(
+            method, timeout=timeout, args=args
+        )
         return replies
 
 
-def _stop(replies: list[dict[str, Any]]) -> NoReturn:
+def _stop(said: object) -> NoReturn:
     """Rather than serve a mixture of two versions, serve nothing."""
-    raise SystemExit(
+    reason = (
         "vllm-inflight: a flip failed and could not be taken back, so the weights at "
-        f"hand are of no version; what the ranks say: {replies}"
+        f"hand are of no version; what the ranks say: {said}"
     )
+    logger.critical(reason)
+    raise SystemExit(reason)
 
 
 def verdict(notices: list[dict[str, Any]], serial: int) -> InflightError | str | None:

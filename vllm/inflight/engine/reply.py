@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import InflightError
+from vllm.inflight.errors import EngineFault, InflightError
 
 logger = upstream.init_logger(__name__)
 
@@ -16,8 +16,8 @@ def enveloped(call: Callable[[], Any]) -> Any:
     """`{"ok": …}`, `{"error": …}`, or a Future of one where `call` returns a Future."""
     try:
         answer = call()
-    except InflightError as error:
-        return {"error": error.to_dict()}
+    except Exception as error:
+        return {"error": _described(error)}
     if not isinstance(answer, Future):
         return {"ok": answer}
     reply: Future[dict[str, Any]] = Future()
@@ -27,11 +27,11 @@ def enveloped(call: Callable[[], Any]) -> Any:
 
 def _envelope(done: Future[Any]) -> dict[str, Any]:
     error = done.exception()
-    if error is None:
-        return {"ok": done.result()}
-    if isinstance(error, InflightError):
-        return {"error": error.to_dict()}
-    logger.error("a control call failed", exc_info=error)
-    return {
-        "error": {"code": "engine_fault", "message": f"{type(error).__name__}: {error}"}
-    }
+    return {"ok": done.result()} if error is None else {"error": _described(error)}
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    if not isinstance(error, InflightError):
+        logger.error("a control call failed", exc_info=error)
+        error = EngineFault(f"{type(error).__name__}: {error}")
+    return error.to_dict()

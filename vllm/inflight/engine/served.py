@@ -107,10 +107,24 @@ class Served:
         is_shared = scheduler.inflight_policy.oldest is None
         connectors.drop(scheduler.connector, is_shared=is_shared)
         flip_s = self._ranks.flip()
-        self._age_cache(None if moved_by is None else moved_by.drift)
-        self._take_on(label, digest, step)
+        try:
+            self._age_cache(None if moved_by is None else moved_by.drift)
+            self._take_on(label, digest, step)
+        except Exception as fault:
+            self._take_back(fault)
+            raise
         switch_ms = (time.perf_counter() - started) * 1e3
         return {"gap_ms": round(switch_ms, 3), "flip_s": round(flip_s, 6)}
+
+    def _take_back(self, fault: Exception) -> None:
+        """What the ranks serve is what is told of it, or the engine ends."""
+        try:
+            self.retreat()
+        except Exception as error:
+            raise SystemExit(
+                f"vllm-inflight: a switch broke off ({fault}) and could not be taken "
+                f"back: {error}"
+            ) from error
 
     def _age_cache(self, drift: dict[str, Any] | None) -> None:
         """Begin a new root, unless the weights have hardly moved since the last one."""

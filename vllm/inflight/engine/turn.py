@@ -25,6 +25,7 @@ class Turns:
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
         self._wake = wake
         """Rouses the main thread of an engine with its own process."""
+        self._end: SystemExit | None = None
         self._lock = threading.RLock()
         self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
@@ -53,7 +54,15 @@ class Turns:
         return future.result()
 
     def drain(self) -> None:
-        """Run what is queued; on the thread that steps, between two steps."""
+        """Run what is queued; on the thread that steps, between two steps.
+
+        Raises:
+            SystemExit: a turn has ended the engine. No thread takes a step after that,
+                whichever asked for the turn.
+
+        """
+        if self._end is not None:
+            raise self._end
         while self._queue:
             try:
                 future, call = self._queue.popleft()
@@ -61,8 +70,13 @@ class Turns:
                 return
             try:
                 future.set_result(call())
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
+            except BaseException as error:
+                if isinstance(error, SystemExit):
+                    self._end = error
+                future.set_exception(error)
+                raise
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from vllm.inflight.engine.served import Served
 from vllm.inflight.engine.watch import Watch
 from vllm.inflight.errors import (
     Conflict,
+    EngineFault,
     InflightError,
     Malformed,
     NoTransport,
@@ -73,17 +74,19 @@ class Updates:
         self._served.expect(body.get("base_version"), "base_version")
         update, is_new = self.ledger.begin(body, float(deadline_s))
         if is_new:
+            payload = {
+                "manifest": manifest,
+                "transport": transport,
+                "allow_nonfinite": bool(body.get("allow_nonfinite")),
+                "deadline_s": float(deadline_s),
+            }
             self._watch.start(update)
-            self._ranks.order(
-                update.serial,
-                "begin",
-                {
-                    "manifest": manifest,
-                    "transport": transport,
-                    "allow_nonfinite": bool(body.get("allow_nonfinite")),
-                    "deadline_s": float(deadline_s),
-                },
-            )
+            try:
+                self._ranks.order(update.serial, "begin", payload)
+            except Exception as error:
+                # Who began it has not heard of it, and would not give it up.
+                self.end(EngineFault(f"the ranks could not be told: {error}"))
+                raise
             self._order_sent(update)
             self.ledger.move(update, Phase.STAGING)
             self._served.forget_before()

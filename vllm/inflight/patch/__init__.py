@@ -55,6 +55,7 @@ def rooms() -> list[ModuleType]:
         api,
         client,
         core,
+        executor,
         outputs,
         replies,
         rpc,
@@ -63,7 +64,8 @@ def rooms() -> list[ModuleType]:
         worker,
     )
 
-    return [worker, rpc, core, client, sleep, scheduler, outputs, replies, api]
+    inside = [worker, rpc, executor, core, client, sleep, scheduler]
+    return [*inside, outputs, replies, api]
 
 
 def all_patches() -> list[Patch]:

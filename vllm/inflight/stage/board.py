@@ -38,12 +38,23 @@ class Board:
 
     @classmethod
     def create(cls, num_ranks: int) -> Board:
-        """A new, empty board."""
+        """A new, empty board.
+
+        Raises:
+            OSError: there is no room for it.
+
+        """
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
         handle, path = tempfile.mkstemp(prefix="vllm-inflight-board-", dir=folder)
-        os.ftruncate(handle, board_bytes(num_ranks))
-        os.close(handle)
-        return cls(path, num_ranks)
+        try:
+            # A page that is only promised would kill the rank that first writes to it.
+            os.posix_fallocate(handle, 0, board_bytes(num_ranks))
+            return cls(path, num_ranks)
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(handle)
 
     def unlink(self) -> None:
         """Take the name away; whoever has the board open keeps it."""

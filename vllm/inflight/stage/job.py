@@ -69,8 +69,6 @@ class Job(threading.Thread):
     def put(self, order: str, payload: Any) -> None:
         """Have an order carried out, after those before it."""
         self._orders.put((order, payload))
-        if self.ident is None:
-            self.start()
 
     def ends_by(self, deadline: float) -> bool:
         """Wait for this job and those before it; whether they end by `deadline`."""
@@ -81,7 +79,6 @@ class Job(threading.Thread):
 
     def run(self) -> None:
         """Carry orders out until the last one, an error or a cancellation."""
-        self._pace.settle()
         orders: dict[str, Callable[[Any], None]] = {
             "begin": self._begin,
             "receive": self._receive,
@@ -92,6 +89,7 @@ class Job(threading.Thread):
             "leave": lambda name: self._stager.groups.leave(name),
         }
         try:
+            self._pace.settle()
             self._wait_for_predecessor()
             self._post()
             with torch.no_grad(), self._stager.lane():

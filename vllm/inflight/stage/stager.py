@@ -103,7 +103,15 @@ class Stager:
         """Enqueue one order of update `serial`; the outcome is posted."""
         assert self._board is not None
         if self._job is None or self._job.serial < serial:
-            self._job = Job(self, self._board, serial, predecessor=self._job)
+            job = Job(self, self._board, serial, predecessor=self._job)
+            try:
+                job.start()
+            except RuntimeError as error:  # the host has no room for a thread
+                fault = EngineFault(f"no thread to stage in: {error}").to_dict()
+                notice = {"serial": serial, "state": "failed", "error": fault}
+                self._board.post(self.worker.rank, notice)
+                return
+            self._job = job
         if self._job.serial == serial:
             self._job.put(order, payload)
 

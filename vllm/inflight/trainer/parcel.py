@@ -131,12 +131,12 @@ class Parcel:
         self._removal()
 
 
-def sweep() -> None:
-    """Remove parcels from shared memory whose trainer was killed.
+def sweep(prefix: str | None = None) -> None:
+    """Remove files from shared memory, by default parcels, whose owner was killed.
 
-    The lock of a living trainer's parcel is held, whatever container it is in.
+    The lock of a living owner's file is held, whatever container it is in.
     """
-    for file in SHARED_MEMORY.glob(PREFIX + "*"):
+    for file in SHARED_MEMORY.glob((prefix or PREFIX) + "*"):
         try:
             with file.open("rb") as opened:
                 # A parcel just begun is not locked yet.

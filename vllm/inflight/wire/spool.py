@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import fcntl
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from vllm.inflight.errors import Malformed
+from vllm.inflight.errors import EngineFault, Malformed
+from vllm.inflight.trainer.parcel import sweep
 from vllm.inflight.wire import pickled
 from vllm.inflight.wire.local import SHARED_MEMORY
 
+PREFIX = "vllm-inflight-tensors-"
 BUCKET, PARTS = "flattened_tensor", "metadata"
 FORMATS = (None, "flattened_bucket")
 
@@ -36,33 +39,33 @@ def spooled(
 
     Raises:
         Malformed: an entry is not what its format says.
+        EngineFault: shared memory has no room for them.
 
     """
+    sweep(PREFIX)  # what a server that was killed has left
     with ExitStack() as files:
         names = []
         for number, entry in enumerate(entries):
             where = f"serialized_named_tensors[{number}]"
-            file = files.enter_context(
-                tempfile.NamedTemporaryFile(
-                    dir=SHARED_MEMORY,
-                    prefix="vllm-inflight-tensors-",
-                    suffix=".safetensors",
-                )
-            )
-            path = Path(file.name)
             data = _decoded(entry, where)
-            if pickled.is_pickle(data):
-                if not allow_pickle:
-                    raise Malformed(
-                        f"{where} is a pickle, which can run anything; send a "
-                        "safetensors file, or start with --inflight-pickled-tensors on"
+            if pickled.is_pickle(data) and not allow_pickle:
+                raise Malformed(
+                    f"{where} is a pickle, which can run anything; send a "
+                    "safetensors file, or start with --inflight-pickled-tensors on"
+                )
+            try:
+                file = files.enter_context(
+                    tempfile.NamedTemporaryFile(
+                        dir=SHARED_MEMORY, prefix=PREFIX, suffix=".safetensors"
                     )
-                whole = pickled.tensors(data, where)
-                _save(_cut(whole, load_format, where), path, where)
-            else:
-                path.write_bytes(data)
-                _check(path, load_format, where)
-            names.append(path.name)
+                )
+                fcntl.flock(file, fcntl.LOCK_EX)  # tells `sweep` that we are alive
+                _lay(data, Path(file.name), load_format, where)
+            except OSError as error:
+                raise EngineFault(
+                    f"{where} could not be written to {SHARED_MEMORY}: {error}"
+                ) from error
+            names.append(Path(file.name).name)
         yield names
 
 
@@ -71,6 +74,16 @@ def _decoded(entry: Any, where: str) -> bytes:
         return base64.b64decode(entry, validate=True)
     except (TypeError, ValueError, binascii.Error):
         raise Malformed(f"{where} is not base64") from None
+
+
+def _lay(data: bytes, path: Path, load_format: str | None, where: str) -> None:
+    """Write what was sent as a plain file; it stays the file that is locked."""
+    if pickled.is_pickle(data):
+        whole = pickled.tensors(data, where)
+        path.write_bytes(_file(_cut(whole, load_format, where), where))
+    else:
+        path.write_bytes(data)
+        _check(path, load_format, where)
 
 
 def _check(path: Path, load_format: str | None, where: str) -> None:
@@ -87,12 +100,12 @@ def _check(path: Path, load_format: str | None, where: str) -> None:
             }
     except (SafetensorError, ValueError) as error:
         raise Malformed(f"{where} is not a whole safetensors file: {error}") from None
-    _save(_cut(whole, load_format, where), path, where)
+    path.write_bytes(_file(_cut(whole, load_format, where), where))
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path, where: str) -> None:
+def _file(tensors: dict[str, torch.Tensor], where: str) -> bytes:
     try:
-        save_file(tensors, path)
+        return save(tensors)
     except (SafetensorError, ValueError, KeyError) as error:
         # Half a character in a name, or a dtype that such files do not have.
         raise Malformed(f"{where} cannot be written: {error}") from None

@@ -1,0 +1,1 @@
+"""Faults at named points of an update, and what has to hold after each of them."""

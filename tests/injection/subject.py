@@ -1,0 +1,163 @@
+"""The engine that faults are injected into, and all that has to hold after each."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from vllm import SamplingParams
+
+from tests.engine.probe import prompts
+from tests.injection.cells import Cell
+from tests.injection.points import STALL_S, Trap
+from vllm.inflight.errors import InflightError
+from vllm.inflight.wire.watch import in_background
+
+DEADLINE_S = 1.0
+"""Of an update that stalls: less than the stall."""
+SLACK_S = 30.0
+"""Of a busy machine with two cores; all other updates have a deadline of twice that."""
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+class Subject:
+    """An `LLM` that serves `old` again after every cell.
+
+    Args:
+        llm: the engine.
+        folders: of the versions `old` and `new`.
+        expected: what a fresh engine of `new` says.
+        manifest: of `new`, with the digest of every tensor.
+        trap: where faults are armed.
+
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        folders: dict[str, Path],
+        expected: list[list[int]],
+        manifest: dict[str, Any],
+        trap: Trap,
+    ) -> None:
+        self.llm, self.trap = llm, trap
+        self._folders, self._manifest = folders, manifest
+        self._core = llm.llm_engine.engine_core.engine_core
+        self._truth: dict[str, Any] = {}
+        for label in ("new", "old"):
+            llm.update_weights_from_disk(str(folders[label]), label)
+            self._truth[label] = self._served()[1:]
+        assert self._truth["new"][0] == expected, "it does not serve what a fresh one"
+        assert self._truth["old"] != self._truth["new"]
+        self._held = self._holds()
+
+    def survives(self, cell: Cell) -> None:
+        """Run an update with the fault; check all that has to hold after it."""
+        self._begin_anew()
+        self.trap.arm(cell.point, cell.fault, cell.place)
+        began = time.monotonic()
+        updating = in_background(lambda: self._update(cell))
+        outputs = []
+        while not updating.done():
+            outputs += self.llm.generate(prompts(2), LONG, use_tqdm=False)
+        code, took = updating.result(), time.monotonic() - began
+        assert self.trap.disarm(), "the point was not reached"
+
+        has_new = cell.outcome in ("committed", "told")
+        assert code == {"told": "engine_fault"}.get(cell.outcome, cell.outcome)
+        longest = max(DEADLINE_S, STALL_S) if cell.fault == "stall" else 0.0
+        assert took < longest + SLACK_S, "it waited for longer than its deadline"
+        # No request was lost, and every token is of one of the two.
+        assert {len(o.outputs[0].token_ids) for o in outputs} == {40}
+        spans = [s for o in outputs for s in o.outputs[0].weight_versions]
+        assert {span.version for span in spans} <= {"old", "new"}
+        label = "new" if has_new else "old"
+        self.serves(label)
+        told = self.llm.weight_update_status(str(cell))
+        assert told["phase"] == ("committed" if has_new else "aborted")
+        assert (told.get("result") is not None) == has_new
+        assert told.get("error", {}).get("code") in (None, code)
+        self.changes()
+        self.leaves_nothing()
+
+    def changes(self) -> None:
+        """The next updates are served."""
+        for label in ("new", "old"):
+            self.llm.update_weights_from_disk(str(self._folders[label]), label)
+            self.serves(label)
+
+    def serves(self, label: str) -> None:
+        """Completely, on all ranks, and called so."""
+        told, said, digests = self._served()
+        assert told == label
+        assert said == self._truth[label][0], f"this is not what {label!r} says"
+        assert digests == self._truth[label][1], "a rank serves something else"
+
+    def leaves_nothing(self) -> None:
+        """No thread, descriptor, shared memory or temporary file more than before."""
+        ends = time.monotonic() + 10
+        while self._holds() != self._held and time.monotonic() < ends:
+            time.sleep(0.02)
+        assert self._holds() == self._held
+
+    def _update(self, cell: Cell) -> str:
+        opening: dict[str, Any] = {"update_id": str(cell)}
+        opening["deadline_s"] = DEADLINE_S if cell.fault == "stall" else 60
+        if cell.fault == "other bytes":
+            opening["manifest"] = self._manifest
+        folder = str(self._folders["new"])
+        try:
+            self.llm.update_weights_from_disk(folder, "new", **opening)
+        except InflightError as error:
+            return error.code
+        return "committed"
+
+    def _served(self) -> tuple[str, list[list[int]], list[str]]:
+        outputs = self.llm.generate(prompts(2), SHORT, use_tqdm=False)
+        labels = {s.version for o in outputs for s in o.outputs[0].weight_versions}
+        (label,) = labels | {self.llm.get_weight_version()}
+        read = self._core.model_executor.collective_rpc
+        replies = read("inflight_read", args=("checksums", ()))
+        digests = [reply["ok"]["per_gpu_checksum"] for reply in replies]
+        return label, [list(o.outputs[0].token_ids) for o in outputs], digests
+
+    def _begin_anew(self) -> None:
+        """On the old weights, also where the cell before has failed."""
+        self.trap.disarm()
+        if self.llm.weight_update_status()["active"] is not None:
+            self.llm.abort_weight_update()
+        if self.llm.get_weight_version() != "old":
+            self.llm.update_weights_from_disk(str(self._folders["old"]), "old")
+
+    def _holds(self) -> dict[str, Any]:
+        """Of this process and of its workers."""
+        me = psutil.Process()
+        every = [me, *me.children(recursive=True)]
+        threads = sorted(t.name for t in threading.enumerate() if is_ours(t.name))
+        return {
+            "threads": threads,
+            "descriptors": [each.num_fds() for each in every],
+            "kernel threads": [each.num_threads() for each in every[1:]],
+            "shared memory": left_in_shared_memory(),
+        }
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("inflight")
+
+
+def left_in_shared_memory() -> set[str]:
+    """Names of ours in /dev/shm."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("vllm-inflight")}
+
+
+def eventually(holds: Callable[[], bool], what: str, seconds: float = 30) -> None:
+    """Wait until `holds`; fails as `what` if it does not."""
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends, what
+        time.sleep(0.05)

@@ -1,0 +1,58 @@
+"""An exchange of two trees is of all their tensors, or of none."""
+
+import pytest
+import torch
+
+from vllm.inflight.commit.flip import Exchange
+from vllm.inflight.errors import ArenaTorn
+
+
+class Unwilling:
+    """A tensor that refuses the first so many of what it is given."""
+
+    def __init__(self, tensor: torch.Tensor, refusals: int) -> None:
+        self._tensor, self.refusals = tensor, refusals
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self._tensor.data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise RuntimeError("no memory")
+        self._tensor.data = value
+
+
+@pytest.fixture
+def trees() -> tuple[torch.nn.Module, torch.nn.Module]:
+    live = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    second = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    return live, second
+
+
+def values(tree: torch.nn.Module) -> list[list[float]]:
+    return [p.detach().flatten().tolist() for p in tree.parameters()]
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_an_exchange_that_breaks_off_has_exchanged_nothing(trees, index):
+    live, second = trees
+    before = values(live), values(second)
+    flip = Exchange(live, second)
+    mine, theirs = flip._params[index]
+    flip._params[index] = mine, Unwilling(theirs, 1)
+    with pytest.raises(RuntimeError, match="no memory"):
+        flip()
+    assert (values(live), values(second)) == before
+    flip()
+    assert (values(second), values(live)) == before
+
+
+def test_one_that_cannot_go_back_says_so(trees):
+    flip = Exchange(*trees)
+    mine, theirs = flip._params[3]
+    flip._params[3] = mine, Unwilling(theirs, 2)
+    with pytest.raises(ArenaTorn, match=r"no memory; and going back: no memory"):
+        flip()

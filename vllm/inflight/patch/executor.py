@@ -1,0 +1,121 @@
+"""Changes in the executor of several processes: an answer belongs to its question.
+
+Ranks answer in the order in which they are asked, and upstream tells answers apart by
+nothing else. A call that fails on one rank, or is not waited for any longer, leaves the
+answers of the others behind, and every later call would be given those of the one
+before it: a flip that all ranks have made would look like one that failed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.inflight.patch.record import Patch
+
+
+class Answers:
+    """The answers of one rank, without those that nobody waits for any longer."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.num_read = 0
+        self.num_left = 0
+        """Of calls that are over: to be thrown away when they come."""
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        """The next answer, as upstream's queue gives it."""
+        while self.num_left:
+            self._queue.dequeue(timeout=timeout)
+            self.num_left -= 1
+        answer = self._queue.dequeue(timeout=timeout)
+        self.num_read += 1
+        return answer
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the queue's."""
+        return getattr(self._queue, name)
+
+
+def _with_answers(original: Any) -> Any:
+    def _init_executor(self: Any) -> None:
+        original(self)
+        self.response_mqs = [Answers(queue) for queue in self.response_mqs]
+
+    return _init_executor
+
+
+def _asked(original: Any) -> Any:
+    def collective_rpc(
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        unique_reply_rank: int | None = None,
+        kv_output_aggregator: Any = None,
+        ec_output_aggregator: Any = None,
+    ) -> Any:
+        future = original(
+            self,
+            method,
+            timeout,
+            args,
+            kwargs,
+            True,
+            unique_reply_rank,
+            kv_output_aggregator,
+            ec_output_aggregator,
+        )
+        answers = self.response_mqs
+        # What is put together needs an answer of every rank.
+        is_of_all = kv_output_aggregator or ec_output_aggregator
+        if unique_reply_rank is not None and not is_of_all:
+            answers = answers[unique_reply_rank : unique_reply_rank + 1]
+        future.get_response = _all_or_left(future.get_response, answers)
+        return future if non_block else future.result()
+
+    return collective_rpc
+
+
+def _all_or_left(read: Any, answers: list[Answers]) -> Any:
+    def get_response() -> Any:
+        before = [each.num_read for each in answers]
+        try:
+            return read()
+        except Exception:
+            for each, num_read in zip(answers, before, strict=True):
+                each.num_left += each.num_read == num_read
+            raise
+
+    return get_response
+
+
+_EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
+
+PATCHES = [
+    Patch(
+        target=f"{_EXECUTOR}._init_executor",
+        expects=("self",),
+        why="answers that nobody waits for any longer are thrown away",
+        remove_when="upstream's answers say which call they belong to",
+        around=_with_answers,
+    ),
+    Patch(
+        target=f"{_EXECUTOR}.collective_rpc",
+        expects=(
+            "self",
+            "method",
+            "timeout",
+            "args",
+            "kwargs",
+            "non_block",
+            "unique_reply_rank",
+            "kv_output_aggregator",
+            "ec_output_aggregator",
+        ),
+        why="a call that fails on one rank leaves no answers to the next call",
+        remove_when="upstream's answers say which call they belong to",
+        around=_asked,
+    ),
+]
