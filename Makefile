@@ -75,7 +75,8 @@ soak: setup ## the tests that take minutes: a rehearsal of the demo, long runs
 
 fuzz: setup ## a million inputs for our parsers, 20,000 requests for a real server
 	$(PY) -W ignore -m tests.fuzz --inputs 1080000
-	$(PY) -m tests.fuzz.requests --requests 20000
+	$(PY) -W ignore -m tests.fuzz.routes --requests 20000
+	$(PY) -W ignore -m tests.fuzz.requests --requests 20000
 
 bench: setup ## the CPU benchmarks
 	$(PY) -m benchmarks.cpu
