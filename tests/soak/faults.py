@@ -28,7 +28,8 @@ async def broken_off(trainer: Trainer, at: Path) -> str | None:
     engine = trainer.engine
     begun = await engine.start_weight_update(deadline_s=0.5)
     half = part(trainer.folders["a"], "rest")
-    await engine.update_weights({"update_info": {"path": str(half)}})
+    # On a busy host that alone is too much for the deadline, with the same end.
+    await _code(engine.update_weights({"update_info": {"path": str(half)}}))
     return await _ended(engine, begun["update_id"])
 
 

@@ -7,6 +7,7 @@ first half is for allocators and caches to find their level.
 import asyncio
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class Beat:
 
     at_s: float
     memory_mib: float
+    """Resident, of all together."""
     threads: int
     descriptors: int
     shared_files: int
@@ -46,6 +48,8 @@ class Pulse:
         self._began = time.monotonic()
         self._others = set(_shared())
         self.beats: list[Beat] = []
+        self._resident: dict[str, list[tuple[float, float]]] = {}
+        """Process → (seconds, MiB) at each beat."""
 
     async def run(self) -> None:
         """Take a beat every second, for ever."""
@@ -56,17 +60,44 @@ class Pulse:
     def take(self) -> Beat:
         """Look once."""
         family = [self._root, *self._root.children(recursive=True)]
+        at_s = round(time.monotonic() - self._began, 3)
+        resident = {p: p.memory_info().rss / MIB for p in family}
+        for process, mib in resident.items():
+            name = f"{process.name()} {process.pid}"
+            self._resident.setdefault(name, []).append((at_s, mib))
         return Beat(
-            round(time.monotonic() - self._began, 3),
-            sum(p.memory_info().rss for p in family) / MIB,
+            at_s,
+            sum(resident.values()),
             sum(p.num_threads() for p in family),
             sum(p.num_fds() for p in family),
             len(self.left_behind()),
         )
 
     def left_behind(self) -> set[str]:
-        """Names of ours in shared memory that were not there before the run."""
-        return set(_shared()) - self._others
+        """Names in shared memory that came during the run and are nobody else's."""
+        names = set(_shared()) - self._others
+        return names - self._open_elsewhere() if names else names
+
+    def _open_elsewhere(self) -> set[str]:
+        """Files in shared memory that processes of other runs have open."""
+        ours = {self._root.pid, *(p.pid for p in self._root.children(recursive=True))}
+        found: set[str] = set()
+        for process in psutil.process_iter():
+            if process.pid not in ours:
+                with suppress(psutil.Error):
+                    found |= {Path(file.path).name for file in process.open_files()}
+        return found
+
+    def by_process(self) -> dict[str, dict[str, float]]:
+        """Resident MiB of each, and how it grew in the second half, per hour."""
+        return {
+            name: {
+                "now_mib": round(points[-1][1], 1),
+                "per_hour_mib": round(3600 * _slope(points[len(points) // 2 :]), 2),
+            }
+            for name, points in self._resident.items()
+            if len(points) > 3
+        }
 
     def slopes(self) -> dict[str, dict[str, float | bool]]:
         """Per hour, over the second half of the run, and whether that is too much."""
