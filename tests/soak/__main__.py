@@ -30,6 +30,7 @@ JUDGED_SHARE = 0.2
 LEAST_JUDGED = 0.05
 UPDATE_EVERY_S = 1.0
 LONGEST_TURN_S = 120.0
+HEALTH_S = 20.0
 FAULT_SHARE = 0.35
 """Of the turns that begin with a fault."""
 MOST_SHOWN = 20
@@ -50,10 +51,9 @@ def start(folder: Path, ranks: int) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if ranks == 1:
-        # One core decodes; what stages, and this process, have the others.
-        core = str(max(os.sched_getaffinity(0)))
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", core)
+    # A core for each rank; what stages, and this process, have the others, if any.
+    cores = sorted(os.sched_getaffinity(0), reverse=True)[:ranks]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             str(folder),
@@ -67,12 +67,15 @@ def start(folder: Path, ranks: int) -> Any:
             tensor_parallel_size=ranks,
             disable_log_stats=True,
             weight_transfer_config={"backend": "local"},
+            additional_config={"inflight": {"health_s": HEALTH_S}},
         )
     )
 
 
 async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     """Run for the seconds asked for; returns all that was found."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
     from tests.soak.faults import FAULTS, suffer
     from tests.soak.history import History
     from tests.soak.judge import Answer, Judge, covered
@@ -133,7 +136,8 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
                     if trainer.rng.random() < FAULT_SHARE:
                         await suffer(trainer, trainer.rng.choice(kinds), root / "fault")
                     await trainer.act()
-            except (InflightError, TimeoutError):
+                    await engine.check_health()
+            except (InflightError, EngineDeadError, TimeoutError):
                 history.wrong.append(f"the trainer met {traceback.format_exc()}")
                 break  # what is served from here on is not known
             rest = min(UPDATE_EVERY_S - (time.monotonic() - turn), left)
