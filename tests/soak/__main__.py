@@ -30,7 +30,7 @@ JUDGED_SHARE = 0.2
 LEAST_JUDGED = 0.05
 UPDATE_EVERY_S = 1.0
 LONGEST_TURN_S = 120.0
-HEALTH_S = 20.0
+HEALTH_S = 8.0
 FAULT_SHARE = 0.35
 """Of the turns that begin with a fault."""
 MOST_SHOWN = 20
@@ -202,6 +202,7 @@ def tell(found: dict[str, Any]) -> None:
     )
     for name, slope in found["pulse"].items():
         told = "grows" if slope["grows"] else "flat"
+        told = told if slope["is_judged"] else "(too short a run to judge)"
         print(
             f"{name} {told}: {slope['now']}, {slope['per_hour']:+} per hour "
             f"(limit {slope['limit_per_hour']})"

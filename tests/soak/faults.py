@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import save_file
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.soak.trainer import Trainer, part
 from vllm.inflight.errors import InflightError
@@ -172,6 +174,22 @@ async def paused_by_another(trainer: Trainer, at: Path) -> str | None:
     return code
 
 
+async def core_hangs(trainer: Trainer, at: Path) -> str | None:
+    """A core that stands still: its health says so, and then that it is well again."""
+    del at
+    engine, family = trainer.engine, psutil.Process().children(recursive=True)
+    (core,) = (p for p in family if "EngineCore" in p.name())
+    answers = []
+    with trainer.history.stopping():
+        core.suspend()
+        try:
+            answers.append(await _health(engine, EngineDeadError))
+        finally:
+            core.resume()
+        answers.append(await _health(engine, None))
+    return " ".join(answers)
+
+
 FAULTS: dict[Fault, str | None] = {
     broken_off: "deadline_exceeded",
     deadline_too_short: "deadline_exceeded",
@@ -189,10 +207,11 @@ FAULTS: dict[Fault, str | None] = {
     nothing_held: "nothing_to_roll_back",
     controller_gone: None,
     paused_by_another: "paused_by_another",
+    core_hangs: "unwell well",
 }
 """Every fault, and the answer that is right."""
 
-PAUSES = (controller_gone, paused_by_another)
+UPDATELESS = (controller_gone, paused_by_another, core_hangs)
 """These begin no update, so that what is held for a rollback stays held."""
 
 
@@ -202,7 +221,7 @@ async def suffer(trainer: Trainer, fault: Fault, at: Path) -> None:
     before = await engine.weight_info()
     code = await fault(trainer, at)
     after = await engine.weight_info()
-    if fault not in PAUSES:
+    if fault not in UPDATELESS:
         history.can_go_back = None
         before["previous"] = None
     name = fault.__name__
@@ -228,6 +247,20 @@ async def _code(call: Awaitable[Any]) -> str | None:
     except InflightError as error:
         return error.code
     return None
+
+
+async def _health(engine: Any, wanted: type[Exception] | None) -> str:
+    """Ask until the engine's health is as wanted."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                await engine.check_health()
+                found = None
+            except EngineDeadError as error:
+                found = type(error)
+            if found is wanted:
+                return "well" if wanted is None else "unwell"
+            await asyncio.sleep(0.1)
 
 
 async def _ended(engine: Any, update_id: str) -> str | None:

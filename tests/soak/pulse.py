@@ -20,12 +20,13 @@ PREFIX = "vllm-inflight-"
 INTERVAL_S = 1.0
 
 LIMITS = {
-    "memory_mib": (60.0, 12.0),
-    "threads": (6.0, 1.5),
-    "descriptors": (6.0, 1.5),
-    "shared_files": (6.0, 1.5),
+    "memory_mib": (60.0, 12.0, 240.0),
+    "threads": (6.0, 1.5, 20.0),
+    "descriptors": (6.0, 1.5, 20.0),
+    "shared_files": (6.0, 1.5, 20.0),
 }
-"""What may be added in an hour, and within the window, where the window is short."""
+"""What may be added in an hour; within the window, where that is short; and the seconds
+of the window from which on it is judged: allocators need minutes to settle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +105,15 @@ class Pulse:
         half = self.beats[len(self.beats) // 2 :]
         window_h = (half[-1].at_s - half[0].at_s) / 3600
         found: dict[str, dict[str, float | bool]] = {}
-        for name, (per_hour, least) in LIMITS.items():
+        for name, (per_hour, least, judged_s) in LIMITS.items():
             slope = 3600 * _slope([(b.at_s, float(asdict(b)[name])) for b in half])
             limit = max(per_hour, least / window_h)
             found[name] = {
                 "now": round(asdict(half[-1])[name], 1),
                 "per_hour": round(slope, 2),
                 "limit_per_hour": round(limit, 2),
-                "grows": slope > limit,
+                "is_judged": 3600 * window_h >= judged_s,
+                "grows": slope > limit and 3600 * window_h >= judged_s,
             }
         return found
 
