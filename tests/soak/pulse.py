@@ -21,9 +21,9 @@ INTERVAL_S = 1.0
 
 LIMITS = {
     "memory_mib": (60.0, 12.0, 240.0),
-    "threads": (6.0, 1.5, 20.0),
-    "descriptors": (6.0, 1.5, 20.0),
-    "shared_files": (6.0, 1.5, 20.0),
+    "threads": (6.0, 1.5, 100.0),
+    "descriptors": (6.0, 1.5, 100.0),
+    "shared_files": (6.0, 1.5, 100.0),
 }
 """What may be added in an hour; within the window, where that is short; and the seconds
 of the window from which on it is judged: allocators need minutes to settle."""
