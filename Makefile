@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-gpu test-upstream-faults lint fmt soak bench docs sizes upstream clean fuzz
+.PHONY: help setup build demo test test-slow test-gpu test-upstream-faults lint fmt soak fuzz bench docs sizes upstream clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -70,8 +70,14 @@ fmt: setup ## ruff's fixes and format, clang-format
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i csrc/*
 
-soak: setup ## the tests that take minutes: a rehearsal of the demo, long runs
+test-slow: setup ## the tests that take minutes: a rehearsal of the demo, more examples
 	$(PY) -m pytest -m slow
+
+# Of the command line only: bash has a variable SECONDS of its own, maybe exported.
+SOAK_S := $(if $(findstring command,$(origin SECONDS)),$(SECONDS),1200)
+
+soak: setup ## SECONDS=1200: updates and faults under load, all of it checked
+	PYTHONPATH=$(CURDIR)/tests/calm $(PY) -m tests.soak --seconds $(SOAK_S)
 
 fuzz: setup ## a million inputs for our parsers, 20,000 requests for a real server
 	$(PY) -W ignore -m tests.fuzz --inputs 1080000

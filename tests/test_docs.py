@@ -13,7 +13,7 @@ import pytest
 
 from docs import generate
 from vllm.inflight.api.routes import ROUTES
-from vllm.inflight.errors import BY_CODE
+from vllm.inflight.errors import BY_CODE, InflightError
 from vllm.inflight.stage.quantised import PROVED
 from vllm.inflight.update import Phase
 
@@ -111,6 +111,11 @@ def test_every_error_and_every_phase_is_explained():
     errors, phases = ((DOCS / n).read_text() for n in ("errors.md", "how-it-works.md"))
     assert [code for code in BY_CODE if f"`{code}`" not in errors] == ["inflight_error"]
     assert [p for p in Phase if f"`{p.value}`" not in phases] == []
+
+
+def test_every_error_says_what_to_do():
+    silent = [k.code for k in BY_CODE.values() if k.remedy == InflightError.remedy]
+    assert silent == [InflightError.code]
 
 
 def test_no_page_has_a_hole():

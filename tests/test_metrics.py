@@ -17,6 +17,7 @@ REST = {
     "leases_expired": 1,
     "updating": True,
     "update_staged_bytes": 512,
+    "update_stalled_seconds": 4.5,
     "wire_window_bytes": 0,
     "wire_bucket_wait_ms": 0.5,
 }
@@ -46,6 +47,7 @@ def test_every_engine_tells_its_own():
     assert seen["updates_total", "0", "weights_mismatch"] == 1
     assert seen["weights_info", "", "0", 'step "3"'] == 1  # digest, engine, version
     assert seen["drift", "0"] == 0.002
+    assert seen["update_stalled_seconds", "0"] == 4.5
     gaps = "commit_gap_milliseconds"
     assert seen[f"{gaps}_bucket", "0", "0.5"] == 1
     assert seen[f"{gaps}_bucket", "0", "10"] == seen[f"{gaps}_count", "0"] == 2

@@ -34,6 +34,8 @@ STAGING = {
     "phase": "staging",
     "seconds": {"total": 12.3},
     "deadline_left_s": 87.7,
+    "stalled_s": 9.6,
+    "waits_for": "trainer",
     "ranks": [{"bytes": 400}, {"bytes": 300}],
 }
 
@@ -80,7 +82,7 @@ def test_nothing_is_wrong_with_a_server_that_serves():
 
 def test_a_dead_engine_is_told_by_health():
     dead = healthy() | {"/health": {"status": 503, "body": ""}}
-    assert "its engine is dead" in found(dead)["server"].found
+    assert "its engine is dead or hangs" in found(dead)["server"].found
 
 
 def test_an_engine_core_that_hangs_is_told_although_health_says_200():
@@ -112,9 +114,16 @@ def test_an_update_that_stands_still_is_wrong_and_says_how_long_and_until_when()
     assert finding.state is State.WRONG
     assert finding.found == (
         "'u' is staging since 12 s, with 700 bytes; it is aborted in 88 s unless it is "
-        "committed; nothing came in 2 s"
+        "committed; nothing has moved for 10 s, and it waits for its trainer"
     )
+    assert "whether its trainer lives" in (finding.remedy or "")
     assert "/abort_weight_update" in (finding.remedy or "")
+
+
+def test_an_update_whose_ranks_stand_still_is_told_from_one_without_a_trainer():
+    finding = found(updating(waits_for="ranks"))["update"]
+    assert "it waits for its ranks" in finding.found
+    assert "server's log" in (finding.remedy or "")
 
 
 def test_another_update_than_before_does_not_stand_still():

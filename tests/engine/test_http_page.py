@@ -1,10 +1,14 @@
-"""Every call of docs/http.md is answered with the fields that the page shows."""
+"""Every call of docs/http.md is answered with the fields that the page shows, and every
+command of docs/runbook.md does what it says.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,9 @@ from vllm.inflight.api.routes import ROUTES
 
 pytestmark = pytest.mark.engine
 
-PAGE = Path(__file__).parents[2] / "docs" / "http.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, RUNBOOK = DOCS / "http.md", DOCS / "runbook.md"
+BIN = Path(sys.executable).parent
 EXAMPLE = re.compile(r"```bash\n(curl.*?)```\n\n```json\n(.*?)```", re.DOTALL)
 BACKEND = ("--weight-transfer-config", '{"backend": "local"}')
 
@@ -73,6 +79,119 @@ def test_every_example_gets_the_reply_on_the_page(
         )
         reply = json.loads(done.stdout.splitlines()[-1])
         assert shape(reply) == shape(json.loads(expected)), commands
+
+
+# ------------------------------------------------------------------- the runbook
+Said = list[tuple[int, str]]
+"""Exit status and output of every block of commands."""
+
+
+def nothing(server: Server, folders: Path) -> None:
+    """All is well."""
+
+
+def finds_nothing(server: Server, said: Said) -> None:
+    assert said[0][1].endswith("Nothing is wrong.")
+
+
+def stuck(server: Server, folders: Path) -> None:
+    server.post("/start_weight_update", {"update_id": "left"})
+
+
+def was_given_up(server: Server, said: Said) -> None:
+    (_, seen), (_, aborted) = said
+    assert json.loads(seen)["active"]["waits_for"] == "trainer"
+    assert json.loads(aborted)["phase"] == "aborted"
+
+
+def refused(server: Server, folders: Path) -> None:
+    server.post("/update_weights_from_disk", {"path": "/models/nothing"})
+
+
+def is_explained(server: Server, said: Said) -> None:
+    seen, _ = said[0][1].splitlines()
+    assert json.loads(seen)["outcomes"][0]["error"]["code"] == "malformed"
+
+
+def published(server: Server, folders: Path) -> None:
+    server.post("/update_weights_from_disk", {"path": str(folders / "qwen-step-200")})
+
+
+def is_good_again(server: Server, said: Said) -> None:
+    (_, back), (_, again) = said
+    rolled_back, info = map(json.loads, back.splitlines())
+    assert rolled_back["epoch"] == info["epoch"]
+    assert json.loads(again)["weight_version"] == "step-100-again"
+
+
+def is_ready_for_another(server: Server, said: Said) -> None:
+    assert json.loads(said[0][1])["phase"] == "aborted"
+    base = json.loads(said[1][1])["weight_version"]
+    begun = server.post("/start_weight_update", {"base_version": base})
+    assert begun["phase"] == "staging"
+    server.post("/abort_weight_update")
+
+
+def is_loaded(server: Server, said: Said) -> None:
+    assert said[0][1].startswith("HTTP/1.1 200")
+    assert json.loads(said[1][1])["weight_version"] == "step-200"
+
+
+def paused(server: Server, folders: Path) -> None:
+    server.post("/pause_generation", {"mode": "in_place", "owner": "gone"})
+
+
+def goes_on(server: Server, said: Said) -> None:
+    before, after = map(json.loads, said[0][1].splitlines())
+    assert (before["is_paused"], after["paused"]) == (True, False)
+
+
+def is_level(server: Server, said: Said) -> None:
+    assert json.loads(said[1][1])["weight_version"] == "step-100"
+
+
+SCENES: dict[str, tuple[Any, Any]] = {
+    "Runbook": (published, finds_nothing),
+    "An update is stuck": (stuck, was_given_up),
+    "An update was refused": (refused, is_explained),
+    "New weights are bad": (published, is_good_again),
+    "A trainer is lost": (stuck, is_ready_for_another),
+    "An engine or a rank is lost": (nothing, is_loaded),
+    "A controller is gone": (paused, goes_on),
+    "Engines serve different versions": (nothing, is_level),
+}
+"""Sections of the runbook: what goes wrong, and what its commands have to do."""
+
+SECTION = re.compile(r"^##? (.*?)$(.*?)(?=^##? |\Z)", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+
+
+def test_the_commands_of_the_runbook_do_what_it_says(
+    server: Server, folders: Path
+) -> None:
+    sections = dict(SECTION.findall(RUNBOOK.read_text()))
+    assert list(sections) == list(SCENES)
+    for title, text in sections.items():
+        begin, check = SCENES[title]
+        begin(server, folders)
+        said = [play(server, folders, block) for block in BLOCK.findall(text)]
+        assert [status for status, _ in said] == [0] * len(said), (title, said)
+        check(server, said)
+
+
+def play(server: Server, folders: Path, commands: str) -> tuple[int, str]:
+    """One block, as an operator would type it."""
+    told = commands.replace("localhost:8000", server.url.removeprefix("http://"))
+    told = told.replace("/models/", f"{folders}/")
+    told = told.replace("curl ", "curl -sS --fail-with-body -w '\\n' ")
+    done = subprocess.run(
+        ["bash", "-ec", told],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"},
+    )
+    return done.returncode, done.stdout.strip() + done.stderr
 
 
 def test_metrics_tell_of_updates_beside_upstreams(

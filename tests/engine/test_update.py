@@ -1,6 +1,7 @@
 """Updates of an engine in this process: what is served before, during and after."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,37 @@ from vllm.inflight.errors import (
     VersionConflict,
     WrongPhase,
 )
+from vllm.inflight.wire.watch import in_background
 
 pytestmark = pytest.mark.engine
+
+
+# ------------------------------------------------------------------- progress
+def test_an_update_tells_whom_it_waits_for_and_for_how_long_nothing_moves(
+    llm: Any, new: Path
+) -> None:
+    def seen() -> dict[str, Any]:
+        active: dict[str, Any] = llm.weight_update_status()["active"]
+        return active
+
+    llm.start_weight_update()
+    until = time.monotonic() + 5
+    while seen()["waits_for"] != "trainer":
+        assert time.monotonic() < until, "the order to begin is never carried out"
+    time.sleep(0.3)
+    assert seen()["stalled_s"] >= 0.2
+    receiving = in_background(lambda: send(llm, new, sleep_s=0.1))
+    looks = [seen()]
+    while not receiving.done():
+        time.sleep(0.02)
+        looks.append(seen())
+    # The last looks may be of the time after it.
+    assert {look["waits_for"] for look in looks[5:-5]} == {"ranks"}
+    longest = max(look["stalled_s"] for look in looks[5:-5])
+    assert longest < looks[-1]["seconds"]["total"] / 2, "bytes came, and were not seen"
+    assert seen()["waits_for"] == "trainer"
+    llm.finish_weight_update()
+    assert seen() is None
 
 
 # ------------------------------------------------------------------ success

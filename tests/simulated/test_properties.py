@@ -290,7 +290,7 @@ def test_whatever_happens_to_an_engine(
 
     lives = settings(
         max_examples=200 if seed else 25,
-        derandomize=not seed,  # others, and more of them, with `make soak`
+        derandomize=not seed,  # others, and more of them, with `make test-slow`
         stateful_step_count=40,
         deadline=None,
         phases=[Phase.generate],  # to look for a shorter life takes minutes

@@ -98,6 +98,13 @@ class InflightConfig:
         "where the pause does not say; 0: never. 0 to 86400.",
         limits=(0, 86400),
     )
+    health_s: float = _knob(
+        60.0,
+        "Seconds after which `/health` says 503 because the engine core has not "
+        "answered, more than any step or call of the core may take; 0: never, as in "
+        "upstream vLLM. 0 to 86400.",
+        limits=(0, 86400),
+    )
     stage_share: float = _knob(
         0.07,
         "Share of one core that staging may take from each rank while it decodes; "

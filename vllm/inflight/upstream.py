@@ -81,6 +81,7 @@ NAMES = {
     # engine
     "EngineCoreOutputs": "vllm.v1.engine:EngineCoreOutputs",
     "EngineCoreOutput": "vllm.v1.engine:EngineCoreOutput",
+    "EngineDeadError": "vllm.v1.engine.exceptions:EngineDeadError",
     "EngineCoreRequestType": "vllm.v1.engine:EngineCoreRequestType",
     "FinishReason": "vllm.v1.engine:FinishReason",
     "PauseState": "vllm.v1.core.sched.interface:PauseState",

@@ -1,9 +1,9 @@
 """A visit to a live server: what is wrong with its updates, and what to do about it.
 
-`GET /health` is upstream's and says 200 whatever becomes of an update. Here a server
-is asked twice, a few seconds apart, and the two looks are judged: what stands still
-between them is stuck. A look is plain data, path → `{"status", "body"}`, or
-`{"problem"}` where no answer came.
+`GET /health` says 200 whatever becomes of an update, while the engine core answers.
+Here a server is asked twice, a few seconds apart, and the two looks are judged: what
+stands still between them is stuck. A look is plain data, path → `{"status", "body"}`,
+or `{"problem"}` where no answer came.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ PATIENCE_S = 5.0
 
 RESTART = "The server's log says why; restart it."
 GIVE_UP = "POST /abort_weight_update gives it up; what is served does not change."
+WAITS_FOR = {
+    "trainer": "Look whether its trainer lives.",
+    "ranks": "Look into the server's log, and whether its trainer still sends.",
+}
 OBSTACLES = {
     401: ("they need a key", "Give --key, or set VLLM_INFLIGHT_ADMIN_KEY."),
     403: (
@@ -103,7 +107,7 @@ def _server(found: Look) -> Finding:
     if "problem" in health:
         return Finding("server", f"/health {health['problem']}", State.WRONG, RESTART)
     if health["status"] != 200:
-        dead = f"its engine is dead: /health says {health['status']}"
+        dead = f"its engine is dead or hangs: /health says {health['status']}"
         return Finding("server", dead, State.WRONG, RESTART)
     return Finding("server", "it answers")
 
@@ -164,8 +168,12 @@ def _update(
         if grown:
             moved = f"{found}; {grown} bytes came in {apart_s:g} s"
             return Finding(name, moved, State.NOTE)
-        still = f"{found}; nothing came in {apart_s:g} s"
-        remedy = f"Look whether its trainer lives. {GIVE_UP}"
+        waits_for = active["waits_for"]
+        still = (
+            f"{found}; nothing has moved for {active['stalled_s']:.0f} s, and it waits "
+            f"for its {waits_for}"
+        )
+        remedy = f"{WAITS_FOR[waits_for]} {GIVE_UP}"
         return Finding(name, still, State.WRONG, remedy)
     if pause["for_commit"]:
         return Finding(name, f"{found}; waits for running requests", State.NOTE)

@@ -56,6 +56,8 @@ class Update:
     began: float = field(default_factory=time.monotonic)
     staged: float | None = None
     ended: float | None = None
+    moved: float = field(default_factory=time.monotonic)
+    """When a rank, its trainer or its phase last got on."""
     num_orders: int = 0
     num_chunks: int = 0
     sealed: bool = False
@@ -82,6 +84,11 @@ class Update:
         """Whether it holds the second set of weights."""
         return self.phase in ACTIVE
 
+    @property
+    def stalled_s(self) -> float:
+        """For how long nothing has moved; 0 once it has ended."""
+        return round(time.monotonic() - self.moved, 3) if self.is_active else 0.0
+
     def seconds(self) -> dict[str, float]:
         """How long each part took, in seconds."""
         end = self.ended or time.monotonic()
@@ -103,6 +110,7 @@ class Update:
         if self.is_active:
             left = max(0.0, self.deadline - time.monotonic())
             report["deadline_left_s"] = round(left, 3)
+            report["stalled_s"] = self.stalled_s
         if self.step is not None:
             report["step"] = self.step
         if self.error is not None:
@@ -238,7 +246,7 @@ class Ledger:
             if phase is Phase.ABORTED and update.is_held:
                 return False
             update.phase = phase
-            now = time.monotonic()
+            now = update.moved = time.monotonic()
             if phase is Phase.STAGED:
                 update.staged = now
             if phase in (Phase.COMMITTED, Phase.ABORTED):

@@ -29,6 +29,7 @@ class Ranks:
 
     def __init__(self, executor: Any, num_ranks: int) -> None:
         self._executor = executor
+        self.count = num_ranks
         self._board = Board.create(num_ranks)
         self._unread: list[Any] = []
         """Futures of the replies to orders, the oldest first."""

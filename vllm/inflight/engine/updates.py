@@ -170,6 +170,7 @@ class Updates:
             notices = self._notices_of(update)
         return {
             "updating": update is not None,
+            "update_stalled_seconds": 0.0 if update is None else update.stalled_s,
             "update_staged_bytes": sum(n.get("bytes", 0) for n in notices),
             "wire_window_bytes": max(
                 (n.get("window_bytes", 0) for n in notices), default=0
@@ -211,9 +212,13 @@ class Updates:
     def _report(self, update: Update) -> dict[str, Any]:
         report = update.to_dict()
         if update.is_active:
+            notices = self._notices_of(update)
+            done = [notice.get("orders", 0) for notice in notices]
+            is_behind = len(done) < self._ranks.count or min(done) < update.num_orders
+            report["waits_for"] = "ranks" if is_behind else "trainer"
             report["ranks"] = [
                 {k: v for k, v in notice.items() if k not in ("unfilled", "drift")}
-                for notice in self._notices_of(update)
+                for notice in notices
             ]
         return report
 

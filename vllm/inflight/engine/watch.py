@@ -45,6 +45,8 @@ class Watch:
         self._lock = threading.Lock()
         self._waiting: list[tuple[Future[dict[str, Any]], Ready]] = []
         self._update: Update | None = None
+        self._seen: list[Any] = []
+        """What the ranks had done of it when it last moved."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -153,6 +155,7 @@ class Watch:
         if update.phase is not Phase.STAGING:
             return
         notices = self._ranks.notices()
+        self._note_progress(update, notices)
         state = verdict(notices, update.serial)
         if isinstance(state, InflightError):
             self.end(update, state)
@@ -168,6 +171,13 @@ class Watch:
                 # Every rank is handed every tensor, and samples the same.
                 update.drift = notices[0].get("drift")
                 self._ledger.move(update, Phase.STAGED)
+
+    def _note_progress(self, update: Update, notices: list[dict[str, Any]]) -> None:
+        facts = ("serial", "orders", "bytes")
+        seen: list[Any] = [[n.get(fact) for fact in facts] for n in notices]
+        seen.append(update.num_orders)
+        if seen != self._seen:
+            self._seen, update.moved = seen, time.monotonic()
 
     def end(self, update: Update, error: InflightError) -> None:
         """Abort `update`, and tell those who wait for it why."""

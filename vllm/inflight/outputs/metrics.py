@@ -27,6 +27,7 @@ GAUGES = {
     "paused": "Whether decoding stands still.",
     "updating": "Whether an update is under way.",
     "update_staged_bytes": "Bytes that the update under way has staged so far.",
+    "update_stalled_seconds": "For how long nothing of it has moved.",
     "wire_window_bytes": "Most bytes under way at once on the wire.",
     "wire_bucket_wait_ms": "How long the last bucket was waited for.",
 }

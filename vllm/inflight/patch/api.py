@@ -54,6 +54,17 @@ def _with_routes(original: Any) -> Any:
     return load_endpoint_plugins
 
 
+def _heard(original: Any) -> Any:
+    async def check_health(self: Any) -> None:
+        from vllm.inflight.api.health import heartbeat_of
+
+        await original(self)
+        if (heartbeat := heartbeat_of(self)) is not None:
+            await heartbeat.check()
+
+    return check_health
+
+
 def _admitted(original: Any) -> Any:
     async def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.inflight.api.admission import admit
@@ -158,6 +169,13 @@ PATCHES = [
         why="the control routes are there without naming them in VLLM_PLUGINS",
         remove_when="upstream loads the endpoints of a general plugin",
         around=_with_routes,
+    ),
+    Patch(
+        target=f"{_ASYNC}.check_health",
+        expects=("self",),
+        why="`/health` tells an engine core that hangs from one that works",
+        remove_when="upstream's check of health asks the engine core",
+        around=_heard,
     ),
     Patch(
         target=f"{_ASYNC}.add_request",

@@ -1,0 +1,1 @@
+"""Long runs: an engine under mixed load, updates and faults, and everything checked."""
