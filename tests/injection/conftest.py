@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from tests.engine.conftest import checkpoint, new, old, shape, start  # noqa: F401
 from tests.engine.probe import prompts
+from tests.injection.cells import all_cells, kills
 from tests.injection.points import ENV, Trap, install, plugin
 from tests.injection.subject import SHORT, Subject
 from vllm.inflight import ops
@@ -62,3 +63,13 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         )
         for name, tensor in named.items()
     ).to_dict()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How much of the matrix this run has seen."""
+    passed = terminalreporter.stats.get("passed", [])
+    cells = {str(cell) for cell in all_cells()} | {str(cell) for cell in kills()}
+    seen = {report.nodeid.partition("[")[2].rstrip("]") for report in passed}
+    terminalreporter.write_line(
+        f"fault injection: {len(seen & cells)} cells run / {len(cells)} in the matrix"
+    )

@@ -87,8 +87,11 @@ def trap() -> Trap:
     return Trap(Path(os.environ[ENV]))
 
 
-def happen(point: str, places: set[str]) -> None:
-    """Where a point is reached: the fault of code that is armed there, if any."""
+def happen(point: str, places: set[str]) -> str | None:
+    """Where a point is reached: do what is armed there, if that is a fault of code.
+
+    Returns the fault: one of data is for whoever has the data.
+    """
     fault = trap().take(point, places)
     if fault == "exception":
         raise RuntimeError(f"injected at {point}")
@@ -103,6 +106,7 @@ def happen(point: str, places: set[str]) -> None:
         time.time = lambda: _clock() + (DAY_S if trap().is_armed else 0.0)
     if fault is not None and fault.startswith("SIGKILL"):
         _kill(fault.removeprefix("SIGKILL "))
+    return fault
 
 
 def _kill(victim: str) -> None:
@@ -169,41 +173,29 @@ def install() -> None:
     at(served.Served, "advance", "before the flip", of_served)
     at(served.Served, "_take_on", "after the flip", of_served)
     at(Pauses, "treat", "reply", of_served)
-    _at_tensors(Job, of_job)
     _in_stream(Intake)
     _around_flip(Stager, of_stager)
     _in_core(ranks.Ranks, watch)
-
-
-def _at_tensors(job_class: Any, of_job: Callable[[Any], set[str]]) -> None:
-    progress = job_class._progress
-
-    def _progress(self: Any, num_bytes: int, num_tensors: int) -> None:
-        for point, number in AT.items():
-            if num_tensors == number:
-                happen(point, of_job(self))
-        progress(self, num_bytes, num_tensors)
-
-    job_class._progress = _progress
 
 
 def _in_stream(intake: Any) -> None:
     load = intake.load_weights
 
     def load_weights(self: Any, weights: Any) -> Any:
-        places = _names(
-            self._cancelled.__self__._worker.vllm_config,
-            self._cancelled.__self__._worker.rank,
-        )
+        worker = self._progress.__self__._worker
+        places = _names(worker.vllm_config, worker.rank)
         return load(self, _altered(weights, places))
 
     intake.load_weights = load_weights
 
 
 def _altered(weights: Any, places: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    points = {number: point for point, number in AT.items()}
     for number, (name, tensor) in enumerate(weights, 1):
-        point = {number: point for point, number in AT.items()}.get(number)
-        fault = trap().take(point, places) if point and _is_data() else None
+        if number not in points:
+            yield name, tensor
+            continue
+        fault = happen(points[number], places)
         if fault == "left out":
             continue
         if fault == "NaN":
@@ -217,13 +209,6 @@ def _altered(weights: Any, places: set[str]) -> Iterator[tuple[str, torch.Tensor
         elif fault == "sent twice":
             yield name, tensor
         yield name, tensor
-
-
-def _is_data() -> bool:
-    from tests.injection.cells import DATA
-
-    armed = Path(os.environ[ENV]) / "armed"
-    return armed.exists() and json.loads(armed.read_text())["fault"] in DATA
 
 
 class _Tripwire:

@@ -57,6 +57,7 @@ class Subject:
 
     def survives(self, cell: Cell) -> None:
         """Run an update with the fault; check all that has to hold after it."""
+        self._begin_anew()
         self.trap.arm(cell.point, cell.fault, cell.place)
         began = time.monotonic()
         updating = in_background(lambda: self._update(cell))
@@ -76,11 +77,10 @@ class Subject:
         assert {span.version for span in spans} <= {"old", "new"}
         label = "new" if has_new else "old"
         self.serves(label)
-        told = self.llm.weight_update_status("the cell")
+        told = self.llm.weight_update_status(str(cell))
         assert told["phase"] == ("committed" if has_new else "aborted")
         assert (told.get("result") is not None) == has_new
         assert told.get("error", {}).get("code") in (None, code)
-        self.forget("the cell")
         self.changes()
         self.leaves_nothing()
 
@@ -105,7 +105,7 @@ class Subject:
         assert self._holds() == self._held
 
     def _update(self, cell: Cell) -> str:
-        opening: dict[str, Any] = {"update_id": "the cell"}
+        opening: dict[str, Any] = {"update_id": str(cell)}
         opening["deadline_s"] = DEADLINE_S if cell.fault == "stall" else 60
         if cell.fault in DATA:
             opening["manifest"] = self._manifest
@@ -125,9 +125,13 @@ class Subject:
         digests = [reply["ok"]["per_gpu_checksum"] for reply in replies]
         return label, [list(o.outputs[0].token_ids) for o in outputs], digests
 
-    def forget(self, update_id: str) -> None:
-        """So that another update can have this id."""
-        del self._core.inflight_gate.updates.ledger._updates[update_id]
+    def _begin_anew(self) -> None:
+        """On the old weights, also where the cell before has failed."""
+        self.trap.disarm()
+        if self.llm.weight_update_status()["active"] is not None:
+            self.llm.abort_weight_update()
+        if self.llm.get_weight_version() != "old":
+            self.llm.update_weights_from_disk(str(self._folders["old"]), "old")
 
     def _holds(self) -> dict[str, Any]:
         """Of this process and of its workers."""

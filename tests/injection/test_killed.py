@@ -33,7 +33,7 @@ CELLS = [
     pytest.param(
         cell.point,
         cell.place,
-        id=f"{cell.point}-{cell.place}".replace(" ", "_"),
+        id=str(cell),
         marks=() if (cell.point, cell.place) in QUICK else pytest.mark.slow,
     )
     for cell in kills()

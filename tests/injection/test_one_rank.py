@@ -8,9 +8,7 @@ from tests.injection.subject import Subject
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize(
-    "cell", params(("one rank", "core of one rank"), all_at_once=True)
-)
+@pytest.mark.parametrize("cell", params("one rank", "core of one rank"))
 def test_a_whole_version_is_served_and_the_next_update_works(
     subject: Subject, cell: Cell
 ) -> None:

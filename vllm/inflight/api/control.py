@@ -155,9 +155,14 @@ class Control:
         if started["phase"] == "staging":
             for chunk, info in enumerate(given):
                 await self.update(info, update_id, chunk=chunk)
-        return await self.finish(
-            mode=mode, flush_cache=flush_cache, update_id=update_id
-        )
+        try:
+            return await self.finish(
+                mode=mode, flush_cache=flush_cache, update_id=update_id
+            )
+        except InflightError:
+            # Who made one call of it would not know that it is still staged.
+            await self._door.call("abort", {"update_id": update_id})
+            raise
 
     async def abort(self, update_id: str | None = None) -> Reply:
         """Give an update up; nothing that is served changes."""
