@@ -11,7 +11,7 @@ import psutil
 from vllm import SamplingParams
 
 from tests.engine.probe import prompts
-from tests.injection.cells import DATA, Cell
+from tests.injection.cells import Cell
 from tests.injection.points import STALL_S, Trap
 from vllm.inflight.errors import InflightError
 from vllm.inflight.wire.watch import in_background
@@ -107,7 +107,7 @@ class Subject:
     def _update(self, cell: Cell) -> str:
         opening: dict[str, Any] = {"update_id": str(cell)}
         opening["deadline_s"] = DEADLINE_S if cell.fault == "stall" else 60
-        if cell.fault in DATA:
+        if cell.fault == "other bytes":
             opening["manifest"] = self._manifest
         folder = str(self._folders["new"])
         try:

@@ -21,7 +21,7 @@ from tests.serving import Server
 
 pytestmark = pytest.mark.engine
 
-NUM_TOKENS = 400
+NUM_TOKENS = 200
 QUICK = {
     ("mid-stream", "engine core"),
     ("inside the flip", "rank 1"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.test_server import generate
-from tests.injection.cells import DATA, ENGINES, Cell, params
+from tests.injection.cells import ENGINES, Cell, params
 from tests.injection.conftest import manifest_of
 from tests.injection.points import Trap
 from tests.injection.subject import DEADLINE_S
@@ -79,7 +79,7 @@ def test_both_engines_serve_one_whole_version_and_the_next_update_works(
     options: dict[str, Any] = {"deadline_s": 60.0}
     if cell.fault == "stall":
         options["deadline_s"] = DEADLINE_S
-    if cell.fault in DATA:
+    if cell.fault == "other bytes":
         options["manifest"] = manifest_of(new)
     options["update_id"] = f"cell-{time.time_ns()}"
     trap.arm(cell.point, cell.fault, cell.place)

@@ -14,12 +14,20 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.commit.transaction import Ledger, Update
 from vllm.inflight.engine.ranks import Ranks, agree, verdict
-from vllm.inflight.errors import Conflict, DeadlineExceeded, InflightError
+from vllm.inflight.errors import (
+    Conflict,
+    DeadlineExceeded,
+    EngineFault,
+    InflightError,
+)
 from vllm.inflight.update import Phase
 
 POLL_S = 0.002
+
+logger = upstream.init_logger(__name__)
 
 Ready = Callable[[], dict[str, Any] | None]
 """A result when what is waited for has come, None before; raises on failure."""
@@ -115,7 +123,13 @@ class Watch:
     def _work(self) -> None:
         while not self._closed:
             if self._update is not None:
-                self._look_after(self._update)
+                try:
+                    self._look_after(self._update)
+                except Exception as error:
+                    # Whoever waits for this thread would wait for ever.
+                    logger.exception("update %r", self._update.update_id)
+                    fault = EngineFault(f"{type(error).__name__}: {error}")
+                    self.end(self._update, fault)
                 if not self._update.is_active:
                     self._update = None
             self._answer()
