@@ -76,9 +76,7 @@ def test_what_a_killed_process_leaves_is_nothing(
             raise httpx.ReadError("it was told")
         speaking.result(timeout=60)
     assert trap.disarm(), "the point was not reached"
-    eventually(
-        lambda: not [each for each in family if lives(each)], "a process lives on"
-    )
+    eventually(lambda: not any(map(lives, family)), "a process lives on")
     assert left_in_shared_memory() <= known
     choices = [choice for chunk in got for choice in chunk.get("choices", ())]
     said = [token for choice in choices for token in choice["token_ids"] or ()]
@@ -109,3 +107,24 @@ def test_after_all_that_a_server_starts_and_is_updated(
     body = {"path": str(new), "weight_version": "new"}
     assert server.post("/update_weights_from_disk", body)["weight_version"] == "new"
     assert generate(server)["weight_versions"][0]["version"] == "new"
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_out_of_its_flip_ends_the_engine_with_a_reason(
+    trap: Trap, old: Path, new: Path
+) -> None:
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    env["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = "8"
+    with Server(old, "--tensor-parallel-size", "2", env=env) as server:
+        generate(server)
+        family = psutil.Process(server.pid).children(recursive=True)
+        trap.arm("inside the flip", "long stall", "rank 1 of 2")
+        body = {"path": str(new), "weight_version": "new"}
+        try:
+            reply = server.client.post("/update_weights_from_disk", json=body)
+            assert reply.status_code >= 500, reply.text
+        except httpx.TransportError:
+            pass  # it ended before it could say so
+        assert trap.disarm(), "the point was not reached"
+        eventually(lambda: not any(map(lives, family)), "a process lives on")
+        assert "a flip failed and could not be taken back" in server.log()
