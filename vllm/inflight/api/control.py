@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
-from vllm.inflight.errors import InflightError, Malformed
+from vllm.inflight.errors import EngineFault, InflightError, Malformed
 
 T = TypeVar("T")
 Reply = dict[str, Any]
@@ -114,8 +114,7 @@ class Control:
         envelopes = await self._door.call("commit", body)
         failed = [i for i, e in enumerate(envelopes) if "error" in e]
         if failed and len(failed) < len(envelopes):
-            # Engines that did not commit answer that there is nothing to undo.
-            await self._door.call("undo", {"update_id": sealed["update_id"]})
+            await self._take_back(envelopes, {"update_id": sealed["update_id"]})
         return _merged(envelopes)
 
     async def from_disk(
@@ -245,6 +244,26 @@ class Control:
         if failed and len(failed) < len(envelopes):
             await self._door.call("abort", {"update_id": update_id})
         return _merged(envelopes)
+
+    async def _take_back(self, envelopes: list[Reply], update: Reply) -> None:
+        """Undo a commit that not every engine could make; nothing stays staged.
+
+        Raises:
+            EngineFault: engines that made it serve it still.
+
+        """
+        undone = await self._door.call("undo", update)
+        await self._door.call("abort", update)
+        # Engines that did not commit answer that there is nothing to undo.
+        stuck = [
+            i for i, e in enumerate(envelopes) if "ok" in e and "error" in undone[i]
+        ]
+        if stuck:
+            told = "; ".join(undone[i]["error"]["message"] for i in stuck)
+            raise EngineFault(
+                f"engines {stuck} of {len(envelopes)} serve the new version and could "
+                f"not be taken back ({told}), the others could not commit it"
+            )
 
 
 def _merged(envelopes: list[Reply]) -> Reply:

@@ -1,0 +1,87 @@
+"""Two engines behind one door: a commit that one of them cannot make is no commit."""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulated.core import simulated_core
+from tests.simulated.worker import SimulatedExecutor
+from vllm.inflight.api.control import Control
+from vllm.inflight.errors import EngineFault
+
+
+class Failing(SimulatedExecutor):
+    """Refuses the flips whose numbers it has been given."""
+
+    refused: tuple[int, ...] = ()
+    num_flips = 0
+
+    def _inflight_flip(self, ranks: Any = None) -> Any:
+        self.num_flips += 1
+        if self.num_flips in self.refused:
+            return {"error": "the test says so"}
+        return super()._inflight_flip(ranks)
+
+
+class Door:
+    """To both cores, one after the other."""
+
+    def __init__(self, cores: list[Any]) -> None:
+        self._cores = cores
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+        answers = [core.inflight(method, dict(body)) for core in self._cores]
+        return [a.result(timeout=30) if isinstance(a, Future) else a for a in answers]
+
+
+@pytest.fixture
+def cores(model: Path) -> Iterator[list[Any]]:
+    made = [simulated_core(model, Failing) for _ in range(2)]
+    yield made
+    for core in made:
+        core.shutdown()
+
+
+def publish(control: Control, weights: int, label: str) -> Any:
+    async def phases() -> Any:
+        started = await control.start(transport="local")
+        await control.update({"weights": weights}, started["update_id"])
+        return await control.finish(label, update_id=started["update_id"])
+
+    return asyncio.run(phases())
+
+
+def served(cores: list[Any]) -> list[tuple[str, int]]:
+    return [
+        (core.inflight_gate.version.label, core.model_executor.live) for core in cores
+    ]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_if_one_cannot_commit_the_other_goes_back_and_the_next_update_works(
+    cores: list[Any], failing: int
+) -> None:
+    control = Control(Door(cores))
+    publish(control, 1, "one")
+    cores[failing].model_executor.refused = (2,)
+    with pytest.raises(EngineFault, match="the test says so"):
+        publish(control, 2, "two")
+    assert served(cores) == [("one", 1)] * 2
+    publish(control, 3, "three")
+    assert served(cores) == [("three", 3)] * 2
+
+
+def test_one_that_cannot_go_back_is_named(cores: list[Any]) -> None:
+    control = Control(Door(cores))
+    publish(control, 1, "one")
+    cores[1].model_executor.refused = (2,)
+    cores[0].model_executor.refused = (3,)
+    with pytest.raises(EngineFault, match=r"engines \[0\] of 2 serve the new version"):
+        publish(control, 2, "two")
+    assert served(cores) == [("two", 2), ("one", 1)]
+    publish(control, 3, "three")
+    assert served(cores) == [("three", 3)] * 2
