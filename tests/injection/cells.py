@@ -88,10 +88,10 @@ def quick() -> set[Cell]:
     """What every run of the tests runs, without the kills.
 
     All that one engine of one rank survives, and of the others so many that every pair
-    of facts of all cells occurs: a point and a fault, a fault and a place, a place and
-    a point.
+    of facts of theirs occurs: a point and a fault, a fault and a place, a place and a
+    point. Two data-parallel engines take too long to start for that.
     """
-    cells = all_cells()
+    cells = [cell for cell in all_cells() if cell.place not in ENGINES]
     chosen = {cell for cell in cells if cell.place in CHEAP}
     left = set().union(*(cell.pairs for cell in cells))
     left -= set().union(*(cell.pairs for cell in chosen))

@@ -37,7 +37,7 @@ def call(subject: Subject, name: str, update_id: str, new: Path) -> str:
     return "ok"
 
 
-@pytest.mark.parametrize("order", permutations(CALLS), ids="-".join)
+@pytest.mark.parametrize("order", list(permutations(CALLS)), ids="-".join)
 @pytest.mark.parametrize("times", [1, 2])
 def test_in_any_order_a_whole_version_is_served(
     subject: Subject, new: Path, order: tuple[str, ...], times: int

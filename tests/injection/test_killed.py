@@ -22,11 +22,7 @@ from tests.serving import Server
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 200
-QUICK = {
-    ("mid-stream", "engine core"),
-    ("inside the flip", "rank 1"),
-    ("before the flip", "API server"),
-}
+QUICK = {("mid-stream", "engine core"), ("inside the flip", "rank 1")}
 """Those that `make test` runs; every start takes half a minute."""
 
 CELLS = [
@@ -98,7 +94,6 @@ def test_every_victim_is_killed_at_every_point_and_some_always() -> None:
     cells = {(cell.point, cell.place) for cell in kills()}
     assert cells == {(p, v) for p in POINTS if p != "reply" for v in KILLS}
     assert cells > QUICK
-    assert {victim for _, victim in QUICK} == {"rank 1", "engine core", "API server"}
 
 
 def test_after_all_that_a_server_starts_and_is_updated(

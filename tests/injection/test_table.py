@@ -5,6 +5,7 @@ from itertools import product
 from tests.injection.cells import (
     CODE,
     DATA,
+    ENGINES,
     PLACES,
     POINTS,
     Cell,
@@ -22,6 +23,7 @@ def test_every_cell_is_run_or_has_a_reason_why_it_cannot_be() -> None:
 
 
 def test_every_pair_of_point_fault_and_place_occurs_in_every_run() -> None:
+    cells = [cell for cell in all_cells() if cell.place not in ENGINES]
     runs = set().union(*(cell.pairs for cell in quick()))
-    assert runs == set().union(*(cell.pairs for cell in all_cells()))
+    assert runs == set().union(*(cell.pairs for cell in cells))
     assert len(quick()) < len(all_cells()) / 2
