@@ -151,7 +151,7 @@ class W21(Row):
     play = "never_ends"
     tests = (
         "tests/engine/test_visit.py::"
-        "test_an_engine_core_that_hangs_is_told_while_health_says_200",
+        "test_an_engine_core_that_hangs_is_told_before_health_gives_it_up",
         "tests/engine/test_visit.py::"
         "test_an_update_that_stands_still_needs_attention_until_it_is_given_up",
     )
@@ -170,8 +170,7 @@ class W21(Row):
         assert last["error"]["code"] == "deadline_exceeded"
         return (
             "200, and requests are answered; `/weight_update` says what became of the "
-            "update. Of a core that hangs for other reasons `/health` knows nothing "
-            "here either; `vllm-inflight doctor --url` does"
+            "update. It is 503 where the core itself does not answer"
         )
 
 
