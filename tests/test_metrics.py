@@ -38,8 +38,9 @@ def values(engines):
 
 def test_every_engine_tells_its_own():
     counts = Counts()
-    counts.switched({"gap_ms": 0.4, "num_retracted": 5})
-    counts.switched({"gap_ms": 7.0, "num_aborted": 2})
+    for gap_ms, treated in ((0.4, {"num_retracted": 5}), (7.0, {"num_aborted": 2})):
+        counts.switched({"gap_ms": gap_ms})
+        counts.treated(treated)
     seen = values([counts.to_dict() | REST, Counts().to_dict() | REST])
     assert seen["epoch", "0"] == seen["epoch", "1"] == 3
     assert seen["requests_total", "0", "retracted"] == 5

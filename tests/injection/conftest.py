@@ -25,7 +25,8 @@ def trap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trap]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(ENV, str(folder))
         patched.setenv("PYTHONPATH", path)
-        yield Trap(folder)
+        # In this process all of it is undone with the module.
+        yield Trap(folder, patched.setattr)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def subject(
     options: dict[str, Any],
 ) -> Subject:
     """The module's engine, on the old weights."""
-    install()
+    install(trap.put)
     fresh = start(new, **options).generate(prompts(2), SHORT, use_tqdm=False)
     expected = [list(output.outputs[0].token_ids) for output in fresh]
     folders = {"old": old, "new": new}

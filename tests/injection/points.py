@@ -24,6 +24,8 @@ STALL_S = 1.6
 DAY_S = 86_400.0
 
 _clock = time.time
+_put: Callable[[Any, str, Any], None] = setattr
+"""How something is put in the place of something: see `install`."""
 
 
 def plugin(folder: Path) -> str:
@@ -41,10 +43,12 @@ class Trap:
 
     Args:
         folder: where what is armed, and what was hit, is written down.
+        put: what `install` takes.
 
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, put: Any = setattr) -> None:
+        self.put = put
         self._armed = folder / "armed"
         self._hit = folder / "hit"
 
@@ -103,7 +107,8 @@ def happen(point: str, places: set[str]) -> str | None:
         time.sleep(20 * STALL_S)
     if fault == "clock jump":
         # Until it is disarmed; in every module that asks for the time of day.
-        time.time = lambda: _clock() + (DAY_S if trap().is_armed else 0.0)
+        jumped = lambda: _clock() + (DAY_S if trap().is_armed else 0.0)  # noqa: E731
+        _put(time, "time", jumped)
     if fault is not None and fault.startswith("SIGKILL"):
         _kill(fault.removeprefix("SIGKILL "))
     return fault
@@ -132,17 +137,31 @@ def _names(config: Any, rank: int | None) -> set[str]:
     return names
 
 
-def install() -> None:
-    """Wrap the functions at the points, once in a process."""
+def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Wrap the functions at the points, once in a process.
+
+    Args:
+        put: `setattr`, or one that can be undone.
+
+    """
     from vllm.inflight.engine import ranks, served, watch
     from vllm.inflight.engine.pause import Pauses
     from vllm.inflight.stage.intake import Intake
     from vllm.inflight.stage.job import Job
     from vllm.inflight.stage.stager import Stager
 
-    if hasattr(Job, "tests_are_here"):
+    global _put
+    if hasattr(Job.run, "tests_are_here"):
         return
-    Job.tests_are_here = True
+    _put = put
+    run = Job.run
+
+    @wraps(run)
+    def marked(self: Any) -> None:
+        run(self)
+
+    marked.tests_are_here = True
+    put(Job, "run", marked)
 
     def at(owner: Any, name: str, point: str, places: Callable[..., set[str]]) -> None:
         original = getattr(owner, name)
@@ -152,7 +171,7 @@ def install() -> None:
             happen(point, places(*args))
             return original(*args, **kwargs)
 
-        setattr(owner, name, wrapped)
+        put(owner, name, wrapped)
 
     def of_job(job: Any, *_: Any) -> set[str]:
         return of_worker(job._worker)
@@ -186,7 +205,7 @@ def _in_stream(intake: Any) -> None:
         places = _names(worker.vllm_config, worker.rank)
         return load(self, _altered(weights, places))
 
-    intake.load_weights = load_weights
+    _put(intake, "load_weights", load_weights)
 
 
 def _altered(weights: Any, places: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -244,7 +263,7 @@ def _around_flip(stager: Any, of_stager: Callable[[Any], set[str]]) -> None:
         happen("after the flip", of_stager(self))
         return seconds
 
-    stager.flip = flipped
+    _put(stager, "flip", flipped)
 
 
 def _in_core(ranks: Any, watch: Any) -> None:
@@ -259,7 +278,8 @@ def _in_core(ranks: Any, watch: Any) -> None:
         happen("vote", _core_of(len(notices)))
         return agree(notices, *args)
 
-    ranks.order, watch.agree = ordered, agreed
+    _put(ranks, "order", ordered)
+    _put(watch, "agree", agreed)
 
 
 def _core_of(num_ranks: int) -> set[str]:
