@@ -130,6 +130,8 @@ def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Ten
                 raise TypeError
             cut = bucket[start:end].clone().view(dtype).reshape(tuple(part["shape"]))
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise Malformed(f"{where}: {part!r:.300} is no part of it") from error
+            raise Malformed(
+                f"{where}: {part!r:.300} is no part of the bucket"
+            ) from error
         tensors[name] = cut
     return tensors
