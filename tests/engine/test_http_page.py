@@ -95,7 +95,7 @@ def finds_nothing(server: Server, said: Said) -> None:
 
 
 def stuck(server: Server, folders: Path) -> None:
-    server.post("/start_weight_update", {"update_id": "left"})
+    server.post("/start_weight_update")
 
 
 def was_given_up(server: Server, said: Said) -> None:
