@@ -45,7 +45,7 @@ def slow_transfer(site: Site) -> Seen:
 
 def without_a_pause(site: Site) -> Seen:
     """An update is begun by a stranger, then with the key, while a request runs."""
-    stream = Stream(site, 300)
+    stream = Stream(site, 700)
     seen = {
         "read": site.stranger("/v1/models"),
         "stranger's pause": site.stranger("/pause?mode=keep&clear_cache=false", {}),
