@@ -167,7 +167,9 @@ class NoTransport(Conflict):
     """No weight transfer backend was configured for this engine."""
 
     code = "no_transport"
-    remedy = "Start with --weight-transfer-config, or update from disk."
+    remedy = (
+        'Start with --weight-transfer-config \'{"backend": "local"}\', or use files.'
+    )
 
 
 class StagingUnavailable(Conflict):
