@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from tests.engine.script import tell
 
 NUM_REQUESTS = 4
-NUM_TOKENS = 250
+NUM_TOKENS = 600
+"""Of a request: on a busy machine it must not end before a pause reaches it."""
 PAUSE_S = 0.3
 
 

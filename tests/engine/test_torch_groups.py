@@ -139,7 +139,7 @@ def test_tokens_flow_while_a_version_is_broadcast(
         ({"world_size": "2"}, "world_size must be a whole number"),
         ({"rank_offset": 0}, "rank 0 of the group"),
         ({"master_port": 0}, "init_method must be tcp://host:port"),
-        ({"timeout_s": -1}, "timeout_s must be positive"),
+        ({"timeout_s": -1}, "timeout_s must be above 0"),
         ({"colour": "red"}, "unknown field 'colour'"),
     ],
 )
