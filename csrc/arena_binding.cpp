@@ -93,13 +93,11 @@ PyObject* open(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "iK", &device, &reserve_bytes)) return nullptr;
   return translated([&] {
     Arenas& arenas = Arenas::of_process();
-    const bool on_host = device < 0;
     if (device == -1) device = arenas.next_host();
     auto own = std::make_unique<Opened>();
     own->device = device;
-    std::unique_ptr<Memory> memory;
-    if (on_host) memory = std::make_unique<HostMemory>();
-    if (!on_host) memory = std::make_unique<CudaMemory>(device);
+    std::unique_ptr<Memory> memory = std::make_unique<HostMemory>();
+    if (device >= 0) memory = std::make_unique<CudaMemory>(device);
     own->arena = std::make_shared<Arena>(std::move(memory), reserve_bytes);
     arenas.enter(device, own->arena);
     PyObject* capsule = PyCapsule_New(own.get(), kCapsule, collect);

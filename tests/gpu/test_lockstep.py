@@ -15,16 +15,14 @@ import torch
 from tests.engine.reference import Reference
 from tests.engine.script import run_script
 from tests.engine.test_tearing import mismatches
+from tests.gpu.test_tearing import NOISE
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-COMMITS = 24
-NOISE = 0.5
-"""With experts' products in TF32 two runs had steps up to 0.21 away from their version,
-and one in 5760 beyond 0.3. A step in which engines mix two is 2.5 away (median)."""
+COMMITS = 60
 LOOKED_AT = 48
 """Of the last streams; the reference runs on the CPU."""
 

@@ -24,6 +24,10 @@ PACKED = "cpu_linear"
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
 
+LOCKSTEP_ON = ("cpu",)
+"""Devices on which nothing speaks against engines that take every step together: the
+CPU build has none, and on GPUs their test has not passed."""
+
 WITH_WEIGHTS = {
     "cpu": ("draft_model", "eagle", "eagle3"),
     "cuda": ("draft_model", "eagle"),
@@ -95,6 +99,13 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
         if experts.is_experts(method):
             if (reason := experts.obstacle(method)) is not None:
                 return f"layer {name} {reason}"
+            num_engines = vllm_config.parallel_config.data_parallel_size
+            if num_engines > 1 and device not in LOCKSTEP_ON:
+                return (
+                    f"layer {name} holds experts of {num_engines} data-parallel "
+                    "engines, which have to change at one step, and have not been seen "
+                    f"to ({device})"
+                )
         elif (
             quantised.is_quantised(layer)
             and (reason := quantised.obstacle(layer, device)) is not None
