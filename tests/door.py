@@ -33,6 +33,7 @@ class Engine:
         facts = {"update_id": "u", "phase": "staging", "is_paused": False}
         facts |= {"active": None, "num_running": 0, "num_waiting": 0, "paused": False}
         facts |= {"num_aborted": 0, "ranks": [], "rows": [], "dropped": {}}
+        facts |= {"found": None, "path": None}
         facts |= {"parameters": {"total": 1, "begun": 1, "complete": 1}}
         return [{"ok": facts | {"weight_version": "v", "epoch": 0}}]
 

@@ -144,6 +144,12 @@ class InflightConfig:
         "read files; symlinks are followed before that is judged. Empty: any that the "
         "process can read.",
     )
+    journal: str = _knob(
+        "",
+        "File of the engine's host that says what is served and which files it came "
+        "from, written at every switch. A server that starts with it serves that "
+        "again. Empty: none.",
+    )
     begin_rate: float = _knob(
         0.0,
         "Updates a minute that one caller, told by key or address, may begin over "
@@ -178,11 +184,13 @@ class InflightConfig:
                     f"inflight {knob.name} must be a number from {limits[0]} to "
                     f"{limits[1]}, got {value!r}"
                 )
-        for folder in filter(None, self.allowed_paths.split(":")):
-            if not os.path.isabs(folder):
-                raise ConfigError(
-                    f"inflight allowed_paths must be absolute, got {folder!r}"
-                )
+        named = {"allowed_paths": self.allowed_paths.split(":")}
+        for field_name, paths in (named | {"journal": [self.journal]}).items():
+            for path in filter(None, paths):
+                if not os.path.isabs(path):
+                    raise ConfigError(
+                        f"inflight {field_name} must be absolute, got {path!r}"
+                    )
 
     @classmethod
     def parse(cls, values: Any) -> InflightConfig:

@@ -102,6 +102,7 @@ class Control:
         mode: str | None = None,
         flush_cache: bool = False,
         expect_version: str | None = None,
+        expect_digest: str | None = None,
         update_id: str | None = None,
     ) -> Reply:
         """Verify, vote, and switch between two steps."""
@@ -112,6 +113,7 @@ class Control:
             "mode": mode,
             "flush_cache": flush_cache,
             "expect_version": expect_version,
+            "expect_digest": expect_digest,
         }
         envelopes = await self._door.call("commit", body)
         failed = [i for i, e in enumerate(envelopes) if "error" in e]
@@ -128,6 +130,7 @@ class Control:
         flush_cache: bool = False,
         subset: Any = None,
         draft_path: str | None = None,
+        expect_digest: str | None = None,
         **options: Any,
     ) -> Reply:
         """All four phases with files that every engine's host can read."""
@@ -158,7 +161,10 @@ class Control:
                 await self.update(info, update_id, chunk=chunk)
         try:
             return await self.finish(
-                mode=mode, flush_cache=flush_cache, update_id=update_id
+                mode=mode,
+                flush_cache=flush_cache,
+                expect_digest=expect_digest,
+                update_id=update_id,
             )
         except InflightError:
             # Who made one call of it would not know that it is still staged.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.inflight.api.control import AsyncDoor, Control, Reply, SyncDoor, run_sync
+from vllm.inflight.api.journal import restore
 from vllm.inflight.errors import Malformed
 
 
@@ -85,7 +86,15 @@ async def update_weights(
 async def finish_weight_update(
     self: Any, weight_version: str | None = None, **options: Any
 ) -> Reply:
-    """Verify, vote and switch; options are `mode`, `expect_version`, `update_id`."""
+    """Verify, vote and switch.
+
+    Args:
+        self: the engine.
+        weight_version: the label, if `start_weight_update` gave none.
+        **options: `mode`, `flush_cache`, `expect_version`, `expect_digest` and
+            `update_id` of `POST /finish_weight_update`.
+
+    """
     return await control_of(self).finish(weight_version, **options)
 
 
@@ -108,7 +117,7 @@ async def update_weights_from_disk(
         **options: those of `start_weight_update`, and `subset`, patterns of the
             names that are at `path` if these are not all: the others keep what is
             served. `draft_path` is where a drafter's checkpoint is, for the same
-            update.
+            update. `expect_digest` is the digest of the version that it has to make.
 
     """
     return await control_of(self).from_disk(path, weight_version, mode=mode, **options)
@@ -124,6 +133,11 @@ async def rollback_weights(
 ) -> Reply:
     """Serve the version served before again, as fast as a commit."""
     return await control_of(self).rollback(to_version, mode=mode)
+
+
+async def restore_weights(self: Any) -> Reply:
+    """Serve what was served before the restart, by `--inflight-journal`."""
+    return await restore(control_of(self))
 
 
 async def weight_update_status(self: Any, update_id: str | None = None) -> Reply:

@@ -20,6 +20,7 @@ from vllm.inflight.api import auth, pipelinerl, port, rate, reads, sglang
 from vllm.inflight.api.admission import Admission
 from vllm.inflight.api.body import parse, read
 from vllm.inflight.api.control import Control, Reply
+from vllm.inflight.api.journal import restore, restore_at_start
 from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.methods import pause_generation as pause_engine
 from vllm.inflight.api.metrics import metrics
@@ -61,19 +62,23 @@ async def _pause_generation(engine: Any, body: dict[str, Any]) -> Reply:
 
 
 async def _resume(engine: Any, body: dict[str, Any]) -> Reply:
+    """Go on after a pause."""
     return await _control(engine).resume(body.get("owner")) | {"status": "resumed"}
 
 
 async def _is_paused(engine: Any, body: dict[str, Any]) -> Reply:
+    """Whether decoding stands still, and in which mode."""
     return await _control(engine).paused()
 
 
 async def _init(engine: Any, body: dict[str, Any]) -> Reply:
+    """Connect the configured transport to its trainer."""
     await _control(engine).init_transport(_needed(body, "init_info"))
     return {"message": "Weight transfer initialized"}
 
 
 async def _shutdown(engine: Any, body: dict[str, Any]) -> Reply:
+    """Let the trainer's connection go."""
     await _control(engine).shutdown_transport()
     return {"message": "Weight transfer shut down"}
 
@@ -88,41 +93,65 @@ OPENING = (
 )
 
 
+FINISHING = (
+    "weight_version",
+    "mode",
+    "flush_cache",
+    "expect_version",
+    "expect_digest",
+    "update_id",
+)
+
+
 async def _start(engine: Any, body: dict[str, Any]) -> Reply:
+    """Open an update on every engine, or on none."""
     return await _control(engine).start(**_only(body, OPENING))
 
 
 async def _start_draft(engine: Any, body: dict[str, Any]) -> Reply:
+    """Open an update of the drafter alone."""
     return await start_draft_weight_update(engine, **_only(body, OPENING))
 
 
 async def _update(engine: Any, body: dict[str, Any]) -> Reply:
+    """Have a chunk received; answered when every rank has it."""
     info = _needed(body, "update_info")
     return await _control(engine).update(info, body.get("update_id"), body.get("chunk"))
 
 
 async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
-    allowed = ("weight_version", "mode", "flush_cache", "expect_version", "update_id")
-    return await _control(engine).finish(**_only(body, allowed))
+    """Verify, vote, and switch between two steps."""
+    return await _control(engine).finish(**_only(body, FINISHING))
 
 
 async def _abort(engine: Any, body: dict[str, Any]) -> Reply:
+    """Give an update up; what is served does not change."""
     return await _control(engine).abort(body.get("update_id"))
 
 
 async def _rollback(engine: Any, body: dict[str, Any]) -> Reply:
+    """Serve the version before again, as fast as a commit."""
     return await _control(engine).rollback(**_only(body, ("to_version", "mode")))
 
 
+async def _restore(engine: Any, body: dict[str, Any]) -> Reply:
+    """Serve what was served before the restart, by the journal."""
+    _only(body, ())
+    return await restore(_control(engine))
+
+
 async def _status(engine: Any, body: dict[str, Any]) -> Reply:
+    """Where an update stands, or all that are remembered."""
     return await _control(engine).status(body.get("update_id"))
 
 
 async def _info(engine: Any, body: dict[str, Any]) -> Reply:
+    """Version, digest and epoch that are served, and the version before."""
     return await _control(engine).info()
 
 
 async def _world_size(engine: Any, body: dict[str, Any]) -> Reply:
+    """How many ranks a trainer has to reach."""
     parallel = engine.vllm_config.parallel_config
     across = str(body.get("include_dp", "true")).lower() != "false"
     return {
@@ -144,6 +173,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/finish_weight_update"): _finish,
     ("POST", "/abort_weight_update"): _abort,
     ("POST", "/rollback_weights"): _rollback,
+    ("POST", "/restore_weights"): _restore,
     ("GET", "/weight_update"): _status,
     ("GET", "/weight_update/{update_id}"): _status,
     ("GET", "/weight_info"): _info,
@@ -182,6 +212,8 @@ class InflightEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Make sure that upstream routes to us: its own routes need no key."""
+        if self._config.journal and port.is_first(engine_client):
+            await restore_at_start(control_of(engine_client))
         if not self._config.port:
             check_routing(self._app)
         elif port.is_first(engine_client):
@@ -263,7 +295,6 @@ def _needed(body: dict[str, Any], field: str) -> Any:
 def _only(body: dict[str, Any], allowed: tuple[str, ...]) -> dict[str, Any]:
     for field in body:
         if field not in allowed:
-            raise Malformed(
-                f"unknown field {field!r}; this route takes {', '.join(allowed)}"
-            )
+            known = ", ".join(allowed) or "none"
+            raise Malformed(f"unknown field {field!r}; this route takes {known}")
     return {field: body[field] for field in allowed if body.get(field) is not None}

@@ -23,6 +23,7 @@ from vllm.inflight.errors import (
     Malformed,
     UnknownUpdate,
     UpdateBusy,
+    WeightsMismatch,
     WrongPhase,
 )
 from vllm.inflight.update import (
@@ -72,6 +73,8 @@ class Update:
     error: InflightError | None = None
     source: str | None = None
     """The path its files were read from, if it came whole and from files."""
+    files: dict[str, Any] | None = None
+    """What it takes to read the same files in the same way, if it came from files."""
     is_held: bool = False
     """Whether it is being switched to."""
     pending: Future[dict[str, Any]] | None = None
@@ -89,6 +92,14 @@ class Update:
         """For how long nothing has moved; 0 once it has ended."""
         return round(time.monotonic() - self.moved, 3) if self.is_active else 0.0
 
+    def expect(self, digest: Any) -> None:
+        """Raise `WeightsMismatch` unless `digest` is None or what was staged."""
+        if digest is not None and digest != self.digest:
+            raise WeightsMismatch(
+                f"expect_digest is {digest!r:.80}, staged is {self.digest!r}",
+                update_id=self.update_id,
+            )
+
     def seconds(self) -> dict[str, float]:
         """How long each part took, in seconds."""
         end = self.ended or time.monotonic()
@@ -105,6 +116,7 @@ class Update:
             "update_id": self.update_id,
             "phase": self.phase.value,
             "weight_version": self.label,
+            "digest": self.digest,
             "seconds": self.seconds(),
         }
         if self.is_active:
@@ -189,6 +201,7 @@ class Ledger:
             )
             if parsed is None or not parsed.subset:
                 update.source = body.get("source")
+            update.files = _files_of(body, parsed)
             self._updates[update_id] = update
             while len(self._updates) > NUM_OUTCOMES_KEPT:
                 self._updates.popitem(last=False)
@@ -265,3 +278,12 @@ class Ledger:
 
     def _active(self) -> Update | None:
         return next((u for u in self._updates.values() if u.is_active), None)
+
+
+def _files_of(body: dict[str, Any], manifest: Manifest | None) -> dict[str, Any] | None:
+    paths = {"path": body.get("source"), "draft_path": body.get("draft_source")}
+    if not any(paths.values()):
+        return None
+    stated = manifest or Manifest()
+    ways = {"subset": list(stated.subset), "name_map": dict(stated.name_map)}
+    return paths | ways

@@ -152,4 +152,5 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "checksums": checksums,
     "rows": rows,
     "source": source,
+    "journal": lambda gate, body: gate.served.journal.told(),
 }

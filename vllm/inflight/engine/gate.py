@@ -105,6 +105,7 @@ class Gate:
         if update.pending is not None and not update.pending.done():
             return update.pending
         self.served.expect(body.get("expect_version"), "expect_version")
+        update.expect(body.get("expect_digest"))
         flush_cache = bool(body.get("flush_cache"))
         # What stays in place keeps its KV, so a flush that names no mode retracts.
         default = "retract" if flush_cache else "in_place"
@@ -229,6 +230,7 @@ class Gate:
         self.lockstep.disarm(EngineFault("the engine has been shut down"))
         self.updates.close()
         self.ranks.close()
+        self.served.journal.close()
 
     @property
     def version(self) -> Version:

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.engine import connectors
+from vllm.inflight.engine.journal import Journal, Recipe, extended
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.errors import VersionConflict
 from vllm.inflight.update import Version
@@ -24,6 +25,7 @@ class Served:
     def __init__(self, core: Any, ranks: Ranks) -> None:
         self._core = core
         self._ranks = ranks
+        self.journal = Journal(core.vllm_config)
         self._epoch = 0
         self._cache_epoch = 0
         self._moved = 0.0
@@ -31,7 +33,9 @@ class Served:
         self.version = Version()
         self.update: Update | None = None
         """The update that `version` came with; None for the weights of the start."""
-        self._before: tuple[Version, Update | None] | None = None
+        self._recipe: Recipe | None = ()
+        """How it is had again, if files lead to it."""
+        self._before: tuple[Version, Update | None, Recipe | None] | None = None
         self._left: tuple[Any, ...] = ()
         """All of this as it was before the last switch."""
 
@@ -53,10 +57,14 @@ class Served:
 
     def advance(self, label: str | None, update: Update) -> dict[str, Any]:
         """Serve what `update` has staged; returns the facts of the switch."""
-        held = (self.version, self.update)
+        held = (self.version, self.update, self._recipe)
         facts = self._flip(label, update.digest, update.step, update)
         self._before = held if self._ranks.is_reversible else None
         self.update = update
+        self._recipe = extended(
+            self._recipe, update, has_drafter=self._ranks.has_drafter
+        )
+        self._note()
         return facts
 
     def retreat(self) -> None:
@@ -65,18 +73,20 @@ class Served:
         As if it had not been: no step was scheduled since.
         """
         self._ranks.flip()
-        numbers, version, self.update, self._before = self._left
+        numbers, version, self.update, self._recipe, self._before = self._left
         self._epoch, self._cache_epoch, self._moved = numbers
         self._serve(version)
+        self._note()
 
     def go_back(self) -> dict[str, Any]:
         """Serve the version before again; the one left becomes the one before."""
         assert self._before is not None
-        held = (self.version, self.update)
-        version, update = self._before
+        held = (self.version, self.update, self._recipe)
+        version, update, recipe = self._before
         # As far back as the one that is left went forth.
         facts = self._flip(version.label, version.digest, version.step, held[1])
-        self._before, self.update = held, update
+        self._before, self.update, self._recipe = held, update, recipe
+        self._note()
         return facts
 
     def lose(self) -> None:
@@ -87,11 +97,13 @@ class Served:
         """Others weights have come in the place of those served, past any update."""
         self._age_cache(None)
         self._take_on(None, None, None)
-        self.update = None
+        self.update = self._recipe = None
+        self._note()
 
     def rename(self, label: str) -> None:
         """Call what is served something else: a new version of the same bytes."""
         self._take_on(label, self.version.digest, self.version.step)
+        self._note()
 
     def _flip(
         self,
@@ -102,7 +114,7 @@ class Served:
     ) -> dict[str, Any]:
         started = time.perf_counter()
         numbers = self._epoch, self._cache_epoch, self._moved
-        self._left = numbers, self.version, self.update, self._before
+        self._left = numbers, self.version, self.update, self._recipe, self._before
         scheduler = self._core.scheduler
         is_shared = scheduler.inflight_policy.oldest is None
         connectors.drop(scheduler.connector, is_shared=is_shared)
@@ -139,6 +151,9 @@ class Served:
         self._epoch += 1
         label = label if label is not None else f"update-{self._epoch}"
         self._serve(Version(label, self._epoch, digest, step, time.time()))
+
+    def _note(self) -> None:
+        self.journal.note(self.version, self._recipe)
 
     def _serve(self, version: Version) -> None:
         self.version = version

@@ -121,6 +121,7 @@ _METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.update_weights_from_disk: (None, None),
     methods.abort_weight_update: (None, None),
     methods.rollback_weights: (None, None),
+    methods.restore_weights: (None, None),
     methods.weight_update_status: (None, None),
     methods.weight_info: (None, None),
     pipelinerl.pause_and_update: (None, None),

@@ -1,0 +1,112 @@
+"""An engine that is started again serves what was served before, if files have it."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.mixtures import MLP, part, said
+from tests.serving import Server
+from vllm.inflight.errors import Conflict, WeightsMismatch
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def restart(start: Callable[..., Any], old: Path, tmp_path: Path) -> Callable[..., Any]:
+    """An engine on the old weights, in the place of the one before."""
+    note = {"journal": str(tmp_path / "served.json")}
+
+    def begin(**options: Any) -> Any:
+        defaults = {"dtype": "float32", "additional_config": {"inflight": note}}
+        return start(old, **(defaults | options))
+
+    return begin
+
+
+def served(llm: Any) -> tuple[Any, ...]:
+    info = llm.weight_info()
+    return info["weight_version"], info["step"], info["digest"], said(llm)
+
+
+def test_after_a_restart_the_version_is_had_again(
+    restart: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    new: Path,
+    tmp_path: Path,
+) -> None:
+    llm = restart()
+    llm.update_weights_from_disk(str(checkpoint(2)), "left behind")
+    llm.update_weights_from_disk(str(new), "new")
+    mlp = part(checkpoint(2), MLP, tmp_path / "mlp")
+    manifest = {"format": 1, "step": 7}
+    llm.update_weights_from_disk(mlp, "mixed", subset=MLP, manifest=manifest)
+    llm.update_weights_from_disk(str(checkpoint(2)), "taken back")
+    llm.rollback_weights()
+    before = served(llm)
+    assert before[:2] == ("mixed", 7)
+    llm = restart()
+    assert served(llm) != before
+    assert llm.restore_weights()["weight_version"] == "mixed"
+    assert served(llm) == before
+    assert llm.weight_info()["epoch"] == 2, "only what it takes is repeated"
+    with pytest.raises(Conflict, match="'mixed' was committed since the start"):
+        llm.restore_weights()
+
+
+def test_a_folder_that_was_written_over_does_not_pass_for_what_it_held(
+    restart: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    new: Path,
+    tmp_path: Path,
+) -> None:
+    folder = shutil.copytree(new, tmp_path / "latest")
+    llm = restart()
+    llm.update_weights_from_disk(str(folder), "new")
+    shutil.copytree(checkpoint(2), folder, dirs_exist_ok=True)
+    llm = restart()
+    before = served(llm)
+    with pytest.raises(WeightsMismatch, match="expect_digest is"):
+        llm.restore_weights()
+    assert served(llm) == before
+    assert llm.weight_update_status()["active"] is None
+
+
+def test_what_came_over_a_wire_is_refused_by_name(
+    restart: Callable[..., Any], new: Path
+) -> None:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    llm = restart(weight_transfer_config=WeightTransferConfig(backend="local"))
+    llm.start_weight_update(weight_version="sent")
+    llm.update_weights({"update_info": {"path": str(new)}})
+    llm.finish_weight_update()
+    with pytest.raises(Conflict, match="'sent' did not come from files"):
+        restart().restore_weights()
+
+
+def test_without_a_journal_nothing_is_restored(restart: Callable[..., Any]) -> None:
+    with pytest.raises(Conflict, match="no --inflight-journal is configured"):
+        restart(additional_config={}).restore_weights()
+
+
+def test_a_server_that_was_killed_serves_what_it_served(
+    old: Path, new: Path, tmp_path: Path
+) -> None:
+    note = tmp_path / "served.json"
+    flags = ("--dtype", "float32", "--inflight-journal", str(note))
+    body = {"path": str(new), "weight_version": "new"}
+    with Server(old, *flags) as server:
+        digest = server.post("/update_weights_from_disk", body)["digest"]
+        while '"new"' not in note.read_text():
+            time.sleep(0.01)
+        os.killpg(server.pid, signal.SIGKILL)
+    with Server(old, *flags) as server:
+        info = server.client.get("/weight_info").json()
+        assert (info["weight_version"], info["digest"]) == ("new", digest)
+        assert server.client.post("/restore_weights").status_code == 409

@@ -1,0 +1,139 @@
+"""The note on what is served: how a version is had again, and the file itself."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.inflight.commit.transaction import Update
+from vllm.inflight.engine.journal import MAX_STEPS, Journal, Recipe, extended
+from vllm.inflight.errors import ConfigError
+from vllm.inflight.update import Version
+
+
+def made(
+    recipe: Recipe | None,
+    path: str | None,
+    draft_path: str | None = None,
+    subset: tuple[str, ...] = (),
+    *,
+    has_drafter: bool = False,
+) -> Recipe | None:
+    update = Update("u", 1, "", None, None, None, 0.0)
+    if path or draft_path:
+        paths = {"path": path, "draft_path": draft_path}
+        update.files = paths | {"subset": list(subset), "name_map": {}}
+    return extended(recipe, update, has_drafter=has_drafter)
+
+
+def paths(recipe: Recipe | None) -> list[tuple[str | None, str | None]] | None:
+    if recipe is None:
+        return None
+    return [(step["path"], step["draft_path"]) for step in recipe]
+
+
+def test_whole_weights_need_nothing_from_before() -> None:
+    for before in ((), None, made((), "a")):
+        assert paths(made(before, "b")) == [("b", None)]
+
+
+def test_a_subset_goes_on_top_of_what_it_was_sent_to() -> None:
+    whole = made((), "a")
+    assert paths(made(whole, "b", subset=("*.mlp.*",))) == [("a", None), ("b", None)]
+    assert made(None, "b", subset=("*.mlp.*",)) is None
+
+
+def test_what_did_not_come_from_files_cannot_be_had_again() -> None:
+    streamed = made(made((), "a"), None)
+    assert streamed is None
+    assert paths(made(streamed, "b")) == [("b", None)]
+
+
+def test_a_model_and_its_drafter_are_each_had_from_where_they_came_last() -> None:
+    both = made((), "a", "d", has_drafter=True)
+    assert paths(both) == [("a", "d")]
+    again = made(both, "b", has_drafter=True)
+    assert paths(again) == [("a", "d"), ("b", None)]
+    drafts = made(again, None, "e", has_drafter=True)
+    assert paths(drafts) == [("a", "d"), ("b", None), (None, "e")]
+    assert paths(made(drafts, "c", has_drafter=True)) == [
+        ("a", "d"),
+        (None, "e"),
+        ("c", None),
+    ]
+    # Of a drafter that came with nothing that is known, nothing is known.
+    assert made(None, "b", has_drafter=True) is None
+
+
+def test_a_recipe_ends_somewhere() -> None:
+    recipe: Recipe | None = ()
+    for _ in range(MAX_STEPS):
+        recipe = made(recipe, "b", subset=("x",))
+        assert recipe is not None
+    assert made(recipe, "b", subset=("x",)) is None
+
+
+def journal(path: Path, index: int = 0) -> Journal:
+    config: Any = SimpleNamespace(
+        additional_config={"inflight": {"journal": str(path)}},
+        parallel_config=SimpleNamespace(data_parallel_index=index),
+        model_config=SimpleNamespace(model="qwen"),
+    )
+    return Journal(config)
+
+
+def test_the_last_note_is_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "served.json"
+    first = journal(path)
+    assert first.told()["found"] is None
+    for epoch in (1, 2):
+        first.note(Version(f"v{epoch}", epoch, "d" * 32), made((), "a"))
+    first.close()
+    found = journal(path).told()["found"]
+    assert (found["model"], found["weight_version"]) == ("qwen", "v2")
+    assert [step["path"] for step in found["recipe"]] == ["a"]
+    assert [each.name for each in tmp_path.iterdir()] == ["served.json"]
+
+
+def test_the_second_of_several_engines_writes_nothing(tmp_path: Path) -> None:
+    second = journal(tmp_path / "served.json", index=1)
+    second.note(Version("v", 1), ())
+    second.close()
+    assert second.told()["path"] is None and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["weights", "[1]", "{}", '{"format": 2}'])
+def test_another_file_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "precious"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=f"{path} is not a journal"):
+        journal(path)
+    assert path.read_text() == content
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none/served\.json cannot be read and"):
+        journal(tmp_path / "none" / "served.json")
+
+
+def test_a_note_that_cannot_be_written_holds_nothing_up_and_is_told(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    noting = journal(folder / "served.json")
+    (folder / "served.json").unlink()
+    folder.rmdir()
+    noting.note(Version("v1", 1), ())
+    deadline = time.monotonic() + 10
+    while noting.told()["error"] is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "No such file" in noting.told()["error"]
+    folder.mkdir()
+    noting.note(Version("v2", 2), ())
+    noting.close()
+    assert noting.told()["error"] is None
+    assert json.loads((folder / "served.json").read_text())["weight_version"] == "v2"
