@@ -79,10 +79,15 @@ SOAK_S := $(if $(findstring command,$(origin SECONDS)),$(SECONDS),1200)
 soak: setup ## SECONDS=1200: updates and faults under load, all of it checked
 	PYTHONPATH=$(CURDIR)/tests/calm $(PY) -m tests.soak --seconds $(SOAK_S)
 
-fuzz: setup ## a million inputs for our parsers, 20,000 requests for a real server
+fuzz: setup build/schemathesis ## a million inputs for our parsers, 40,000 requests for real servers
 	$(PY) -W ignore -m tests.fuzz --inputs 1080000
 	$(PY) -W ignore -m tests.fuzz.routes --requests 20000
 	$(PY) -W ignore -m tests.fuzz.requests --requests 20000
+	$(PY) -W ignore -m tests.fuzz.openapi --requests 20000
+
+build/schemathesis: # beside the environment: nothing else needs it
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet schemathesis==4.32.5
 
 bench: setup ## the CPU benchmarks
 	$(PY) -m benchmarks.cpu

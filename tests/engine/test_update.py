@@ -14,9 +14,11 @@ from vllm.inflight.errors import (
     Conflict,
     Malformed,
     NothingToRollBack,
+    OwnedByAnother,
     UnknownUpdate,
     UpdateBusy,
     VersionConflict,
+    WeightsMismatch,
     WrongPhase,
 )
 from vllm.inflight.wire.watch import in_background
@@ -194,6 +196,38 @@ def test_there_is_one_update_at_a_time(llm: Any) -> None:
         llm.start_weight_update(update_id="second")
     with pytest.raises(UpdateBusy):
         llm.rollback_weights()
+
+
+def test_another_owner_can_neither_feed_nor_finish_nor_abort_an_update(
+    llm: Any, new: Path
+) -> None:
+    llm.start_weight_update(transport="local", owner="trainer")
+    info = {"update_info": {"path": str(new)}}
+    for call in (
+        lambda owner: llm.update_weights(info, owner=owner),
+        lambda owner: llm.finish_weight_update("theirs", owner=owner),
+        lambda owner: llm.abort_weight_update(owner=owner),
+    ):
+        with pytest.raises(OwnedByAnother, match="belongs to 'trainer'"):
+            call("another")
+    with pytest.raises(Malformed, match="owner must be a string"):
+        llm.abort_weight_update(owner=7)
+    assert llm.weight_update_status()["active"]["owner"] == "trainer"
+    llm.update_weights(info, owner="trainer")
+    # Who names no owner is not held up: that is an operator's way in.
+    assert llm.finish_weight_update("new")["weight_version"] == "new"
+
+
+def test_what_was_staged_can_be_made_sure_of_before_it_is_served(
+    llm: Any, new: Path
+) -> None:
+    path, digest = str(new), llm.update_weights_from_disk(str(new), "new")["digest"]
+    llm.rollback_weights()
+    with pytest.raises(WeightsMismatch, match=f"staged is '{digest}'"):
+        llm.update_weights_from_disk(path, "new", expect_digest="0" * 32)
+    assert llm.get_weight_version() == "old"
+    reply = llm.update_weights_from_disk(path, "new", expect_digest=digest)
+    assert reply["weight_version"] == "new"
 
 
 def test_a_call_in_the_wrong_phase_is_a_conflict(llm: Any, new: Path) -> None:

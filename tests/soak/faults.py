@@ -206,7 +206,7 @@ FAULTS: dict[Fault, str | None] = {
     wrong_expectation: "version_conflict",
     nothing_held: "nothing_to_roll_back",
     controller_gone: None,
-    paused_by_another: "paused_by_another",
+    paused_by_another: "owned_by_another",
     core_hangs: "unwell well",
 }
 """Every fault, and the answer that is right."""

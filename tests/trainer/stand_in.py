@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from vllm.inflight.commit.transaction import Ledger, Update
+from vllm.inflight.commit.ledger import Ledger
+from vllm.inflight.commit.transaction import Update
 from vllm.inflight.errors import (
     InflightError,
     NothingToRollBack,

@@ -17,7 +17,7 @@ InflightError
  │   ├─ NothingToRollBack    no earlier version is held
  │   ├─ PauseConflict        a pause forbids it, or needs another mode
  │   └─ EngineAsleep         the memory it needs has been given back
- ├─ PausedByAnother 423  the pause is somebody else's
+ ├─ OwnedByAnother  423  the pause or the update is somebody else's
  ├─ TooManyUpdates  429  begun more often than --inflight-begin-rate
  ├─ EnginePaused    503  requests are refused during this pause
  ├─ WeightsMismatch 422  the weights are incomplete or not as announced
@@ -208,12 +208,12 @@ class EngineAsleep(Conflict):
     remedy = 'Wake up with tags ["weights"]; after level 2 publish a whole version.'
 
 
-class PausedByAnother(InflightError):
-    """The engine is paused by another owner than the one that asks."""
+class OwnedByAnother(InflightError):
+    """The pause or the update is another owner's than the one that asks."""
 
-    code = "paused_by_another"
+    code = "owned_by_another"
     status = 423
-    remedy = "Wait for that owner or its lease, or call without an owner."
+    remedy = "Wait for that owner, its lease or deadline, or call without an owner."
 
 
 class EnginePaused(InflightError):

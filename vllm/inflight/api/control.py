@@ -84,7 +84,11 @@ class Control:
         return await self._all_or_none("begin", body, update_id)
 
     async def update(
-        self, update_info: Any, update_id: str | None = None, chunk: int | None = None
+        self,
+        update_info: Any,
+        update_id: str | None = None,
+        chunk: int | None = None,
+        owner: str | None = None,
     ) -> Reply:
         """Have a chunk received; returns when every rank has loaded it.
 
@@ -93,6 +97,7 @@ class Control:
         if not isinstance(update_info, dict | list):
             raise Malformed("update_info must be an object, or a list of them")
         body = {"update_info": update_info, "update_id": update_id, "chunk": chunk}
+        body |= {"owner": owner}
         return await self._all_or_none("receive", body, update_id)
 
     async def finish(
@@ -104,9 +109,11 @@ class Control:
         expect_version: str | None = None,
         expect_digest: str | None = None,
         update_id: str | None = None,
+        owner: str | None = None,
     ) -> Reply:
         """Verify, vote, and switch between two steps."""
-        sealed = await self._all_or_none("seal", {"update_id": update_id}, update_id)
+        body: dict[str, Any] = {"update_id": update_id, "owner": owner}
+        sealed = await self._all_or_none("seal", body, update_id)
         body = {
             "update_id": sealed["update_id"],
             "weight_version": weight_version,
@@ -171,9 +178,11 @@ class Control:
             await self._door.call("abort", {"update_id": update_id})
             raise
 
-    async def abort(self, update_id: str | None = None) -> Reply:
+    async def abort(
+        self, update_id: str | None = None, owner: str | None = None
+    ) -> Reply:
         """Give an update up; nothing that is served changes."""
-        return await self._call("abort", update_id=update_id)
+        return await self._call("abort", update_id=update_id, owner=owner)
 
     async def rollback(
         self, to_version: str | None = None, *, mode: str = "in_place"

@@ -49,7 +49,8 @@ async def start_weight_update(self: Any, **options: Any) -> Reply:
     Args:
         self: the engine.
         **options: `update_id`, `weight_version`, `base_version`, `manifest`,
-            `deadline_s` and `allow_nonfinite` of `POST /start_weight_update`.
+            `deadline_s`, `allow_nonfinite` and `owner` of
+            `POST /start_weight_update`.
 
     Returns:
         `{"update_id", "phase"}`.
@@ -76,10 +77,11 @@ async def update_weights(
     request: Any,
     update_id: str | None = None,
     chunk: int | None = None,
+    owner: str | None = None,
 ) -> Reply:
     """Have a chunk received into the second set; returns when every rank has it."""
     return await control_of(self).update(
-        _field(request, "update_info"), update_id, chunk
+        _field(request, "update_info"), update_id, chunk, owner
     )
 
 
@@ -91,8 +93,8 @@ async def finish_weight_update(
     Args:
         self: the engine.
         weight_version: the label, if `start_weight_update` gave none.
-        **options: `mode`, `flush_cache`, `expect_version`, `expect_digest` and
-            `update_id` of `POST /finish_weight_update`.
+        **options: `mode`, `flush_cache`, `expect_version`, `expect_digest`,
+            `update_id` and `owner` of `POST /finish_weight_update`.
 
     """
     return await control_of(self).finish(weight_version, **options)
@@ -123,9 +125,11 @@ async def update_weights_from_disk(
     return await control_of(self).from_disk(path, weight_version, mode=mode, **options)
 
 
-async def abort_weight_update(self: Any, update_id: str | None = None) -> Reply:
+async def abort_weight_update(
+    self: Any, update_id: str | None = None, owner: str | None = None
+) -> Reply:
     """Give an update up; what is served does not change."""
-    return await control_of(self).abort(update_id)
+    return await control_of(self).abort(update_id, owner)
 
 
 async def rollback_weights(

@@ -8,7 +8,7 @@ need a key or a caller on this host (auth.py). Every error is
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from vllm.inflight.api.journal import restore, restore_at_start
 from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.methods import pause_generation as pause_engine
 from vllm.inflight.api.metrics import metrics
+from vllm.inflight.api.schema import FINISHING, OPENING, ROLLING_BACK, described
 from vllm.inflight.errors import InflightError, Malformed, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
@@ -83,26 +84,6 @@ async def _shutdown(engine: Any, body: dict[str, Any]) -> Reply:
     return {"message": "Weight transfer shut down"}
 
 
-OPENING = (
-    "update_id",
-    "weight_version",
-    "base_version",
-    "manifest",
-    "deadline_s",
-    "allow_nonfinite",
-)
-
-
-FINISHING = (
-    "weight_version",
-    "mode",
-    "flush_cache",
-    "expect_version",
-    "expect_digest",
-    "update_id",
-)
-
-
 async def _start(engine: Any, body: dict[str, Any]) -> Reply:
     """Open an update on every engine, or on none."""
     return await _control(engine).start(**_only(body, OPENING))
@@ -116,7 +97,8 @@ async def _start_draft(engine: Any, body: dict[str, Any]) -> Reply:
 async def _update(engine: Any, body: dict[str, Any]) -> Reply:
     """Have a chunk received; answered when every rank has it."""
     info = _needed(body, "update_info")
-    return await _control(engine).update(info, body.get("update_id"), body.get("chunk"))
+    facts = (body.get(name) for name in ("update_id", "chunk", "owner"))
+    return await _control(engine).update(info, *facts)
 
 
 async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
@@ -126,12 +108,12 @@ async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _abort(engine: Any, body: dict[str, Any]) -> Reply:
     """Give an update up; what is served does not change."""
-    return await _control(engine).abort(body.get("update_id"))
+    return await _control(engine).abort(body.get("update_id"), body.get("owner"))
 
 
 async def _rollback(engine: Any, body: dict[str, Any]) -> Reply:
     """Serve the version before again, as fast as a commit."""
-    return await _control(engine).rollback(**_only(body, ("to_version", "mode")))
+    return await _control(engine).rollback(**_only(body, ROLLING_BACK))
 
 
 async def _restore(engine: Any, body: dict[str, Any]) -> Reply:
@@ -230,7 +212,8 @@ def add_routes(router: APIRouter, rates: rate.Rate) -> None:
             _endpoint(handler, LARGEST_BODY.get(path, MAX_MANIFEST_BYTES), rates),
             methods=[method],
             name=handler.__name__.strip("_"),
-            summary=(handler.__doc__ or "").strip() or None,
+            summary=(handler.__doc__ or "").strip().split("\n")[0],
+            **described(method, path),
         )
 
 
@@ -292,7 +275,7 @@ def _needed(body: dict[str, Any], field: str) -> Any:
     return body[field]
 
 
-def _only(body: dict[str, Any], allowed: tuple[str, ...]) -> dict[str, Any]:
+def _only(body: dict[str, Any], allowed: Collection[str]) -> dict[str, Any]:
     for field in body:
         if field not in allowed:
             known = ", ".join(allowed) or "none"

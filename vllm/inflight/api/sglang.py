@@ -20,6 +20,7 @@ from vllm.inflight.api.control import Reply
 from vllm.inflight.api.fields import Fields
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.api.options import commit_options
+from vllm.inflight.api.schema import OPENING
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Malformed
 from vllm.inflight.wire.spool import spooled
@@ -81,16 +82,7 @@ async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
     keep_pause = fields.flag("keep_pause", False)
     control = control_of(engine)
     commit = await commit_options(engine, control, fields)
-    options = fields.only(
-        "weight_version",
-        "update_id",
-        "base_version",
-        "manifest",
-        "subset",
-        "draft_path",
-        "deadline_s",
-        "allow_nonfinite",
-    )
+    options = fields.only(*OPENING, "subset", "draft_path", "expect_digest")
     if step:
         manifest = options.setdefault("manifest", {"format": 1})
         if isinstance(manifest, dict):

@@ -1,41 +1,14 @@
-"""The ledger of an engine's updates: one active at a time, the last ones kept.
-
-Every move of an update goes through `Ledger.move` and so through the table in
-update.py. The ledger is plain data behind one lock: the engine core's main
-thread and the thread that watches the ranks both use it.
-"""
+"""One update of an engine: what it is, whose, how far, and what became of it."""
 
 from __future__ import annotations
 
-import threading
 import time
-import uuid
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.inflight.errors import (
-    Conflict,
-    InflightError,
-    Malformed,
-    UnknownUpdate,
-    UpdateBusy,
-    WeightsMismatch,
-    WrongPhase,
-)
-from vllm.inflight.update import (
-    ACTIVE,
-    MOVES,
-    Manifest,
-    Phase,
-    check_label,
-    fingerprint,
-)
-
-NUM_OUTCOMES_KEPT = 64
+from vllm.inflight.errors import InflightError, WeightsMismatch
+from vllm.inflight.update import ACTIVE, Manifest, Phase
 
 
 @dataclass(slots=True)
@@ -75,6 +48,8 @@ class Update:
     """The path its files were read from, if it came whole and from files."""
     files: dict[str, Any] | None = None
     """What it takes to read the same files in the same way, if it came from files."""
+    owner: str | None = None
+    """Whose it is: nobody who names another may receive, finish or abort it."""
     is_held: bool = False
     """Whether it is being switched to."""
     pending: Future[dict[str, Any]] | None = None
@@ -116,13 +91,14 @@ class Update:
             "update_id": self.update_id,
             "phase": self.phase.value,
             "weight_version": self.label,
-            "digest": self.digest,
             "seconds": self.seconds(),
         }
         if self.is_active:
             left = max(0.0, self.deadline - time.monotonic())
             report["deadline_left_s"] = round(left, 3)
             report["stalled_s"] = self.stalled_s
+        if self.owner is not None:
+            report["owner"] = self.owner
         if self.step is not None:
             report["step"] = self.step
         if self.error is not None:
@@ -132,155 +108,8 @@ class Update:
         return report
 
 
-class Ledger:
-    """All updates of one engine."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._updates: OrderedDict[str, Update] = OrderedDict()
-        self._serial = 0
-        self.ended: Counter[str] = Counter()
-        """Updates by outcome: `committed`, `aborted`, or the code of an error."""
-
-    @property
-    def active(self) -> Update | None:
-        """The update that holds the second set, if any."""
-        with self._lock:
-            return self._active()
-
-    def last(self) -> Update | None:
-        """The update begun last, if any."""
-        with self._lock:
-            return next(reversed(self._updates.values()), None)
-
-    def next_serial(self) -> int:
-        """A number no order to the ranks has carried before."""
-        with self._lock:
-            self._serial += 1
-            return self._serial
-
-    def begin(self, body: dict[str, Any], deadline_s: float) -> tuple[Update, bool]:
-        """Open an update; (update, whether it is new).
-
-        The same id with the same body is the same update, however it stands.
-        """
-        update_id = body.get("update_id") or uuid.uuid4().hex
-        if not isinstance(update_id, str) or len(update_id) > 128:
-            raise Malformed("update_id must be a string of at most 128 characters")
-        label = check_label(body.get("weight_version"))
-        manifest = body.get("manifest")
-        parsed = None if manifest is None else Manifest.parse(manifest)
-        mark = fingerprint(body)
-        with self._lock:
-            known = self._updates.get(update_id)
-            if known is not None:
-                if known.fingerprint == mark:
-                    return known, False
-                raise Conflict(
-                    f"update {update_id!r} was begun with another body; "
-                    "use a new update_id",
-                    phase=known.phase.value,
-                    update_id=update_id,
-                )
-            if (active := self._active()) is not None:
-                raise UpdateBusy(
-                    f"update {active.update_id!r} is {active.phase.value}; it must "
-                    "finish or be aborted before another begins",
-                    phase=active.phase.value,
-                    update_id=active.update_id,
-                )
-            self._serial += 1
-            update = Update(
-                update_id,
-                self._serial,
-                mark,
-                label,
-                parsed,
-                None if parsed is None else parsed.step,
-                time.monotonic() + deadline_s,
-            )
-            if parsed is None or not parsed.subset:
-                update.source = body.get("source")
-            update.files = _files_of(body, parsed)
-            self._updates[update_id] = update
-            while len(self._updates) > NUM_OUTCOMES_KEPT:
-                self._updates.popitem(last=False)
-            return update, True
-
-    def find(self, update_id: str | None) -> Update:
-        """The update with that id; with no id, the active or the last one."""
-        with self._lock:
-            if update_id is None:
-                found = self._active() or next(reversed(self._updates.values()), None)
-                if found is None:
-                    raise WrongPhase("no weight update was started")
-                return found
-            if update_id not in self._updates:
-                raise UnknownUpdate(
-                    f"no update {update_id!r} is known here", update_id=update_id
-                )
-            return self._updates[update_id]
-
-    def require(self, update_id: str | None, *phases: Phase) -> Update:
-        """`find`, in one of `phases`; raises `WrongPhase`, or its own failure."""
-        update = self.find(update_id)
-        self._require(update, phases)
-        return update
-
-    def _require(self, update: Update, phases: Sequence[Phase]) -> None:
-        if update.phase not in phases:
-            if update.error is not None:
-                raise update.error
-            raise WrongPhase(
-                f"update {update.update_id!r} is {update.phase.value}; this call "
-                f"needs it {' or '.join(p.value for p in phases)}",
-                phase=update.phase.value,
-                update_id=update.update_id,
-            )
-
-    @contextmanager
-    def held(self, update: Update) -> Iterator[None]:
-        """While it is switched to: no deadline ends it in the middle of that."""
-        with self._lock:
-            self._require(update, (Phase.STAGED,))
-            update.is_held = True
-        try:
-            yield
-        finally:
-            update.is_held = False
-
-    def move(
-        self, update: Update, phase: Phase, error: InflightError | None = None
-    ) -> bool:
-        """Make one move of the table; False if it is not legal from here."""
-        with self._lock:
-            if phase not in MOVES[update.phase]:
-                return False
-            if phase is Phase.ABORTED and update.is_held:
-                return False
-            update.phase = phase
-            now = update.moved = time.monotonic()
-            if phase is Phase.STAGED:
-                update.staged = now
-            if phase in (Phase.COMMITTED, Phase.ABORTED):
-                update.ended = now
-                update.manifest = None
-                self.ended[phase.value if error is None else error.code] += 1
-            if error is not None:
-                error.update_id, error.phase = update.update_id, phase.value
-                update.error = error
-            return True
-
-    def outcomes(self) -> list[dict[str, Any]]:
-        """All that is remembered, the newest first."""
-        with self._lock:
-            return [update.to_dict() for update in reversed(self._updates.values())]
-
-    def _active(self) -> Update | None:
-        return next((u for u in self._updates.values() if u.is_active), None)
-
-
-def _files_of(body: dict[str, Any], manifest: Manifest | None) -> dict[str, Any] | None:
+def files_of(body: dict[str, Any], manifest: Manifest | None) -> dict[str, Any] | None:
+    """What it takes to read the files of an update again; None if it has none."""
     paths = {"path": body.get("source"), "draft_path": body.get("draft_source")}
     if not any(paths.values()):
         return None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import Malformed, PausedByAnother
+from vllm.inflight.errors import Malformed, OwnedByAnother
 
 LONGEST_S = 86400
 RETRY_S = 1.0
@@ -39,13 +39,13 @@ class Lease:
         return None if self._ends is None else max(0.0, self._ends - time.monotonic())
 
     def check(self, owner: str | None) -> None:
-        """Raise `PausedByAnother` if the pause is somebody else's.
+        """Raise `OwnedByAnother` if the pause is somebody else's.
 
         Who names no owner is not held up: that is an operator's way in.
         """
         if None not in (owner, self.owner) and owner != self.owner:
             left = self.left_s
-            raise PausedByAnother(
+            raise OwnedByAnother(
                 f"the engine is paused by {self.owner!r}"
                 + ("" if left is None else f", for {left:.1f} s unless renewed")
             )
@@ -98,7 +98,7 @@ def lease_seconds(value: Any, default: float) -> float | None:
     return float(value) or None
 
 
-def lease_owner(value: Any) -> str | None:
+def check_owner(value: Any) -> str | None:
     """`owner` of a request."""
     if value is not None and (not isinstance(value, str) or not value):
         raise Malformed(f"owner must be a string that is not empty, got {value!r}")

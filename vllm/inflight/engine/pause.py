@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine import flush, requests
-from vllm.inflight.engine.lease import Lease, lease_owner, lease_seconds
+from vllm.inflight.engine.lease import Lease, check_owner, lease_seconds
 from vllm.inflight.errors import PauseConflict
 from vllm.inflight.update import PAUSE_MOVES, PauseMode
 
@@ -71,7 +71,7 @@ class Pauses:
         Replies when the mode has taken effect; once is as good as twice.
         """
         started = time.perf_counter()
-        owner, seconds = lease_owner(owner), lease_seconds(lease_s, self._lease_s)
+        owner, seconds = check_owner(owner), lease_seconds(lease_s, self._lease_s)
         if self.is_paused:
             self._lease.check(owner)
         if mode not in PAUSE_MOVES[self.mode]:
@@ -102,7 +102,7 @@ class Pauses:
         """Go on, on whatever weights are live; twice is as good as once."""
         started = time.perf_counter()
         if self.is_paused:
-            self._lease.check(lease_owner(owner))
+            self._lease.check(check_owner(owner))
         if self._commit is not None and self.asked is None:
             raise PauseConflict(
                 "a commit waits for the running requests, and new ones wait for it; "

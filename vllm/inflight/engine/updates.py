@@ -10,9 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from vllm.inflight.commit.transaction import Ledger, Update
+from vllm.inflight.commit.ledger import Ledger
+from vllm.inflight.commit.transaction import Update
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import connectors
+from vllm.inflight.engine.lease import check_owner
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.served import Served
 from vllm.inflight.engine.watch import Watch
@@ -71,6 +73,7 @@ class Updates:
             raise Malformed(
                 f"deadline_s must be a number up to {LONGEST_S}, got {deadline_s!r:.80}"
             )
+        check_owner(body.get("owner"))
         self._served.expect(body.get("base_version"), "base_version")
         update, is_new = self.ledger.begin(body, float(deadline_s))
         if is_new:
@@ -98,7 +101,8 @@ class Updates:
         A chunk with a number is received once, however often it is asked for.
         """
         chunk = body.get("chunk")
-        update = self.ledger.find(body.get("update_id"))
+        owner = check_owner(body.get("owner"))
+        update = self.ledger.find(body.get("update_id"), owner)
         if chunk is not None and chunk != update.num_chunks:
             if type(chunk) is not int or not 0 <= chunk < update.num_chunks:
                 raise Malformed(
@@ -123,7 +127,9 @@ class Updates:
         """
         update_id = body.get("update_id")
         ended = () if update_id is None else (Phase.COMMITTED,)
-        update = self.ledger.require(update_id, Phase.STAGING, Phase.STAGED, *ended)
+        phases = (Phase.STAGING, Phase.STAGED, *ended)
+        owner = check_owner(body.get("owner"))
+        update = self.ledger.require(update_id, *phases, owner=owner)
         if update.phase is not Phase.STAGING:
             return self._report(update)
         if not update.sealed:
@@ -134,7 +140,8 @@ class Updates:
 
     def abort(self, body: dict[str, Any]) -> dict[str, Any]:
         """Give an update up; the weights served are not touched. Idempotent."""
-        update = self.ledger.find(body.get("update_id"))
+        owner = check_owner(body.get("owner"))
+        update = self.ledger.find(body.get("update_id"), owner)
         if update.is_active:
             self.ledger.move(update, Phase.ABORTED)
             self._ranks.cancel(update.serial)

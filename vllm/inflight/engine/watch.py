@@ -15,7 +15,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.commit.transaction import Ledger, Update
+from vllm.inflight.commit.ledger import Ledger
+from vllm.inflight.commit.transaction import Update
 from vllm.inflight.engine.ranks import Ranks, agree, verdict
 from vllm.inflight.errors import (
     Conflict,
