@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,15 +15,18 @@ from tests.engine.adapters import make_adapter
 from tests.engine.test_adapters import ADAPTERS, TEXT, adapted
 from tests.engine.test_pause_features import GREEDY as LONG
 from tests.engine.test_pause_features import lived
-from vllm.inflight.errors import EngineFault, Malformed
+from vllm.inflight.errors import EngineFault, Forbidden, Malformed
 from vllm.inflight.outputs.spans import as_dicts
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def engine(start: Callable[..., Any], old: Path) -> Any:
-    return start(old, **ADAPTERS)
+def engine(
+    start: Callable[..., Any], old: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    fence = {"allowed_paths": str(tmp_path_factory.getbasetemp())}
+    return start(old, additional_config={"inflight": fence}, **ADAPTERS)
 
 
 @pytest.fixture
@@ -85,6 +89,19 @@ def test_what_cannot_be_loaded_leaves_the_adapter_as_it_was(
             again(llm, adapter)
         assert adapted(llm, adapter) == before
     assert llm.llm_engine.list_loras() == {1}
+
+
+def test_an_adapter_outside_of_the_allowed_folders_is_not_looked_at(
+    llm: Any, adapter: LoRARequest, old: Path, tmp_path: Path
+) -> None:
+    before = adapted(llm, adapter)
+    with TemporaryDirectory() as elsewhere:
+        make_adapter(old, Path(elsewhere), seed=1)
+        (tmp_path / "link").symlink_to(elsewhere)
+        for path in (elsewhere, str(tmp_path / "link")):
+            with pytest.raises(Forbidden, match="--inflight-allowed-paths"):
+                again(llm, LoRARequest("adapter", 1, path))
+    assert adapted(llm, adapter) == before
 
 
 def test_an_adapter_is_replaced_and_replaced_again(
