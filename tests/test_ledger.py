@@ -199,6 +199,12 @@ def test_the_last_outcomes_are_kept_the_newest_first():
         ledger.find("5")
 
 
+@pytest.mark.parametrize("update_id", [7, {}, ["u"], {"u": 1}])
+def test_an_id_that_is_no_string_is_malformed(update_id):
+    with pytest.raises(Malformed, match="update_id must be a string"):
+        Ledger().find(update_id)
+
+
 def test_without_an_id_the_active_update_is_meant_else_the_last():
     ledger = Ledger()
     with pytest.raises(WrongPhase, match="no weight update was started"):

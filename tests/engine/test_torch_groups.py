@@ -1,5 +1,7 @@
 """A trainer that knows torch.distributed alone, over gloo, into a real engine core."""
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 from tests.engine.bare_core import Streams, add, prompt
 from tests.engine.core_door import Door, said
 from tests.engine.torch_trainer import TorchTrainer, facts, training
+from vllm.inflight.wire.watch import in_background
 
 pytestmark = pytest.mark.engine
 
@@ -166,6 +169,26 @@ def test_a_group_nobody_opened_is_refused(door: Door, folders: dict[str, Path]) 
         **{"world_size": 2, "backend": "gloo", "timeout_s": 0.5},
     )
     assert status == 500
+
+
+def test_while_a_group_waits_for_its_trainer_nothing_else_begins(
+    door: Door, folders: dict[str, Path]
+) -> None:
+    group = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1}
+    group |= {"world_size": 2, "backend": "gloo", "timeout_s": 60}
+    joining = in_background(lambda: door.refused("/init_weights_update_group", **group))
+    while not any(each.name == "inflight-stage" for each in threading.enumerate()):
+        time.sleep(0.01)
+    for path, body in {
+        "/update_weights_from_disk": {"model_path": str(folders["new"])},
+        "/init_weights_update_group": group,
+    }.items():
+        status, message = door.refused(path, **body)
+        assert (status, "destroy_weights_update_group" in message) == (409, True)
+    door.post("/destroy_weights_update_group")
+    _, message = joining.result(timeout=20)
+    assert "let go" in message or "cancelled" in message
+    door.post("/update_weights_from_disk", model_path=str(folders["new"]))
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,8 @@ class Ledger:
 
         Raises `OwnedByAnother` if both it and who asks have an owner, and not the same.
         """
+        if update_id is not None and not isinstance(update_id, str):
+            raise Malformed(f"update_id must be a string, got {update_id!r:.80}")
         with self._lock:
             if update_id is None:
                 found = self._active() or next(reversed(self._updates.values()), None)

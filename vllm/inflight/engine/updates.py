@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.inflight.commit.ledger import Ledger
@@ -32,6 +33,27 @@ from vllm.inflight.update import Phase
 LONGEST_S = 86400
 """A deadline that never came would keep the second set for good."""
 
+UNDONE_BY = {
+    "init": ("shutdown", "POST /shutdown_weight_transfer_engine"),
+    "join": ("leave", "POST /destroy_weights_update_group"),
+}
+"""Orders to a transport that wait for a trainer → order and call that end that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connecting:
+    """An order to a transport, and its answer to come."""
+
+    serial: int
+    order: str
+    payload: Any
+    answer: Future[dict[str, Any]]
+
+    def is_undone_by(self, order: str, payload: Any) -> bool:
+        """Whether `order` is the opposite, and of the same group."""
+        name = self.payload.get("group_name") if self.order == "join" else payload
+        return order == UNDONE_BY.get(self.order, ("",))[0] and payload == name
+
 
 class Updates:
     """The updates of one engine core."""
@@ -52,6 +74,8 @@ class Updates:
         self._ended = ended
         """Called when an update is aborted, on whatever thread that happens."""
         self._watch = Watch(ranks, self.ledger, ended)
+        self._connecting: Connecting | None = None
+        """What a transport was ordered last."""
 
     def begin(self, body: dict[str, Any]) -> dict[str, Any]:
         """Open an update; replies `{"update_id", "phase"}`."""
@@ -75,6 +99,7 @@ class Updates:
             )
         check_owner(body.get("owner"))
         self._served.expect(body.get("base_version"), "base_version")
+        self._require_connected()
         update, is_new = self.ledger.begin(body, float(deadline_s))
         if is_new:
             payload = {
@@ -201,13 +226,33 @@ class Updates:
         order, payload = body["order"], body.get("init_info")
         if order in ("init", "join") and not isinstance(payload, dict):
             raise Malformed("init_info must be an object")
+        self._require_connected(order, payload)
         serial = self.ledger.next_serial()
         self._ranks.order(serial, order, payload)
-        return self._watch.when_carried_out(serial, self._config.update_deadline_s)
+        answer = self._watch.when_carried_out(serial, self._config.update_deadline_s)
+        self._connecting = Connecting(serial, order, payload, answer)
+        return answer
 
     def close(self) -> None:
         """End the watch over the ranks."""
         self._watch.close()
+
+    def _require_connected(self, order: str = "", payload: Any = None) -> None:
+        """Raise `UpdateBusy` while a transport waits for its trainer.
+
+        What comes meanwhile would wait with it, and its outcome would be lost. Only the
+        opposite order goes past: it ends the waiting.
+        """
+        under_way = self._connecting
+        if under_way is None or under_way.answer.done():
+            return
+        if not under_way.is_undone_by(order, payload):
+            undoing = UNDONE_BY.get(under_way.order)
+            raise UpdateBusy(
+                "a transport is being connected or let go; call again after that"
+                + (f", or end it with {undoing[1]}" if undoing else "")
+            )
+        self._ranks.cancel(under_way.serial)
 
     def _order_sent(self, update: Update) -> None:
         update.num_orders += 1

@@ -19,6 +19,7 @@ from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.engine.ranks import Ranks, agree, verdict
 from vllm.inflight.errors import (
+    Cancelled,
     Conflict,
     DeadlineExceeded,
     EngineFault,
@@ -95,6 +96,8 @@ class Watch:
                 raise state
             if state is not None and all(n["orders"] for n in notices):
                 return {}
+            if all(notice.get("serial", 0) > serial for notice in notices):
+                raise Cancelled("the transport was let go before it was connected")
             if time.monotonic() > deadline:
                 self._ranks.cancel(serial)
                 raise DeadlineExceeded(f"not done within {deadline_s:g} s")
