@@ -21,7 +21,8 @@ def server(old: Path) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     flags = (
-        *("--inflight-port", str(port)),
+        # Two servers share the own port; the first has the control port to itself.
+        *("--inflight-port", str(port), "--api-server-count", "2"),
         *("--api-key", API_KEY, "--inflight-allowed-paths", str(old.parent)),
     )
     # Upstream's development routes of the same paths would ask for no key.

@@ -36,7 +36,6 @@ def main() -> int:
         flags = (
             *("--weight-transfer-config", '{"backend": "local"}'),
             *("--inflight-allowed-paths", root, "--inflight-pause-lease-s", "1"),
-            *("--inflight-update-deadline-s", "5"),
         )
         with Server(model, *flags, key=KEY) as server:
             before = says(server)

@@ -135,6 +135,7 @@ def main() -> int:
                     problem, code = verdict(reply), str(reply.status_code)
                 codes[code] += 1
                 if problem is not None:
+                    problem += f" {request['url']}"
                     if problem not in wrong:
                         print(f"{problem} after {time.monotonic() - began:.1f} s:")
                         print(f"  {request!r:.600}", flush=True)
