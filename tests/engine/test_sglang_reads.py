@@ -33,7 +33,13 @@ def test_weights_are_read_by_the_checkpoints_names(
 
 
 @pytest.mark.parametrize(
-    "body", [{"name": "no.such"}, {}, {"name": HEAD, "truncate_size": 0}]
+    "body",
+    [
+        {"name": "no.such"},
+        {},
+        {"name": HEAD, "truncate_size": 0},
+        {"name": HEAD, "truncate_size": "9" * 30},
+    ],
 )
 def test_a_read_that_makes_no_sense_is_refused(door: Door, body: Any) -> None:
     assert door.refused("/get_weights_by_name", **body)[0] == 400

@@ -19,6 +19,8 @@ Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 ACTIONS = ("checksum", "compare")
 SLEEPS = {"weights", "kv_cache"}
 NO_ROWS = 100
+DIGITS = 19
+"""Of a number that is too large to be sent on."""
 
 
 async def flush_cache(engine: Any, body: dict[str, Any]) -> Reply:
@@ -98,8 +100,8 @@ async def get_weights_by_name(engine: Any, body: dict[str, Any]) -> Any:
     fields = Fields(body)
     name, size = fields.needed("name"), fields.take("truncate_size")
     fields.only()
-    if isinstance(size, str) and size.isdigit():  # a query parameter
-        size = int(size)
+    if isinstance(size, str) and size.isdecimal() and len(size) < DIGITS:
+        size = int(size)  # a query parameter
     size = NO_ROWS if size is None else size
     replies = await control_of(engine).ask("rows", name=name, num_rows=size)
     return replies[0]["rows"]
