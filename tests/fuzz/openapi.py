@@ -41,7 +41,7 @@ def main() -> int:
             before = says(server)
             told = subprocess.run(
                 [
-                    *(str(TOOL), "run", f"{server.url}/openapi.json"),
+                    *(str(TOOL.resolve()), "run", f"{server.url}/openapi.json"),
                     *("--header", f"Authorization: Bearer {KEY}"),
                     *("--include-path-regex", f"^({'|'.join(map(re.escape, paths))})$"),
                     *("--phases", "fuzzing", "--checks", CHECKS),
@@ -50,6 +50,7 @@ def main() -> int:
                     *("--continue-on-failure", "--no-color"),
                 ],
                 check=False,
+                cwd=root,  # it keeps a cache where it is
             )
             server.post("/abort_weight_update")
             server.post("/continue_generation")
