@@ -21,6 +21,11 @@ DATA = ("NaN", "other bytes", "other name", "left out", "cut off", "sent twice")
 KILLS = ("rank 0", "rank 1", "engine core", "API server")
 """Who gets a SIGKILL while rank 0 of two is at the point."""
 
+TRAINERS = ("shared memory", "gloo")
+"""By which a trainer sends that gets a SIGKILL while the engine is at a point."""
+WHILE_FINISHING = ("verify", "inside the flip")
+"""Where an engine has been told to commit, and needs its trainer no more."""
+
 RANKS = ("one rank", "rank 0 of 2", "rank 1 of 2")
 CORES = ("core of one rank", "core of 2")
 ENGINES = ("engine 0 of 2", "engine 1 of 2")
@@ -82,6 +87,19 @@ def all_cells() -> list[Cell]:
 def kills() -> list[Cell]:
     """Every victim at every point of rank 0 of two."""
     return [Cell(p, "SIGKILL", victim) for p in POINTS[:-1] for victim in KILLS]
+
+
+def killed_trainers() -> list[Cell]:
+    """Every way of sending, at every point where its trainer can be killed."""
+    points = ("begin", *STREAM, "before finish", *WHILE_FINISHING)
+    return [Cell(p, "SIGKILL trainer", way) for way in TRAINERS for p in points]
+
+
+QUICK_TRAINERS = {
+    Cell("mid-stream", "SIGKILL trainer", "shared memory"),
+    Cell("before finish", "SIGKILL trainer", "shared memory"),
+}
+"""Those that every run runs: the others need another server, or show the same."""
 
 
 def quick() -> set[Cell]:

@@ -115,7 +115,12 @@ def happen(point: str, places: set[str]) -> str | None:
 
 
 def _kill(victim: str) -> None:
-    """A rank's parent is the engine core, whose parent is the API server."""
+    """A trainer by its process id; a rank's parent is the engine core, whose parent is
+    the API server.
+    """
+    if victim.isdigit():
+        os.kill(int(victim), signal.SIGKILL)
+        return
     core = os.getppid()
     if victim == "API server":
         with open(f"/proc/{core}/stat") as stat:
