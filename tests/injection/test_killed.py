@@ -22,8 +22,8 @@ from tests.serving import Server
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 200
-QUICK = {("mid-stream", "engine core"), ("inside the flip", "rank 1")}
-"""Those that `make test` runs; every start takes half a minute."""
+QUICK = {("inside the flip", "rank 1")}
+"""Those that every run runs; every start takes half a minute."""
 
 CELLS = [
     pytest.param(
@@ -96,6 +96,7 @@ def test_every_victim_is_killed_at_every_point_and_some_always() -> None:
     assert cells > QUICK
 
 
+@pytest.mark.slow
 def test_after_all_that_a_server_starts_and_is_updated(
     server: Server, new: Path
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.injection.cells import Cell, params
+from tests.injection.cells import TWO_RANKS, Cell, params
 from tests.injection.subject import Subject
 from vllm.inflight.errors import InflightError
 
@@ -29,7 +29,7 @@ class Extension:
         return int(self.rank)
 
 
-@pytest.mark.parametrize("cell", params("rank 0 of 2", "rank 1 of 2", "core of 2"))
+@pytest.mark.parametrize("cell", params(*TWO_RANKS))
 def test_both_ranks_serve_one_whole_version_and_the_next_update_works(
     subject: Subject, cell: Cell
 ) -> None:
