@@ -38,7 +38,7 @@ def call(subject: Subject, name: str, update_id: str, new: Path) -> str:
 
 
 @pytest.mark.parametrize("order", list(permutations(CALLS)), ids="-".join)
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_in_any_order_a_whole_version_is_served(
     subject: Subject, new: Path, order: tuple[str, ...], times: int
 ) -> None:
