@@ -92,6 +92,8 @@ def test_both_engines_serve_one_whole_version_and_the_next_update_works(
     assert trap.disarm(), "the point was not reached"
     assert code == cell.outcome
     assert {len(choice["token_ids"]) for choice in choices} == {60}
+    spans = [span for choice in choices for span in choice["weight_versions"]]
+    assert {span["version"] for span in spans} <= {"old", "new"}
     label = "new" if code == "committed" else "old"
     assert serves(server) == truth[label]
     for label, folder in (("new", new), ("old", old)):
