@@ -135,10 +135,9 @@ def _names(config: Any, rank: int | None) -> set[str]:
     if rank is None:
         return {"core of one rank" if parallel.world_size == 1 else "core of 2"}
     names = {f"rank {rank} of {parallel.world_size}", f"rank {rank}"}
-    if parallel.data_parallel_size > 1:
-        names.add(f"engine {parallel.data_parallel_index} of 2")
-    elif parallel.world_size == 1:
-        names.add("one rank")
+    if parallel.world_size == 1:
+        # Of a dense model an engine is not told that it is one of several.
+        names |= {"one rank", f"engine {parallel.data_parallel_index} of 2"}
     return names
 
 

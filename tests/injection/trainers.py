@@ -73,7 +73,7 @@ def run(way: str, url: str, folder: Path, dies: bool) -> None:
 
     load_general_plugins()
     if dies:
-        HttpEngine.finish = _die  # type: ignore[method-assign]
+        HttpEngine.finish = _die
         HTTPVLLMWeightSyncClient.finish_weight_update = _die
     WAYS[way](url, folder)
 
