@@ -25,6 +25,9 @@ TRAINERS = ("shared memory", "gloo")
 """By which a trainer sends that gets a SIGKILL while the engine is at a point."""
 WHILE_FINISHING = ("verify", "inside the flip")
 """Where an engine has been told to commit, and needs its trainer no more."""
+LEAVES = ("begin", *STREAM, "before finish", *WHILE_FINISHING)
+QUICK_TRAINERS = ("shared memory", "mid-stream", "inside the flip")
+"""What every run kills trainers of and at: others need another server, or more time."""
 
 CORES = ("core of one rank", "core of 2")
 ENGINES = ("engine 0 of 2", "engine 1 of 2")
@@ -91,15 +94,7 @@ def kills() -> list[Cell]:
 
 def killed_trainers() -> list[Cell]:
     """Every way of sending, at every point where its trainer can be killed."""
-    points = ("begin", *STREAM, "before finish", *WHILE_FINISHING)
-    return [Cell(p, "SIGKILL trainer", way) for way in TRAINERS for p in points]
-
-
-QUICK_TRAINERS = {
-    Cell("mid-stream", "SIGKILL trainer", "shared memory"),
-    Cell("before finish", "SIGKILL trainer", "shared memory"),
-}
-"""Those that every run runs: the others need another server, or show the same."""
+    return [Cell(p, "SIGKILL trainer", way) for way in TRAINERS for p in LEAVES]
 
 
 def quick() -> set[Cell]:

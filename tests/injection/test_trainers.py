@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine.test_server import generate
 from tests.injection import trainers
-from tests.injection.cells import QUICK_TRAINERS, WHILE_FINISHING, Cell, killed_trainers
+from tests.injection.cells import LEAVES, QUICK_TRAINERS, TRAINERS, WHILE_FINISHING
 from tests.injection.points import Trap
 from tests.injection.subject import eventually, left_in_shared_memory
 from tests.serving import Server
@@ -30,8 +30,13 @@ NUM_TOKENS = 200
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest, trap: Trap, old: Path) -> Iterator[Server]:
-    backend = json.dumps({"backend": trainers.BACKENDS[request.param]})
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(way: str, trap: Trap, old: Path) -> Iterator[Server]:
+    backend = json.dumps({"backend": trainers.BACKENDS[way]})
     flags = ("--inflight-update-deadline-s", str(DEADLINE_S))
     with Server(old, "--weight-transfer-config", backend, *flags) as running:
         yield running
@@ -69,32 +74,38 @@ def last_update(server: Server) -> dict[str, Any]:
     return report
 
 
-def params() -> list[Any]:
-    return [
-        pytest.param(
-            cell.place,
-            cell,
-            id=str(cell),
-            marks=() if cell in QUICK_TRAINERS else pytest.mark.slow,
-        )
-        for cell in killed_trainers()
-    ]
+def params(name: str, values: tuple[str, ...], suffix: str = "") -> Any:
+    """With ids that together are a cell; what not every run has is slow."""
+    return pytest.mark.parametrize(
+        name,
+        [
+            pytest.param(
+                value,
+                id=value.replace(" ", "_") + suffix,
+                marks=() if value in QUICK_TRAINERS else pytest.mark.slow,
+            )
+            for value in values
+        ],
+        indirect=name == "way",
+    )
 
 
-@pytest.mark.parametrize(("server", "cell"), params(), indirect=["server"])
+@params("way", TRAINERS)
+@params("point", LEAVES, suffix="-SIGKILL_trainer")
 def test_a_killed_trainer_costs_nothing_but_its_update(
     server: Server,
     trap: Trap,
     truth: dict[str, Any],
     old: Path,
     new: Path,
-    cell: Cell,
+    way: str,
+    point: str,
 ) -> None:
     known = left_in_shared_memory()
-    own = cell.point == "before finish"
-    commits = cell.point in WHILE_FINISHING
-    trainer = trainers.start(cell.place, server.url, new, dies=own)
-    trap.arm(cell.point, f"SIGKILL {trainer.pid}", "one rank")
+    own = point == "before finish"
+    commits = point in WHILE_FINISHING
+    trainer = trainers.start(way, server.url, new, dies=own)
+    trap.arm(point, f"SIGKILL {trainer.pid}", "one rank")
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         running = [
             pool.submit(generate, server, max_tokens=NUM_TOKENS)
@@ -111,7 +122,7 @@ def test_a_killed_trainer_costs_nothing_but_its_update(
     for name in left_in_shared_memory() - known:
         os.utime(Path("/dev/shm") / name, (0, 0))  # the next may clear it away now
     load(server, old)
-    trainer = trainers.start(cell.place, server.url, new)
+    trainer = trainers.start(way, server.url, new)
     trainer.join(timeout=60)
     assert trainer.exitcode == 0
     assert serves(server) == truth["new"]
