@@ -119,8 +119,9 @@ class W10(Row):
         assert seen["label"] != "torn"
         assert seen["after"] == seen["before"]
         assert seen["update"]["status"] == 200
-        new, also_new = seen["new"]
-        assert new == also_new != seen["before"][0]
+        (before, also_before), (new, also_new) = seen["before"], seen["new"]
+        assert isinstance(before, list) and isinstance(new, list)
+        assert (before, new) == (also_before, also_new) and before != new
         return (
             "`engine_fault`, then `weights_mismatch`; both serve what they did under "
             "their label; the next update is served"
