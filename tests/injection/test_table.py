@@ -9,7 +9,6 @@ from tests.injection.cells import (
     CHEAP,
     CODE,
     DATA,
-    ENGINES,
     PLACES,
     POINTS,
     TWO_RANKS,
@@ -27,7 +26,7 @@ def test_every_cell_is_run_or_has_a_reason_why_it_cannot_be() -> None:
     assert not any(impossible(cell) for cell in runs)
 
 
-@pytest.mark.parametrize("places", [CHEAP, TWO_RANKS, ENGINES])
+@pytest.mark.parametrize("places", [CHEAP, TWO_RANKS])
 def test_every_point_fault_and_place_occurs_in_every_run(
     places: tuple[str, ...],
 ) -> None:
