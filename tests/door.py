@@ -37,6 +37,9 @@ class Engine:
         facts |= {"parameters": {"total": 1, "begun": 1, "complete": 1}}
         return [{"ok": facts | {"weight_version": "v", "epoch": 0}}]
 
+    def ensure_alive(self) -> None:
+        """It is."""
+
     async def clear_mm_cache_async(self) -> None:
         """There is none."""
 

@@ -77,6 +77,21 @@ def test_a_call_that_was_given_up_is_not_the_answer_to_the_next():
     assert executor.ask("another", timeout=1) == ["a", "b"]
 
 
+def test_a_call_that_was_interrupted_is_not_the_answer_to_the_next(monkeypatch):
+    executor = Executor()
+    executor.ranks[0].put("mine")
+
+    def interrupted(timeout):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(executor.ranks[1], "dequeue", interrupted)
+        executor.ask("slow")
+    executor.ranks[1].put("mine")
+    executor.answers("a", "b")
+    assert executor.ask("another") == ["a", "b"]
+
+
 def test_a_call_of_one_rank_leaves_the_others_alone():
     executor = Executor()
     executor.ranks[1].put(ValueError("no"))

@@ -28,6 +28,9 @@ class CoreClient:
             answer = await asyncio.wrap_future(answer)
         return [answer]
 
+    def ensure_alive(self) -> None:
+        """It is, in this process."""
+
     async def clear_mm_cache_async(self) -> None:
         """There is none."""
 

@@ -46,6 +46,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     reshape: str | None = None
     fail_after: int | None = None
     fail_rank: int | None = None
+    fail_first: str | None = None
     sleep_s: float = 0.0
     one_by_one: bool = False
 
@@ -77,6 +78,7 @@ class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def stream(self, info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         here = info.fail_rank in (None, get_world_group().rank_in_group)
+        here = here and _is_first(info.fail_first)
         tensors = load_file(Path(info.path) / "model.safetensors")
         for index, (name, tensor) in enumerate(tensors.items()):
             if info.names is not None and name not in info.names:
@@ -93,6 +95,17 @@ class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             yield info.rename.get(name, name), tensor
         for name, like in info.extra.items():
             yield name, tensors[like]
+
+
+def _is_first(file: str | None) -> bool:
+    """Whether of all engines this is the one that makes the file."""
+    if file is None:
+        return True
+    try:
+        Path(file).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 class Extension:

@@ -43,6 +43,9 @@ class Client:
     async def call_utility_all_async(self, *call: Any) -> list[Any]:
         return [await asyncio.to_thread(self.core.call_utility, *call)]
 
+    def ensure_alive(self) -> None:
+        self.core.ensure_alive()
+
 
 def shards(folder: Path, rank: int) -> dict[str, torch.Tensor]:
     """What rank `rank` of two has to serve, cut from the checkpoint here."""

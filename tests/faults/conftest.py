@@ -28,7 +28,8 @@ def upstream(old: Path, new: Path) -> Callable[[str], Seen]:  # noqa: F811
         if names in in_process.CHAINS:
             script = ("in_process", old, new, *names)
             return run_script(*script, room="tests.faults", env=STOCK)
-        with site(old, new, env=STOCK) as server:
+        flags, env = served.server_of(names)
+        with site(old, new, *flags, env=STOCK | env) as server:
             return {name: served.PLAYS[name](server) for name in names}
 
     def seen(play: str) -> Seen:
@@ -62,18 +63,31 @@ def here(
         return seen
 
     @cache
+    def two_ranks() -> dict[str, Seen]:
+        script = ("in_process", old, new, in_process.TWO_RANKS)
+        return run_script(*script, room="tests.faults")
+
+    @cache
+    def two_engines() -> dict[str, Seen]:
+        flags, env = served.server_of((served.TWO_ENGINES,))
+        with site(old, new, *flags, env=env) as server:
+            return {served.TWO_ENGINES: served.PLAYS[served.TWO_ENGINES](server)}
+
+    @cache
     def one_server() -> dict[str, Seen]:
         lease = ("--inflight-pause-lease-s", str(LEASE_S))
         seen = {}
         with site(old, new, *lease) as server:
-            for names in served.CHAINS:
-                for name in names:
+            for name in served.PLAYS:
+                if name != served.TWO_ENGINES:
                     server.tidy()
                     seen[name] = served.PLAYS[name](server)
         return seen
 
     def seen(play: str) -> Seen:
-        return (one_engine() if play in in_process.PLAYS else one_server())[play]
+        apart = {in_process.TWO_RANKS: two_ranks, served.TWO_ENGINES: two_engines}
+        together = one_engine if play in in_process.PLAYS else one_server
+        return apart.get(play, together)()[play]
 
     return seen
 

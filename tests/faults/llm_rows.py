@@ -103,8 +103,6 @@ class W8(Row):
         "tests/engine/test_two_ranks.py::test_one_rank_that_fails_lets_no_rank_commit",
     )
 
-    instead = "no rank changes; the label stays (by the tests named beside)"
-
     @staticmethod
     def upstream(seen: Seen) -> str:
         assert refused(seen["send"]) and not refused(seen["new"])
@@ -117,6 +115,20 @@ class W8(Row):
         return (
             f"tokens of neither version, served under “{seen['label']}”"
             f"{late if told else ''}"
+        )
+
+    @staticmethod
+    def here(seen: Seen) -> str:
+        assert refused(seen["send"], "engine_fault")
+        assert refused(seen["finish"], "weights_mismatch")
+        assert refused(seen["finish again"])
+        assert seen["label"] != "torn"
+        assert seen["after"] == seen["before"]
+        assert not any(map(refused, seen["update"]))
+        assert seen["new"] != seen["before"]
+        return (
+            "`engine_fault`, then `weights_mismatch`; label and tokens as before; the "
+            "next update is served"
         )
 
 

@@ -6,13 +6,16 @@ as it is, and may be that server's last.
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.faults.in_process import NUM_TENSORS
 from tests.faults.site import LEASE_S, NEVER_S, PATIENCE_S, Seen, Site, Stream
 
 
@@ -164,6 +167,32 @@ def never_ends(site: Site) -> Seen:
     }
 
 
+def torn_engines(site: Site) -> Seen:
+    """One of two engines fails; the trainer starts again and finishes."""
+    before = site.tokens_of_each()
+    site.pause()
+    with tempfile.TemporaryDirectory() as folder:
+        first = str(Path(folder) / "first")
+        calls = {
+            "start": site.call("/start_weight_update", {}),
+            "send": site.send(fail_after=NUM_TENSORS, fail_first=first),
+            "start again": site.call("/start_weight_update", {}),
+            "finish": site.finish("torn"),
+        }
+    site.call("/resume", {})
+    seen = calls | {
+        "before": before,
+        "label": site.call("/weight_info")["body"]["weight_version"],
+        "after": site.tokens_of_each(),
+    }
+    site.pause()
+    site.call("/start_weight_update", {})
+    site.send()
+    seen["update"] = site.finish("new")
+    site.call("/resume", {})
+    return seen | {"new": site.tokens_of_each()}
+
+
 PLAYS: dict[str, Callable[[Site], Seen]] = {
     play.__name__: play
     for play in (
@@ -175,6 +204,7 @@ PLAYS: dict[str, Callable[[Site], Seen]] = {
         lost_reply,
         wrong_calls,
         never_ends,
+        torn_engines,
     )
 }
 CHAINS = (
@@ -183,5 +213,14 @@ CHAINS = (
     ("lost_reply",),
     ("wrong_calls",),
     ("never_ends",),
+    ("torn_engines",),
 )
 """What one server of vLLM as it is lives through: it does not survive the last."""
+TWO_ENGINES = "torn_engines"
+
+
+def server_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Flags and environment of a server that is to live through these."""
+    if TWO_ENGINES not in names:
+        return (), {}
+    return ("--data-parallel-size", "2"), {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}

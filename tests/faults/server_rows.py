@@ -92,6 +92,42 @@ class W5(Row):
         return "needs no pause: the running request goes on to its end"
 
 
+class W10(Row):
+    """When one of two data-parallel engines fails, they serve different weights under
+    one label.
+    """
+
+    play = "torn_engines"
+    tests = (
+        "tests/simulated/test_two_doors.py::"
+        "test_if_one_cannot_commit_the_other_goes_back_and_the_next_update_works",
+    )
+
+    @staticmethod
+    def upstream(seen: Seen) -> str:
+        assert seen["send"]["status"] == 500
+        assert seen["finish"]["status"] == 200 and seen["label"] == "torn"
+        first, second = seen["after"]
+        assert isinstance(first, list) and isinstance(second, list)
+        assert first != second
+        return f"two sets of weights are served, both under “{seen['label']}”"
+
+    @staticmethod
+    def here(seen: Seen) -> str:
+        assert code_of(seen["send"]) == "engine_fault"
+        assert code_of(seen["finish"]) == "weights_mismatch"
+        assert seen["label"] != "torn"
+        assert seen["after"] == seen["before"]
+        assert seen["update"]["status"] == 200
+        (before, also_before), (new, also_new) = seen["before"], seen["new"]
+        assert isinstance(before, list) and isinstance(new, list)
+        assert (before, new) == (also_before, also_new) and before != new
+        return (
+            "`engine_fault`, then `weights_mismatch`; both serve what they did under "
+            "their label; the next update is served"
+        )
+
+
 class W12(Row):
     """Whoever wants no stale KV has to drop all of it, that of running requests
     included.
@@ -174,4 +210,4 @@ class W21(Row):
         )
 
 
-ROWS = (W1, W2, W5, W12, W14, W21)
+ROWS = (W1, W2, W5, W10, W12, W14, W21)

@@ -122,6 +122,10 @@ class Site:
             return reply["status"]
         return reply["body"]["choices"][0]["token_ids"]
 
+    def tokens_of_each(self) -> list[Any]:
+        """The same of each of two engines."""
+        return [self.tokens(headers={"X-data-parallel-rank": n}) for n in "01"]
+
     def lives(self) -> bool:
         """Whether it still is there after a moment, and answers a request."""
         time.sleep(1)

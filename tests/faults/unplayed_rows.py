@@ -1,4 +1,4 @@
-"""Rows that this build cannot show, or that have not been played."""
+"""Rows that this build cannot show."""
 
 from tests.faults.row import Row
 
@@ -18,21 +18,6 @@ class W9(Row):
     instead = "409 `engine_asleep`"
 
 
-class W10(Row):
-    """When one of two data-parallel engines fails, they serve different weights under
-    one label.
-    """
-
-    tests = (
-        "tests/trainer/test_delivery.py::"
-        "test_if_one_engine_cannot_stage_no_engine_commits",
-        "tests/trainer/test_delivery.py::"
-        "test_if_one_engine_cannot_commit_those_that_did_go_back",
-    )
-    not_shown = "read in vLLM's code; two engines have not been played with"
-    instead = "all engines stage before one commits, and go back if one cannot"
-
-
 class W20(Row):
     """An update needs memory that nobody has set aside."""
 
@@ -43,4 +28,4 @@ class W20(Row):
     )
 
 
-ROWS = (W9, W10, W20)
+ROWS = (W9, W20)

@@ -4,7 +4,7 @@ A cell that cannot be is listed with its reason, so that nothing is left out in 
 """
 
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 STREAM = ("first byte", "mid-stream", "last byte")
@@ -21,12 +21,20 @@ DATA = ("NaN", "other bytes", "other name", "left out", "cut off", "sent twice")
 KILLS = ("rank 0", "rank 1", "engine core", "API server")
 """Who gets a SIGKILL while rank 0 of two is at the point."""
 
-RANKS = ("one rank", "rank 0 of 2", "rank 1 of 2")
+TRAINERS = ("shared memory", "gloo")
+"""By which a trainer sends that gets a SIGKILL while the engine is at a point."""
+WHILE_FINISHING = ("verify", "inside the flip")
+"""Where an engine has been told to commit, and needs its trainer no more."""
+LEAVES = ("begin", *STREAM, "before finish", *WHILE_FINISHING)
+QUICK_TRAINERS = ("shared memory", "mid-stream")
+"""Where every run kills one; the others need another server, or wait as long."""
+
 CORES = ("core of one rank", "core of 2")
 ENGINES = ("engine 0 of 2", "engine 1 of 2")
 """Data-parallel ones, of one rank each."""
 CHEAP = ("one rank", "core of one rank")
-PLACES = (*RANKS, *CORES, *ENGINES)
+TWO_RANKS = ("rank 0 of 2", "rank 1 of 2", "core of 2")
+PLACES = (*CHEAP, *TWO_RANKS, *ENGINES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +49,9 @@ class Cell:
         return "-".join((self.point, self.fault, self.place)).replace(" ", "_")
 
     @property
-    def pairs(self) -> set[tuple[str, str]]:
-        """Those of its three facts."""
-        return set(combinations((self.point, self.fault, self.place), 2))
+    def facts(self) -> set[str]:
+        """Its point, its fault and its place."""
+        return {self.point, self.fault, self.place}
 
     @property
     def outcome(self) -> str:
@@ -84,21 +92,36 @@ def kills() -> list[Cell]:
     return [Cell(p, "SIGKILL", victim) for p in POINTS[:-1] for victim in KILLS]
 
 
+def killed_trainers() -> list[Cell]:
+    """Every way of sending, at every point where its trainer can be killed."""
+    return [Cell(p, "SIGKILL trainer", way) for way in TRAINERS for p in LEAVES]
+
+
 def quick() -> set[Cell]:
     """What every run of the tests runs, without the kills.
 
-    All that one engine of one rank survives, and of the others so many that every pair
-    of facts of theirs occurs: a point and a fault, a fault and a place, a place and a
-    point. Two data-parallel engines take too long to start for that.
+    All that one engine of one rank survives; of two ranks, which take longer, so many
+    that each of their points, faults and places occurs. Two data-parallel engines take
+    too long to start for that.
     """
-    cells = [cell for cell in all_cells() if cell.place not in ENGINES]
+    cells = all_cells()
     chosen = {cell for cell in cells if cell.place in CHEAP}
-    left = set().union(*(cell.pairs for cell in cells))
-    left -= set().union(*(cell.pairs for cell in chosen))
+    return chosen | cover([cell for cell in cells if cell.place in TWO_RANKS])
+
+
+def cover(cells: list[Cell]) -> set[Cell]:
+    """Few of them that have every fact of them all, spread over the places."""
+    chosen: set[Cell] = set()
+
+    def worth(cell: Cell) -> tuple[int, int]:
+        beside = [each for each in chosen if each.place == cell.place]
+        return len(cell.facts & left), -len(beside)
+
+    left = set().union(*(cell.facts for cell in cells))
     while left:
-        best = max(cells, key=lambda cell: len(cell.pairs & left))
+        best = max(cells, key=worth)
         chosen.add(best)
-        left -= best.pairs
+        left -= best.facts
     return chosen
 
 

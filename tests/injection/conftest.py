@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from tests.engine.conftest import checkpoint, new, old, shape, start  # noqa: F401
 from tests.engine.probe import prompts
-from tests.injection.cells import all_cells, kills
+from tests.injection.cells import all_cells, killed_trainers, kills
 from tests.injection.points import ENV, Trap, install, plugin
 from tests.injection.subject import SHORT, Subject
 from vllm.inflight import ops
@@ -21,10 +21,13 @@ from vllm.inflight.update import Manifest, TensorSpec
 def trap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trap]:
     """Where faults are armed, known to every process that is started meanwhile."""
     folder = tmp_path_factory.mktemp("injection")
-    path = os.pathsep.join([plugin(folder / "plugin"), os.environ["PYTHONPATH"]])
+    found = plugin(folder / "plugin")
+    path = os.pathsep.join([found, os.environ["PYTHONPATH"]])
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(ENV, str(folder))
         patched.setenv("PYTHONPATH", path)
+        # Workers of an engine in this process are spawned with its own path.
+        patched.syspath_prepend(found)
         # In this process all of it is undone with the module.
         yield Trap(folder, patched.setattr)
 
@@ -69,7 +72,8 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How much of the matrix this run has seen."""
     passed = terminalreporter.stats.get("passed", [])
-    cells = {str(cell) for cell in all_cells()} | {str(cell) for cell in kills()}
+    every = (*all_cells(), *kills(), *killed_trainers())
+    cells = {str(cell) for cell in every}
     seen = {report.nodeid.partition("[")[2].rstrip("]") for report in passed}
     terminalreporter.write_line(
         f"fault injection: {len(seen & cells)} cells run / {len(cells)} in the matrix"

@@ -115,7 +115,12 @@ def happen(point: str, places: set[str]) -> str | None:
 
 
 def _kill(victim: str) -> None:
-    """A rank's parent is the engine core, whose parent is the API server."""
+    """A trainer by its process id; a rank's parent is the engine core, whose parent is
+    the API server.
+    """
+    if victim.isdigit():
+        os.kill(int(victim), signal.SIGKILL)
+        return
     core = os.getppid()
     if victim == "API server":
         with open(f"/proc/{core}/stat") as stat:
@@ -130,10 +135,9 @@ def _names(config: Any, rank: int | None) -> set[str]:
     if rank is None:
         return {"core of one rank" if parallel.world_size == 1 else "core of 2"}
     names = {f"rank {rank} of {parallel.world_size}", f"rank {rank}"}
-    if parallel.data_parallel_size > 1:
-        names.add(f"engine {parallel.data_parallel_index} of 2")
-    elif parallel.world_size == 1:
-        names.add("one rank")
+    if parallel.world_size == 1:
+        # Of a dense model an engine is not told that it is one of several.
+        names |= {"one rank", f"engine {parallel.data_parallel_index} of 2"}
     return names
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.injection.cells import Cell, params
+from tests.injection.cells import CHEAP, Cell, params
 from tests.injection.subject import Subject
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("cell", params("one rank", "core of one rank"))
+@pytest.mark.parametrize("cell", params(*CHEAP))
 def test_a_whole_version_is_served_and_the_next_update_works(
     subject: Subject, cell: Cell
 ) -> None:

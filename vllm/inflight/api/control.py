@@ -7,6 +7,7 @@ any, and if one engine cannot commit, those that did go back.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
@@ -16,6 +17,9 @@ from vllm.inflight.errors import EngineFault, InflightError, Malformed
 
 T = TypeVar("T")
 Reply = dict[str, Any]
+
+ALIVE_S = 1.0
+"""How often a call that waits looks whether its engine is still there."""
 
 
 class Door(Protocol):
@@ -33,11 +37,22 @@ class AsyncDoor:
         self._client = client
 
     async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
-        """One utility call per engine, at the same time."""
-        replies: list[Reply] = await self._client.call_utility_all_async(
-            "inflight", method, body
-        )
-        return replies
+        """One utility call per engine, at the same time.
+
+        Raises:
+            EngineDeadError: an engine has ended; upstream fails no call that waits.
+
+        """
+        call = self._client.call_utility_all_async("inflight", method, body)
+        asking = asyncio.ensure_future(call)
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=ALIVE_S)
+                if not asking.done():
+                    self._client.ensure_alive()
+            return list(asking.result())
+        finally:
+            asking.cancel()
 
 
 class SyncDoor:

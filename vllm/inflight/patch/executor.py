@@ -83,7 +83,7 @@ def _all_or_left(read: Any, answers: list[Answers]) -> Any:
         before = [each.num_read for each in answers]
         try:
             return read()
-        except Exception:
+        except BaseException:  # Ctrl-C in a notebook, too
             for each, num_read in zip(answers, before, strict=True):
                 each.num_left += each.num_read == num_read
             raise

@@ -1,0 +1,89 @@
+"""Trainers in processes of their own, over HTTP, which a test may kill."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from tests.wire.peers import HOST
+from vllm.inflight.trainer import Publisher
+from vllm.inflight.trainer.engines import HttpEngine
+from vllm.inflight.wire.trainer import GlooTrainerInitInfo
+
+# Forked off a server that has imported everything, each is there at once.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload([__name__])
+
+BUCKET_BYTES = 1 << 14
+"""Small, so that half an update is many buckets."""
+
+
+class Weights(WeightSource):
+    """Those of a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tensors = load_file(folder / "model.safetensors")
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(n, t.dtype, t.shape) for n, t in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors.items())
+
+
+def publish(url: str, folder: Path) -> None:
+    """Over shared memory."""
+    with Publisher(url, Weights(folder).tensors) as publisher:
+        publisher.publish()
+
+
+def broadcast(url: str, folder: Path) -> None:
+    """Over gloo, with upstream's trainer interface."""
+    sender = WeightTransferTrainerFactory.trainer_init(
+        GlooTrainerInitInfo(
+            rank=0,
+            master_address=HOST,
+            master_port=0,
+            world_size=2,
+            bucket_bytes=BUCKET_BYTES,
+        ),
+        client=HTTPVLLMWeightSyncClient(url),
+        source=Weights(folder),
+    )
+    sender.send_weights()
+    sender.shutdown()
+
+
+WAYS = {"shared memory": publish, "gloo": broadcast}
+BACKENDS = {"shared memory": "local", "gloo": "inflight_gloo"}
+"""That a server needs for it."""
+
+
+def run(way: str, url: str, folder: Path, dies: bool) -> None:
+    """The process: one update; where it would finish, it may die instead."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    if dies:
+        HttpEngine.finish = _die
+        HTTPVLLMWeightSyncClient.finish_weight_update = _die
+    WAYS[way](url, folder)
+
+
+def _die(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(way: str, url: str, folder: Path, *, dies: bool = False) -> Any:
+    """A trainer that has been started, as a process."""
+    trainer = context.Process(target=run, args=(way, url, folder, dies), daemon=True)
+    trainer.start()
+    return trainer

@@ -1,0 +1,66 @@
+"""A control call whose engine ends meanwhile ends too, as requests do."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from vllm.inflight import upstream
+from vllm.inflight.api import control
+
+
+class Client:
+    """Answers when it is told to; may die before."""
+
+    def __init__(self) -> None:
+        self.is_dead = False
+        self.was_cancelled = False
+        self.answer = asyncio.Event()
+
+    async def call_utility_all_async(self, *_: Any) -> list[dict[str, Any]]:
+        try:
+            await self.answer.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        return [{"ok": {}}]
+
+    def ensure_alive(self) -> None:
+        if self.is_dead:
+            raise upstream.EngineDeadError()
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "ALIVE_S", 0.01)
+
+
+async def test_a_call_does_not_wait_for_an_engine_that_has_ended() -> None:
+    client = Client()
+    calling = asyncio.create_task(control.AsyncDoor(client).call("commit", {}))
+    await asyncio.sleep(0.1)
+    assert not calling.done()
+    client.is_dead = True
+    with pytest.raises(upstream.EngineDeadError):
+        await asyncio.wait_for(calling, 30)
+    await asyncio.sleep(0)
+    assert client.was_cancelled
+
+
+async def test_a_call_waits_for_an_engine_that_takes_its_time() -> None:
+    client = Client()
+    calling = asyncio.create_task(control.AsyncDoor(client).call("commit", {}))
+    await asyncio.sleep(0.1)
+    client.answer.set()
+    assert await asyncio.wait_for(calling, 30) == [{"ok": {}}]
+
+
+async def test_a_caller_that_is_gone_is_not_waited_for() -> None:
+    client = Client()
+    calling = asyncio.create_task(control.AsyncDoor(client).call("commit", {}))
+    await asyncio.sleep(0.1)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    await asyncio.sleep(0)
+    assert client.was_cancelled
