@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm.inflight import upstream
-from vllm.inflight.api import control
+from vllm.inflight.api import door
 
 
 class Client:
@@ -32,12 +32,12 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "ALIVE_S", 0.01)
+    monkeypatch.setattr(door, "ALIVE_S", 0.01)
 
 
 async def test_a_call_does_not_wait_for_an_engine_that_has_ended() -> None:
     client = Client()
-    calling = asyncio.create_task(control.AsyncDoor(client).call("commit", {}))
+    calling = asyncio.create_task(door.AsyncDoor(client).call("commit", {}))
     await asyncio.sleep(0.1)
     assert not calling.done()
     client.is_dead = True
@@ -49,7 +49,7 @@ async def test_a_call_does_not_wait_for_an_engine_that_has_ended() -> None:
 
 async def test_a_call_waits_for_an_engine_that_takes_its_time() -> None:
     client = Client()
-    calling = asyncio.create_task(control.AsyncDoor(client).call("commit", {}))
+    calling = asyncio.create_task(door.AsyncDoor(client).call("commit", {}))
     await asyncio.sleep(0.1)
     client.answer.set()
     assert await asyncio.wait_for(calling, 30) == [{"ok": {}}]
@@ -57,7 +57,7 @@ async def test_a_call_waits_for_an_engine_that_takes_its_time() -> None:
 
 async def test_a_caller_that_is_gone_is_not_waited_for() -> None:
     client = Client()
-    calling = asyncio.create_task(control.AsyncDoor(client).call("commit", {}))
+    calling = asyncio.create_task(door.AsyncDoor(client).call("commit", {}))
     await asyncio.sleep(0.1)
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from tests.engine.probe import greedy
-from vllm.inflight.api.control import run_sync
+from vllm.inflight.api.door import run_sync
 from vllm.inflight.api.methods import control_of
 
 FILE = "model.safetensors"

@@ -17,7 +17,7 @@ from tests.engine.probe import commits_and_rollbacks, greedy, send
 from tests.engine.test_models import CONFIG
 from tests.quantised import FILE, quantise
 from vllm.inflight import upstream
-from vllm.inflight.api.control import run_sync
+from vllm.inflight.api.door import run_sync
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.errors import Malformed, StagingUnavailable, WeightsMismatch
 from vllm.inflight.stage import swappable

@@ -15,7 +15,8 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from vllm.inflight.api.control import Control, Reply
+from vllm.inflight.api.control import Control
+from vllm.inflight.api.door import Reply
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import EnginePaused

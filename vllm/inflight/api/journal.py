@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vllm.inflight import upstream
-from vllm.inflight.api.control import Control, Reply
+from vllm.inflight.api.control import Control
+from vllm.inflight.api.door import Reply
 from vllm.inflight.errors import Conflict, InflightError
 
 logger = upstream.init_logger(__name__)

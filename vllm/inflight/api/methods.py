@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.inflight.api.control import AsyncDoor, Control, Reply, SyncDoor, run_sync
+from vllm.inflight.api.control import Control
+from vllm.inflight.api.door import AsyncDoor, Reply, SyncDoor, run_sync
 from vllm.inflight.api.journal import restore
 from vllm.inflight.errors import Malformed
 

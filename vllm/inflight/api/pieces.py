@@ -13,7 +13,8 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from vllm.inflight.api.control import Control, Reply
+from vllm.inflight.api.control import Control
+from vllm.inflight.api.door import Reply
 from vllm.inflight.errors import InflightError, WeightsMismatch
 
 PREFIX = "pieces-"

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm.inflight.api.control import Control, Reply
+from vllm.inflight.api.control import Control
+from vllm.inflight.api.door import Reply
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.engine.pipelinerl import announced, group, plain
 from vllm.inflight.errors import Malformed

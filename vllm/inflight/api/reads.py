@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm.inflight.api.control import Reply
+from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.errors import Conflict, Malformed

@@ -19,7 +19,8 @@ from vllm.inflight import upstream
 from vllm.inflight.api import auth, pipelinerl, port, rate, reads, sglang
 from vllm.inflight.api.admission import Admission
 from vllm.inflight.api.body import parse, read
-from vllm.inflight.api.control import Control, Reply
+from vllm.inflight.api.control import Control
+from vllm.inflight.api.door import Reply
 from vllm.inflight.api.journal import restore, restore_at_start
 from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.methods import pause_generation as pause_engine

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any
 
 from vllm.inflight.api import pieces
-from vllm.inflight.api.control import Reply
+from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.api.options import commit_options

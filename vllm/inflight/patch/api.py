@@ -78,7 +78,7 @@ def _admitted(original: Any) -> Any:
 def _admitted_at_once(original: Any) -> Any:
     def _render_and_add_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.inflight.api.admission import admit
-        from vllm.inflight.api.control import run_sync
+        from vllm.inflight.api.door import run_sync
 
         run_sync(admit(self))
         return original(self, *args, **kwargs)

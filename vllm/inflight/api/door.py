@@ -1,0 +1,74 @@
+"""How control calls reach the engine cores, from an event loop or blocking."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+Reply = dict[str, Any]
+
+ALIVE_S = 1.0
+"""How often a call that waits looks whether its engine is still there."""
+
+
+class Door(Protocol):
+    """How calls reach the engine cores."""
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+        """The envelopes of every engine, in engine order."""
+        ...
+
+
+class AsyncDoor:
+    """To engine cores in processes of their own, from an event loop."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+        """One utility call per engine, at the same time.
+
+        Raises:
+            EngineDeadError: an engine has ended; upstream fails no call that waits.
+
+        """
+        call = self._client.call_utility_all_async("inflight", method, body)
+        asking = asyncio.ensure_future(call)
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=ALIVE_S)
+                if not asking.done():
+                    self._client.ensure_alive()
+            return list(asking.result())
+        finally:
+            asking.cancel()
+
+
+class SyncDoor:
+    """From `LLM`: to a core in this process, or in one of its own."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+        """Blocks; awaits nothing, so `run_sync` can drive it."""
+        core = getattr(self._client, "engine_core", None)
+        if core is None:
+            return [self._client.call_utility("inflight", method, body)]
+        gate = core.inflight_gate
+        answer = gate.turns.run(lambda: gate.call(method, body))
+        # A Future is completed by the watch, while whoever steps goes on.
+        return [answer.result() if hasattr(answer, "result") else answer]
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that awaits nothing but other such coroutines."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a blocking door has awaited something")
