@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import cache
+from vllm.inflight.engine import cache, media
 from vllm.inflight.engine.adapters import Adapters
 from vllm.inflight.engine.connectors import nonce_for
 from vllm.inflight.engine.provenance import Provenance, Trail
@@ -52,7 +52,14 @@ class InflightSchedulerMixin:
         """Stamp the steps from the next one on with `version`."""
         self._inflight_version = Stamp(version.label, version.epoch)
         self._inflight_restamp()
+        if self.inflight_cache_epoch != cache_epoch:
+            self._inflight_drop_media()
         self.inflight_cache_epoch = cache_epoch
+
+    def _inflight_drop_media(self) -> None:
+        """Forget what idle encoder outputs there are, unless KV is shared as well."""
+        if self.inflight_policy.oldest is not None:
+            media.drop_idle(self.encoder_cache_manager)  # type: ignore[attr-defined]
 
     def _inflight_restamp(self) -> None:
         """Make the stamps: of steps, which tell of adapters, and of KV."""
@@ -164,6 +171,7 @@ class InflightSchedulerMixin:
         for request in self.waiting:  # type: ignore[attr-defined]
             if request.num_preemptions:
                 request.inflight_is_retracted = True
+        self._inflight_drop_media()
         # A request retracted and resumed within one step is not "still running".
         self.prev_step_scheduled_req_ids.clear()  # type: ignore[attr-defined]
         return num_retracted

@@ -119,6 +119,7 @@ class Coverage:
                     name,
                     loader or upstream.default_weight_loader,
                     is_replayable=not is_quantised(layer),
+                    is_deferred=key not in upstream.SKIP_LOAD_TENSORS,
                 )
 
     def unwatch(self) -> None:
@@ -136,7 +137,12 @@ class Coverage:
         return getattr(self._module, "is_drafting", False)
 
     def _watched(
-        self, name: str, loader: Callable[..., Any], *, is_replayable: bool
+        self,
+        name: str,
+        loader: Callable[..., Any],
+        *,
+        is_replayable: bool,
+        is_deferred: bool,
     ) -> Callable[..., Any]:
         fill = self.fills[name]
 
@@ -155,8 +161,11 @@ class Coverage:
             return result
 
         # Upstream's layerwise reload wraps a loader unless it finds its own
-        # name on it, and unwraps by following __wrapped__.
+        # name on it, and unwraps by following __wrapped__. What it lets a model
+        # write in place it does not wrap, and would take this one off unasked.
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
+        if not is_deferred:
+            online_process_loader.__name__ = "in_place_loader"
         return online_process_loader
 
 

@@ -20,8 +20,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.names import checkpoint_names
-from vllm.inflight.stage import audit, experts, quantised, swappable, twins
+from vllm.inflight.stage import audit, derived, experts, quantised, swappable, twins
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.blueprint import blueprint_of
 from vllm.inflight.stage.plan import Plan
@@ -88,6 +87,7 @@ class Shadow:
             nowhere = "cpu" if experts.are_shared_out(live) else "meta"
             at = device if is_cpu else torch.device(nowhere)
             self.module = _build(live, vllm_config, at)
+            derived.make_places(live, self.module)
             self.reason = swappable.difference(live, self.module)
             self._note_parameters()
             if self.reason is None and not is_cpu:
@@ -103,8 +103,9 @@ class Shadow:
         assert self.module is not None
         # Tied parameters appear once here, under their first name.
         for name, param in self.module.named_parameters():
-            layer = self.module.get_submodule(name.rpartition(".")[0])
-            if quantised.has_cache_scales(layer):
+            path, _, key = name.rpartition(".")
+            layer = self.module.get_submodule(path)
+            if quantised.has_cache_scales(layer) or derived.is_derived(layer, key):
                 continue
             self.required[name] = param.shape
             self._dtypes[name] = str(param.dtype).removeprefix("torch.")
@@ -181,7 +182,7 @@ class Shadow:
         assert self.module is not None
         known: Known = {}
         for param, shape in self.required.items():
-            names = tensor_names(self.module, param)
+            names = experts.tensor_names(self.module, param)
             for name in names:
                 whole = list(shape) if len(names) == 1 else None
                 known[name] = (whole, self._dtypes[param])
@@ -259,15 +260,6 @@ class Shadow:
                 if info.kernel_tensors is not None:
                     upstream.place_kernel_tensors(layer, info)
                 info.reset()
-
-
-def tensor_names(module: torch.nn.Module, param: str) -> list[str]:
-    """What a checkpoint calls the tensors that fill a parameter of a model."""
-    path, _, key = param.rpartition(".")
-    found = experts.checkpoint_names(module.get_submodule(path), path, key)
-    if found is not None:
-        return found
-    return checkpoint_names(param, getattr(module, "packed_modules_mapping", {}) or {})
 
 
 _shadows: weakref.WeakKeyDictionary[torch.nn.Module, Shadow] = (

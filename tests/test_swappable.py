@@ -1,0 +1,85 @@
+"""What keeps a version alive beside the parameters is refused, by name."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+from tests.engine.test_models import CONFIG
+from vllm.inflight.stage import buffers, swappable
+
+
+def reason(layer: torch.nn.Module, **config: object) -> str | None:
+    """Why a model with this layer is refused."""
+    model = torch.nn.ModuleDict({"it": layer})
+    return swappable.obstacle(model, SimpleNamespace(**CONFIG | config))
+
+
+def layer_with(**attributes: object) -> torch.nn.Module:
+    layer = torch.nn.Module()
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def buffered(name: str, tensor: torch.Tensor, *, persistent: bool = True):
+    layer = torch.nn.Module()
+    layer.register_buffer(name, tensor, persistent=persistent)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("beta", torch.tensor(0.5)),
+        ("running_mean", torch.zeros(4)),
+        ("codes", torch.zeros(4, dtype=torch.int64)),
+    ],
+)
+def test_a_buffer_that_a_checkpoint_may_fill_is_refused(name, tensor):
+    assert reason(buffered(name, tensor)) == f"layer it loads the buffer {name!r}"
+    assert reason(buffered(name, tensor, persistent=False)) is None
+
+
+@pytest.mark.parametrize("name", ["_k_scale", "position_ids"])
+def test_buffers_that_no_version_has_of_its_own_are_not(name):
+    assert reason(buffered(name, torch.arange(4.0))) is None
+
+
+def test_a_buffer_that_its_layer_reads_at_every_step_becomes_a_parameter():
+    layer = buffered("layer_scalar", torch.ones(1))
+    assert reason(layer) is not None
+    place = layer.layer_scalar.data_ptr()
+    buffers.adopt(layer)
+    assert [name for name, _ in layer.named_parameters()] == ["layer_scalar"]
+    assert layer.layer_scalar.data_ptr() == place
+    assert reason(layer) is None
+
+
+def test_a_norm_without_a_weight_keeps_no_version():
+    assert reason(RMSNorm(8, has_weight=False)) is None
+
+
+def test_what_attention_has_made_of_its_weights_is_named():
+    sinks = torch.nn.Parameter(torch.zeros(4))
+    plain = layer_with(impl=SimpleNamespace(sinks=sinks, alibi_slopes=torch.ones(4)))
+    assert reason(plain) is None
+    cast = layer_with(impl=SimpleNamespace(sinks=sinks.double()))
+    assert "keeps weights in its attribute 'impl.sinks'" in reason(cast)
+
+
+def test_weights_that_are_read_in_the_first_step_only_are_refused():
+    half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    casting = layer_with(impl=SimpleNamespace(sinks=half))
+    assert reason(casting) == (
+        "layer it casts its sinks in its first step (--dtype bfloat16 does not)"
+    )
+    assert "into the KV cache" in reason(layer_with(sink_populated=False))
+
+
+def test_a_drafter_that_drafts_in_parallel_is_refused():
+    drafting = SimpleNamespace(
+        method="eagle", parallel_drafting=True, draft_model_config=None
+    )
+    assert "in parallel" in reason(torch.nn.Identity(), speculative_config=drafting)
