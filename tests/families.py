@@ -167,11 +167,22 @@ FAMILIES: dict[str, Family] = {
         },
         odd=("*.conv1d.*", "*.A_log", "*.D", "*.dt_bias"),
     ),
-    "bamba": Family(
-        "BambaForCausalLM",
-        "layers of Mamba and of attention",
-        fields={"head_dim": None, "attn_layer_indices": [1], **SSM},
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM",
+        "Mamba and attention in every layer",
+        fields={"mamba_d_ssm": 256, **SSM},
         odd=("*.conv1d.*", "*.A_log", "*.D", "*.dt_bias"),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        "experts in one tensor, written past their loaders; sinks",
+        fields={
+            "head_dim": 64,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        odd=("*.sinks", "*.bias", "*_bias"),
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from tests.engine.test_models import CONFIG
-from vllm.inflight.stage import buffers, swappable
+from vllm.inflight.stage import buffers, derived, swappable
 
 
 def reason(layer: torch.nn.Module, **config: object) -> str | None:
@@ -83,3 +84,35 @@ def test_a_drafter_that_drafts_in_parallel_is_refused():
         method="eagle", parallel_drafting=True, draft_model_config=None
     )
     assert "in parallel" in reason(torch.nn.Identity(), speculative_config=drafting)
+
+
+class GptOssForCausalLM(torch.nn.Module):
+    """The name of a model whose loader writes past its parameters'."""
+
+
+def test_a_loader_that_writes_into_what_it_is_handed_is_refused_on_several_ranks():
+    for world_size, is_refused in (1, False), (2, True):
+        parallel = SimpleNamespace(enable_eplb=False, world_size=world_size)
+        config = SimpleNamespace(**CONFIG | {"parallel_config": parallel})
+        found = swappable.obstacle(GptOssForCausalLM(), config)
+        assert (found is not None and "several ranks (2)" in found) == is_refused
+
+
+class Latent(MLAAttention):
+    """Latent attention without its projections' sizes."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.kv_b_proj = torch.nn.Linear(2, 2)
+        self.impl = None
+
+
+def test_latent_attention_is_refused_where_it_was_not_seen(monkeypatch):
+    layer = Latent()
+    assert reason(layer) is None
+    on_gpu = {"device_config": SimpleNamespace(device_type="cuda")}
+    assert "layer it is latent attention" in reason(layer, **on_gpu)
+    monkeypatch.setattr(derived, "SEEN_ON", ("cpu", "cuda"))
+    assert reason(layer, **on_gpu) is None
+    monkeypatch.setattr(layer.kv_b_proj, "quant_method", object(), raising=False)
+    assert "over quantised weights" in derived.obstacle(layer, "cpu")

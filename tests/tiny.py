@@ -58,7 +58,7 @@ def make_checkpoint(
         torch.manual_seed(seed)
         model = FAMILIES[family].make(**fields).to(torch.bfloat16)
         for param in (*model.parameters(), *filled_buffers(model)):
-            if param.dim() == 1:  # norms begin as ones, biases as zeros
+            if param.dim() == 1 or not param.any():  # norms are ones, biases zeros
                 param.data += 0.2 * torch.randn_like(param)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -12,7 +12,7 @@ from tests.families import FAMILIES
 
 pytestmark = pytest.mark.engine
 
-QUICK = ("gemma4", "deepseek_v3", "mamba2", "qwen3_next", "glm4_moe", "gpt2")
+QUICK = ("gemma4", "deepseek_v3", "falcon_h1", "qwen3_next", "gpt_oss", "gpt2")
 """One for each way in which a family can differ. The others take minutes."""
 ELSEWHERE = ("llama", "qwen3", "qwen3_moe", "mixtral", "mixtral_unrouted")
 """Proved by test_models.py and test_experts.py."""

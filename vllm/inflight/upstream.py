@@ -31,6 +31,9 @@ NAMES = {
     "get_layerwise_info": (
         "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info"
     ),
+    "materialize_layer": (
+        "vllm.model_executor.model_loader.reload.meta:materialize_layer"
+    ),
     "SKIP_LOAD_TENSORS": (
         "vllm.model_executor.model_loader.reload.meta:SKIP_LOAD_TENSORS"
     ),

@@ -8,6 +8,7 @@ were called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.stage import direct
 from vllm.inflight.stage.plan import Entry, View, Writes
 from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.update import DRAFT, Manifest
@@ -67,6 +69,7 @@ class Coverage:
         """What the loaders have at this moment, and what they do with it."""
         self.entry: Entry | None = None
         self._watching: list[tuple[Any, Any]] = []
+        self._direct: direct.Writes | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -100,6 +103,18 @@ class Coverage:
             self.begin(name)
             self.fills[name].views[view] = prod(view[1])
 
+    def wrote(self, name: str, param: torch.Tensor) -> None:
+        """All of a parameter is about to be written, past its loader."""
+        self.begin(name)
+        self.num_loads += 1
+        self.fills[name].views[0, tuple(param.shape), param.stride()] = param.numel()
+        if self.entry is not None:
+            self.entry.is_whole = False
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """While the model's own loader runs."""
+        return self._direct or nullcontext()
+
     def begin(self, name: str) -> None:
         """A parameter is about to be written to."""
         self._behind.add(name)
@@ -107,6 +122,8 @@ class Coverage:
 
     def watch(self, load: Callable[..., Any]) -> None:
         """Stand behind every loader, and let `load` stand before them all."""
+        if direct.writes(self._module):
+            self._direct = direct.Writes(self._module, self.wrote)
         self._module.load_weights = load  # type: ignore[assignment]
         for prefix, layer in self._module.named_modules():
             for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):

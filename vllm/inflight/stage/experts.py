@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import names, upstream
+from vllm.inflight.stage import direct
 
 PACKED_ONCE = "CPU"
 """The name of the kernels that upstream packs weights for at their first load only."""
@@ -79,6 +80,8 @@ def checkpoint_names(layer: Any, path: str, key: str) -> list[str] | None:
 
 def tensor_names(module: torch.nn.Module, param: str) -> list[str]:
     """What a checkpoint calls the tensors that fill a parameter of any layer."""
+    if direct.writes(module):
+        return [param]  # its loader has names of its own
     path, _, key = param.rpartition(".")
     found = checkpoint_names(module.get_submodule(path), path, key)
     if found is not None:

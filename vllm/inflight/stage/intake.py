@@ -86,7 +86,8 @@ class Intake:
         try:
             # The class's: the instance's own is this method.
             load: Callable[..., Any] = type(module).load_weights  # type: ignore[attr-defined]
-            return load(module, self._admit(weights, current))
+            with self.coverage.watching():
+                return load(module, self._admit(weights, current))
         except (InflightError, torch.OutOfMemoryError):
             raise
         except Exception as error:

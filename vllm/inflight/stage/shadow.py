@@ -243,7 +243,7 @@ class Shadow:
 
         Upstream's end of a reload would warn of each, and finish some of them.
         """
-        self._release(lambda info: not info.loaded_weights)
+        self._release(lambda info: not info.load_numel)
 
     def reset(self) -> None:
         """Leave a load that did not end, so that the next one starts clean."""

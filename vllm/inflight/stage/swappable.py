@@ -15,7 +15,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.stage import buffers, derived, experts, quantised
+from vllm.inflight.stage import buffers, derived, direct, experts, quantised
 from vllm.inflight.stage.layers import layers
 
 PACKED = "cpu_linear"
@@ -89,6 +89,9 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     if (reason := config_obstacle(vllm_config)) is not None:
         return reason
     device = vllm_config.device_config.device_type
+    num_ranks = getattr(vllm_config.parallel_config, "world_size", 1)
+    if (reason := direct.obstacle(live, num_ranks)) is not None:
+        return reason
     for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)
         if quantised.is_processed(layer):
