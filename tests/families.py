@@ -56,6 +56,7 @@ SSM = {
 # The one size of a latent that vLLM's CPU kernel is compiled for.
 LATENT = {
     "head_dim": None,
+    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -120,7 +121,7 @@ FAMILIES: dict[str, Family] = {
         config="Gemma4TextConfig",
         fields={
             "sliding_window": WINDOW,
-            "global_head_dim": 32,
+            "global_head_dim": 64,
             "num_hidden_layers": 6,
             "hidden_size_per_layer_input": 0,
             "num_kv_shared_layers": 0,
