@@ -43,8 +43,12 @@ def make_places(live: torch.nn.Module, module: torch.nn.Module) -> None:
     for (_, a), (_, b) in zip(layers(live), layers(module), strict=True):
         for key, param in a._parameters.items():
             if param is not None and is_derived(a, key):
-                device = next(b.parameters()).device
-                place = torch.empty_like(param, device=device)
+                place = torch.empty_strided(
+                    param.shape,
+                    param.stride(),
+                    dtype=param.dtype,
+                    device=next(b.parameters()).device,
+                )
                 b.register_parameter(key, torch.nn.Parameter(place, False))
 
 
