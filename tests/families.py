@@ -85,7 +85,7 @@ FAMILIES: dict[str, Family] = {
     # Every token goes through every expert, so that no rounding tips a choice.
     "mixtral_unrouted": Family(
         "MixtralForCausalLM",
-        "",
+        "experts",
         fields={"num_local_experts": 4, "num_experts_per_tok": 4},
     ),
     "qwen3_moe": Family(
@@ -202,3 +202,6 @@ FAMILIES: dict[str, Family] = {
         odd=("*.conv1d.*", "*.A_log", "*.dt_bias"),
     ),
 }
+
+SEEING = {"PaliGemmaForConditionalGeneration": "a vision tower, also on its own"}
+"""Made by tiny_vision.py."""
