@@ -79,6 +79,11 @@ def test_weights_that_are_read_in_the_first_step_only_are_refused():
     assert "into the KV cache" in reason(layer_with(sink_populated=False))
 
 
+def test_encoder_outputs_of_another_engine_are_refused():
+    shared = {"ec_transfer_config": SimpleNamespace()}
+    assert "of other engines" in reason(torch.nn.Identity(), **shared)
+
+
 def test_a_drafter_that_drafts_in_parallel_is_refused():
     drafting = SimpleNamespace(
         method="eagle", parallel_drafting=True, draft_model_config=None

@@ -55,6 +55,8 @@ def config_obstacle(vllm_config: Any) -> str | None:
         )
     if (reason := _beside_drafter(vllm_config)) is not None:
         return f"a drafter with weights is configured, and {reason}"
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        return "encoder outputs of other engines are read (--ec-transfer-config)"
     if vllm_config.parallel_config.enable_eplb:
         return "expert load balancing is enabled (--enable-eplb)"
     model_config = vllm_config.model_config
