@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.census import census
 from tests.engine.mixtures import mixed, part, said
 from tests.engine.probe import commits_and_rollbacks
 from tests.families import FAMILIES
@@ -34,7 +35,7 @@ def test_a_family_equals_a_fresh_engine_after_commits_rollbacks_and_a_subset(
 ) -> None:
     odd = FAMILIES[family].odd
     old, new = (checkpoint(seed, family=family) for seed in (0, 1))
-    fresh = said(start(new))
+    fresh, everything = told(start(new))
     fresh_mixture = said(start(mixed(old, new, odd, tmp_path / "mixed")))
     llm = start(old)
     before = said(llm)
@@ -48,4 +49,16 @@ def test_a_family_equals_a_fresh_engine_after_commits_rollbacks_and_a_subset(
         llm.rollback_weights()
         assert said(llm) == before
     llm.update_weights_from_disk(str(new), "new")
-    assert said(llm) == fresh
+    said_last, last = told(llm)
+    assert said_last == fresh
+    assert differing(last, everything) == set()
+
+
+def told(llm: Any) -> tuple[tuple[list[list[int]], dict[str, str]], dict[str, Any]]:
+    """Tokens and digests, and a census."""
+    return said(llm), census(llm)
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """Paths at which two models are not the same."""
+    return {path for path in one.keys() | other if one.get(path) != other.get(path)}
