@@ -137,6 +137,12 @@ FAMILIES: dict[str, Family] = {
         fields={"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 2048},
         odd=("*.bias", "*wpe*"),
     ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        "vLLM has it by way of transformers",
+        fields={"head_dim": None, "num_key_value_heads": None},
+        odd=("*.bias",),
+    ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         CORRECTED,

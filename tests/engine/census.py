@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-PASSED_OVER = {"_modules", "kv_cache", "training"}
-"""Layers come by themselves, and KV is no weight."""
+PASSED_OVER = {"_modules", "kv_cache", "training", "unique_name", "name_or_path"}
+"""Layers come by themselves; KV is no weight; some names are of an engine."""
 DEEPEST = 5
 PLAIN = bool, int, float, str, type(None)
 
@@ -42,6 +42,8 @@ def _of(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Found]:
     elif id(value) not in seen and depth < DEEPEST:
         seen.add(id(value))
         for key, inner in _inner(value):
+            if key in PASSED_OVER:
+                continue
             yield from _of(f"{path}.{key}", inner, seen, depth + 1)
 
 
