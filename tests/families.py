@@ -143,6 +143,13 @@ FAMILIES: dict[str, Family] = {
         fields={"head_dim": None, "num_key_value_heads": None},
         odd=("*.bias",),
     ),
+    "bert": Family(
+        "BertModel",
+        "an encoder, without KV",
+        config="BertConfig",
+        fields={"head_dim": None, "num_key_value_heads": None},
+        odd=("*.bias",),
+    ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         CORRECTED,
@@ -209,5 +216,5 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-SEEING = {"PaliGemmaForConditionalGeneration": "a vision tower, also on its own"}
+SEEING = {"Blip2ForConditionalGeneration": "a vision tower, also on its own"}
 """Made by tiny_vision.py."""

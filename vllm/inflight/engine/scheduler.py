@@ -40,8 +40,9 @@ class InflightSchedulerMixin:
         self._inflight_stamped = self.inflight_adapters.replaced
         managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
         full = (i for i, m in enumerate(managers) if _keeps_all(m))
-        group = next(full, 0)
-        self._inflight_provenance = Provenance(managers[group].block_size, group)
+        group = next(full, 0) if managers else None
+        size = 1 if group is None else managers[group].block_size
+        self._inflight_provenance = Provenance(size, group)
         self._inflight_tells_all = config.kv_versions == "on"
         self._inflight_told: dict[str, tuple[Any, Trail]] = {}
         """Requests that want to know whose KV they read → what they know by now."""

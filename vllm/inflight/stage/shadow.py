@@ -30,7 +30,7 @@ from vllm.inflight.wire.receiver import Home
 
 ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)
 HEAD = "lm_head.weight"
-"""Buffers of older checkpoints; a head, which may be tied to the embedding."""
+"""Buffers of older checkpoints; a head, tied to the embedding or of no use."""
 
 Known = dict[str, tuple[list[int] | None, str | None]]
 
@@ -52,7 +52,8 @@ class Shadow:
         self.device = device
         self.model_config = vllm_config.model_config
         is_tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
-        self.spares = (*ROTARY, HEAD) if is_tied else ROTARY
+        is_headless = is_tied or self.model_config.runner_type == "pooling"
+        self.spares = (*ROTARY, HEAD) if is_headless else ROTARY
         self.spares += quantised.unused_scales(live)
         """Ends of names that are in many checkpoints and of no use to a loader."""
         self._is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
