@@ -218,3 +218,6 @@ FAMILIES: dict[str, Family] = {
 
 SEEING = {"Blip2ForConditionalGeneration": "a vision tower, also on its own"}
 """Made by tiny_vision.py."""
+
+REFUSED = ("bert",)
+"""Their loaders collect all tensors before they load one."""

@@ -194,9 +194,11 @@ class Shadow:
         """Whether the model's loader alone can tell what a name is.
 
         It may map names before it looks them up, and it passes over the layers of
-        other pipeline stages. Drafters of one kind are saved under many names.
+        other pipeline stages. Drafters of one kind are saved under many names, and a
+        model that sees is made of models with loaders of their own.
         """
         maps_names = getattr(self.module, "hf_to_vllm_mapper", None) is not None
+        maps_names |= getattr(self.module, "supports_multimodal", False)
         return maps_names or self._is_stage or self.has_drafter
 
     def prepare(self) -> None:
