@@ -1,5 +1,7 @@
 """Encoder outputs: a request reads none that older weights made."""
 
+from types import SimpleNamespace
+
 import pytest
 from vllm import SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -7,10 +9,12 @@ from vllm.v1.core.encoder_cache_manager import (
     EncoderCacheManager,
     EncoderDecoderCacheManager,
 )
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
 from vllm.inflight.engine import media
 from vllm.inflight.engine.cache import Policy, Root
+from vllm.inflight.patch.scheduler import _hash_once
 
 SIZE, NUM_EMBEDS = 16, 4
 
@@ -103,3 +107,36 @@ def test_what_nobody_reads_is_dropped_and_its_place_is_free_again(manager):
 
 def test_a_cache_that_keeps_nothing_has_nothing_to_drop():
     assert media.drop_idle(EncoderDecoderCacheManager(SIZE)) == 0
+
+
+def test_a_request_has_the_names_of_its_root_when_it_is_hashed():
+    item = asking("cat").mm_features[0]
+    adapters = SimpleNamespace(load_of=lambda _: 0)
+    scheduler = SimpleNamespace(
+        inflight_policy=Policy(), inflight_adapters=adapters, inflight_cache_epoch=1
+    )
+    hashed = []
+
+    def original(_, sent: EngineCoreRequest) -> tuple[Request, int]:
+        hashed.extend(sent.mm_features)
+        return Request.from_engine_core_request(sent, None), 0
+
+    sent = EngineCoreRequest(
+        request_id="1",
+        prompt_token_ids=[0] * 5,
+        mm_features=[item],
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    added, _ = _hash_once(original)(SimpleNamespace(scheduler=scheduler), sent)
+    fresh = asking("cat")
+    Policy().plant(fresh, Root(1))
+    assert names(added) == names(fresh) == [one.identifier for one in hashed]
+    assert (item.identifier, hashed[0].mm_hash) == ("cat", "cat")
+    Policy().plant(added, Root(2))
+    Policy().plant(fresh, Root(2))
+    assert names(added) == names(fresh) != [one.identifier for one in hashed]

@@ -9,14 +9,14 @@ import pytest
 from tests.engine.census import census
 from tests.engine.mixtures import mixed, part, said
 from tests.engine.probe import greedy
-from tests.families import FAMILIES
+from tests.families import FAMILIES, UNPROVED
 
 pytestmark = pytest.mark.engine
 
 QUICK = ("gemma4", "deepseek_v3", "falcon_h1", "gpt_oss")
 """One for each way in which a family can differ. The others take minutes."""
-ELSEWHERE = ("llama", "qwen3", "qwen3_moe", "mixtral", "mixtral_unrouted", "bert")
-"""Proved by test_models.py, test_experts.py and test_embeddings.py."""
+ELSEWHERE = ("llama", "qwen3", "qwen3_moe", "mixtral", "mixtral_unrouted")
+"""Proved by test_models.py and test_experts.py."""
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ ELSEWHERE = ("llama", "qwen3", "qwen3_moe", "mixtral", "mixtral_unrouted", "bert
     [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
         for name in FAMILIES
-        if name not in ELSEWHERE
+        if name not in ELSEWHERE + UNPROVED
     ],
 )
 def test_a_family_equals_a_fresh_engine_after_commits_rollbacks_and_a_subset(

@@ -9,7 +9,7 @@ again is computed from the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +23,23 @@ def plant(request: Any, rename: Rename) -> None:
         return
     # As they came; a session's grow.
     names = vars(request).setdefault("inflight_media", [])
-    names += [item.identifier for item in request.mm_features[len(names) :]]
-    # Others may hold the same items: the samples of one prompt do.
-    request.mm_features = [
-        replace(item, identifier=rename(name))
-        for item, name in zip(request.mm_features, names, strict=True)
+    names += names_of(request.mm_features[len(names) :])
+    request.mm_features = renamed(request.mm_features, names, rename)
+
+
+def names_of(items: Sequence[Any]) -> list[str]:
+    """What the items of a request are called."""
+    return [item.identifier for item in items]
+
+
+def renamed(items: Sequence[Any], names: Sequence[str], rename: Rename) -> list[Any]:
+    """The items under other names; others may hold the same, as samples of one prompt.
+
+    What a processor made of them has no version, and is found as before.
+    """
+    return [
+        replace(item, identifier=rename(name), mm_hash=item.mm_hash or name)
+        for item, name in zip(items, names, strict=True)
     ]
 
 
