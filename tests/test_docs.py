@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from docs import generate
+from tests.families import FAMILIES, SEEING, UNPROVED
 from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.errors import BY_CODE, InflightError
 from vllm.inflight.stage.quantised import PROVED
@@ -64,6 +65,21 @@ def test_the_limits_name_every_quantised_layer_that_is_let_through():
         for device, column in (("cpu", 4), ("cuda", 5))
     }
     assert told == PROVED
+
+
+def test_the_models_page_names_every_family_that_is_tested():
+    rows = [r.split("|") for r in (DOCS / "models.md").read_text().splitlines()]
+    told = {
+        row[1].strip(" `"): row[2].strip()
+        for row in rows
+        if len(row) == 6 and row[3].strip() == "yes"
+    }
+    tested = SEEING | {
+        family.architecture: family.particular
+        for name, family in FAMILIES.items()
+        if name not in UNPROVED
+    }
+    assert told == tested
 
 
 @pytest.mark.parametrize("name, body", snippets("python"))

@@ -56,3 +56,32 @@ def test_one_that_cannot_go_back_says_so(trees):
     flip._params[3] = mine, Unwilling(theirs, 2)
     with pytest.raises(ArenaTorn, match=r"no memory; and going back: no memory"):
         flip()
+
+
+class Mixer(torch.nn.Module):
+    """A convolution, looked at in another shape, as Mamba's; and a table."""
+
+    def __init__(self, is_shown: bool = True) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Linear(3, 4)
+        weight = self.convolution.weight.data.view(2, 6)
+        shown = weight if is_shown else weight.clone()
+        self.register_buffer("shown", shown, persistent=False)
+        self.register_buffer("table", torch.zeros(4), persistent=False)
+
+
+def test_a_buffer_that_shows_a_parameter_goes_with_it_and_others_stay():
+    live, second = Mixer(), Mixer()
+    before, table = second.convolution.weight.flatten().tolist(), live.table.data_ptr()
+    flip = Exchange(live, second)
+    for shown in live, second, live:
+        flip()
+        assert shown.shown.flatten().tolist() == before
+        assert live.shown.data_ptr() == live.convolution.weight.data_ptr()
+        assert second.shown.data_ptr() == second.convolution.weight.data_ptr()
+    assert live.table.data_ptr() == table
+
+
+def test_trees_that_do_not_show_the_same_are_not_exchanged():
+    with pytest.raises(RuntimeError, match=r"shown shows convolution\.weight"):
+        Exchange(Mixer(), Mixer(is_shown=False))

@@ -5,25 +5,12 @@ about nearly every token, and token `b` of the tokenizer is byte `b`.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast
+
+from tests.families import FAMILIES
 
 # FlashAttention 3, vLLM's choice on a GPU, has no smaller heads than 64.
 HEAD_DIM = 64 if torch.cuda.is_available() else 32
@@ -32,28 +19,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}: {{ message.content }}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant: {% endif %}"
 )
-
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "mixtral_unrouted": (MixtralConfig, MixtralForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "bloom": (BloomConfig, BloomForCausalLM),
-}
-EXTRA: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    # Every token goes through every expert, so that no rounding tips a choice.
-    "mixtral_unrouted": {"num_local_experts": 4, "num_experts_per_tok": 4},
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-    },
-}
-"""What a family's config has beside the common fields."""
 
 
 def make_checkpoint(
@@ -74,8 +39,7 @@ def make_checkpoint(
     """
     tokenizer = make_tokenizer()
     heads = hidden // HEAD_DIM
-    configure, build = FAMILIES[family]
-    config = configure(
+    fields = dict(
         vocab_size=vocab or len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -89,17 +53,26 @@ def make_checkpoint(
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **EXTRA.get(family, {}),
     )
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = build(config).to(torch.bfloat16)
-        for param in model.parameters():
-            if param.dim() == 1:  # norms begin as ones, biases as zeros
+        model = FAMILIES[family].make(**fields).to(torch.bfloat16)
+        for param in (*model.parameters(), *filled_buffers(model)):
+            if param.dim() == 1 or not param.any():  # norms are ones, biases zeros
                 param.data += 0.2 * torch.randn_like(param)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def filled_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The buffers of a model that are numbers and in its checkpoint."""
+    kept = model.state_dict()
+    return [
+        buffer
+        for name, buffer in model.named_buffers()
+        if name in kept and buffer.is_floating_point()
+    ]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -31,6 +31,15 @@ NAMES = {
     "get_layerwise_info": (
         "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info"
     ),
+    "materialize_layer": (
+        "vllm.model_executor.model_loader.reload.meta:materialize_layer"
+    ),
+    "SKIP_LOAD_TENSORS": (
+        "vllm.model_executor.model_loader.reload.meta:SKIP_LOAD_TENSORS"
+    ),
+    "capture_layer_to_meta": (
+        "vllm.model_executor.model_loader.reload.meta:capture_layer_to_meta"
+    ),
     "place_kernel_tensors": (
         "vllm.model_executor.model_loader.reload.layerwise:_place_kernel_tensors"
     ),
@@ -54,6 +63,7 @@ NAMES = {
         "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
     ),
     "is_quantized_kv_cache": "vllm.utils.torch_utils:is_quantized_kv_cache",
+    "MLAAttention": ("vllm.model_executor.layers.attention.mla_attention:MLAAttention"),
     "BaseLayerWithLoRA": "vllm.lora.layers:BaseLayerWithLoRA",
     # weight transfer
     "WeightTransferEngine": (

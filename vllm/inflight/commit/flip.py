@@ -27,6 +27,9 @@ from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.swappable import PACKED
 
+Tensors = tuple[torch.Tensor, torch.Tensor]
+"""Of the live tree and of the other."""
+
 
 class Flip(Protocol):
     """Exchanges the two sets of one rank."""
@@ -50,7 +53,7 @@ class Exchange:
     """The pairs of one live tree and its shadow."""
 
     def __init__(self, live: torch.nn.Module, shadow: torch.nn.Module) -> None:
-        self._params: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._params: list[Tensors] = []
         self._kept: list[tuple[Any, Any, str]] = []
         seen: set[int] = set()
         for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
@@ -69,6 +72,7 @@ class Exchange:
                         f"one {tuple(param.shape)}"
                     )
                 self._params.append((param, twin))
+        self._params += views(live, shadow)
 
     def __call__(self) -> float:
         """Exchange every pair, or none.
@@ -95,6 +99,38 @@ class Exchange:
         for x, y, name, of_x, of_y in kept_moved:
             x[name], y[name] = of_y, of_x
         return time.perf_counter() - started
+
+
+def views(live: torch.nn.Module, shadow: torch.nn.Module) -> list[Tensors]:
+    """The buffers that show a parameter in another shape, and those of the other tree.
+
+    Mamba's layers look at the weight of their convolution through one. It has to look
+    at the new weight when the parameter does.
+    """
+    of_live, of_shadow = _storages(live), _storages(shadow)
+    found = []
+    for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
+        for key, buffer in a._buffers.items():
+            if buffer is None or (param := of_live.get(_storage(buffer))) is None:
+                continue
+            twin = b._buffers.get(key)
+            if twin is None or of_shadow.get(_storage(twin)) != param:
+                raise RuntimeError(
+                    f"{name}.{key} shows {param}, and that of the staged set does not"
+                )
+            found.append((buffer, twin))
+    return found
+
+
+def _storages(tree: torch.nn.Module) -> dict[int, str]:
+    """Storage → the parameter that lies in it."""
+    return {
+        _storage(param): name for name, _, _, param in parameters(tree) if param.numel()
+    }
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class PageFlip:

@@ -26,7 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, overload
+
+from vllm.inflight.engine import media
 
 SEPARATOR = "\x1f"
 
@@ -76,6 +79,10 @@ class Policy:
         oldest = epoch if is_retracted else max(0, epoch - (self.oldest or 0))
         return [Root(each, load) for each in range(epoch, oldest - 1, -1)]
 
+    @overload
+    def salted(self, user_salt: str, root: Root) -> str: ...
+    @overload
+    def salted(self, user_salt: str | None, root: Root) -> str | None: ...
     def salted(self, user_salt: str | None, root: Root) -> str | None:
         """The salt under `root` of a request that was given `user_salt`.
 
@@ -97,6 +104,8 @@ class Policy:
         grown = known.setdefault("inflight_hashes", {})
         grown[before] = request.block_hashes
         request.inflight_root = root
+        # Names of media are in the hashes too.
+        media.plant(request, partial(self.salted, root=root))
         request.cache_salt = self.salted(user_salt, root)
         request.block_hashes = grown.pop(root, None) or []
         request.update_block_hashes()  # for what was sampled since, or for all

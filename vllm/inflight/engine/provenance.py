@@ -20,10 +20,13 @@ UNKNOWN: Trail = [(0, None)]
 class Provenance:
     """The trails of one scheduler's requests and blocks."""
 
-    def __init__(self, block_size: int, group: int) -> None:
+    def __init__(self, block_size: int, group: int | None) -> None:
         self._block_size = block_size
         self._group = group
-        """Of several KV-cache groups the one that keeps every position."""
+        """Of several KV-cache groups the one that keeps every position.
+
+        None where there is no KV, as in encoders.
+        """
         self._of_block: dict[int, Trail] = {}
         self._stamp: str | None = None
         self._behind: set[str] = set()
@@ -31,6 +34,8 @@ class Provenance:
 
     def note(self, requests: dict[str, Any], scheduled: Any, stamp: str) -> None:
         """Note what a step, stamped `stamp`, is about to compute."""
+        if self._group is None:
+            return
         if stamp != self._stamp:
             self._stamp = stamp
             self._behind = set(requests)
@@ -61,6 +66,7 @@ class Provenance:
 
     def _admit(self, request: Any, start: int, blocks: Any) -> None:
         """A request begins, or begins again, with `start` positions found."""
+        assert self._group is not None
         trail: Trail = []
         num_local = min(start, vars(request).get("inflight_num_found", 0))
         mine = blocks[self._group]

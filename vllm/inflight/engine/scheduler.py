@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import cache
+from vllm.inflight.engine import cache, media
 from vllm.inflight.engine.adapters import Adapters
 from vllm.inflight.engine.connectors import nonce_for
 from vllm.inflight.engine.provenance import Provenance, Trail
@@ -40,8 +40,9 @@ class InflightSchedulerMixin:
         self._inflight_stamped = self.inflight_adapters.replaced
         managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
         full = (i for i, m in enumerate(managers) if _keeps_all(m))
-        group = next(full, 0)
-        self._inflight_provenance = Provenance(managers[group].block_size, group)
+        group = next(full, 0) if managers else None
+        size = 1 if group is None else managers[group].block_size
+        self._inflight_provenance = Provenance(size, group)
         self._inflight_tells_all = config.kv_versions == "on"
         self._inflight_told: dict[str, tuple[Any, Trail]] = {}
         """Requests that want to know whose KV they read → what they know by now."""
@@ -52,7 +53,14 @@ class InflightSchedulerMixin:
         """Stamp the steps from the next one on with `version`."""
         self._inflight_version = Stamp(version.label, version.epoch)
         self._inflight_restamp()
+        if self.inflight_cache_epoch != cache_epoch:
+            self._inflight_drop_media()
         self.inflight_cache_epoch = cache_epoch
+
+    def _inflight_drop_media(self) -> None:
+        """Forget what idle encoder outputs there are, unless KV is shared as well."""
+        if self.inflight_policy.oldest is not None:
+            media.drop_idle(self.encoder_cache_manager)  # type: ignore[attr-defined]
 
     def _inflight_restamp(self) -> None:
         """Make the stamps: of steps, which tell of adapters, and of KV."""
@@ -164,6 +172,7 @@ class InflightSchedulerMixin:
         for request in self.waiting:  # type: ignore[attr-defined]
             if request.num_preemptions:
                 request.inflight_is_retracted = True
+        self._inflight_drop_media()
         # A request retracted and resumed within one step is not "still running".
         self.prev_step_scheduled_req_ids.clear()  # type: ignore[attr-defined]
         return num_retracted

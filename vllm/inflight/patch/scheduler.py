@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from vllm.inflight.patch.record import Patch
@@ -17,6 +18,8 @@ def _with_mixin(original: Any) -> Any:
 
 
 def _hash_once(original: Any) -> Any:
+    from vllm.inflight.engine import media
+
     def preprocess_add_request(self: Any, request: Any) -> Any:
         # In the input thread, where hashing costs the loop nothing. A commit may
         # come between here and the look-up, which then salts again.
@@ -26,7 +29,12 @@ def _hash_once(original: Any) -> Any:
         root = policy.roots(scheduler.inflight_cache_epoch, load)[0]
         user_salt = request.cache_salt
         request.cache_salt = policy.salted(user_salt, root)
+        names = media.names_of(request.mm_features or ())
+        if names:
+            rename = partial(policy.salted, root=root)
+            request.mm_features = media.renamed(request.mm_features, names, rename)
         added, wave = original(self, request)
+        added.inflight_media = names
         added.inflight_user_salt = user_salt
         added.inflight_root = root
         return added, wave

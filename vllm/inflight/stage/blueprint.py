@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.stage import buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Blueprint:
             module: torch.nn.Module = upstream.initialize_model(
                 config, model_config=self.model_config, prefix=self.prefix
             )
+            buffers.adopt(module)
             _part(module, live)
         return module.eval()
 
@@ -53,6 +55,7 @@ _blueprints: weakref.WeakKeyDictionary[torch.nn.Module, Blueprint] = (
 
 def note(model: torch.nn.Module, blueprint: Blueprint) -> None:
     """Write down what `model` was built from."""
+    buffers.adopt(model)
     _blueprints[model] = blueprint
 
 

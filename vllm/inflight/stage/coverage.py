@@ -8,6 +8,7 @@ were called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.stage import direct
 from vllm.inflight.stage.plan import Entry, View, Writes
 from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.update import DRAFT, Manifest
@@ -67,6 +69,7 @@ class Coverage:
         """What the loaders have at this moment, and what they do with it."""
         self.entry: Entry | None = None
         self._watching: list[tuple[Any, Any]] = []
+        self._direct: direct.Writes | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -100,6 +103,18 @@ class Coverage:
             self.begin(name)
             self.fills[name].views[view] = prod(view[1])
 
+    def wrote(self, name: str, param: torch.Tensor) -> None:
+        """All of a parameter is about to be written, past its loader."""
+        self.begin(name)
+        self.num_loads += 1
+        self.fills[name].views[0, tuple(param.shape), param.stride()] = param.numel()
+        if self.entry is not None:
+            self.entry.is_whole = False
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """While the model's own loader runs."""
+        return self._direct or nullcontext()
+
     def begin(self, name: str) -> None:
         """A parameter is about to be written to."""
         self._behind.add(name)
@@ -107,6 +122,8 @@ class Coverage:
 
     def watch(self, load: Callable[..., Any]) -> None:
         """Stand behind every loader, and let `load` stand before them all."""
+        if direct.writes(self._module):
+            self._direct = direct.Writes(self._module, self.wrote)
         self._module.load_weights = load  # type: ignore[assignment]
         for prefix, layer in self._module.named_modules():
             for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
@@ -119,6 +136,7 @@ class Coverage:
                     name,
                     loader or upstream.default_weight_loader,
                     is_replayable=not is_quantised(layer),
+                    is_deferred=key not in upstream.SKIP_LOAD_TENSORS,
                 )
 
     def unwatch(self) -> None:
@@ -136,7 +154,12 @@ class Coverage:
         return getattr(self._module, "is_drafting", False)
 
     def _watched(
-        self, name: str, loader: Callable[..., Any], *, is_replayable: bool
+        self,
+        name: str,
+        loader: Callable[..., Any],
+        *,
+        is_replayable: bool,
+        is_deferred: bool,
     ) -> Callable[..., Any]:
         fill = self.fills[name]
 
@@ -155,8 +178,11 @@ class Coverage:
             return result
 
         # Upstream's layerwise reload wraps a loader unless it finds its own
-        # name on it, and unwraps by following __wrapped__.
+        # name on it, and unwraps by following __wrapped__. What it lets a model
+        # write in place it does not wrap, and would take this one off unasked.
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
+        if not is_deferred:
+            online_process_loader.__name__ = "in_place_loader"
         return online_process_loader
 
 

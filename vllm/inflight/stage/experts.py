@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from vllm.inflight import upstream
+from vllm.inflight import names, upstream
+from vllm.inflight.stage import direct
 
 PACKED_ONCE = "CPU"
 """The name of the kernels that upstream packs weights for at their first load only."""
@@ -75,3 +76,15 @@ def checkpoint_names(layer: Any, path: str, key: str) -> list[str] | None:
         for param, name, _, _ in layer.get_expert_mapping()
         if param.endswith(f"{stem}_")
     ]
+
+
+def tensor_names(module: torch.nn.Module, param: str) -> list[str]:
+    """What a checkpoint calls the tensors that fill a parameter of any layer."""
+    if direct.writes(module):
+        return [param]  # its loader has names of its own
+    path, _, key = param.rpartition(".")
+    found = checkpoint_names(module.get_submodule(path), path, key)
+    if found is not None:
+        return found
+    fused = getattr(module, "packed_modules_mapping", {}) or {}
+    return names.checkpoint_names(param, fused)

@@ -22,9 +22,10 @@ from vllm.inflight.stage.audit import Audit, Pair
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.coverage import Coverage
 from vllm.inflight.stage.drift import Sampler
+from vllm.inflight.stage.experts import tensor_names
 from vllm.inflight.stage.plan import Entry, replay
 from vllm.inflight.stage.refusal import refusal, require_matches
-from vllm.inflight.stage.shadow import Shadow, tensor_names
+from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.receiver import Home
 
@@ -51,9 +52,9 @@ class Intake:
         self._allow_nonfinite = allow_nonfinite
         self._cancelled = cancelled
         self._progress = progress
-        module = shadow.module
-        assert module is not None
-        self.coverage = Coverage(module, shadow.required, shadow.behind)
+        assert shadow.module is not None
+        self._module = shadow.module
+        self.coverage = Coverage(shadow.module, shadow.required, shadow.behind)
         self._known = shadow.known_names()
         self._is_declared = matcher(manifest.subset)
         self._seen: dict[str, ops.Digest] = {}
@@ -80,13 +81,13 @@ class Intake:
     # ------------------------------------------------------------ the door
     def load_weights(self, weights: Iterable[Pair]) -> Any:
         """Stands in for the shadow's own `load_weights`."""
-        module = self._shadow.module
-        assert module is not None
+        module = self._module
         current: list[str] = []
         try:
             # The class's: the instance's own is this method.
             load: Callable[..., Any] = type(module).load_weights  # type: ignore[attr-defined]
-            return load(module, self._admit(weights, current))
+            with self.coverage.watching():
+                return load(module, self._admit(weights, current))
         except (InflightError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -295,6 +296,5 @@ class Intake:
         return refusal(self._unknown, self._wrong, absent, self._known)
 
     def _absent(self, param: str) -> list[str]:
-        assert self._shadow.module is not None
-        names = tensor_names(self._shadow.module, param)
+        names = tensor_names(self._module, param)
         return [n for n in names if n not in self._seen] or names

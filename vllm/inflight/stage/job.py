@@ -28,6 +28,7 @@ from vllm.inflight.errors import (
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.built_in import require_same, require_same_config
 from vllm.inflight.stage.coverage import tally
+from vllm.inflight.stage.derived import derive
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import pace_of
 from vllm.inflight.stage.quantised import require_same_numbers
@@ -186,6 +187,7 @@ class Job(threading.Thread):
         retie(self._shadow, begun)
         try:
             self._notice["carried"] = carry(self._shadow, begun, self._between)
+            derive(self._shadow.module, self._worker.model_config.dtype)
         finally:
             # The next update may write to the same places from another stream.
             self._stager.drain()

@@ -17,6 +17,7 @@ from vllm.inflight import ops
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.names import checkpoint_names
 from vllm.inflight.stage.audit import Audit
+from vllm.inflight.stage.derived import is_derived
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.stage.swappable import PACKED
@@ -107,7 +108,8 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
 def served(model: torch.nn.Module) -> Iterator[Pair]:
     """Every parameter under its name, once, as decoding uses it."""
     for name, layer, key, param in parameters(model):
-        yield name, content(layer, key, param)
+        if not is_derived(layer, key):
+            yield name, content(layer, key, param)
 
 
 def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.names import checkpoint_names
-from vllm.inflight.stage import audit, experts, quantised, swappable, twins
+from vllm.inflight.stage import audit, derived, experts, quantised, swappable, twins
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.blueprint import blueprint_of
 from vllm.inflight.stage.plan import Plan
@@ -31,7 +30,7 @@ from vllm.inflight.wire.receiver import Home
 
 ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)
 HEAD = "lm_head.weight"
-"""Buffers of older checkpoints; a head, which may be tied to the embedding."""
+"""Buffers of older checkpoints; a head, tied to the embedding or of no use."""
 
 Known = dict[str, tuple[list[int] | None, str | None]]
 
@@ -53,7 +52,8 @@ class Shadow:
         self.device = device
         self.model_config = vllm_config.model_config
         is_tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
-        self.spares = (*ROTARY, HEAD) if is_tied else ROTARY
+        is_headless = is_tied or self.model_config.runner_type == "pooling"
+        self.spares = (*ROTARY, HEAD) if is_headless else ROTARY
         self.spares += quantised.unused_scales(live)
         """Ends of names that are in many checkpoints and of no use to a loader."""
         self._is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -88,6 +88,7 @@ class Shadow:
             nowhere = "cpu" if experts.are_shared_out(live) else "meta"
             at = device if is_cpu else torch.device(nowhere)
             self.module = _build(live, vllm_config, at)
+            derived.make_places(live, self.module)
             self.reason = swappable.difference(live, self.module)
             self._note_parameters()
             if self.reason is None and not is_cpu:
@@ -103,8 +104,9 @@ class Shadow:
         assert self.module is not None
         # Tied parameters appear once here, under their first name.
         for name, param in self.module.named_parameters():
-            layer = self.module.get_submodule(name.rpartition(".")[0])
-            if quantised.has_cache_scales(layer):
+            path, _, key = name.rpartition(".")
+            layer = self.module.get_submodule(path)
+            if quantised.has_cache_scales(layer) or derived.is_derived(layer, key):
                 continue
             self.required[name] = param.shape
             self._dtypes[name] = str(param.dtype).removeprefix("torch.")
@@ -181,7 +183,7 @@ class Shadow:
         assert self.module is not None
         known: Known = {}
         for param, shape in self.required.items():
-            names = tensor_names(self.module, param)
+            names = experts.tensor_names(self.module, param)
             for name in names:
                 whole = list(shape) if len(names) == 1 else None
                 known[name] = (whole, self._dtypes[param])
@@ -192,9 +194,11 @@ class Shadow:
         """Whether the model's loader alone can tell what a name is.
 
         It may map names before it looks them up, and it passes over the layers of
-        other pipeline stages. Drafters of one kind are saved under many names.
+        other pipeline stages. Drafters of one kind are saved under many names, and a
+        model that sees is made of models with loaders of their own.
         """
         maps_names = getattr(self.module, "hf_to_vllm_mapper", None) is not None
+        maps_names |= getattr(self.module, "supports_multimodal", False)
         return maps_names or self._is_stage or self.has_drafter
 
     def prepare(self) -> None:
@@ -242,7 +246,7 @@ class Shadow:
 
         Upstream's end of a reload would warn of each, and finish some of them.
         """
-        self._release(lambda info: not info.loaded_weights)
+        self._release(lambda info: not info.load_numel)
 
     def reset(self) -> None:
         """Leave a load that did not end, so that the next one starts clean."""
@@ -259,15 +263,6 @@ class Shadow:
                 if info.kernel_tensors is not None:
                     upstream.place_kernel_tensors(layer, info)
                 info.reset()
-
-
-def tensor_names(module: torch.nn.Module, param: str) -> list[str]:
-    """What a checkpoint calls the tensors that fill a parameter of a model."""
-    path, _, key = param.rpartition(".")
-    found = experts.checkpoint_names(module.get_submodule(path), path, key)
-    if found is not None:
-        return found
-    return checkpoint_names(param, getattr(module, "packed_modules_mapping", {}) or {})
 
 
 _shadows: weakref.WeakKeyDictionary[torch.nn.Module, Shadow] = (

@@ -15,11 +15,17 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.stage import experts, quantised
+from vllm.inflight.stage import buffers, derived, direct, experts, quantised
 from vllm.inflight.stage.layers import layers
 
 PACKED = "cpu_linear"
 """Attribute in which the CPU build keeps a packed weight: a callable."""
+
+IMPLEMENTATION = "impl"
+"""Attribute in which attention layers keep what computes them."""
+
+OF_CONFIGURATION = ("alibi_slopes",)
+"""Tensors there that no checkpoint has."""
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
@@ -49,6 +55,8 @@ def config_obstacle(vllm_config: Any) -> str | None:
         )
     if (reason := _beside_drafter(vllm_config)) is not None:
         return f"a drafter with weights is configured, and {reason}"
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        return "encoder outputs of other engines are read (--ec-transfer-config)"
     if vllm_config.parallel_config.enable_eplb:
         return "expert load balancing is enabled (--enable-eplb)"
     model_config = vllm_config.model_config
@@ -67,6 +75,8 @@ def _beside_drafter(vllm_config: Any) -> str | None:
     drafting = vllm_config.speculative_config
     if drafting is None or drafting.method in WITHOUT_WEIGHTS:
         return None
+    if getattr(drafting, "parallel_drafting", False):
+        return "it drafts in parallel, from a buffer that its checkpoint fills"
     draft_config = drafting.draft_model_config
     for name, config in ("model", vllm_config.model_config), ("drafter", draft_config):
         if config is not None and config.quantization is not None:
@@ -81,6 +91,9 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     if (reason := config_obstacle(vllm_config)) is not None:
         return reason
     device = vllm_config.device_config.device_type
+    num_ranks = getattr(vllm_config.parallel_config, "world_size", 1)
+    if (reason := direct.obstacle(live, num_ranks)) is not None:
+        return reason
     for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)
         if quantised.is_processed(layer):
@@ -111,14 +124,26 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
             and (reason := quantised.obstacle(layer, device)) is not None
         ):
             return f"layer {name} {reason}"
-        for key in layer._buffers.keys() - layer._non_persistent_buffers_set:
-            if _holds_tensor(layer._buffers[key]):
-                return f"layer {name} loads the buffer {key!r}"
+        for key in buffers.filled(layer):
+            return f"layer {name} loads the buffer {key!r}"
         for attribute in hidden_tensors(layer):
             return (
                 f"layer {name or '<root>'} ({type(layer).__name__}) keeps weights "
                 f"in its attribute {attribute!r}"
             )
+        reason = derived.obstacle(layer, device) or _read_once(layer, device)
+        if reason is not None:
+            return f"layer {name} {reason}"
+    return None
+
+
+def _read_once(layer: Any, device: str) -> str | None:
+    """What an attention layer reads of its weights in its first step only."""
+    if hasattr(layer, "sink_populated"):
+        return "writes its sinks into the KV cache in its first step, and never again"
+    sinks = getattr(getattr(layer, IMPLEMENTATION, None), "sinks", None)
+    if device == "cpu" and sinks is not None and sinks.dtype is torch.float16:
+        return "casts its sinks in its first step (--dtype bfloat16 does not)"
     return None
 
 
@@ -154,12 +179,22 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def hidden_tensors(layer: torch.nn.Module) -> Iterator[str]:
-    """Attributes of `layer` that hold tensors outside parameters and buffers."""
+    """Attributes of `layer` that hold tensors outside parameters and buffers.
+
+    Those of the object that attention goes by are among them.
+    """
     for name, value in vars(layer).items():
         if name in ("_parameters", "_buffers", "_modules", PACKED):
             continue
+        if name == "weight" and not getattr(layer, "has_weight", True):
+            continue  # a norm without one multiplies by ones, if at all
         if _holds_tensor(value):
             yield name
+    for name, value in getattr(vars(layer).get(IMPLEMENTATION), "__dict__", {}).items():
+        if name in OF_CONFIGURATION or isinstance(value, torch.nn.Parameter):
+            continue  # a parameter is a layer's, and changes with it
+        if _holds_tensor(value):
+            yield f"{IMPLEMENTATION}.{name}"
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -1,0 +1,66 @@
+"""Families of models: after every commit and rollback, what a fresh engine says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.census import census
+from tests.engine.mixtures import mixed, part, said
+from tests.engine.probe import greedy
+from tests.families import FAMILIES, UNPROVED
+
+pytestmark = pytest.mark.engine
+
+QUICK = ("gemma4", "deepseek_v3", "falcon_h1", "gpt_oss")
+"""One for each way in which a family can differ. The others take minutes."""
+ELSEWHERE = ("llama", "qwen3", "qwen3_moe", "mixtral", "mixtral_unrouted")
+"""Proved by test_models.py and test_experts.py."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in FAMILIES
+        if name not in ELSEWHERE + UNPROVED
+    ],
+)
+def test_a_family_equals_a_fresh_engine_after_commits_rollbacks_and_a_subset(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+) -> None:
+    odd = FAMILIES[family].odd
+    old, new = (checkpoint(seed, family=family) for seed in (0, 1))
+    fresh, everything = told(start(new))
+    fresh_mixture = said(start(mixed(old, new, odd, tmp_path / "mixed")))
+    llm = start(old)
+    before = said(llm)
+    # Small tensors are not without effect, or this would show nothing of them.
+    assert before[0] not in (fresh[0], fresh_mixture[0])
+    some = part(new, odd, tmp_path / "part")
+    for _ in range(2):
+        llm.update_weights_from_disk(str(new), "new")
+        assert greedy(llm) == fresh[0]
+        llm.rollback_weights()
+        assert said(llm) == before
+        llm.update_weights_from_disk(some, "odd", subset=odd)
+        assert said(llm) == fresh_mixture
+        llm.rollback_weights()
+    llm.update_weights_from_disk(str(new), "new")
+    said_last, last = told(llm)
+    assert said_last == fresh
+    assert differing(last, everything) == set()
+
+
+def told(llm: Any) -> tuple[tuple[list[list[int]], dict[str, str]], dict[str, Any]]:
+    """Tokens and digests, and a census."""
+    return said(llm), census(llm)
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """Paths at which two models are not the same."""
+    return {path for path in one.keys() | other if one.get(path) != other.get(path)}

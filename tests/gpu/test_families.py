@@ -1,0 +1,54 @@
+"""Families of models on a GPU: eager and with CUDA graphs, and models that see."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.mixtures import mixed, part
+from tests.engine.probe import commits_and_rollbacks, greedy
+from tests.engine.test_media import (  # noqa: F401 (tests, run here on a GPU)
+    engine,
+    fresh,
+    new,
+    old,
+    test_a_picture_seen_before_is_seen_with_the_new_tower,
+)
+from tests.families import FAMILIES
+from vllm.inflight.stage import derived
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+FIRST = ("gemma3", "gemma4", "gpt_oss", "glm4_moe", "mamba2", "falcon_h1")
+LATENT = ("deepseek_v2", "deepseek_v3")
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("family", [*FIRST, "qwen3_next", *LATENT])
+def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    eager: bool,
+) -> None:
+    monkeypatch.setattr(derived, "SEEN_ON", ("cpu", "cuda"))
+    options: dict[str, Any] = {"enforce_eager": eager}
+    if family in LATENT:  # what its kernels want
+        options["block_size"] = 64
+    odd = FAMILIES[family].odd
+    before, after = (checkpoint(seed, family=family) for seed in (0, 1))
+    expected = greedy(start(after, **options))
+    mixture = mixed(before, after, odd, tmp_path / "mixed")
+    expected_mixture = greedy(start(mixture, **options))
+    llm = start(before, **options)
+    commits_and_rollbacks(llm, before, after, expected)
+    some = part(after, odd, tmp_path / "part")
+    llm.update_weights_from_disk(some, "odd", subset=odd)
+    assert greedy(llm) == expected_mixture

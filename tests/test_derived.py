@@ -1,0 +1,85 @@
+"""Derived parameters: made again of every version, and flipped with it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.utils import replace_parameter
+
+from vllm.inflight.commit.flip import Exchange
+from vllm.inflight.stage import derived
+from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.swappable import difference
+from vllm.inflight.stage.twins import put_twins
+
+RANK, WIDTH = 4, 6
+
+
+class Latent(MLAAttention):
+    """Latent attention's weight and its halves, and nothing that computes."""
+
+    def __init__(self, empty: Callable[..., torch.Tensor]) -> None:
+        torch.nn.Module.__init__(self)
+        self.kv_b_proj = torch.nn.Module()
+        weight = torch.nn.Parameter(empty((WIDTH, RANK)), requires_grad=False)
+        self.kv_b_proj.weight = weight
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        keys, values = self.kv_b_proj.weight.to(act_dtype).split(WIDTH // 2)
+        replace_parameter(self, "W_UV", values.t(), prefer_copy=True)
+        replace_parameter(self, "W_UK_T", keys, prefer_copy=True)
+
+    def shows(self, weight: torch.Tensor) -> bool:
+        keys, values = weight.split(WIDTH // 2)
+        return (
+            torch.equal(self.kv_b_proj.weight, weight)
+            and torch.equal(self.W_UV, values.t())
+            and torch.equal(self.W_UK_T, keys)
+        )
+
+
+def version(seed: int) -> torch.Tensor:
+    return torch.randn(WIDTH, RANK, generator=torch.Generator().manual_seed(seed))
+
+
+def loaded(empty: Callable[..., torch.Tensor]) -> Latent:
+    live = Latent(empty)
+    live.kv_b_proj.weight.copy_(version(0))
+    live.process_weights_after_loading(torch.float32)
+    return live
+
+
+@pytest.mark.parametrize("memory", ["arena", "exchanged"])
+def test_halves_are_of_the_version_that_is_served(memory):
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        live = loaded(arena.empty if memory == "arena" else torch.empty)
+        with torch.device("meta" if memory == "arena" else "cpu"):
+            second = Latent(torch.empty)
+        derived.make_places(live, second)
+        assert difference(live, second) is None
+        if memory == "arena":
+            arena.consolidate()
+            arena.pair()
+            put_twins(live, second, arena.twin)
+            flip = arena.flip
+        else:
+            flip = Exchange(live, second)
+        for seed in 1, 2:
+            second.kv_b_proj.weight.data.copy_(version(seed))
+            derived.derive(second, torch.float32)
+            assert live.shows(version(seed - 1))
+            flip()
+            assert live.shows(version(seed))
+            flip()
+            assert live.shows(version(seed - 1))
+            flip()
+            if memory == "arena":
+                arena.settle()
+
+
+def test_what_is_derived_is_no_part_of_a_checkpoint():
+    live = loaded(torch.empty)
+    names = {key for key in live._parameters if derived.is_derived(live, key)}
+    assert names == {"W_UV", "W_UK_T"}
+    assert not derived.is_derived(torch.nn.Linear(1, 1), "W_UV")

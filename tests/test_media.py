@@ -1,0 +1,142 @@
+"""Encoder outputs: a request reads none that older weights made."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import (
+    EncoderCacheManager,
+    EncoderDecoderCacheManager,
+)
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
+
+from vllm.inflight.engine import media
+from vllm.inflight.engine.cache import Policy, Root
+from vllm.inflight.patch.scheduler import _hash_once
+
+SIZE, NUM_EMBEDS = 16, 4
+
+
+@pytest.fixture
+def manager() -> EncoderCacheManager:
+    return EncoderCacheManager(SIZE)
+
+
+def asking(*names: str) -> Request:
+    items = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=name,
+            mm_position=PlaceholderRange(offset=n * NUM_EMBEDS, length=NUM_EMBEDS),
+            mm_hash=name,
+        )
+        for n, name in enumerate(names)
+    ]
+    tokens = [0] * (NUM_EMBEDS * len(items) + 1)
+    sampling = SamplingParams(max_tokens=1)
+    return Request("-".join(names), tokens, sampling, None, mm_features=items)
+
+
+def names(request: Request) -> list[str]:
+    return [item.identifier for item in request.mm_features]
+
+
+def encode(manager: EncoderCacheManager, request: Request) -> bool:
+    """Have its one item encoded, unless it is there; returns whether it is."""
+    if manager.check_and_update_cache(request, 0):
+        return True
+    assert manager.can_allocate(request, 0, SIZE, 0)
+    manager.allocate(request, 0)
+    return False
+
+
+def test_names_are_of_a_root_and_equal_upstreams_at_the_first():
+    policy, request = Policy(), asking("cat", "dog")
+    policy.plant(request, Root(0))
+    assert names(request) == ["cat", "dog"]
+    policy.plant(request, Root(1))
+    of_first = names(request)
+    policy.plant(request, Root(2))
+    assert set(of_first).isdisjoint(names(request))
+    policy.plant(request, Root(0))
+    assert names(request) == ["cat", "dog"]
+    assert [item.mm_hash for item in request.mm_features] == ["cat", "dog"]
+
+
+def test_the_samples_of_one_prompt_do_not_rename_each_others_items():
+    first, second = asking("cat"), asking("cat")
+    second.mm_features = first.mm_features
+    Policy().plant(first, Root(1))
+    assert names(second) == ["cat"] != names(first)
+
+
+def test_a_request_that_its_worker_knows_keeps_its_names():
+    request = asking("cat")
+    Policy().plant(request, Root(1))
+    known = names(request)
+    request.num_preemptions = 1
+    Policy().plant(request, Root(2))
+    assert names(request) == known
+
+
+def test_what_an_older_request_still_reads_is_not_shared_with_a_newer_one(manager):
+    older, newer = asking("cat"), asking("cat")
+    assert not encode(manager, older)
+    Policy().plant(newer, Root(1))
+    assert media.drop_idle(manager) == 0
+    assert not encode(manager, newer)
+    assert encode(manager, older)
+
+
+def test_what_nobody_reads_is_dropped_and_its_place_is_free_again(manager):
+    requests = [asking(str(n)) for n in range(SIZE // NUM_EMBEDS)]
+    for request in requests:
+        assert not encode(manager, request)
+    for request in requests[1:]:
+        manager.free(request)
+    assert media.drop_idle(manager) == 3
+    assert sorted(manager.get_freed_mm_hashes()) == ["1", "2", "3"]
+    assert encode(manager, requests[0])
+    for name in "abc":
+        assert not encode(manager, asking(name))
+    assert manager.num_free_slots == 0
+
+
+def test_a_cache_that_keeps_nothing_has_nothing_to_drop():
+    assert media.drop_idle(EncoderDecoderCacheManager(SIZE)) == 0
+
+
+def test_a_request_has_the_names_of_its_root_when_it_is_hashed():
+    item = asking("cat").mm_features[0]
+    adapters = SimpleNamespace(load_of=lambda _: 0)
+    scheduler = SimpleNamespace(
+        inflight_policy=Policy(), inflight_adapters=adapters, inflight_cache_epoch=1
+    )
+    hashed = []
+
+    def original(_, sent: EngineCoreRequest) -> tuple[Request, int]:
+        hashed.extend(sent.mm_features)
+        return Request.from_engine_core_request(sent, None), 0
+
+    sent = EngineCoreRequest(
+        request_id="1",
+        prompt_token_ids=[0] * 5,
+        mm_features=[item],
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    added, _ = _hash_once(original)(SimpleNamespace(scheduler=scheduler), sent)
+    fresh = asking("cat")
+    Policy().plant(fresh, Root(1))
+    assert names(added) == names(fresh) == [one.identifier for one in hashed]
+    assert (item.identifier, hashed[0].mm_hash) == ("cat", "cat")
+    Policy().plant(added, Root(2))
+    Policy().plant(fresh, Root(2))
+    assert names(added) == names(fresh) != [one.identifier for one in hashed]

@@ -1,0 +1,123 @@
+"""What keeps a version alive beside the parameters is refused, by name."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+from tests.engine.test_models import CONFIG
+from vllm.inflight.stage import buffers, derived, swappable
+
+
+def reason(layer: torch.nn.Module, **config: object) -> str | None:
+    """Why a model with this layer is refused."""
+    model = torch.nn.ModuleDict({"it": layer})
+    return swappable.obstacle(model, SimpleNamespace(**CONFIG | config))
+
+
+def layer_with(**attributes: object) -> torch.nn.Module:
+    layer = torch.nn.Module()
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def buffered(name: str, tensor: torch.Tensor, *, persistent: bool = True):
+    layer = torch.nn.Module()
+    layer.register_buffer(name, tensor, persistent=persistent)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("beta", torch.tensor(0.5)),
+        ("running_mean", torch.zeros(4)),
+        ("codes", torch.zeros(4, dtype=torch.int64)),
+    ],
+)
+def test_a_buffer_that_a_checkpoint_may_fill_is_refused(name, tensor):
+    assert reason(buffered(name, tensor)) == f"layer it loads the buffer {name!r}"
+    assert reason(buffered(name, tensor, persistent=False)) is None
+
+
+@pytest.mark.parametrize("name", ["_k_scale", "position_ids"])
+def test_buffers_that_no_version_has_of_its_own_are_not(name):
+    assert reason(buffered(name, torch.arange(4.0))) is None
+
+
+def test_a_buffer_that_its_layer_reads_at_every_step_becomes_a_parameter():
+    layer = buffered("layer_scalar", torch.ones(1))
+    assert reason(layer) is not None
+    place = layer.layer_scalar.data_ptr()
+    buffers.adopt(layer)
+    assert [name for name, _ in layer.named_parameters()] == ["layer_scalar"]
+    assert layer.layer_scalar.data_ptr() == place
+    assert reason(layer) is None
+
+
+def test_a_norm_without_a_weight_keeps_no_version():
+    assert reason(layer_with(has_weight=False, weight=torch.ones(8))) is None
+    assert "'weight'" in reason(layer_with(weight=torch.ones(8)))
+
+
+def test_what_attention_has_made_of_its_weights_is_named():
+    sinks = torch.nn.Parameter(torch.zeros(4))
+    plain = layer_with(impl=SimpleNamespace(sinks=sinks, alibi_slopes=torch.ones(4)))
+    assert reason(plain) is None
+    cast = layer_with(impl=SimpleNamespace(sinks=sinks.double()))
+    assert "keeps weights in its attribute 'impl.sinks'" in reason(cast)
+
+
+def test_weights_that_are_read_in_the_first_step_only_are_refused():
+    half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    casting = layer_with(impl=SimpleNamespace(sinks=half))
+    assert reason(casting) == (
+        "layer it casts its sinks in its first step (--dtype bfloat16 does not)"
+    )
+    assert "into the KV cache" in reason(layer_with(sink_populated=False))
+
+
+def test_encoder_outputs_of_another_engine_are_refused():
+    shared = {"ec_transfer_config": SimpleNamespace()}
+    assert "of other engines" in reason(torch.nn.Identity(), **shared)
+
+
+def test_a_drafter_that_drafts_in_parallel_is_refused():
+    drafting = SimpleNamespace(
+        method="eagle", parallel_drafting=True, draft_model_config=None
+    )
+    assert "in parallel" in reason(torch.nn.Identity(), speculative_config=drafting)
+
+
+class GptOssForCausalLM(torch.nn.Module):
+    """The name of a model whose loader writes past its parameters'."""
+
+
+def test_a_loader_that_writes_into_what_it_is_handed_is_refused_on_several_ranks():
+    for world_size, is_refused in (1, False), (2, True):
+        parallel = SimpleNamespace(enable_eplb=False, world_size=world_size)
+        config = SimpleNamespace(**CONFIG | {"parallel_config": parallel})
+        found = swappable.obstacle(GptOssForCausalLM(), config)
+        assert (found is not None and "several ranks (2)" in found) == is_refused
+
+
+class Latent(MLAAttention):
+    """Latent attention without its projections' sizes."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.kv_b_proj = torch.nn.Linear(2, 2)
+        self.impl = None
+
+
+def test_latent_attention_is_refused_where_it_was_not_seen(monkeypatch):
+    layer = Latent()
+    assert reason(layer) is None
+    on_gpu = {"device_config": SimpleNamespace(device_type="cuda")}
+    assert "layer it is latent attention" in reason(layer, **on_gpu)
+    monkeypatch.setattr(derived, "SEEN_ON", ("cpu", "cuda"))
+    assert reason(layer, **on_gpu) is None
+    monkeypatch.setattr(layer.kv_b_proj, "quant_method", object(), raising=False)
+    assert "over quantised weights" in derived.obstacle(layer, "cpu")

@@ -1,0 +1,61 @@
+"""Encoder outputs of media: of one version of the weights, as KV is.
+
+vLLM keeps what a vision tower has made of an image under a name that tells the image
+and no weights. So a request that begins under a root (see cache.py) calls its media by
+names of that root. A request that runs on keeps its names, which its worker knows; what
+no request refers to is dropped when the weights change, so that one that is computed
+again is computed from the new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+Rename = Callable[[str], str]
+"""The name of an item → its name under a root."""
+
+
+def plant(request: Any, rename: Rename) -> None:
+    """Give the media of a request that no worker knows yet their names."""
+    if not request.mm_features or request.num_preemptions:
+        return
+    # As they came; a session's grow.
+    names = vars(request).setdefault("inflight_media", [])
+    names += names_of(request.mm_features[len(names) :])
+    request.mm_features = renamed(request.mm_features, names, rename)
+
+
+def names_of(items: Sequence[Any]) -> list[str]:
+    """What the items of a request are called."""
+    return [item.identifier for item in items]
+
+
+def renamed(items: Sequence[Any], names: Sequence[str], rename: Rename) -> list[Any]:
+    """The items under other names; others may hold the same, as samples of one prompt.
+
+    What a processor made of them has no version, and is found as before.
+    """
+    return [
+        replace(item, identifier=rename(name), mm_hash=item.mm_hash or name)
+        for item, name in zip(items, names, strict=True)
+    ]
+
+
+def drop_idle(manager: Any) -> int:
+    """Evict what no request refers to; returns how many outputs.
+
+    Args:
+        manager: upstream's encoder cache; others than its default keep no such list,
+            and go by the names.
+
+    """
+    idle: dict[str, int] = getattr(manager, "freeable", {})
+    num_dropped = len(idle)
+    while idle:
+        name, num_embeds = idle.popitem()
+        del manager.cached[name], manager.num_embeds_by_hash[name]
+        manager.num_free_slots += num_embeds
+        manager.freed.append(name)  # the workers learn of it with the next step
+    return num_dropped
