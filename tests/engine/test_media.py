@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from tests.engine.mixtures import mixed, part
 from tests.engine.probe import greedy
 from tests.tiny_vision import TOWER, make_seeing, picture
-from vllm.inflight.api.control import run_sync
+from vllm.inflight.api.door import run_sync
 from vllm.inflight.api.methods import control_of
 
 pytestmark = pytest.mark.engine
