@@ -99,6 +99,7 @@ class W8(Row):
     """
 
     play = "torn_ranks"
+    takes_minutes = True
     tests = (
         "tests/engine/test_two_ranks.py::test_one_rank_that_fails_lets_no_rank_commit",
     )

@@ -20,6 +20,7 @@ class Row:
         tests: others that show what holds here, as `file::function`.
         not_shown: why there is no play.
         instead: what holds here, where nothing is played here.
+        takes_minutes: whether the play here is left to `make test-slow`.
 
     """
 
@@ -27,6 +28,7 @@ class Row:
     tests: tuple[str, ...] = ()
     not_shown = ""
     instead = ""
+    takes_minutes = False
 
     @staticmethod
     def upstream(seen: Seen) -> str:

@@ -98,6 +98,7 @@ class W10(Row):
     """
 
     play = "torn_engines"
+    takes_minutes = True
     tests = (
         "tests/simulated/test_two_doors.py::"
         "test_if_one_cannot_commit_the_other_goes_back_and_the_next_update_works",

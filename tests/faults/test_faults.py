@@ -14,7 +14,11 @@ from tests.faults.results import ARMS, ROOT, ROWS, facts, read, record
 from tests.faults.row import Row, Seen
 
 PLAYED = [pytest.param(row, id=name) for name, row in ROWS.items() if row.play]
-PLAYED_HERE = [each for each in PLAYED if not each.values[0].instead]
+PLAYED_HERE = [
+    pytest.param(row, id=name, marks=pytest.mark.slow if row.takes_minutes else ())
+    for name, row in ROWS.items()
+    if row.play and not row.instead
+]
 
 
 @pytest.mark.engine

@@ -26,8 +26,6 @@ TRAINERS = ("shared memory", "gloo")
 WHILE_FINISHING = ("verify", "inside the flip")
 """Where an engine has been told to commit, and needs its trainer no more."""
 LEAVES = ("begin", *STREAM, "before finish", *WHILE_FINISHING)
-QUICK_TRAINERS = ("shared memory", "mid-stream")
-"""Where every run kills one; the others need another server, or wait as long."""
 
 CORES = ("core of one rank", "core of 2")
 ENGINES = ("engine 0 of 2", "engine 1 of 2")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine.test_server import generate
 from tests.injection import trainers
-from tests.injection.cells import LEAVES, QUICK_TRAINERS, TRAINERS, WHILE_FINISHING
+from tests.injection.cells import LEAVES, TRAINERS, WHILE_FINISHING
 from tests.injection.points import Trap
 from tests.injection.subject import eventually, left_in_shared_memory
 from tests.serving import Server
@@ -75,21 +75,15 @@ def last_update(server: Server) -> dict[str, Any]:
 
 
 def params(name: str, values: tuple[str, ...], suffix: str = "") -> Any:
-    """With ids that together are a cell; what not every run has is slow."""
+    """With ids that together are a cell."""
     return pytest.mark.parametrize(
         name,
-        [
-            pytest.param(
-                value,
-                id=value.replace(" ", "_") + suffix,
-                marks=() if value in QUICK_TRAINERS else pytest.mark.slow,
-            )
-            for value in values
-        ],
+        [pytest.param(value, id=value.replace(" ", "_") + suffix) for value in values],
         indirect=name == "way",
     )
 
 
+@pytest.mark.slow
 @params("way", TRAINERS)
 @params("point", LEAVES, suffix="-SIGKILL_trainer")
 def test_a_killed_trainer_costs_nothing_but_its_update(
