@@ -16,6 +16,7 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import counts, doors
 from vllm.inflight.engine.lockstep import Lockstep
+from vllm.inflight.engine.parent import end_with_parent
 from vllm.inflight.engine.pause import Pauses
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.reply import enveloped
@@ -50,6 +51,8 @@ class Gate:
         self.updates = Updates(core, self.ranks, self.served, self._ended)
         self.in_process = not hasattr(core, "input_queue")
         """Whether the engine steps in its caller's process, without a loop."""
+        if not self.in_process:
+            end_with_parent()
         self.has_actor_group = False
         """Whether PipelineRL's worker calls have joined its trainer's group."""
         self.farewells: list[str] = []

@@ -1,8 +1,7 @@
 """The watch: a thread that reads the board while an update is under way.
 
 It moves the update along when the ranks have, ends it at its deadline, and
-answers those who wait. It runs only while there is something to wait for, so
-an engine without an update has no thread of ours.
+answers those who wait. It runs only while there is something to wait for.
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+"""An engine core ends with the process that started it.
+
+Upstream's workers notice that their core is gone. A core notices nothing when its front
+end is killed: it stays for good, with its workers and the memory of their GPUs, and no
+server can be started in its place.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+from vllm.inflight import upstream
+
+POLL_S = 1.0
+PATIENCE_S = 10.0
+"""For a core to end by itself, as it does at SIGTERM."""
+
+logger = upstream.init_logger(__name__)
+
+
+def end_with_parent() -> None:
+    """From now on; nothing happens in a process that was not started as a child."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(
+            target=_watch, args=(parent.pid,), name="inflight-parent", daemon=True
+        ).start()
+
+
+def _watch(pid: int) -> None:
+    while os.getppid() == pid:
+        time.sleep(POLL_S)
+    logger.critical("process %d, which started this engine core, is gone", pid)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(PATIENCE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
