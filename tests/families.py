@@ -101,7 +101,12 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         "Gemma2ForCausalLM",
         "sliding and global layers, capped logits",
-        fields={"sliding_window": WINDOW, "query_pre_attn_scalar": 32},
+        # vLLM has no other than this.
+        fields={
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": True,
+        },
         embedding=0.05,
     ),
     "gemma3": Family(
