@@ -79,11 +79,11 @@ SOAK_S := $(if $(findstring command,$(origin SECONDS)),$(SECONDS),1200)
 soak: setup ## SECONDS=1200: updates and faults under load, all of it checked
 	PYTHONPATH=$(CURDIR)/tests/calm $(PY) -m tests.soak --seconds $(SOAK_S)
 
-fuzz: setup build/schemathesis ## a million inputs for our parsers, 40,000 requests for real servers
+fuzz: setup build/schemathesis ## a million inputs for our parsers, 70,000 requests for real servers
 	$(PY) -W ignore -m tests.fuzz --inputs 1080000
 	$(PY) -W ignore -m tests.fuzz.routes --requests 20000
 	$(PY) -W ignore -m tests.fuzz.requests --requests 20000
-	$(PY) -W ignore -m tests.fuzz.openapi --requests 20000
+	$(PY) -W ignore -m tests.fuzz.openapi --requests 30000
 
 build/schemathesis: # beside the environment: nothing else needs it
 	$(PYTHON) -m venv $@

@@ -5,49 +5,51 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
+import pytest
+
+from tests.waiting import until
 
 FRONT_END = """
-import multiprocessing, time
+import multiprocessing, os, signal, sys, time
 from vllm.inflight.engine import parent
 
-def core(is_deaf):
-    if is_deaf:
-        import signal
+def core(kind):
+    if kind == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         parent.PATIENCE_S = 1.0
+    print(os.getpid(), flush=True)
+    while kind == "late" and multiprocessing.parent_process().is_alive():
+        time.sleep(0.1)
     parent.end_with_parent()
     time.sleep(600)
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
-    cores = [context.Process(target=core, args=(deaf,)) for deaf in (False, True)]
-    for each in cores:
-        each.start()
-    print(*(each.pid for each in cores), flush=True)
+    context = multiprocessing.get_context(sys.argv[1])
+    for kind in ("plain", "deaf", "late"):
+        context.Process(target=core, args=(kind,)).start()
     time.sleep(600)
 """
 
 
-def test_cores_end_when_their_front_end_is_killed_also_one_that_does_not_listen() -> (
-    None
-):
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_cores_end_when_their_front_end_is_killed(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "front_end.py"
+    script.write_text(FRONT_END)
     front_end = subprocess.Popen(
-        [sys.executable, "-c", FRONT_END], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script), method], stdout=subprocess.PIPE, text=True
     )
     assert front_end.stdout is not None
     with front_end.stdout as told:
-        cores = [psutil.Process(int(pid)) for pid in told.readline().split()]
+        cores = [psutil.Process(int(told.readline())) for _ in range(3)]
     try:
-        time.sleep(2)
-        assert len(cores) == 2 and all(map(lives, cores))
+        time.sleep(2)  # two looks at a parent that lives
+        assert all(map(lives, cores))
         os.kill(front_end.pid, signal.SIGKILL)
         front_end.wait()
-        ends = time.monotonic() + 60
-        while any(map(lives, cores)):
-            assert time.monotonic() < ends, "a core stays behind"
-            time.sleep(0.1)
+        until(lambda: not any(map(lives, cores)), "a core stays behind", 60)
     finally:
         for each in filter(lives, cores):
             each.kill()

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from tests.engine.script import tell
+from tests.waiting import until
 
 NUM_REQUESTS = 4
 NUM_TOKENS = 600
@@ -67,12 +68,15 @@ def begun_together(door: Door, prompts: list[list[int]]) -> list[Future[Any]]:
     """Requests that run at one time on any machine: a pause has gathered them."""
     door.call("pause_generation", mode="in_place", flush_cache=False)
     sent = door.send(prompts, NUM_TOKENS)
-    num_here = 0
-    while num_here < NUM_REQUESTS:
-        time.sleep(0.05)
+
+    def are_here() -> bool:
         reply = door.call("pause_generation", mode="in_place", flush_cache=False)
         engines = reply.get("engines", [reply])
         num_here = sum(e["num_running"] + e["num_waiting"] for e in engines)
+        assert not any(each.done() for each in sent), "a request ended before"
+        return num_here == NUM_REQUESTS
+
+    until(are_here, "the requests did not arrive", 120)
     door.call("continue_generation")
     time.sleep(0.1)
     return sent

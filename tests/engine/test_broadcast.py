@@ -8,30 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from tests.checkpoint_source import CheckpointSource
 from tests.engine.probe import greedy, prompts
 from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.wire.trainer import GlooTrainerInitInfo
 
 pytestmark = pytest.mark.engine
-
-
-class Files(WeightSource):
-    """A trainer's weights: those of a checkpoint, which may change."""
-
-    def __init__(self, folder: Path) -> None:
-        self.tensors = load_file(folder / "model.safetensors")
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(n, t.dtype, t.shape) for n, t in self.tensors.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.tensors.items())
 
 
 class Client:
@@ -61,12 +47,12 @@ def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
 
 
 @pytest.fixture
-def source(new: Path) -> Files:
-    return Files(new)
+def source(new: Path) -> CheckpointSource:
+    return CheckpointSource(new)
 
 
 @pytest.fixture
-def trainer(llm: Any, source: Files) -> Iterator[Any]:
+def trainer(llm: Any, source: CheckpointSource) -> Iterator[Any]:
     info = GlooTrainerInitInfo(
         rank=0,
         master_address="127.0.0.1",
@@ -97,15 +83,15 @@ def test_what_a_trainer_sends_is_served(
 
 
 def test_a_slow_trainer_shows_in_the_seconds_of_the_wire(
-    llm: Any, trainer: Any, source: Files, monkeypatch: pytest.MonkeyPatch
+    llm: Any, trainer: Any, source: CheckpointSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slowly(self: Files) -> Iterator[tuple[str, torch.Tensor]]:
+    def slowly(self: CheckpointSource) -> Iterator[tuple[str, torch.Tensor]]:
         for index, pair in enumerate(self.tensors.items()):
             if index == len(self.tensors) // 2:
                 time.sleep(1)
             yield pair
 
-    monkeypatch.setattr(Files, "__iter__", slowly)
+    monkeypatch.setattr(CheckpointSource, "__iter__", slowly)
     trainer.send_weights()
     seconds = llm.weight_update_status()["outcomes"][0]["seconds"]
     assert 0 < seconds["wire"] < seconds["staging"]
@@ -129,7 +115,7 @@ def test_tokens_flow_while_a_trainer_sends(
 
 
 def test_weights_that_the_model_refuses_leave_the_group_good(
-    llm: Any, trainer: Any, source: Files, fresh: list[list[int]]
+    llm: Any, trainer: Any, source: CheckpointSource, fresh: list[list[int]]
 ) -> None:
     before = greedy(llm)
     norm = source.tensors.pop("model.norm.weight")
@@ -142,14 +128,14 @@ def test_weights_that_the_model_refuses_leave_the_group_good(
 
 
 def test_a_trainer_that_stops_sending_lets_serving_go_on(
-    llm: Any, trainer: Any, source: Files, fresh: list[list[int]]
+    llm: Any, trainer: Any, source: CheckpointSource, fresh: list[list[int]]
 ) -> None:
     before = greedy(llm)
 
     class Stopped(Exception):
         pass
 
-    class Half(Files):
+    class Half(CheckpointSource):
         def __init__(self) -> None:
             self.tensors = source.tensors
 

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from tests.engine.mixtures import MLP, part, said
 from tests.serving import Server
+from tests.waiting import until
 from vllm.inflight.errors import Conflict, WeightsMismatch
 
 pytestmark = pytest.mark.engine
@@ -103,8 +103,7 @@ def test_a_server_that_was_killed_serves_what_it_served(
     body = {"path": str(new), "weight_version": "new"}
     with Server(old, *flags) as server:
         digest = server.post("/update_weights_from_disk", body)["digest"]
-        while '"new"' not in note.read_text():
-            time.sleep(0.01)
+        until(lambda: '"new"' in note.read_text())
         os.killpg(server.pid, signal.SIGKILL)
     with Server(old, *flags) as server:
         info = server.client.get("/weight_info").json()

@@ -55,8 +55,7 @@ def over_http(tp: int, dp: int, old: Path, new: Path) -> Any:
 
 # Of dense models upstream refuses data parallelism offline.
 CELLS = [
-    # The server's door is an AsyncLLM, too.
-    pytest.param(door, shape, marks=pytest.mark.slow if door == "AsyncLLM" else ())
+    (door, shape)
     for door in ("HTTP", "AsyncLLM", "LLM")
     for shape in SHAPES
     if (door, shape) != ("LLM", "two data-parallel")

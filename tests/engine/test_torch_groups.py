@@ -1,7 +1,6 @@
 """A trainer that knows torch.distributed alone, over gloo, into a real engine core."""
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from tests.engine.bare_core import Streams, add, prompt
 from tests.engine.core_door import Door, said
 from tests.engine.torch_trainer import TorchTrainer, facts, training
+from tests.waiting import until
 from vllm.inflight.wire.watch import in_background
 
 pytestmark = pytest.mark.engine
@@ -177,8 +177,7 @@ def test_while_a_group_waits_for_its_trainer_nothing_else_begins(
     group = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1}
     group |= {"world_size": 2, "backend": "gloo", "timeout_s": 60}
     joining = in_background(lambda: door.refused("/init_weights_update_group", **group))
-    while not any(each.name == "inflight-stage" for each in threading.enumerate()):
-        time.sleep(0.01)
+    until(lambda: any(t.name == "inflight-stage" for t in threading.enumerate()))
     for path, body in {
         "/update_weights_from_disk": {"model_path": str(folders["new"])},
         "/init_weights_update_group": group,

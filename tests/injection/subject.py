@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +152,3 @@ def is_ours(name: str) -> bool:
 def left_in_shared_memory() -> set[str]:
     """Names of ours in /dev/shm."""
     return {name for name in os.listdir("/dev/shm") if name.startswith("vllm-inflight")}
-
-
-def eventually(holds: Callable[[], bool], what: str, seconds: float = 30) -> None:
-    """Wait until `holds`; fails as `what` if it does not."""
-    ends = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < ends, what
-        time.sleep(0.05)

@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.injection.subject import Subject, eventually
+from tests.injection.subject import Subject
 from tests.serving import Server
+from tests.waiting import until
 from vllm.inflight.errors import InflightError
 
 pytestmark = pytest.mark.engine
@@ -109,12 +110,12 @@ def test_a_client_that_is_gone_after_every_call_can_go_on_where_it_was(
         leave(server, path, body, share=0.5)  # is no call
     assert phase(server, "gone") is None
     leave(server, "/start_weight_update", opening)
-    eventually(lambda: phase(server, "gone") == "staging", "it was not begun")
+    until(lambda: phase(server, "gone") == "staging", "it was not begun")
     assert server.post("/start_weight_update", opening)["phase"] == "staging"
     leave(server, "/update_weights", chunk)
     server.post("/update_weights", chunk)
     leave(server, "/finish_weight_update", finish)
-    eventually(lambda: phase(server, "gone") == "committed", "it was not committed")
+    until(lambda: phase(server, "gone") == "committed", "it was not committed")
     # What a caller finds who was cut off between the commit and its reply.
     told = server.client.get("/weight_update/gone").json()
     assert told["result"]["weight_version"] == label(server) == "v1"
@@ -130,18 +131,18 @@ def test_a_client_that_is_gone_leaves_no_pause_half_made_and_no_rollback_twice(
         return bool(server.client.get("/is_paused").json()["is_paused"])
 
     leave(server, "/pause_generation", {"mode": "in_place"})
-    eventually(is_paused, "it did not pause")
+    until(is_paused, "it did not pause")
     leave(server, "/continue_generation", {})
-    eventually(lambda: not is_paused(), "it did not go on")
+    until(lambda: not is_paused(), "it did not go on")
     body = {"path": str(old), "weight_version": "v2", "update_id": "v2"}
     leave(server, "/update_weights_from_disk", body)
-    eventually(lambda: phase(server, "v2") == "committed", "it was not committed")
+    until(lambda: phase(server, "v2") == "committed", "it was not committed")
     epoch = server.client.get("/weight_info").json()["epoch"]
     leave(server, "/rollback_weights", {"to_version": "v1"})
-    eventually(lambda: label(server) != "v2", "it did not go back")
+    until(lambda: label(server) != "v2", "it did not go back")
     assert server.client.get("/weight_info").json()["epoch"] == epoch + 1
     server.post("/start_weight_update", {"update_id": "given up"})
     leave(server, "/abort_weight_update", {"update_id": "given up"})
-    eventually(lambda: phase(server, "given up") == "aborted", "it was not aborted")
+    until(lambda: phase(server, "given up") == "aborted", "it was not aborted")
     body = {"path": str(new), "weight_version": "v3"}
     assert server.post("/update_weights_from_disk", body)["weight_version"] == "v3"

@@ -16,8 +16,9 @@ import pytest
 from tests.engine.test_server import generate, stream
 from tests.injection.cells import KILLS, POINTS, kills
 from tests.injection.points import Trap
-from tests.injection.subject import eventually, left_in_shared_memory
+from tests.injection.subject import left_in_shared_memory
 from tests.serving import Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -72,7 +73,7 @@ def test_what_a_killed_process_leaves_is_nothing(
             raise httpx.ReadError("it was told")
         speaking.result(timeout=60)
     assert trap.disarm(), "the point was not reached"
-    eventually(lambda: not any(map(lives, family)), "a process lives on")
+    until(lambda: not any(map(lives, family)), "a process lives on")
     assert left_in_shared_memory() <= known
     choices = [choice for chunk in got for choice in chunk.get("choices", ())]
     said = [token for choice in choices for token in choice["token_ids"] or ()]
@@ -122,5 +123,5 @@ def test_a_rank_that_does_not_come_out_of_its_flip_ends_the_engine_with_a_reason
         except httpx.TransportError:
             pass  # it ended before it could say so
         assert trap.disarm(), "the point was not reached"
-        eventually(lambda: not any(map(lives, family)), "a process lives on")
+        until(lambda: not any(map(lives, family)), "a process lives on")
         assert "a flip failed and could not be taken back" in server.log()

@@ -18,8 +18,9 @@ from tests.engine.test_server import generate
 from tests.injection import trainers
 from tests.injection.cells import LEAVES, TRAINERS, WHILE_FINISHING
 from tests.injection.points import Trap
-from tests.injection.subject import eventually, left_in_shared_memory
+from tests.injection.subject import left_in_shared_memory
 from tests.serving import Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -69,7 +70,7 @@ def last_update(server: Server) -> dict[str, Any]:
     def told() -> Any:
         return server.client.get("/weight_update").json()
 
-    eventually(lambda: told()["active"] is None, "it is not given up", 3 * DEADLINE_S)
+    until(lambda: told()["active"] is None, "it is not given up", 3 * DEADLINE_S)
     report: dict[str, Any] = told()["outcomes"][0]
     return report
 

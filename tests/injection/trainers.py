@@ -3,16 +3,13 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from tests.checkpoint_source import CheckpointSource
 from tests.wire.peers import HOST
 from vllm.inflight.trainer import Publisher
 from vllm.inflight.trainer.engines import HttpEngine
@@ -26,22 +23,9 @@ BUCKET_BYTES = 1 << 14
 """Small, so that half an update is many buckets."""
 
 
-class Weights(WeightSource):
-    """Those of a checkpoint."""
-
-    def __init__(self, folder: Path) -> None:
-        self.tensors = load_file(folder / "model.safetensors")
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(n, t.dtype, t.shape) for n, t in self.tensors.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.tensors.items())
-
-
 def publish(url: str, folder: Path) -> None:
     """Over shared memory."""
-    with Publisher(url, Weights(folder).tensors) as publisher:
+    with Publisher(url, CheckpointSource(folder).tensors) as publisher:
         publisher.publish()
 
 
@@ -56,7 +40,7 @@ def broadcast(url: str, folder: Path) -> None:
             bucket_bytes=BUCKET_BYTES,
         ),
         client=HTTPVLLMWeightSyncClient(url),
-        source=Weights(folder),
+        source=CheckpointSource(folder),
     )
     sender.send_weights()
     sender.shutdown()

@@ -10,7 +10,6 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -52,14 +51,6 @@ def publisher(
     options = {"timeout_s": 20} | options  # a test that hangs helps nobody
     urls = [one.url for one in engine] if isinstance(engine, list) else engine.url
     return Publisher(urls, weights() if source is None else source, **options)
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for what another thread will bring about."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 class StandIn:

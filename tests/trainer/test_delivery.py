@@ -15,9 +15,9 @@ from tests.trainer.stand_in import (
     STARTING,
     UPDATE,
     publisher,
-    until,
     weights,
 )
+from tests.waiting import until
 from vllm.inflight.errors import (
     EngineFault,
     EngineUnreachable,

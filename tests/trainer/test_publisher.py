@@ -16,9 +16,9 @@ from tests.trainer.stand_in import (
     START,
     UPDATE,
     publisher,
-    until,
     weights,
 )
+from tests.waiting import until
 from vllm.inflight.errors import ConfigError, Malformed
 from vllm.inflight.trainer import Publisher
 from vllm.inflight.trainer.parcel import SHARED_MEMORY

@@ -13,9 +13,9 @@ from tests.trainer.stand_in import (
     START,
     UPDATE,
     publisher,
-    until,
     weights,
 )
+from tests.waiting import until
 from vllm.inflight.errors import UpdateBusy
 from vllm.inflight.trainer import Outcome
 

@@ -83,8 +83,8 @@ class Journal:
 
     def note(self, version: Version, recipe: Recipe | None) -> None:
         """Have it noted that `version` is served now, and how it is had again."""
-        facts = {"format": FORMAT, "model": self._model, **version.to_dict()}
         if self._path is not None:
+            facts = {"format": FORMAT, "model": self._model, **version.to_dict()}
             self._notes.put(facts | {"recipe": recipe})
 
     def told(self) -> dict[str, Any]:

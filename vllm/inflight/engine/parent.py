@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.process import BaseProcess
 
 from vllm.inflight import upstream
 
@@ -27,14 +28,18 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(
-            target=_watch, args=(parent.pid,), name="inflight-parent", daemon=True
+            target=_watch, args=(parent,), name="inflight-parent", daemon=True
         ).start()
 
 
-def _watch(pid: int) -> None:
-    while os.getppid() == pid:
+def _watch(parent: BaseProcess) -> None:
+    # Whoever forked this one, which is the fork server if there is one. It may be gone
+    # already, which only the parent's pipe tells; and that pipe stays open in whatever
+    # else the parent has forked.
+    forked_by = os.getppid()
+    while os.getppid() == forked_by and parent.is_alive():
         time.sleep(POLL_S)
-    logger.critical("process %d, which started this engine core, is gone", pid)
+    logger.critical("process %d, which started this engine core, is gone", parent.pid)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(PATIENCE_S)
     os.kill(os.getpid(), signal.SIGKILL)
