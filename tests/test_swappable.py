@@ -112,12 +112,8 @@ class Latent(MLAAttention):
         self.impl = None
 
 
-def test_latent_attention_is_refused_where_it_was_not_seen(monkeypatch):
+def test_latent_attention_is_refused_over_quantised_weights(monkeypatch):
     layer = Latent()
     assert reason(layer) is None
-    on_gpu = {"device_config": SimpleNamespace(device_type="cuda")}
-    assert "layer it is latent attention" in reason(layer, **on_gpu)
-    monkeypatch.setattr(derived, "SEEN_ON", ("cpu", "cuda"))
-    assert reason(layer, **on_gpu) is None
     monkeypatch.setattr(layer.kv_b_proj, "quant_method", object(), raising=False)
-    assert "over quantised weights" in derived.obstacle(layer, "cpu")
+    assert "over quantised weights" in derived.obstacle(layer)

@@ -107,7 +107,7 @@ def test_a_layer_that_hides_weights_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("device", "method"),
-    [("cpu", "mtp"), ("cpu", "medusa"), ("cpu", "dflash"), ("cuda", "eagle3")],
+    [("cpu", "mtp"), ("cpu", "medusa"), ("cpu", "dflash"), ("cuda", "mtp")],
 )
 def test_other_drafters_with_weights_are_refused_by_their_method(
     device: str, method: str
@@ -119,31 +119,6 @@ def test_other_drafters_with_weights_are_refused_by_their_method(
     reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | config))
     assert reason is not None
     assert f"on {device}" in reason and f"method {method!r}" in reason
-
-
-@pytest.mark.parametrize(
-    ("device", "num_engines", "is_refused"),
-    [("cuda", 2, True), ("cuda", 1, False), ("cpu", 2, False)],
-)
-def test_experts_of_several_engines_are_refused_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, num_engines: int, is_refused: bool
-) -> None:
-    layer = torch.nn.Module()
-    layer.quant_method = SimpleNamespace(
-        unquantized_backend=SimpleNamespace(name="TRITON")
-    )
-    monkeypatch.setattr(
-        swappable.experts, "is_experts", lambda method: method is layer.quant_method
-    )
-    parallel = SimpleNamespace(enable_eplb=False, data_parallel_size=num_engines)
-    config = {
-        "parallel_config": parallel,
-        "device_config": SimpleNamespace(device_type=device),
-    }
-    model = torch.nn.Sequential(layer)
-    reason = swappable.obstacle(model, SimpleNamespace(**CONFIG | config))
-    assert (reason is not None) == is_refused
-    assert reason is None or "experts of 2 data-parallel engines" in reason
 
 
 def test_a_quantised_drafter_is_refused() -> None:

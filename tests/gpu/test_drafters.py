@@ -14,7 +14,6 @@ from tests.engine.test_adapter_loads import again, of_a_larger_model
 from tests.engine.test_adapters import adapted, said
 from tests.tiny_drafters import METHODS, drafting, make_drafter
 from vllm.inflight.errors import EngineFault
-from vllm.inflight.stage import swappable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,14 +21,6 @@ pytestmark = [
 ]
 
 SHAPE = {"family": "llama", "hidden": 256}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def admitted() -> Iterator[None]:
-    """A kind of drafter is not let through on a GPU before it has been seen there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(swappable.WITH_WEIGHTS, "cuda", tuple(METHODS))
-        yield
 
 
 @pytest.fixture(scope="module", params=METHODS)

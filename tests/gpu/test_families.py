@@ -17,7 +17,6 @@ from tests.engine.test_media import (  # noqa: F401 (tests, run here on a GPU)
     test_a_picture_seen_before_is_seen_with_the_new_tower,
 )
 from tests.families import FAMILIES
-from vllm.inflight.stage import derived
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,11 +33,9 @@ def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     family: str,
     eager: bool,
 ) -> None:
-    monkeypatch.setattr(derived, "SEEN_ON", ("cpu", "cuda"))
     options: dict[str, Any] = {"enforce_eager": eager}
     if family in LATENT:  # what its kernels want
         options["block_size"] = 64

@@ -49,15 +49,10 @@ async def main(way: str, a: str, b: str, num_commits: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vllm.inflight.stage import swappable
-
-    # Not let through before it has been seen. Like what follows it is inherited by the
-    # engines, which are forked off this process.
-    swappable.LOCKSTEP_ON = ("cuda",)
     if way == "apart":
         from vllm.inflight.engine.lockstep import Lockstep
 
-        # Nobody meets.
+        # Nobody meets. The engines, which are forked off this process, inherit it.
         Lockstep.is_kept = property(lambda self: False)  # type: ignore[method-assign,assignment]
         Lockstep.meet = lambda self: False  # type: ignore[method-assign]
         Lockstep.together = lambda self, flip, take_back: flip()  # type: ignore[method-assign]

@@ -18,21 +18,16 @@ from vllm.inflight.stage.layers import layers
 
 HALVES = ("W_UV", "W_UK_T")
 
-SEEN_ON = ("cpu",)
-"""Devices on which latent attention was seen to equal a fresh engine."""
-
 
 def is_derived(layer: torch.nn.Module, key: str) -> bool:
     """Whether the parameter `key` of a layer is made of others."""
     return key in HALVES and isinstance(layer, upstream.MLAAttention)
 
 
-def obstacle(layer: Any, device: str) -> str | None:
+def obstacle(layer: Any) -> str | None:
     """Why what a layer derives cannot be exchanged; None if it can."""
     if not isinstance(layer, upstream.MLAAttention):
         return None
-    if device not in SEEN_ON:
-        return f"is latent attention, which has not been exchanged on {device} yet"
     if quantised.is_quantised(layer.kv_b_proj):
         return "is latent attention over quantised weights, which was not tried"
     return None

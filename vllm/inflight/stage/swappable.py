@@ -30,13 +30,9 @@ OF_CONFIGURATION = ("alibi_slopes",)
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
 
-LOCKSTEP_ON = ("cpu",)
-"""Devices on which nothing speaks against engines that take every step together: the
-CPU build has none, and on GPUs their test has not passed."""
-
 WITH_WEIGHTS = {
     "cpu": ("draft_model", "eagle", "eagle3"),
-    "cuda": ("draft_model", "eagle"),
+    "cuda": ("draft_model", "eagle", "eagle3"),
 }
 """Drafters that are a second tree beside their model's (see tandem.py), by the device
 on which they were seen to equal a fresh engine."""
@@ -112,13 +108,6 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
         if experts.is_experts(method):
             if (reason := experts.obstacle(method)) is not None:
                 return f"layer {name} {reason}"
-            num_engines = vllm_config.parallel_config.data_parallel_size
-            if num_engines > 1 and device not in LOCKSTEP_ON:
-                return (
-                    f"layer {name} holds experts of {num_engines} data-parallel "
-                    "engines, which have to change at one step, and have not been seen "
-                    f"to ({device})"
-                )
         elif (
             quantised.is_quantised(layer)
             and (reason := quantised.obstacle(layer, device)) is not None
@@ -131,7 +120,7 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
                 f"layer {name or '<root>'} ({type(layer).__name__}) keeps weights "
                 f"in its attribute {attribute!r}"
             )
-        reason = derived.obstacle(layer, device) or _read_once(layer, device)
+        reason = derived.obstacle(layer) or _read_once(layer, device)
         if reason is not None:
             return f"layer {name} {reason}"
     return None
