@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def tell(seen: dict[str, Any]) -> None:
-    """What a script says when it is done."""
+    """What a script says when it is done; before that, in case it does not live on."""
     print(RESULT + json.dumps(seen), flush=True)
 
 
@@ -43,5 +43,5 @@ def run_script(
     )
     told = [x for x in done.stdout.splitlines() if x.startswith(RESULT)]
     assert told, done.stdout[-4000:] + done.stderr[-6000:]
-    seen: dict[str, Any] = json.loads(told[0].removeprefix(RESULT))
+    seen: dict[str, Any] = json.loads(told[-1].removeprefix(RESULT))
     return seen

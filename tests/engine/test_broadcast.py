@@ -79,7 +79,9 @@ def test_what_a_trainer_sends_is_served(
     trainer.send_weights()
     assert greedy(llm) == fresh
     last = llm.weight_update_status()["outcomes"][0]
-    assert 0 <= last["seconds"]["wire"] < last["seconds"]["staging"]
+    seconds = last["seconds"]
+    assert 0 <= seconds["wire"] < seconds["staging"]
+    assert 0 < seconds["cpu"] <= seconds["staging"]
 
 
 def test_a_slow_trainer_shows_in_the_seconds_of_the_wire(
@@ -94,7 +96,8 @@ def test_a_slow_trainer_shows_in_the_seconds_of_the_wire(
     monkeypatch.setattr(CheckpointSource, "__iter__", slowly)
     trainer.send_weights()
     seconds = llm.weight_update_status()["outcomes"][0]["seconds"]
-    assert 0 < seconds["wire"] < seconds["staging"]
+    assert 0.5 < seconds["wire"] < seconds["staging"]
+    assert seconds["cpu"] < seconds["staging"] - 0.5, "to wait is no work"
 
 
 def test_tokens_flow_while_a_trainer_sends(

@@ -57,15 +57,14 @@ def here(
         stage.tidy()
         seen = {}
         for name, play in in_process.PLAYS.items():
-            if name != in_process.TWO_RANKS:
+            if name not in (in_process.TWO_RANKS, in_process.ASLEEP):
                 seen[name] = play(stage) | more
                 stage.tidy()
         return seen
 
     @cache
-    def two_ranks() -> dict[str, Seen]:
-        script = ("in_process", old, new, in_process.TWO_RANKS)
-        return run_script(*script, room="tests.faults")
+    def alone(play: str) -> dict[str, Seen]:
+        return run_script("in_process", old, new, play, room="tests.faults")
 
     @cache
     def two_engines() -> dict[str, Seen]:
@@ -85,9 +84,11 @@ def here(
         return seen
 
     def seen(play: str) -> Seen:
-        apart = {in_process.TWO_RANKS: two_ranks, served.TWO_ENGINES: two_engines}
-        together = one_engine if play in in_process.PLAYS else one_server
-        return apart.get(play, together)()[play]
+        if play in (in_process.TWO_RANKS, in_process.ASLEEP):
+            return alone(play)[play]
+        if play == served.TWO_ENGINES:
+            return two_engines()[play]
+        return (one_engine if play in in_process.PLAYS else one_server)()[play]
 
     return seen
 

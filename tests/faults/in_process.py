@@ -196,6 +196,19 @@ def torn_ranks(stage: Stage) -> Seen:
     }
 
 
+def asleep(stage: Stage) -> Seen:
+    """An engine's memory is given back; then a trainer comes."""
+    seen = {"before": stage.tokens(), "sleep": outcome(lambda: stage.llm.sleep(1))}
+    tell({"asleep": seen})  # it may not survive the rest
+    seen |= {
+        "start": stage.start(),
+        "send": stage.send(),
+        "finish": stage.finish("new"),
+    }
+    tell({"asleep": seen})
+    return seen | {"wake": outcome(stage.llm.wake_up), "after": stage.tokens()}
+
+
 PLAYS: dict[str, Callable[[Stage], Seen]] = {
     play.__name__: play
     for play in (
@@ -206,6 +219,7 @@ PLAYS: dict[str, Callable[[Stage], Seen]] = {
         stale_prefix,
         checked,
         torn_ranks,
+        asleep,
     )
 }
 CHAINS = (
@@ -213,19 +227,23 @@ CHAINS = (
     ("finished_all_the_same",),
     ("sent_again",),
     ("torn_ranks",),
+    ("asleep",),
 )
 """What one engine of vLLM as it is lives through: it does not survive the last."""
 TWO_RANKS = "torn_ranks"
+ASLEEP = "asleep"
+"""On a GPU: the CPU build ignores sleep."""
 
 
-def options() -> dict[str, Any]:
-    """Of the engine, beside those of every `LLM` of the tests."""
+def options(*names: str) -> dict[str, Any]:
+    """Of the engine for those plays, beside those of every `LLM` of the tests."""
     from vllm.config.weight_transfer import WeightTransferConfig
 
     return {
         "dtype": "float32",
         "weight_transfer_config": WeightTransferConfig(backend="other"),
         "worker_extension_cls": f"{tests.engine.transport.__name__}.Extension",
+        "enable_sleep_mode": ASLEEP in names,
     }
 
 
@@ -233,12 +251,13 @@ def main(old: str, new: str, *names: str) -> None:
     from vllm import LLM
 
     num_ranks = 2 if TWO_RANKS in names else 1
-    llm = LLM(old, tensor_parallel_size=num_ranks, **OPTIONS, **options())
+    llm = LLM(old, tensor_parallel_size=num_ranks, **OPTIONS, **options(*names))
     stage = Stage(llm, old, new)
     seen = {}
     for name in names:
         seen[name] = PLAYS[name](stage)
-        stage.tidy()
+        if name != ASLEEP:
+            stage.tidy()
     tell(seen)
     with suppress(Exception):
         llm.llm_engine.engine_core.shutdown()

@@ -133,6 +133,35 @@ class W8(Row):
         )
 
 
+class W9(Row):
+    """An update while the engine sleeps ends it."""
+
+    play = "asleep"
+    needs_gpu = True
+    tests = (
+        "tests/engine/test_sleep.py::"
+        "test_whatever_needs_weights_is_refused_while_they_are_asleep",
+        "tests/engine/test_sleep.py::"
+        "test_after_level_2_nothing_is_served_until_a_whole_version_has_come",
+    )
+
+    @staticmethod
+    def upstream(seen: Seen) -> str:
+        assert not refused(seen["sleep"])
+        if "finish" not in seen:
+            return "its process ended in the middle of the calls, without a word"
+        broken = [k for k in ("start", "send", "finish", "wake") if refused(seen[k])]
+        assert broken and refused(seen["after"])
+        told = first_line(seen[broken[0]]["text"])
+        return f"`{broken[0]}`: “{told}”, and no request is answered afterwards"
+
+    @staticmethod
+    def here(seen: Seen) -> str:
+        assert refused(seen["start"], "engine_asleep")
+        assert not refused(seen["wake"]) and seen["after"] == seen["before"]
+        return "409 `engine_asleep`; awake again, the same tokens as before"
+
+
 class W11(Row):
     """A new request reads KV that old weights computed, and nothing says so."""
 
@@ -201,4 +230,4 @@ class W18(Row):
         return "accepted; the same tokens as after an undisturbed update"
 
 
-ROWS = (W3, W4, W6, W7, W8, W11, W17, W18)
+ROWS = (W3, W4, W6, W7, W8, W9, W11, W17, W18)

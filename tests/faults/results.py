@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.faults import llm_rows, route_rows, server_rows, unplayed_rows
 from tests.faults.row import Row
 
@@ -41,10 +43,17 @@ def record(row: type[Row], arm: str, saw: str) -> None:
     rows[row.__name__][arm] = {
         "saw": saw,
         "date": date.today().isoformat(),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, CPU build",
+        "machine": machine(),
         "vllm": version("vllm").partition("+")[0],
     }
     FILE.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+
+
+def machine() -> str:
+    """The GPU of the engines, or the cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{len(os.sched_getaffinity(0))} cores, CPU build"
 
 
 def facts(row: type[Row]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class Row:
         not_shown: why there is no play.
         instead: what holds here, where nothing is played here.
         takes_minutes: whether the play here is left to `make test-slow`.
+        needs_gpu: whether it is played by `make test-gpu` only.
 
     """
 
@@ -29,6 +30,7 @@ class Row:
     not_shown = ""
     instead = ""
     takes_minutes = False
+    needs_gpu = False
 
     @staticmethod
     def upstream(seen: Seen) -> str:

@@ -7,15 +7,33 @@ to go), and here, where it must not.
 
 import ast
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from tests.faults.results import ARMS, ROOT, ROWS, facts, read, record
 from tests.faults.row import Row, Seen
 
-PLAYED = [pytest.param(row, id=name) for name, row in ROWS.items() if row.play]
+ON_A_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+)
+
+
+def marks(row: type[Row]) -> Any:
+    if row.needs_gpu:
+        return ON_A_GPU
+    return pytest.mark.slow if row.takes_minutes else ()
+
+
+PLAYED = [
+    pytest.param(row, id=name, marks=ON_A_GPU if row.needs_gpu else ())
+    for name, row in ROWS.items()
+    if row.play
+]
 PLAYED_HERE = [
-    pytest.param(row, id=name, marks=pytest.mark.slow if row.takes_minutes else ())
+    pytest.param(row, id=name, marks=marks(row))
     for name, row in ROWS.items()
     if row.play and not row.instead
 ]

@@ -10,6 +10,9 @@ from typing import Any
 from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.update import ACTIVE, Manifest, Phase
 
+SPENT = "wire", "cpu"
+"""Of staging: waiting for the transport, if it tells; work of the staging thread."""
+
 
 @dataclass(slots=True)
 class Update:
@@ -39,8 +42,8 @@ class Update:
     """What every rank staged, once they agree."""
     num_bytes: int = 0
     """Staged on all ranks together."""
-    wire_s: float | None = None
-    """Of staging, the longest that a rank waited for its transport, if that tells."""
+    spent: dict[str, float] = field(default_factory=dict)
+    """Of staging, the most seconds that a rank spent on each of `SPENT`."""
     drift: dict[str, Any] | None = None
     """How far that is from what was served when it was staged; see stage/drift.py."""
     error: InflightError | None = None
@@ -81,8 +84,7 @@ class Update:
         parts = {"total": end - self.began}
         if self.staged is not None:
             parts["staging"] = self.staged - self.began
-        if self.wire_s is not None:
-            parts["wire"] = self.wire_s
+        parts |= self.spent
         return {name: round(value, 6) for name, value in parts.items()}
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.commit.ledger import Ledger
-from vllm.inflight.commit.transaction import Update
+from vllm.inflight.commit.transaction import SPENT, Update
 from vllm.inflight.engine.ranks import Ranks, agree, verdict
 from vllm.inflight.errors import (
     Cancelled,
@@ -169,8 +169,10 @@ class Watch:
             else:
                 update.digest = digest
                 update.num_bytes = sum(notice.get("bytes", 0) for notice in notices)
-                waits = [n["wire_s"] for n in notices if "wire_s" in n]
-                update.wire_s = max(waits, default=None)
+                for part in SPENT:
+                    spent = [n[f"{part}_s"] for n in notices if f"{part}_s" in n]
+                    if spent:
+                        update.spent[part] = max(spent)
                 # Every rank is handed every tensor, and samples the same.
                 update.drift = notices[0].get("drift")
                 self._ledger.move(update, Phase.STAGED)

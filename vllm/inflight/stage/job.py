@@ -292,6 +292,7 @@ class Job(threading.Thread):
         self._posted = time.monotonic()
         if isinstance(self._transport, StagedEngine):
             self._notice |= self._transport.gauges
+        self._notice["cpu_s"] = time.thread_time()  # the thread is this update's alone
         self._board.post(self._worker.rank, self._notice)
 
 
