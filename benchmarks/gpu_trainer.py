@@ -108,7 +108,9 @@ def main(backend: str, folder: str, handle: str) -> None:
     """Join, then send a new version at every order."""
     pipe = Connection(int(handle))
     load_general_plugins()
-    device = torch.device("cuda", num_ranks(folder))
+    # On the engine's own GPU if there is no other: a transport may allow for it.
+    last = torch.cuda.device_count() - 1
+    device = torch.device("cuda", min(num_ranks(folder), last))
     torch.cuda.set_device(device)
     weights = Weights(folder, device)
     pipe.send(("ready", None))

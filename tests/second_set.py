@@ -127,7 +127,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         module=second,
         device=torch.device("cpu"),
         required={n: p.shape for n, p in second.named_parameters()},
-        known_names=dict,
+        known_names={},
         asks_loader=True,
         spares=(),
         is_reversible=True,
@@ -168,7 +168,7 @@ class Sets:
         self.shadow = shadow_of(self.live, self.second)
         self.shadow.is_reversible = is_reversible
         self.shadow.asks_loader = False
-        self.shadow.known_names = lambda: {
+        self.shadow.known_names = {
             n: (list(t.shape), "float32") for n, t in version(0).items()
         }
         worker: Any = SimpleNamespace(device=self.shadow.device)

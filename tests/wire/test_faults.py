@@ -158,7 +158,7 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         module=module,
         device=CPU,
         required={name: tensor.shape for name, tensor in named.items()},
-        known_names=lambda: {n: (list(t.shape), "float32") for n, t in named.items()},
+        known_names={n: (list(t.shape), "float32") for n, t in named.items()},
         asks_loader=False,
         spares=(),
         plan=None,

@@ -12,7 +12,10 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight._digest_reference import COUNT, PLACE, page_key
+from vllm.inflight.stage.plan import Plan
 
+AT_ONCE_BYTES = 1 << 30
+"""Of tensors that stay where they are: a launch costs a thread more than the GPU."""
 ROWS = 1024
 PAGE_BYTES = 2**35
 MAX_TABLES = 4096
@@ -23,11 +26,21 @@ Tables = dict[tuple[tuple[int, int], ...], torch.Tensor | None]
 
 
 class Audit:
-    """Sums of tensors on one device."""
+    """Sums of tensors on one device.
 
-    def __init__(self, device: torch.device, tables: Tables) -> None:
+    Args:
+        device: of the tensors.
+        tables: of audits before; filled by this one.
+        plan: knows which tensors stay where they are.
+
+    """
+
+    def __init__(
+        self, device: torch.device, tables: Tables, plan: Plan | None = None
+    ) -> None:
         self._device = device
         self._tables = tables
+        self._plan = plan
         self._pages: list[torch.Tensor] = []
         self._num_rows = 0
         """Used, of the last page."""
@@ -35,12 +48,34 @@ class Audit:
         """The one that was added on last."""
         self._added: list[tuple[str, int, int, int]] = []
         """(name, bytes, page, row)."""
+        self._staying: list[Pair] = []
+        self._staying_bytes = 0
 
     def add(self, pairs: Sequence[Pair]) -> None:
-        """Enqueue the sums of these tensors on the current stream.
+        """Have the sums of these tensors made on the current stream.
 
-        They may be written over as soon as the stream has read them.
+        They may be written over as soon as the stream has read them, but for those that
+        were received where they stay: their turn comes when there are enough of them,
+        and at the latest when the results are asked for.
         """
+        plan = self._plan
+        passing: list[Pair] = []
+        for pair in pairs:
+            if plan is None or not plan.is_home(*pair):
+                passing.append(pair)
+                continue
+            self._staying.append(pair)
+            self._staying_bytes += pair[1].nbytes
+        if passing:
+            self._enqueue(passing)
+        if self._staying_bytes >= AT_ONCE_BYTES:
+            self._enqueue_staying()
+
+    def _enqueue_staying(self) -> None:
+        self._enqueue(self._staying)
+        self._staying, self._staying_bytes = [], 0
+
+    def _enqueue(self, pairs: Sequence[Pair]) -> None:
         self._follow()
         by_dtype: dict[torch.dtype, list[Pair]] = {}
         for name, tensor in pairs:
@@ -88,7 +123,7 @@ class Audit:
 
     def results(self) -> list[tuple[str, ops.Digest, int]]:
         """(name, digest, number of non-finite values) of every tensor."""
-        self._follow()
+        self._enqueue_staying()
         pages = [page.tolist() for page in self._pages]
         results = []
         for name, size, page, row in self._added:

@@ -32,6 +32,8 @@ class Content:
 
     def of_target(self) -> Content:
         """Without what is a drafter's: that decides no token, and is in no digest."""
+        if not any(name.startswith(DRAFT) for name in self.facts):
+            return self
         return Content(
             {n: facts for n, facts in self.facts.items() if not n.startswith(DRAFT)},
             {n: taken for n, taken in self.samples.items() if not n.startswith(DRAFT)},

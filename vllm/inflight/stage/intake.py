@@ -55,13 +55,13 @@ class Intake:
         assert shadow.module is not None
         self._module = shadow.module
         self.coverage = Coverage(shadow.module, shadow.required, shadow.behind)
-        self._known = shadow.known_names()
+        self._known = shadow.known_names
         self._is_declared = matcher(manifest.subset)
         self._seen: dict[str, ops.Digest] = {}
         self._entries: dict[str, tuple[tuple[int, ...], str]] = {}
         self._wrong: dict[str, str] = {}
         self._unknown: dict[str, tuple[list[int], str]] = {}
-        self._audit = Audit(shadow.device, shadow.tables)
+        self._audit = Audit(shadow.device, shadow.tables, shadow.plan)
         self._sampler = Sampler(shadow.views, shadow.plan)
         self._broken: Exception | None = None
         self.unfilled: list[str] = []

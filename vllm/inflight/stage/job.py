@@ -122,7 +122,7 @@ class Job(threading.Thread):
         if manifest.config:
             require_same(manifest.config, self._worker.vllm_config.model_config)
         if manifest.subset and not self._shadow.asks_loader:
-            require_matches(manifest.subset, self._shadow.known_names())
+            require_matches(manifest.subset, self._shadow.known_names)
         self._transport = self._choose(payload["transport"])
         if still_writes():
             raise EngineFault(
@@ -174,33 +174,33 @@ class Job(threading.Thread):
 
     def _seal(self, _: Any) -> None:
         assert self._intake is not None
+        intake, shadow = self._intake, self._shadow
         if self._transport.defers_processing:
             self._transport.drain_pending()
-        sent = self._intake.verdict()
-        begun = self._intake.coverage.begun
-        if not self._intake.coverage.is_whole:
-            self._shadow.release_idle()
-            self._shadow.behind.update(beside(self._shadow, begun))
+        sent, begun = intake.verdict(), intake.coverage.begun
+        if not intake.coverage.is_whole:
+            shadow.release_idle()
+            shadow.behind.update(beside(shadow, begun))
         self._transport.finish_weight_update()
         self._transport_open = False
-        require_same_numbers(self._shadow.live, self._shadow.module, begun)
-        retie(self._shadow, begun)
+        require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
+        retie(shadow, begun)
         try:
-            self._notice["carried"] = carry(self._shadow, begun, self._between)
-            derive(self._shadow.module, self._worker.model_config.dtype)
+            self._notice["carried"] = carry(shadow, begun, self._between)
+            derive(shadow.module, self._worker.model_config.dtype)
         finally:
             # The next update may write to the same places from another stream.
             self._stager.drain()
-        self._intake.coverage.unwatch()
+        intake.coverage.unwatch()
         base = sent.of_target()
-        whole = base.over(self._stager.served) if self._intake.is_partial else base
+        whole = base.over(self._stager.served) if intake.is_partial else base
         self._notice |= {
             "state": "staged",
             "drift": self._stager.staged(whole),
-            "sent": sent.digest(),
-            "digest": whole and whole.digest(),
-            "unfilled": self._intake.unfilled,
-            "bytes": self._intake.num_bytes,
+            "sent": (digest := sent.digest()),
+            "digest": digest if whole is sent else whole and whole.digest(),
+            "unfilled": intake.unfilled,
+            "bytes": intake.num_bytes,
         }
 
     def _between(self, num_carried: int) -> None:

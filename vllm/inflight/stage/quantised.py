@@ -148,13 +148,15 @@ def require_same_numbers(
     Args:
         live: what is served.
         second: the other tree, loaded.
-        begun: the parameters that were loaded.
+        begun: the parameters of quantised layers that were loaded.
 
     Raises:
         WeightsMismatch: names the layer and the number.
 
     """
     paths = {name.rpartition(".")[0] for name in begun}
+    if not paths:
+        return
     for (path, a), (_, b) in zip(layers(live), layers(second), strict=True):
         if path not in paths or not is_quantised(a):
             continue

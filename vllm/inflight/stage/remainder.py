@@ -41,6 +41,8 @@ def carry(shadow: Shadow, begun: set[str], between: Callable[[int], None]) -> in
 
     """
     assert shadow.module is not None
+    if shadow.behind <= begun:
+        return 0
     num_bytes, num_layers = _carry_quantised(shadow, begun, between)
     served = {name: param for name, _, _, param in parameters(shadow.live)}
     names = sorted(shadow.behind - begun - shadow.quantised)

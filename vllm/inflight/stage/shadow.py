@@ -12,6 +12,7 @@ range of the arena, or where there is none, in memory that a commit copies from.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -175,6 +176,7 @@ class Shadow:
             return None
         return home
 
+    @functools.cached_property
     def known_names(self) -> Known:
         """Checkpoint names this rank's model is made of, with shape and dtype.
 

@@ -1,0 +1,167 @@
+"""What staging costs decoding, with parts of it left out; one GPU, or two.
+
+`python -m benchmarks.gpu_parts [--updates 8]`. One engine of the 8B shape, and on the
+next GPU, if there is one, a trainer that lends its tensors (`inflight_ipc`). Round by
+round the engine is updated while it decodes, every round with another part of staging
+doing nothing; what such an update brings is wrong, and what it took is what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.arm import Arm
+from benchmarks.figures import summary
+from benchmarks.gpu_arm import Trainer
+from benchmarks.machine import facts
+from benchmarks.record import Plan
+from benchmarks.shapes import write_shape
+
+ROUNDS = (
+    "all",
+    "no digest",
+    "no copies",
+    "no samples",
+    "nothing but Python",
+    "samples compared on the CPU",
+    "a launch for every bucket",
+    "all again",
+)
+KV_BYTES = 40 << 30
+
+
+def leave_out(worker: Any, name: str) -> None:
+    """Runs in the engine's process: what a round does, and the others do not."""
+    del worker
+    import torch
+
+    from vllm.inflight.stage import audit, drift
+    from vllm.inflight.wire.device_memory import CudaMemory
+
+    def samples_on_cpu(self: Any) -> Any:
+        found = kept["samples"](self)
+        alike: dict[Any, list[str]] = {}
+        for tensor_name, row in found.items():
+            alike.setdefault((row.dtype, len(row)), []).append(tensor_name)
+        return {
+            n: row
+            for names in alike.values()
+            for n, row in zip(
+                names, torch.stack([found[n] for n in names]).cpu(), strict=True
+            )
+        }
+
+    # Kept where the next round finds it, which comes with a function of its own.
+    kept = vars(audit).setdefault(
+        "_kept_by_benchmark",
+        {
+            "add": audit.Audit.add,
+            "results": audit.Audit.results,
+            "copy": CudaMemory.copy,
+            "sample": drift.Sampler.add,
+            "samples": drift.Sampler.samples,
+            "bytes": audit.AT_ONCE_BYTES,
+        },
+    )
+    audit.Audit.add, audit.Audit.results = kept["add"], kept["results"]
+    CudaMemory.copy = kept["copy"]
+    drift.Sampler.add, drift.Sampler.samples = kept["sample"], kept["samples"]
+    audit.AT_ONCE_BYTES = kept["bytes"]
+    is_bare = name == "nothing but Python"
+    if is_bare or name == "no digest":
+        audit.Audit.add = lambda self, pairs: None
+        audit.Audit.results = lambda self: []
+    if is_bare or name == "no copies":
+        CudaMemory.copy = lambda self, *arguments: None
+    if is_bare or name == "no samples":
+        drift.Sampler.add = lambda self, pairs: None
+        drift.Sampler.samples = lambda self: {}
+    if name == "samples compared on the CPU":
+        drift.Sampler.samples = samples_on_cpu
+    if name == "a launch for every bucket":
+        audit.AT_ONCE_BYTES = 0
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of every round."""
+    report: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(write_shape("8B", Path(folder)))
+        trainer = Trainer("inflight_ipc", path)
+
+        async def update(engine: Any, _: str) -> dict[str, float]:
+            await trainer.send(engine)
+            return trainer.facts
+
+        try:
+            arm = Arm(
+                path,
+                update,
+                load_format="dummy",
+                dtype="bfloat16",
+                max_model_len=8192,
+                gpu_memory_utilization=0.6,
+                kv_cache_memory_bytes=KV_BYTES,
+                weight_transfer_config={"backend": "inflight_ipc"},
+            )
+            await trainer.join(arm.engine)
+            gc.collect()
+            gc.freeze()
+            await arm.carry_out(Plan(options.streams, 64, 0.5, [""] * 2))
+            for name in ROUNDS:
+                await arm.engine.collective_rpc(leave_out, args=(name,))
+                plan = Plan(options.streams, 64, 0.4, [""] * options.updates)
+                report[name] = figures(await arm.carry_out(plan))
+                print(name, line(report[name]), flush=True)
+            arm.engine.shutdown()
+        finally:
+            trainer.end()
+    return report
+
+
+def figures(record: Any) -> dict[str, float]:
+    """Medians over the updates of a round."""
+    found = summary([record])
+    told = [update.facts for update in record.updates]
+    found |= {f"{key}_s": median(t[key] for t in told) for key in ("staging", "cpu")}
+    del found["updates"]
+    return found
+
+
+def line(found: dict[str, float]) -> str:
+    """The few that are compared, in milliseconds."""
+    parts = {
+        "call": "update_s",
+        "staging": "staging_s",
+        "cpu": "cpu_s",
+        "decoding lost": "lost_s",
+    }
+    told = ", ".join(f"{k} {1e3 * found[key]:.0f}" for k, key in parts.items())
+    gap = f"{found['gap_update_median_ms']:.1f}/{found['gap_update_max_ms']:.1f}"
+    return f"{told}, gap {gap}; {found['tokens_share']:.1%} of the tokens"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--updates", type=int, default=8, help="per round")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    # How a function gets into the engine's process.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = {"machine": facts(), "rounds": asyncio.run(measure(options))}
+    (options.out / "gpu-parts.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
