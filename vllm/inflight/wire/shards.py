@@ -11,8 +11,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby
-from typing import Any
+from itertools import chain, count, groupby, repeat
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +49,11 @@ class Shard:
             if not is_number and not (key == "rank" and value is None):
                 raise ValueError(f"{name!r}: a shard's {key} cannot be {value!r:.80}")
         return cls(**given)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """By what the slices of a tensor are sorted: place, then rank."""
+        return self.start, -1 if self.rank is None else self.rank
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -126,27 +131,39 @@ def put_together(
             do not follow one another; with its name.
 
     """
-    is_cut = [shard is not None for shard in shards] or [False] * len(names)
-    keys = groupby(range(len(names)), lambda entry: (names[entry], is_cut[entry]))
-    runs = [(name, are_cut, list(entries)) for (name, are_cut), entries in keys]
-    num_runs = Counter(name for name, are_cut, _ in runs if are_cut)
+    entries = map(_Entry, count(), names, dtypes, shapes, chain(shards, repeat(None)))
+    runs = [list(run) for _, run in groupby(entries, key=lambda e: (e.name, e.is_cut))]
+    num_runs = Counter(run[0].name for run in runs if run[0].is_cut)
     found: list[Whole] = []
-    for name, are_cut, entries in runs:
-        if num_runs[name] > 1:
-            raise _wrong(name, "its slices do not follow one another")
-        facts = [(i, dtypes[i], shapes[i]) for i in entries]
-        if are_cut:
-            found.append(_joined(name, [(*fact, shards[fact[0]]) for fact in facts]))
+    for run in runs:
+        if num_runs[run[0].name] > 1:
+            raise _wrong(run[0].name, "its slices do not follow one another")
+        if run[0].is_cut:
+            found.append(_joined(run))
             continue
-        for entry, dtype, shape in facts:
-            part = Slice(entry, 1, 0, math.prod(shape))
+        for number, name, dtype, shape, _ in run:
+            part = Slice(number, 1, 0, math.prod(shape))
             found.append(Whole(name, dtype, shape, ({None: part},)))
     return found
 
 
-def _joined(name: str, facts: list[tuple[int, Any, Any, Any]]) -> Whole:
+class _Entry(NamedTuple):
+    number: int
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    shard: Shard | None
+
+    @property
+    def is_cut(self) -> bool:
+        return self.shard is not None
+
+
+def _joined(run: list[_Entry]) -> Whole:
     """The tensor that all slices of one name make."""
-    forms = {_form(name, dtype, shape, shard) for _, dtype, shape, shard in facts}
+    name = run[0].name
+    cuts = [(entry, entry.shard) for entry in run if entry.shard is not None]
+    forms = {_form(entry, shard) for entry, shard in cuts}
     if len(forms) > 1:
         told = ", ".join(sorted(f"{list(s)} {d} by dim {dim}" for d, s, dim in forms))
         raise _wrong(name, f"its slices are not of one tensor but of {told}")
@@ -154,9 +171,10 @@ def _joined(name: str, facts: list[tuple[int, Any, Any, Any]]) -> Whole:
     num_rows, inner = math.prod(whole[:dim]), math.prod(whole[dim + 1 :])
     places: list[dict[int | None, Slice]] = []
     begin = end = 0
-    for entry, _, shape, shard in sorted(facts, key=_order):
-        ends = shard.start + shape[dim]
-        part = Slice(entry, num_rows, shard.start * inner, shape[dim] * inner)
+    for entry, shard in sorted(cuts, key=lambda cut: cut[1].order):
+        length = entry.shape[dim]
+        part = Slice(entry.number, num_rows, shard.start * inner, length * inner)
+        ends = shard.start + length
         if shard.start == end:
             places.append({shard.rank: part})
             begin, end = end, ends
@@ -171,24 +189,19 @@ def _joined(name: str, facts: list[tuple[int, Any, Any, Any]]) -> Whole:
     return Whole(name, dtype, whole, tuple(places))
 
 
-def _form(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], shard: Shard
-) -> tuple[torch.dtype, tuple[int, ...], int]:
+def _form(entry: _Entry, shard: Shard) -> tuple[torch.dtype, tuple[int, ...], int]:
     """Dtype and shape of the tensor that a slice is of, and the dim it is cut along."""
-    dim, start, size = shard.dim, shard.start, shard.size
+    _, name, dtype, shape, _ = entry
+    dim, size = shard.dim, shard.size
     if dim >= len(shape):
         raise _wrong(name, f"there is no dim {dim} in the shape {list(shape)}")
     if 0 in shape:
         raise _wrong(name, "one of its slices has no elements; leave that out")
-    if start + shape[dim] > size:
-        last = start + shape[dim]
-        raise _wrong(name, f"a slice [{start}, {last}) is outside dim {dim}, of {size}")
+    ends = shard.start + shape[dim]
+    if ends > size:
+        at = f"[{shard.start}, {ends})"
+        raise _wrong(name, f"a slice {at} is outside dim {dim}, of {size}")
     return dtype, (*shape[:dim], size, *shape[dim + 1 :]), dim
-
-
-def _order(fact: tuple[int, Any, Any, Any]) -> tuple[int, int]:
-    start, rank = fact[3].start, fact[3].rank
-    return start, -1 if rank is None else rank
 
 
 def _is_other(rank: int | None, held: Mapping[int | None, Slice]) -> bool:
