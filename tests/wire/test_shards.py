@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +15,7 @@ from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.assembly import Assembly, Home
 from vllm.inflight.wire.buckets import plan
+from vllm.inflight.wire.sender import Sender
 from vllm.inflight.wire.shards import Shard
 from vllm.inflight.wire.slots import Slots
 from vllm.inflight.wire.watch import in_background
@@ -27,6 +30,15 @@ def announced(entries: list[Entry]) -> Announcement:
         tuple(tuple(tensor.shape) for _, tensor, _ in entries),
         tuple(shard for _, _, shard in entries),
     )
+
+
+def transfer(worker: Any, sender: Sender, entries: list[Entry]) -> None:
+    """One whole update, over gloo."""
+    told = announced(entries)
+    pairs = [(name, tensor) for name, tensor, _ in entries]
+    sending = in_background(lambda: sender.send(told, pairs, PATIENT))
+    worker.receive_weights(worker.parse_update_info(told.update_info))
+    sending.result(timeout=60)
 
 
 def assembled(
@@ -123,6 +135,27 @@ def test_slices_longer_than_buckets_and_many_tensors_in_one():
         entries += slices(name, tensor, 1, [2])[::-1]
     found, _ = assembled(entries, 4096)
     assert digests(found.items()) == digests({"big": big, **small}.items())
+
+
+def test_many_tensors_of_one_bucket_are_put_together_in_two_buffers():
+    worker = engine(size=2)
+    sender = connect(worker)
+    addresses: set[int] = set()
+
+    class Watcher(Recorder):
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                self.loaded[name] = tensor.clone()
+                addresses.add(tensor.data_ptr())
+
+    worker.model = Watcher()
+    named = {f"{i}": torch.randn(3, 4) for i in range(7)}
+    entries = [e for n, t in named.items() for e in slices(n, t, 1, [2])]
+    transfer(worker, sender, entries)
+    assert digests(worker.model.loaded.items()) == digests(named.items())
+    assert len(addresses) == 2
+    sender.group.close()
+    worker.shutdown()
 
 
 def test_of_what_several_ranks_hold_a_worker_takes_its_own():
@@ -229,11 +262,7 @@ def test_a_worker_receives_slices_over_gloo():
     named = {"column": torch.randn(50, 40), "row": torch.randn(30, 70)}
     entries = slices("column", named["column"], 0, [24], ranks=True)
     entries += slices("row", named["row"], 1, [35], ranks=True)
-    told = announced(entries)
-    pairs = [(name, tensor) for name, tensor, _ in entries]
-    sending = in_background(lambda: sender.send(told, pairs, PATIENT))
-    worker.receive_weights(worker.parse_update_info(told.update_info))
-    sending.result(timeout=60)
+    transfer(worker, sender, entries)
     assert digests(worker.model.loaded.items()) == digests(named.items())
     sender.group.close()
     worker.shutdown()
