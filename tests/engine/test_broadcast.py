@@ -14,29 +14,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 from tests.checkpoint_source import CheckpointSource
 from tests.engine.probe import greedy, prompts
+from tests.engine.sync_client import Client
 from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.wire.trainer import GlooTrainerInitInfo
 
 pytestmark = pytest.mark.engine
-
-
-class Client:
-    """The four calls of upstream's trainers, on an `LLM` of this process."""
-
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-
-    def init_weight_transfer_engine(self, init_info: Any) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._llm.start_weight_update()
-
-    def update_weights(self, update_info: Any) -> None:
-        self._llm.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self) -> None:
-        self._llm.finish_weight_update()
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,16 @@ THREE = {
     "dtype_names": ["bfloat16", "float32", "uint8"],
     "shapes": [[4], [2, 3], []],
 }
+SLICED = {
+    "names": ["a", "a", "b"],
+    "dtype_names": ["bfloat16", "bfloat16", "uint8"],
+    "shapes": [[4, 2], [4, 3], [3]],
+    "shards": [
+        {"dim": 1, "start": 3, "size": 5, "rank": 1},
+        {"dim": 1, "start": 0, "size": 5, "rank": 0},
+        {"dim": 0, "start": 0, "size": 3},
+    ],
+}
 ENTRY = {"name": "w", "shape": [2, 3], "dtype": "bfloat16", "digest": "0" * 32}
 MANIFEST = {
     "format": 1,
@@ -230,7 +240,7 @@ PARSERS: dict[str, Parser] = {
         REFUSED,
     ),
     "join": Parser([JOIN], joined, REFUSED),
-    "broadcast": Parser([THREE], info(broadcast.GlooEngine, "update"), REFUSED),
+    "broadcast": Parser([THREE, SLICED], info(broadcast.GlooEngine, "update"), REFUSED),
     "meet": Parser([MEET], info(broadcast.GlooEngine, "init"), REFUSED),
     "ipc": Parser(
         [THREE | {"exports": EXPORTS}], info(ipc.IpcEngine, "update"), REFUSED

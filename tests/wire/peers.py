@@ -79,7 +79,12 @@ def engine(model: Any = None, *, rank: int = 0, replica: int = 0, size: int = 1)
     """The receiving engine of one worker of a CPU engine."""
     from vllm.inflight.wire.broadcast import GlooEngine
 
-    parallel = SimpleNamespace(rank=rank, data_parallel_index=replica, world_size=size)
+    parallel = SimpleNamespace(
+        rank=rank,
+        data_parallel_index=replica,
+        world_size=size,
+        tensor_parallel_size=size,
+    )
     config = SimpleNamespace(parallel_config=parallel, model_config=None)
     return GlooEngine(None, config, CPU, model or Recorder())
 

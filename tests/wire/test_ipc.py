@@ -19,9 +19,9 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
 from vllm.inflight.wire import exports
 from vllm.inflight.wire.announcement import Announcement
+from vllm.inflight.wire.assembly import Home
 from vllm.inflight.wire.exports import Exports, Mappings
 from vllm.inflight.wire.ipc import IpcEngine
-from vllm.inflight.wire.receiver import Home
 
 ANOTHER = "another process"
 

@@ -21,7 +21,7 @@ from tests.wire.peers import (
     transfer,
     update,
 )
-from vllm.inflight.wire.receiver import Home
+from vllm.inflight.wire.assembly import Home
 from vllm.inflight.wire.watch import in_background
 
 

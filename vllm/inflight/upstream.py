@@ -79,6 +79,7 @@ NAMES = {
     "WeightTransferEngineFactory": (
         "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory"
     ),
+    "ParamMeta": "vllm.distributed.weight_transfer.base:ParamMeta",
     "TrainerInitInfo": "vllm.distributed.weight_transfer.base:TrainerInitInfo",
     "TrainerWeightTransferEngine": (
         "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine"

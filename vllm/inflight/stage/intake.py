@@ -27,7 +27,7 @@ from vllm.inflight.stage.plan import Entry, replay
 from vllm.inflight.stage.refusal import refusal, require_matches
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest
-from vllm.inflight.wire.receiver import Home
+from vllm.inflight.wire.assembly import Home
 
 PLAIN = {"bfloat16", "float16", "float32", "float64"}
 """Dtypes of one number in several lengths: what comes in one can be kept in another."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm.inflight.wire.receiver import Home
+from vllm.inflight.wire.assembly import Home
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, shape and strides within a tensor, in elements."""

@@ -27,7 +27,7 @@ from vllm.inflight.stage.blueprint import blueprint_of
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.tandem import Tandem, share, trees
-from vllm.inflight.wire.receiver import Home
+from vllm.inflight.wire.assembly import Home
 
 ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)
 HEAD = "lm_head.weight"

@@ -1,7 +1,8 @@
 """An announcement: names, dtypes and shapes of the tensors that are about to come.
 
 In upstream's words (`names`, `dtype_names`, `shapes`) it is the `update_info` of an
-update; both ends derive from it what is in which bucket.
+update; both ends derive from it what is in which bucket. An entry may be a slice of its
+tensor: then `shards` says which (see shards.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 import torch
 
+from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.wire.shards import Shard, Whole, put_together
+
 Pair = tuple[str, torch.Tensor]
 
 
@@ -23,17 +27,32 @@ class Announcement:
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
+    shards: tuple[Shard | None, ...] = ()
+    """Of the entries that are slices; empty if none is."""
+
+    def __post_init__(self) -> None:
+        if any(self.shards):
+            self.wholes()
 
     @classmethod
     def parse(
-        cls, names: Sequence[Any], dtype_names: Sequence[Any], shapes: Sequence[Any]
+        cls,
+        names: Sequence[Any],
+        dtype_names: Sequence[Any],
+        shapes: Sequence[Any],
+        shards: Sequence[Any] | None = None,
     ) -> Announcement:
-        """Read upstream's three lists; raises `ValueError` naming what is wrong."""
-        for key, value in {
-            "names": names,
-            "dtype_names": dtype_names,
-            "shapes": shapes,
-        }.items():
+        """Read upstream's three lists, and the shards if there are any.
+
+        Raises:
+            ValueError: one of them cannot be read; it names what is wrong.
+            WeightsMismatch: slices do not make their tensor.
+
+        """
+        lists = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
+        if shards is not None:
+            lists["shards"] = shards
+        for key, value in lists.items():
             if not isinstance(value, list | tuple):
                 raise ValueError(f"{key!r} must be a list")
             if len(value) != len(names):
@@ -47,6 +66,7 @@ class Announcement:
             tuple(names),
             tuple(map(_dtype, names, dtype_names)),
             tuple(map(_shape, names, shapes)),
+            tuple(map(Shard.parse, names, shards or ())),
         )
 
     @classmethod
@@ -59,19 +79,38 @@ class Announcement:
     @property
     def update_info(self) -> dict[str, Any]:
         """Plain data, for the `update_weights` of an engine."""
-        return {
+        info = {
             "names": list(self.names),
             "dtype_names": [str(d).removeprefix("torch.") for d in self.dtypes],
             "shapes": [list(shape) for shape in self.shapes],
         }
+        if any(self.shards):
+            info["shards"] = [shard and shard.plain for shard in self.shards]
+        return info
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
+        """Bytes of each entry."""
         return [
             math.prod(shape) * dtype.itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
+
+    def wholes(self) -> list[Whole]:
+        """The tensors that the entries make, in order."""
+        return put_together(self.names, self.dtypes, self.shapes, self.shards)
+
+    def require_ranks(self, num_ranks: int) -> None:
+        """Raise `WeightsMismatch` if a slice is of a rank that there is not."""
+        for name, shard in zip(self.names, self.shards, strict=False):
+            if shard is None or shard.rank is None or shard.rank < num_ranks:
+                continue
+            raise WeightsMismatch(
+                f"{name!r}: a slice is of rank {shard.rank}, this engine has "
+                f"{num_ranks} tensor-parallel ranks; without ranks, slices may be cut "
+                "for any number of them",
+                tensors=[name],
+            )
 
     def checked(self, pairs: Iterable[Pair]) -> Iterator[tuple[int, torch.Tensor]]:
         """The bytes of each tensor of `pairs`, with its index; in order, as announced.

@@ -2,15 +2,16 @@
 
 The trainer is rank 0; a worker's rank is `rank_offset` plus its index over data
 parallel replicas and the ranks of one. `update_info` is what upstream's dense backend
-is told: `names`, `dtype_names` and `shapes`, in the order of the bytes. After a failure
-nothing of the group is left; the next `init_weight_transfer_engine` makes a new one.
+is told: `names`, `dtype_names` and `shapes`, in the order of the bytes; and `shards`,
+where tensors come in slices (see shards.py). After a failure nothing of the group is
+left; the next `init_weight_transfer_engine` makes a new one.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -100,10 +101,13 @@ class BroadcastUpdateInfo(upstream.WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    shards: list[dict[str, Any] | None] | None = None
     announced: Announcement = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.announced = Announcement.parse(self.names, self.dtype_names, self.shapes)
+        self.announced = Announcement.parse(
+            self.names, self.dtype_names, self.shapes, self.shards
+        )
 
 
 class BroadcastEngine(StagedEngine):
@@ -178,10 +182,14 @@ class BroadcastEngine(StagedEngine):
         group is good for the next update.
 
         Raises:
+            WeightsMismatch: a slice is of a rank that this engine has not.
             TransferFault: there is no group, or it broke.
             Cancelled: the update is not wanted any more; the group is gone.
 
         """
+        announced = update_info.announced
+        num_ranks = self.parallel_config.tensor_parallel_size
+        announced.require_ranks(num_ranks)
         if self._group is None:
             raise TransferFault(
                 "this worker is in no transfer group; call "
@@ -193,8 +201,9 @@ class BroadcastEngine(StagedEngine):
                 "init_weight_transfer_engine again"
             )
         watch = Watch(self.timeout_s, self._is_cancelled)
+        rank = self.parallel_config.rank % num_ranks
         try:
-            self.load_all(self._receiver.tensors(update_info.announced, watch))
+            self.load_all(self._receiver.tensors(announced, watch, rank))
         finally:
             if self._group.ended is not None:
                 self._receiver = None  # and its buckets

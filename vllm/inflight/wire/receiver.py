@@ -1,46 +1,25 @@
-"""The receiving end: buckets come in while the tensors of earlier ones are loaded."""
+"""The receiving end: buckets come in while the tensors of earlier ones are loaded.
+
+What leaves it are whole tensors: those that are sent in slices are put together here.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Self, TypeVar
+from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 
 from vllm.inflight.wire.announcement import Announcement, Pair
-from vllm.inflight.wire.buckets import Bucket, extent, plan
+from vllm.inflight.wire.assembly import Assembly, Data, Place
+from vllm.inflight.wire.buckets import Bucket, plan
 from vllm.inflight.wire.group import Group, Pending
 from vllm.inflight.wire.slots import Slots, bucket_slots
 from vllm.inflight.wire.watch import Watch
 from vllm.inflight.wire.window import Window
 
 T = TypeVar("T")
-Piece = tuple[int, torch.Tensor]
-"""Index and bytes of a tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where a tensor ends up, whole and contiguous.
-
-    Made once and kept: every call of torch lets go of the interpreter, and beside
-    decoding it is a while until it comes back.
-    """
-
-    tensor: torch.Tensor
-    data: torch.Tensor
-    """Its bytes: uint8 [nbytes]."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Self:
-        """Of a contiguous tensor."""
-        return cls(tensor, tensor.view(-1).view(torch.uint8))
-
-
-Place = Callable[[str, tuple[int, ...], torch.dtype], Home | None]
-"""The home of a tensor of that name and form, if it is known."""
 
 
 class Receiver:
@@ -52,32 +31,33 @@ class Receiver:
         self.group = group
         self._slots = bucket_slots(group, num_buckets, watch)
         self.window = Window(num_buckets, target_s)
-        self._whole = Slots(0, 0, group.device)
-        """For tensors that a bucket is too small for."""
+        self._scratch = Slots(0, 0, group.device)
+        """For tensors that come in pieces."""
 
-    def tensors(self, announced: Announcement, watch: Watch) -> Incoming:
+    def tensors(
+        self, announced: Announcement, watch: Watch, rank: int | None = None
+    ) -> Incoming:
         """What was announced, as it arrives.
 
         Args:
             announced: what the trainer is going to send.
             watch: bounds the wait for each bucket.
+            rank: the tensor-parallel rank of this worker, whose own slices it takes
+                where several ranks hold the same.
 
         """
-        return Incoming(self.group, announced, self._transfer(announced), watch)
-
-    def _transfer(self, announced: Announcement) -> _Transfer:
         terms = self.group.terms
         buckets = plan(announced.sizes, terms.bucket_bytes, large=self.group.large)
-        return _Transfer(
-            self.group, self._slots, self._whole, self.window, announced, buckets
-        )
+        assembly = Assembly(announced, buckets, self._scratch, rank)
+        transfer = _Transfer(self.group, self._slots, self.window, buckets, assembly)
+        return Incoming(self.group, assembly, transfer.run(watch))
 
 
 class Incoming:
     """Tensors of one transfer: an iterator of pairs, or of the pairs of a bucket.
 
-    They are views into a bucket, or into a buffer of their own if a bucket was too
-    small; those without elements come first. The current stream may still be reading
+    They are views into a bucket, or into a buffer of their own if they came in pieces;
+    those without elements come first. The current stream may still be reading
     one when the next is asked for. To leave this before its end breaks the group:
     buckets are in flight.
 
@@ -91,15 +71,11 @@ class Incoming:
     """
 
     def __init__(
-        self,
-        group: Group,
-        announced: Announcement,
-        transfer: _Transfer,
-        watch: Watch,
+        self, group: Group, assembly: Assembly, run: Iterator[list[Data]]
     ) -> None:
         self._group = group
-        self._transfer = transfer
-        self._batches = self._typed(announced, transfer.run(watch))
+        self._assembly = assembly
+        self._batches = self._typed(run)
         self._pairs = (pair for batch in self._batches for pair in _taken(batch))
 
     def __iter__(self) -> Iterator[Pair]:
@@ -110,26 +86,24 @@ class Incoming:
 
     def into(self, place: Place) -> None:
         """Receive in place what `place` knows; to be called before the first tensor."""
-        self._transfer.into(place)
+        self._assembly.into(place)
 
     def batches(self) -> Iterator[list[Pair]]:
         """The same, as many as became whole at once."""
         return self._batches
 
-    def _typed(
-        self, announced: Announcement, run: Iterator[list[Piece]]
-    ) -> Iterator[list[Pair]]:
+    def _typed(self, run: Iterator[list[Data]]) -> Iterator[list[Pair]]:
         try:
-            for pieces in run:
+            for arrived in run:
                 batch = []
-                for index, data in _taken(pieces):
-                    home = self._transfer.homes.get(index)
+                for number, data in _taken(arrived):
+                    home = self._assembly.homes.get(number)
+                    whole = self._assembly.wholes[number]
                     if home is None:
-                        shape = announced.shapes[index]
-                        tensor = data.view(announced.dtypes[index]).view(shape)
+                        tensor = data.view(whole.dtype).view(whole.shape)
                     else:
                         tensor = home.tensor
-                    batch.append((announced.names[index], tensor))
+                    batch.append((whole.name, tensor))
                     # Who holds it keeps its bucket from being used again.
                     del data, tensor
                 yield batch
@@ -155,41 +129,23 @@ class _Transfer:
         self,
         group: Group,
         slots: Slots,
-        whole: Slots,
         window: Window,
-        announced: Announcement,
         buckets: list[Bucket],
+        assembly: Assembly,
     ) -> None:
         self._group = group
         self._slots = slots
-        self._whole = whole
         self._window = window
-        self._announced = announced
-        self._sizes = announced.sizes
         self._buckets = buckets
-        self.homes: dict[int, Home] = {}
-        """Of tensors that are received where they end up."""
-        self._split = torch.empty(0)
-        """The buffer of the tensor that is being put together."""
-        self._num_split = 0
+        self._assembly = assembly
         self._begun = 0
         self._in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
 
-    def into(self, place: Place) -> None:
-        """Find the places of those that travel alone."""
-        announced = self._announced
-        pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
-        for index in {piece.tensor for piece in pieces if piece.is_alone}:
-            form = announced.shapes[index], announced.dtypes[index]
-            found = place(announced.names[index], *form)
-            if found is not None:
-                self.homes[index] = found
-
-    def run(self, watch: Watch) -> Iterator[list[Piece]]:
-        """The index and the bytes of every tensor, bucket by bucket."""
-        self._make_room()
+    def run(self, watch: Watch) -> Iterator[list[Data]]:
+        """The index and the bytes of every tensor, as many as may be looked at."""
+        self._assembly.make_room()
         empty = torch.empty(0, dtype=torch.uint8, device=self._group.device)
-        if without := [(i, empty) for i, size in enumerate(self._sizes) if size == 0]:
+        if without := [(number, empty) for number in self._assembly.empty]:
             yield without
         for number, bucket in enumerate(self._buckets):
             self._begin(number, watch)
@@ -199,22 +155,7 @@ class _Transfer:
             # The next ones are on their way while this one is looked at.
             self._begin(number, watch)
             del pending
-            yield list(self._complete(bucket, buffer))
-
-    def _make_room(self) -> None:
-        """For tensors that no bucket holds whole, unless they have a place.
-
-        Before a broadcast is under way, for CUDA may then wait for the whole device;
-        and kept. Two, since a model looks at one tensor until it asks for the next.
-        """
-        split = [
-            self._sizes[piece.tensor]
-            for bucket in self._buckets
-            for piece in bucket.pieces
-            if piece.num_bytes < self._sizes[piece.tensor]
-            and piece.tensor not in self.homes
-        ]
-        self._whole.grow(2, max(split, default=0))
+            yield from self._assembly.complete(bucket, buffer)
 
     def _begin(self, number: int, watch: Watch) -> None:
         """Begin as many broadcasts as there is room for, beside bucket `number`.
@@ -226,47 +167,7 @@ class _Transfer:
             not self._in_flight or self._slots.is_free(self._begun)
         ):
             buffer = self._slots.take(self._begun)
-            received = self._received(self._buckets[self._begun], buffer)
+            received = self._assembly.received(self._buckets[self._begun], buffer)
             pending = self._group.broadcast(received, watch)
             self._in_flight.append((buffer, pending))
             self._begun += 1
-
-    def _received(self, bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Where the messages of a bucket go: to their place, or into `buffer`."""
-        received = []
-        for message in bucket.messages:
-            first = message[0]
-            home = self.homes.get(first.tensor)
-            if home is None:
-                received.append(buffer[extent(message)])
-            elif first.num_bytes == self._sizes[first.tensor]:
-                received.append(home.data)
-            else:
-                end = first.start + first.num_bytes
-                received.append(home.data[first.start : end])
-        return received
-
-    def _complete(
-        self, bucket: Bucket, buffer: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """The tensors that are whole with this bucket."""
-        for piece in bucket.pieces:
-            size = self._sizes[piece.tensor]
-            home = self.homes.get(piece.tensor)
-            if home is not None:
-                if piece.start + piece.num_bytes == size:
-                    yield piece.tensor, home.data
-                continue
-            data = buffer[piece.place : piece.place + piece.num_bytes]
-            if piece.num_bytes < size:
-                whole = self._split
-                if piece.start == 0:
-                    self._num_split += 1
-                    whole = self._split = self._whole.take(self._num_split)
-                end = piece.start + piece.num_bytes
-                whole[piece.start : end].copy_(data)
-                if end < size:
-                    continue
-                data = whole[:size]
-            yield piece.tensor, data
-            del data

@@ -19,6 +19,7 @@ from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
 from vllm.inflight.wire.sender import Sender
+from vllm.inflight.wire.shards import Shard
 from vllm.inflight.wire.watch import Watch, in_background
 
 
@@ -61,6 +62,16 @@ class NcclTrainerInitInfo(GlooTrainerInitInfo):
         return torch.device("cuda", torch.cuda.current_device())
 
 
+@dataclass(frozen=True)
+class ShardMeta(upstream.ParamMeta):
+    """What a source's `metadata` has of a slice; `shape` is the slice's.
+
+    The slices of a tensor follow one another, all under its name.
+    """
+
+    shard: Shard
+
+
 class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
     """The trainer's end; one that failed connects again at the next `send_weights`."""
 
@@ -92,7 +103,12 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         return trainer
 
     def send_weights(self) -> None:
-        """One update, from start to finish, on every engine; raises what they raise."""
+        """One update, from start to finish, on every engine; raises what they raise.
+
+        Raises:
+            WeightsMismatch: slices do not make their tensor; nothing was begun.
+
+        """
         facts = self.source.metadata()  # may be collective
         if not self.is_sender:
             take_part(self.source)
@@ -103,6 +119,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             tuple(fact.name for fact in facts),
             tuple(fact.dtype for fact in facts),
             tuple(tuple(fact.shape) for fact in facts),
+            tuple(getattr(fact, "shard", None) for fact in facts),
         )
         self.client.start_weight_update()
         self._send(announced, self.source)
