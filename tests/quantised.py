@@ -6,6 +6,7 @@ The linear layers of the decoder are quantised; embedding, head and norms are no
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 FILE = "model.safetensors"
-GROUP, BLOCK = 32, 128
-"""Inputs that share a scale of int4; the edge of a block of fp8."""
+GROUP, WIDE_GROUP, BLOCK = 32, 128, 128
+"""Inputs that share a scale of int4, for either kernel of GPUs; the edge of a block of
+fp8."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,9 +53,9 @@ def fp8_block(weight: torch.Tensor) -> Tensors:
     return {"weight": _fp8(quantised), "weight_scale_inv": scale}
 
 
-def int4_group(weight: torch.Tensor) -> Tensors:
+def int4_group(weight: torch.Tensor, size: int = GROUP) -> Tensors:
     rows, columns = weight.shape
-    groups = weight.float().view(rows, columns // GROUP, GROUP)
+    groups = weight.float().view(rows, columns // size, size)
     scale = groups.abs().amax(2) / 7
     digits = (groups / scale[..., None]).round().clamp(-8, 7).to(torch.int64) + 8
     shifts = 4 * torch.arange(8)
@@ -110,6 +112,12 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
         int4_group,
         _compressed(
             "pack-quantized", _numbers(4, "int", "group", group_size=GROUP), None
+        ),
+    ),
+    "int4-wide": (
+        partial(int4_group, size=WIDE_GROUP),
+        _compressed(
+            "pack-quantized", _numbers(4, "int", "group", group_size=WIDE_GROUP), None
         ),
     ),
     "fp8-channel": (

@@ -13,7 +13,7 @@ from vllm.inflight.patch.worker import _load_straight
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.coverage import Coverage
 from vllm.inflight.stage.plan import Entry, Plan
-from vllm.inflight.stage.quantised import require_same_numbers
+from vllm.inflight.stage.quantised import PROVED, obstacle, require_same_numbers
 from vllm.inflight.stage.twins import put_twins
 
 SIZE = 8
@@ -80,11 +80,11 @@ def in_arena(arena: Arena, tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
-def second_of(live: Model, arena: Arena) -> Model:
+def second_of(live: Any, arena: Arena, of: type[Any] = Model) -> Any:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     with torch.device("meta"):
-        second = Model()
+        second = of()
         record_metadata_for_reloading(second)
     for layer in second.modules():
         upstream.get_layerwise_info(layer).restore_device = torch.device("cpu")
@@ -130,6 +130,88 @@ def test_a_quantised_twin_is_processed_into_and_shows_at_the_flip(arena: Arena) 
         arena.flip()
         arena.settle()
     assert places == [param.data_ptr() for param in live.parameters()]
+
+
+class Halves(torch.nn.Module):
+    """A weight of two parts, and a shape that each of them brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Module()
+        self.linear.quant_method = Rounded()
+        self.linear.quant_method.create_weights(self.linear)
+        shape = torch.nn.Parameter(torch.zeros(2, dtype=torch.int64), False)
+        self.linear.shape = shape
+        self.linear.weight.weight_loader = self._load_half
+        shape.weight_loader = lambda param, tensor, _: param.data.copy_(tensor)
+
+    def _load_half(self, param: Any, tensor: torch.Tensor, half: int) -> None:
+        param.data.narrow(0, half * len(tensor), len(tensor)).copy_(tensor)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            half, _, key = name.partition(".")
+            param = getattr(self.linear, key)
+            param.weight_loader(param, tensor, int(half))
+
+
+@pytest.mark.parametrize("order", [("0", "1"), ("1", "0")])
+def test_what_a_checkpoint_repeats_may_come_when_its_layer_is_complete(
+    arena: Arena, order: tuple[str, str]
+) -> None:
+    last = order[-1]
+    parts = {
+        f"{half}.{key}": tensor
+        for half in order
+        for key, tensor in (
+            ("weight", torch.randn(SIZE // 2, 2 * SIZE)),
+            ("shape", torch.tensor([SIZE // 2, 2 * SIZE])),
+        )
+    }
+    live = Halves()
+    live.load_weights(parts.items())
+    live.linear.quant_method.process_weights_after_loading(live.linear)
+    wanted = live.linear.weight.clone()
+    with torch.no_grad():
+        for param in live.parameters():
+            param.data = in_arena(arena, torch.zeros_like(param))
+    arena.consolidate()
+    arena.pair()
+    second = second_of(live, arena, Halves)
+    required = {"linear.weight": (SIZE, 2 * SIZE), "linear.shape": (2,)}
+    shapes = {name: torch.Size(shape) for name, shape in required.items()}
+    for left_out in (f"{last}.weight", None):
+        _load_straight(upstream.initialize_layerwise_reload)(second)
+        coverage = Coverage(second, shapes, set())
+        coverage.watch(second.load_weights)
+        with torch.no_grad():
+            for name, tensor in parts.items():
+                before = coverage.num_loads
+                if name != left_out:
+                    Halves.load_weights(second, [(name, tensor)])
+                    assert coverage.num_loads > before, name
+        short = coverage.short(set(coverage.fills))
+        assert short == ([] if left_out is None else ["linear.weight"])
+        config = SimpleNamespace(dtype=torch.float32)
+        _load_straight(upstream.finalize_layerwise_reload)(second, config)
+        coverage.unwatch()
+        assert not hasattr(second.linear.weight, "weight_loader")
+    assert torch.equal(second.linear.weight, wanted)
+
+
+class MarlinLinearKernel:
+    """The name of a kernel that moves a bias when it processes it."""
+
+
+def test_a_bias_that_its_kernel_would_move_out_of_its_place_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = processed(0).linear
+    layer.quant_method.kernel = MarlinLinearKernel()
+    monkeypatch.setitem(PROVED, "cuda", {("Rounded", "MarlinLinearKernel")})
+    assert obstacle(layer, "cuda", 1) is None
+    layer.bias = torch.nn.Parameter(torch.zeros(SIZE), requires_grad=False)
+    assert "has a bias that MarlinLinearKernel permutes" in obstacle(layer, "cuda", 1)
 
 
 def test_a_number_that_graphs_are_compiled_with_may_not_change() -> None:

@@ -20,13 +20,16 @@ from vllm.inflight import upstream
 from vllm.inflight.api.door import run_sync
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.errors import Malformed, StagingUnavailable, WeightsMismatch
-from vllm.inflight.stage import swappable
+from vllm.inflight.stage import quantised, swappable
 from vllm.inflight.stage.quantised import PROVED
 
 pytestmark = pytest.mark.engine
 
 ONLINE = {"quantization": "fp8_per_channel"}
 COMPILED = {"enforce_eager": False}
+WIDE = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's int4 kernel wants AVX-512"
+)
 SCALE = "model.layers.1.mlp.down_proj.weight_scale"
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
@@ -65,10 +68,12 @@ def llm(start: Callable[..., Any], int8: tuple[Path, Path]) -> Any:
         ("fp8-channel", COMPILED),
         (None, ONLINE),
         (None, ONLINE | COMPILED),
+        pytest.param("int4", {}, marks=WIDE),
+        pytest.param("int4", COMPILED, marks=WIDE),
     ],
     ids=[
         f"{kind}{how}"
-        for kind in ("int8", "fp8", "fp8-online")
+        for kind in ("int8", "fp8", "fp8-online", "int4")
         for how in ("", "-compiled")
     ],
 )
@@ -99,6 +104,28 @@ def test_scales_of_activations_and_kernels_that_were_not_tried_are_refused_by_na
     with pytest.raises(StagingUnavailable, match=f"{layer} quantises .* {pair[1]}"):
         llm.update_weights_from_disk(str(folder(1, "fp8-channel")))
     assert len(greedy(llm)) == 8
+
+
+def test_on_several_ranks_are_refused_schemes_that_meet_and_those_not_seen_there(
+    start: Callable[..., Any],
+    folder: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = first_quantised(start(folder(0, None), **ONLINE))
+    assert quantised.obstacle(layer, "cpu", 1) is None
+    assert "agree on their scales" in str(quantised.obstacle(layer, "cpu", 2))
+    layer = first_quantised(start(folder(0, "int8")))
+    assert quantised.obstacle(layer, "cpu", 2) is None
+    monkeypatch.setitem(quantised.PROVED_ON_RANKS, "cpu", set())
+    assert quantised.obstacle(layer, "cpu", 1) is None
+    assert "engine of 2 ranks" in str(quantised.obstacle(layer, "cpu", 2))
+
+
+def first_quantised(llm: Any) -> torch.nn.Module:
+    """A layer of what an engine serves."""
+    found: list[torch.nn.Module]
+    (found,) = llm.collective_rpc(lambda w: quantised.quantised_layers(w.get_model()))
+    return found[0]
 
 
 def test_a_scale_that_is_missing_and_a_weight_of_another_dtype_are_named(
@@ -132,23 +159,22 @@ def test_scales_of_a_cache_that_is_not_quantised_are_without_effect(
 
 
 @pytest.mark.parametrize(
-    ("cache", "adapters", "ranks", "reason"),
+    ("cache", "adapters", "num_ranks", "reason"),
     [
         ("fp8", None, 1, r"layer 1 scales a KV cache of fp8"),
         ("auto", SimpleNamespace(), 1, r"layer 1 is quantised, and adapters"),
-        ("auto", None, 2, r"layer 1 is quantised, and there are several ranks"),
-        ("auto", None, 1, None),
+        ("auto", None, 2, None),
     ],
 )
 def test_what_a_quantised_model_cannot_be_served_with_is_named(
-    cache: str, adapters: Any, ranks: int, reason: str | None
+    cache: str, adapters: Any, num_ranks: int, reason: str | None
 ) -> None:
     attention = torch.nn.Module()
     attention.quant_method = upstream.BaseKVCacheMethod(None)
     model = torch.nn.Sequential(torch.nn.Identity(), attention)
     config = CONFIG | {
         "lora_config": adapters,
-        "parallel_config": SimpleNamespace(enable_eplb=False, world_size=ranks),
+        "parallel_config": SimpleNamespace(enable_eplb=False, world_size=num_ranks),
         "cache_config": SimpleNamespace(cache_dtype=cache),
     }
     found = swappable.obstacle(model, SimpleNamespace(**config))

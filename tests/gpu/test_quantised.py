@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.probe import commits_and_rollbacks, flips_under_load, greedy
+from tests.gpu.admission import Admitted
 from tests.quantised import FILE, quantise
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.stage import quantised
@@ -26,20 +27,12 @@ SHAPE = {"hidden": 1024, "layers": 4}
 SCALE = "model.layers.3.mlp.down_proj.weight_scale"
 
 
-class Admitted(set[tuple[str, str]]):
-    """Pairs of a scheme and a kernel, of which there is any that is asked for."""
-
-    def __contains__(self, pair: Any) -> bool:
-        self.add(pair)
-        return True
-
-
 @pytest.fixture
 def admitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Admitted]:
     table = Admitted()
     monkeypatch.setitem(quantised.PROVED, "cuda", table)
     yield table
-    print("\n".join(f"met {scheme} with {kernel}" for scheme, kernel in table))
+    print(table)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +55,8 @@ def folder(checkpoint: Callable[..., Path]) -> Callable[[int, str | None], Path]
         ("fp8-channel", None),
         ("fp8-block", None),
         ("int8", None),
+        ("int4", None),
+        ("int4-wide", None),
     ],
     ids=lambda value: str(value),
 )

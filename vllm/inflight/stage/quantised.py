@@ -27,6 +27,7 @@ PROVED: dict[str, set[tuple[str, str]]] = {
     "cpu": {
         ("CompressedTensorsW8A8Int8", "CPUInt8ScaledMMLinearKernel"),
         ("CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
+        ("CompressedTensorsWNA16", "CPUWNA16LinearKernel"),
         ("Fp8PtpcOnlineLinearMethod", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
     },
     "cuda": {
@@ -41,12 +42,32 @@ PROVED: dict[str, set[tuple[str, str]]] = {
 }
 """Device → the schemes and their kernels that were seen to equal a fresh engine."""
 
+PROVED_ON_RANKS: dict[str, set[tuple[str, str]]] = {
+    "cpu": {
+        ("CompressedTensorsW8A8Int8", "CPUInt8ScaledMMLinearKernel"),
+        ("CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
+    },
+    "cuda": set(),
+}
+"""Those of them that were seen to on several ranks, too."""
+
+AGREED_UPON = ("Fp8PerTensorOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod")
+"""Schemes whose ranks find a scale together, in a collective of the group that decodes.
+One of a thread that stages would take the place of another, and wait for a rank that
+failed as long as the group waits."""
+
 KEPT = {"CPUInt8ScaledMMLinearKernel": ("dnnl_handler",)}
 """Kernel → attributes in which it keeps a part of a version; on a CPU only, where the
 two sets exchange objects and not pages."""
 
+PERMUTES_BIAS = ("MarlinLinearKernel",)
+"""Kernels that give a layer's bias other memory when they process it. A bias is loaded
+where it lies, so what is exchanged would stay behind."""
+
 CHANNEL = "channel"
-"""The one strategy of compressed-tensors that was seen: a scale per output."""
+STRATEGIES = {"CompressedTensorsWNA16": "group"}
+"""Scheme → the one strategy of compressed-tensors that was seen of it. Of others it is
+a scale per output."""
 
 KERNELS = "kernel", "fp8_linear"
 """Where a scheme keeps its kernel."""
@@ -83,25 +104,38 @@ def quantised_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer for _, layer in layers(model) if is_quantised(layer)]
 
 
-def obstacle(layer: Any, device: str) -> str | None:
-    """Why a quantised layer cannot be exchanged on such a device; None if it can."""
+def obstacle(layer: Any, device: str, num_ranks: int) -> str | None:
+    """Why a quantised layer cannot be exchanged on so many such devices, if so."""
     scheme, kernel = scheme_of(layer), kernel_of(layer)
     pair = type(scheme).__name__, type(kernel).__name__
+    at = f" and {pair[1]}" if kernel is not None else ""
     if pair not in PROVED[device]:
-        at = f" and {pair[1]}" if kernel is not None else ""
         return (
             f"quantises its weights with {pair[0]}{at}, which has not been shown to "
             f"equal a fresh engine after an update ({device})"
         )
+    if num_ranks > 1 and pair[0] in AGREED_UPON:
+        return (
+            f"quantises its weights with {pair[0]}, whose {num_ranks} ranks agree on "
+            "their scales in the group that decodes"
+        )
+    if num_ranks > 1 and pair not in PROVED_ON_RANKS[device]:
+        return (
+            f"quantises its weights with {pair[0]}{at}, which has not been shown to "
+            f"equal a fresh engine of {num_ranks} ranks after an update ({device})"
+        )
     is_static = getattr(scheme, "is_static_input_scheme", False)
     if is_static or getattr(layer, "input_scale", None) is not None:
         return f"has scales of activations in its checkpoint ({pair[0]})"
-    strategy = getattr(scheme, "strategy", CHANNEL)  # an enum, or its value
-    if (strategy := getattr(strategy, "value", strategy)) != CHANNEL:
-        return f"has a scale per {strategy} ({pair[0]}), not per output"
+    seen = STRATEGIES.get(pair[0], CHANNEL)
+    strategy = getattr(scheme, "strategy", seen)  # an enum, or its value
+    if (strategy := getattr(strategy, "value", strategy)) != seen:
+        return f"has a scale per {strategy} ({pair[0]}), not per {seen}"
     chosen = getattr(getattr(kernel, "linear_method", None), "__name__", "")
-    if chosen == "_apply_weights_sgl":
+    if chosen == "_apply_weights_sgl" or getattr(layer, "use_w4a8", False):
         return f"packs its weights for AMX ({pair[1]}), which has not been tried"
+    if pair[1] in PERMUTES_BIAS and getattr(layer, "bias", None) is not None:
+        return f"has a bias that {pair[1]} permutes, which has not been tried"
     for owner in {id(o): o for o in (scheme, kernel, layer.quant_method)}.values():
         for name, value in vars(owner).items():
             if name not in KEPT.get(pair[1], ()) and _holds_tensor(value):

@@ -95,8 +95,6 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
         if quantised.is_processed(layer):
             if vllm_config.lora_config is not None:
                 return f"layer {name} is quantised, and adapters are (--enable-lora)"
-            if vllm_config.parallel_config.world_size > 1:
-                return f"layer {name} is quantised, and there are several ranks"
             cache = vllm_config.cache_config.cache_dtype
             if quantised.has_cache_scales(layer) and upstream.is_quantized_kv_cache(
                 cache
@@ -110,7 +108,7 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
                 return f"layer {name} {reason}"
         elif (
             quantised.is_quantised(layer)
-            and (reason := quantised.obstacle(layer, device)) is not None
+            and (reason := quantised.obstacle(layer, device, num_ranks)) is not None
         ):
             return f"layer {name} {reason}"
         for key in buffers.filled(layer):
