@@ -32,7 +32,6 @@ ROUNDS = (
     "no copies",
     "no samples",
     "nothing but Python",
-    "samples compared on the CPU",
     "a launch for every bucket",
     "all again",
 )
@@ -42,23 +41,8 @@ KV_BYTES = 40 << 30
 def leave_out(worker: Any, name: str) -> None:
     """Runs in the engine's process: what a round does, and the others do not."""
     del worker
-    import torch
-
     from vllm.inflight.stage import audit, drift
     from vllm.inflight.wire.device_memory import CudaMemory
-
-    def samples_on_cpu(self: Any) -> Any:
-        found = kept["samples"](self)
-        alike: dict[Any, list[str]] = {}
-        for tensor_name, row in found.items():
-            alike.setdefault((row.dtype, len(row)), []).append(tensor_name)
-        return {
-            n: row
-            for names in alike.values()
-            for n, row in zip(
-                names, torch.stack([found[n] for n in names]).cpu(), strict=True
-            )
-        }
 
     # Kept where the next round finds it, which comes with a function of its own.
     kept = vars(audit).setdefault(
@@ -85,8 +69,6 @@ def leave_out(worker: Any, name: str) -> None:
     if is_bare or name == "no samples":
         drift.Sampler.add = lambda self, pairs: None
         drift.Sampler.samples = lambda self: {}
-    if name == "samples compared on the CPU":
-        drift.Sampler.samples = samples_on_cpu
     if name == "a launch for every bucket":
         audit.AT_ONCE_BYTES = 0
 

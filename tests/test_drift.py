@@ -50,6 +50,12 @@ def test_what_stays_where_it_is_can_be_sampled_at_the_end():
             assert torch.equal(found[name], sample), name
 
 
+def test_samples_are_kept_on_the_engines_device_wherever_they_came_from():
+    sampler = Sampler(device=torch.device("meta"))
+    sampler.add(list(version().items()))
+    assert {row.device.type for row in sampler.samples().values()} == {"meta"}
+
+
 def moved(named, share: float, seed: int = 7):
     """Every tensor, moved by that share of its length in a direction of its own."""
     random = torch.Generator().manual_seed(seed)

@@ -62,7 +62,7 @@ class Intake:
         self._wrong: dict[str, str] = {}
         self._unknown: dict[str, tuple[list[int], str]] = {}
         self._audit = Audit(shadow.device, shadow.tables, shadow.plan)
-        self._sampler = Sampler(shadow.views, shadow.plan)
+        self._sampler = Sampler(shadow.views, shadow.plan, shadow.device)
         self._broken: Exception | None = None
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""

@@ -33,6 +33,8 @@ PROVED: dict[str, set[tuple[str, str]]] = {
     "cuda": {
         ("CompressedTensorsW8A8Int8", "CutlassInt8ScaledMMLinearKernel"),
         ("CompressedTensorsW8A8Fp8", "CutlassFP8ScaledMMLinearKernel"),
+        ("CompressedTensorsWNA16", "MacheteLinearKernel"),
+        ("CompressedTensorsWNA16", "MarlinLinearKernel"),
         ("Fp8LinearMethod", "CutlassFp8BlockScaledMMKernel"),
         ("Fp8LinearMethod", "CutlassFP8ScaledMMLinearKernel"),
         ("Fp8PerBlockOnlineLinearMethod", "CutlassFp8BlockScaledMMKernel"),
@@ -47,7 +49,7 @@ PROVED_ON_RANKS: dict[str, set[tuple[str, str]]] = {
         ("CompressedTensorsW8A8Int8", "CPUInt8ScaledMMLinearKernel"),
         ("CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
     },
-    "cuda": set(),
+    "cuda": {("CompressedTensorsW8A8Fp8", "CutlassFP8ScaledMMLinearKernel")},
 }
 """Those of them that were seen to on several ranks, too."""
 
