@@ -55,7 +55,8 @@ def over_http(tp: int, dp: int, old: Path, new: Path) -> Any:
 
 # Of dense models upstream refuses data parallelism offline.
 CELLS = [
-    (door, shape)
+    # The server's door is an AsyncLLM, too.
+    pytest.param(door, shape, marks=pytest.mark.slow if door == "AsyncLLM" else ())
     for door in ("HTTP", "AsyncLLM", "LLM")
     for shape in SHAPES
     if (door, shape) != ("LLM", "two data-parallel")

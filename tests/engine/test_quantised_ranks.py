@@ -16,11 +16,9 @@ pytestmark = pytest.mark.engine
 TENSOR = {"tensor_parallel_size": 2}
 STAGES = {"pipeline_parallel_size": 2}
 COMPILED = {"enforce_eager": False}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "int8": ("int8", TENSOR),
-    "fp8": ("fp8-channel", TENSOR),
-}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {"int8": ("int8", TENSOR)}
 SLOW = {
+    "fp8": ("fp8-channel", TENSOR),
     "int8-compiled": ("int8", TENSOR | COMPILED),
     "fp8-compiled": ("fp8-channel", TENSOR | COMPILED),
     "int8-stages": ("int8", STAGES),
