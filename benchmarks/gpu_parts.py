@@ -19,9 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks.arm import Arm
 from benchmarks.figures import summary
 from benchmarks.gpu_arm import Trainer
+from benchmarks.gpu_trainer import GPU
 from benchmarks.machine import facts
 from benchmarks.record import Plan
 from benchmarks.shapes import write_shape
@@ -140,8 +143,10 @@ def main() -> None:
     options = parser.parse_args()
     # How a function gets into the engine's process.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ[GPU] = str(min(1, torch.cuda.device_count() - 1))
     options.out.mkdir(parents=True, exist_ok=True)
-    report = {"machine": facts(), "rounds": asyncio.run(measure(options))}
+    machine = facts() | {"trainer_gpu": int(os.environ[GPU])}
+    report = {"machine": machine, "rounds": asyncio.run(measure(options))}
     (options.out / "gpu-parts.json").write_text(json.dumps(report, indent=1) + "\n")
 
 

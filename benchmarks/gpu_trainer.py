@@ -7,6 +7,7 @@ the inference side travels through the pipe.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from vllm.plugins import load_general_plugins
 from benchmarks.shapes import num_ranks
 
 SPREAD = 0.02
+GPU = "BENCH_TRAINER_GPU"
+"""In the environment: the trainer's, if it is not the one after the engine's."""
 
 
 class Weights(WeightSource):
@@ -108,9 +111,7 @@ def main(backend: str, folder: str, handle: str) -> None:
     """Join, then send a new version at every order."""
     pipe = Connection(int(handle))
     load_general_plugins()
-    # On the engine's own GPU if there is no other: a transport may allow for it.
-    last = torch.cuda.device_count() - 1
-    device = torch.device("cuda", min(num_ranks(folder), last))
+    device = torch.device("cuda", int(os.environ.get(GPU, num_ranks(folder))))
     torch.cuda.set_device(device)
     weights = Weights(folder, device)
     pipe.send(("ready", None))

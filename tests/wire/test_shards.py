@@ -266,3 +266,11 @@ def test_a_worker_receives_slices_over_gloo():
     assert digests(worker.model.loaded.items()) == digests(named.items())
     sender.group.close()
     worker.shutdown()
+
+
+def test_who_holds_small_tensors_holds_no_more_than_them():
+    scratch = Slots(2, 4096, CPU)
+    held = [scratch.take(number, 16)[:16] for number in range(6)]
+    whole = {h.untyped_storage().data_ptr(): h.untyped_storage().nbytes() for h in held}
+    assert sorted(whole.values()) == [16] * 4 + [4096] * 2
+    assert len(scratch.take(6)) == 4096

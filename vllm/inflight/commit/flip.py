@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import torch
 
 from vllm.inflight.errors import ArenaTorn
-from vllm.inflight.stage import quantised
+from vllm.inflight.stage import convolutions, quantised
 from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.convolutions import UNPACKED
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.swappable import PACKED
@@ -57,8 +58,8 @@ class Exchange:
         self._kept: list[tuple[Any, Any, str]] = []
         seen: set[int] = set()
         for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
-            if PACKED in vars(a):
-                self._kept.append((a, b, PACKED))
+            beside = vars(a).keys() & {PACKED, UNPACKED}
+            self._kept += [(a, b, attribute) for attribute in beside]
             self._kept += quantised.kept(a, b)
             for key, param in a._parameters.items():
                 twin = b._parameters.get(key)
@@ -107,6 +108,8 @@ def views(live: torch.nn.Module, shadow: torch.nn.Module) -> list[Tensors]:
     Mamba's layers look at the weight of their convolution through one. It has to look
     at the new weight when the parameter does.
     """
+    for tree in (live, shadow):
+        convolutions.show(tree)
     of_live, of_shadow = _storages(live), _storages(shadow)
     found = []
     for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
@@ -123,10 +126,13 @@ def views(live: torch.nn.Module, shadow: torch.nn.Module) -> list[Tensors]:
 
 
 def _storages(tree: torch.nn.Module) -> dict[int, str]:
-    """Storage → the parameter that lies in it."""
-    return {
-        _storage(param): name for name, _, _, param in parameters(tree) if param.numel()
-    }
+    """Storage → the parameter that lies in it, or was packed from it."""
+    found = {}
+    for name, layer, key, param in parameters(tree):
+        unpacked = vars(layer).get(UNPACKED) if key == "weight" else None
+        if param.numel():
+            found[_storage(param if unpacked is None else unpacked)] = name
+    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:

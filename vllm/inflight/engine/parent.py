@@ -28,15 +28,17 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(
-            target=_watch, args=(parent,), name="inflight-parent", daemon=True
+            target=_watch,
+            args=(parent, os.getppid()),
+            name="inflight-parent",
+            daemon=True,
         ).start()
 
 
-def _watch(parent: BaseProcess) -> None:
-    # Whoever forked this one, which is the fork server if there is one. It may be gone
-    # already, which only the parent's pipe tells; and that pipe stays open in whatever
-    # else the parent has forked.
-    forked_by = os.getppid()
+def _watch(parent: BaseProcess, forked_by: int) -> None:
+    # `forked_by` is the fork server, if there is one. It may have been gone before it
+    # was asked for, which only the parent's pipe tells; and that pipe stays open in
+    # whatever else the parent has forked.
     while os.getppid() == forked_by and parent.is_alive():
         time.sleep(POLL_S)
     logger.critical("process %d, which started this engine core, is gone", parent.pid)

@@ -21,6 +21,9 @@ from vllm.inflight.stage.plan import Entry, View, Writes
 from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.update import DRAFT, Manifest
 
+REPEATED = ("weight_shape",)
+"""What a checkpoint has of each part of a fused layer, and one is enough."""
+
 
 @dataclass(slots=True)
 class Fill:
@@ -165,7 +168,7 @@ class Coverage:
         # What the loader then finds is what its layer was processed into.
         processed, _ = upstream.get_layerwise_info(layer).kernel_tensors or ({}, {})
         for key, tensor in processed.items():
-            if tensor is not layer._parameters.get(key):
+            if key in REPEATED and tensor is not layer._parameters.get(key):
                 loader = getattr(tensor, "weight_loader", None)
                 self._watching.append((tensor, loader))
                 tensor.weight_loader = load

@@ -133,6 +133,8 @@ def obstacle(layer: Any, device: str, num_ranks: int) -> str | None:
     strategy = getattr(scheme, "strategy", seen)  # an enum, or its value
     if (strategy := getattr(strategy, "value", strategy)) != seen:
         return f"has a scale per {strategy} ({pair[0]}), not per {seen}"
+    if getattr(scheme, "num_bits", 4) != 4 or not getattr(scheme, "symmetric", True):
+        return f"has {scheme.num_bits} bits or zero points, not symmetric int4"
     chosen = getattr(getattr(kernel, "linear_method", None), "__name__", "")
     if chosen == "_apply_weights_sgl" or getattr(layer, "use_w4a8", False):
         return f"packs its weights for AMX ({pair[1]}), which has not been tried"

@@ -17,6 +17,7 @@ from vllm.inflight import ops
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.names import checkpoint_names
 from vllm.inflight.stage.audit import Audit
+from vllm.inflight.stage.convolutions import UNPACKED
 from vllm.inflight.stage.derived import is_derived
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.quantised import is_quantised
@@ -114,6 +115,8 @@ def served(model: torch.nn.Module) -> Iterator[Pair]:
 
 def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tensor:
     """What `param` holds, wherever the build keeps it."""
+    if key == "weight" and (unpacked := vars(layer).get(UNPACKED)) is not None:
+        return unpacked.unsqueeze(1)
     multiply = vars(layer).get(PACKED)
     if key != "weight" or multiply is None:
         return param.data

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from vllm.inflight.stage.convolutions import UNPACKED
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.quantised import kept
 from vllm.inflight.stage.shadow import Shadow
@@ -51,7 +52,9 @@ def carry(shadow: Shadow, begun: set[str], between: Callable[[int], None]) -> in
         param = served[name]
         shadow.module.get_parameter(name).copy_(param, non_blocking=True)
         for live, layer in owners.get(name, ()):
-            if param.numel():
+            if UNPACKED in vars(live):
+                vars(layer)[UNPACKED] = vars(live)[UNPACKED]
+            elif param.numel():
                 _pack(layer)
             elif PACKED in vars(live):
                 vars(layer)[PACKED] = vars(live)[PACKED]

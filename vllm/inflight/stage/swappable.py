@@ -16,6 +16,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.stage import buffers, derived, direct, experts, quantised
+from vllm.inflight.stage.convolutions import UNPACKED
 from vllm.inflight.stage.layers import layers
 
 PACKED = "cpu_linear"
@@ -171,7 +172,7 @@ def hidden_tensors(layer: torch.nn.Module) -> Iterator[str]:
     Those of the object that attention goes by are among them.
     """
     for name, value in vars(layer).items():
-        if name in ("_parameters", "_buffers", "_modules", PACKED):
+        if name in ("_parameters", "_buffers", "_modules", PACKED, UNPACKED):
             continue
         if name == "weight" and not getattr(layer, "has_weight", True):
             continue  # a norm without one multiplies by ones, if at all

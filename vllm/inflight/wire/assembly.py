@@ -167,7 +167,7 @@ class Assembly:
         size = whole.num_bytes
         if number in self._in_pieces and self._left[number] == size:
             self._num_opened += 1
-            self._open = self._scratch.take(self._num_opened)
+            self._open = self._scratch.take(self._num_opened, size)
         if piece.tensor in self._in_place:
             assert home is not None
             data = home.data

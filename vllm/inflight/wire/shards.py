@@ -131,6 +131,8 @@ def put_together(
             do not follow one another; with its name.
 
     """
+    if not any(shards):  # as most are, and decoding waits for what is done here
+        return [_uncut(*entry) for entry in zip(count(), names, dtypes, shapes)]
     entries = map(_Entry, count(), names, dtypes, shapes, chain(shards, repeat(None)))
     runs = [list(run) for _, run in groupby(entries, key=lambda e: (e.name, e.is_cut))]
     num_runs = Counter(run[0].name for run in runs if run[0].is_cut)
@@ -141,10 +143,13 @@ def put_together(
         if run[0].is_cut:
             found.append(_joined(run))
             continue
-        for number, name, dtype, shape, _ in run:
-            part = Slice(number, 1, 0, math.prod(shape))
-            found.append(Whole(name, dtype, shape, ({None: part},)))
+        found += [_uncut(*entry[:4]) for entry in run]
     return found
+
+
+def _uncut(number: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Whole:
+    part = Slice(number, 1, 0, math.prod(shape))
+    return Whole(name, dtype, shape, ({None: part},))
 
 
 class _Entry(NamedTuple):

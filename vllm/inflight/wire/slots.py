@@ -29,20 +29,26 @@ class Slots:
         index %= self.count
         return _num_uses(self._buffers[index]) <= self._unused[index]
 
-    def take(self, index: int) -> torch.Tensor:
-        """A buffer for slot `index % count` that is free: uint8, `num_bytes` long."""
-        if not self.is_free(index):
-            self._buffers[index % self.count] = self._new()
-        return self._buffers[index % self.count]
+    def take(self, index: int, num_bytes: int | None = None) -> torch.Tensor:
+        """A buffer for slot `index % count` that is free: uint8, `num_bytes` long.
+
+        One that has to be made anew is no longer than that, if that is less than all of
+        a slot: whoever holds one of the others may be many.
+        """
+        wanted = self.num_bytes if num_bytes is None else num_bytes
+        slot = index % self.count
+        if not self.is_free(slot) or len(self._buffers[slot]) < wanted:
+            self._buffers[slot] = self._new(wanted)
+        return self._buffers[slot]
 
     def _make(self, count: int, num_bytes: int) -> None:
         self.count = count
         self.num_bytes = num_bytes
-        self._buffers = [self._new() for _ in range(count)]
+        self._buffers = [self._new(num_bytes) for _ in range(count)]
         self._unused = [_num_uses(buffer) for buffer in self._buffers]
 
-    def _new(self) -> torch.Tensor:
-        return torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+    def _new(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 def bucket_slots(group: Group, num_buckets: int, watch: Watch) -> Slots:

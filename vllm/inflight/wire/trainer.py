@@ -110,17 +110,18 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
 
         """
         facts = self.source.metadata()  # may be collective
-        if not self.is_sender:
-            take_part(self.source)
-            return
-        if self._sender is None or self._sender.group.ended is not None:
-            self._connect()
+        # On every rank, so that one which is refused leaves no other waiting for it.
         announced = Announcement(
             tuple(fact.name for fact in facts),
             tuple(fact.dtype for fact in facts),
             tuple(tuple(fact.shape) for fact in facts),
             tuple(getattr(fact, "shard", None) for fact in facts),
         )
+        if not self.is_sender:
+            take_part(self.source)
+            return
+        if self._sender is None or self._sender.group.ended is not None:
+            self._connect()
         self.client.start_weight_update()
         self._send(announced, self.source)
         self.client.finish_weight_update()
