@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.models.utils import WeightsMapper
 
 from tests.second_set import Model, Sets, shadow_of, shows, version
 from vllm.inflight.commit.flip import flip_all
@@ -17,24 +18,40 @@ from vllm.inflight.stage.tandem import Tandem, share
 from vllm.inflight.stage.twins import put_twins
 from vllm.inflight.update import drafters
 
+MTP = "mtp."
+
+
+class Predictor(Model):
+    """A drafter that picks its tensors from those of its model."""
+
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={MTP: ""})
+
+    def load_weights(self, weights) -> None:
+        super().load_weights(
+            (name.removeprefix(MTP), tensor)
+            for name, tensor in weights
+            if name.startswith((MTP, "embed."))
+        )
+
 
 class Tandems(Sets):
     """A model and its drafter, each in its arena; they share embedding and head."""
 
-    def __init__(self, arenas: list[Arena]) -> None:
+    def __init__(self, arenas: list[Arena], *, is_mtp: bool = False) -> None:
+        kinds = Model, Predictor if is_mtp else Model
         models = []
-        for arena in arenas:
-            models.append(Model(arena.empty))
-            models[-1].load_weights(version(0).items())
+        for kind, arena in zip(kinds, arenas, strict=True):
+            models.append(kind(arena.empty))
+            Model.load_weights(models[-1], version(0).items())
             arena.consolidate()
             arena.pair()
         self.target, self.draft = models
         self.draft.embed, self.draft.head = self.target.embed, self.target.head
-        self.live = Tandem(self.target, self.draft)
+        self.live = Tandem(self.target, self.draft, is_mtp=is_mtp)
         with torch.device("meta"):
-            second = [Model(torch.empty), Model(torch.empty)]
+            second = [kind(torch.empty) for kind in kinds]
         share(self.live, *second)
-        self.second = Tandem(*second)
+        self.second = Tandem(*second, is_mtp=is_mtp)
         put_twins(
             self.live,
             self.second,
@@ -57,6 +74,12 @@ class Tandems(Sets):
 
 def of_draft(seed: int) -> dict[str, torch.Tensor]:
     return {drafters(name): tensor for name, tensor in version(seed).items()}
+
+
+def of_mtp(seed: int) -> dict[str, torch.Tensor]:
+    own = version(seed)
+    del own["embed.weight"]
+    return {MTP + name: tensor for name, tensor in own.items()}
 
 
 @pytest.fixture
@@ -98,6 +121,37 @@ def test_half_a_drafter_is_refused_and_neither_is_touched(arenas):
     del half["draft.attention.k"]
     with pytest.raises(WeightsMismatch, match=r"missing: draft\.attention"):
         sets.stage((version(1) | half).items())
+    assert sets.shows(0, 0)
+
+
+def test_mtp_layers_change_with_what_their_model_is_sent(arenas):
+    sets = Tandems(arenas, is_mtp=True)
+    sets.stage((version(1) | of_mtp(2)).items())
+    sets.stager.flip()
+    assert sets.shows(1, 2)
+    loads = sets.second.target.num_loads, sets.second.draft.num_loads
+    for weights, subset, before, after in (
+        (version(3) | of_mtp(4), (), (1, 2), (3, 4)),
+        (of_mtp(5), ("mtp.*",), (3, 4), (3, 5)),
+        (version(6), tuple(version(6)), (3, 5), (6, 5)),
+    ):
+        sets.stage(weights.items(), subset)
+        assert sets.shows(*before)
+        sets.stager.flip()
+        assert sets.shows(*after)
+        sets.stager.flip()
+        assert sets.shows(*before)
+        sets.stager.flip()
+    assert loads == (sets.second.target.num_loads, sets.second.draft.num_loads), (
+        "what both loaders do with a tensor is replayed"
+    )
+
+
+def test_a_model_without_its_mtp_layers_is_refused_by_their_names(arenas):
+    sets = Tandems(arenas, is_mtp=True)
+    with pytest.raises(WeightsMismatch, match=r"missing: mtp\.") as refused:
+        sets.stage(version(1).items())
+    assert set(refused.value.tensors) == {"mtp.attention.qkv", "mtp.norm"}
     assert sets.shows(0, 0)
 
 

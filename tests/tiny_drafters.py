@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_checkpoint
 
 NUM_DRAFTS = 2
 METHODS = ("draft_model", "eagle", "eagle3")
+MTP_LAYER = "model.mtp_layers.0."
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+"""`speculative_config` of an engine whose model has such a layer."""
 
 
 def drafting(method: str, folder: Path) -> dict[str, object]:
@@ -68,4 +72,28 @@ def make_drafter(folder: Path, seed: int, model: Path, method: str) -> Path:
         config["eagle_aux_hidden_state_layer_ids"] = [0, 1]
         config["num_aux_hidden_states"] = 2
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_mimo(folder: Path, seed: int, mtp_seed: int, **shape: Any) -> Path:
+    """Write a random model with one MTP layer into `folder`, as MiMo's are saved."""
+    make_checkpoint(folder, seed, family="qwen2", **shape)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    width = config["hidden_size"]
+    alike = "model.layers.0."
+    shapes = {n: t.shape for n, t in tensors.items() if n.startswith(alike)}
+    shapes |= {
+        f"{alike}token_layernorm.weight": (width,),
+        f"{alike}hidden_layernorm.weight": (width,),
+        f"{alike}final_layernorm.weight": (width,),
+        f"{alike}input_proj.weight": (width, 2 * width),
+    }
+    random = torch.Generator().manual_seed(mtp_seed)
+    for name, shape in shapes.items():
+        drawn = 0.3 * torch.randn(shape, generator=random) + ("norm" in name)
+        tensors[name.replace(alike, MTP_LAYER)] = drawn.bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -107,7 +107,7 @@ def test_a_layer_that_hides_weights_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("device", "method"),
-    [("cpu", "mtp"), ("cpu", "medusa"), ("cpu", "dflash"), ("cuda", "mtp")],
+    [("cpu", "medusa"), ("cpu", "dflash"), ("cuda", "mtp")],
 )
 def test_other_drafters_with_weights_are_refused_by_their_method(
     device: str, method: str
@@ -119,6 +119,19 @@ def test_other_drafters_with_weights_are_refused_by_their_method(
     reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | config))
     assert reason is not None
     assert f"on {device}" in reason and f"method {method!r}" in reason
+
+
+def test_mtp_layers_of_other_architectures_are_refused_by_name() -> None:
+    config = SimpleNamespace(
+        method="mtp",
+        draft_model_config=SimpleNamespace(architectures=["DeepSeekMTPModel"]),
+    )
+    drafting = {"speculative_config": config}
+    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | drafting))
+    assert reason == (
+        "a drafter with weights is configured, and its MTP layers are of a kind that "
+        "has not been exchanged yet (DeepSeekMTPModel)"
+    )
 
 
 def test_a_quantised_drafter_is_refused() -> None:

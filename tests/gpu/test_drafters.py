@@ -1,5 +1,6 @@
 """Drafters and adapters replaced under CUDA graphs; needs one GPU."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,19 @@ from vllm.lora.request import LoRARequest
 
 from tests.engine.adapters import RANK, make_adapter
 from tests.engine.drafted import drafted
+from tests.engine.mixtures import part
 from tests.engine.test_adapter_loads import again, of_a_larger_model
 from tests.engine.test_adapters import adapted, said
-from tests.tiny_drafters import METHODS, drafting, make_drafter
+from tests.tiny_drafters import (
+    METHODS,
+    MTP,
+    MTP_LAYER,
+    drafting,
+    make_drafter,
+    make_mimo,
+)
 from vllm.inflight.errors import EngineFault
+from vllm.inflight.stage import swappable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,6 +87,49 @@ def test_model_and_drafter_equal_a_fresh_engines(
             llm.update_weights_from_disk(
                 path and str(path), "again", draft_path=draft and str(drafter(draft))
             )
+            assert drafted(llm) == fresh[served]
+
+
+# ---------------------------------------------------------------- MTP layers
+@pytest.mark.parametrize("staging", ["device", "host"])
+def test_model_and_mtp_layers_equal_a_fresh_engines(
+    start: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    staging: str,
+) -> None:
+    admitted = (*swappable.WITH_WEIGHTS["cuda"], MTP["method"])
+    monkeypatch.setitem(swappable.WITH_WEIGHTS, "cuda", admitted)
+    folders = {
+        labels: make_mimo(tmp_path / f"{labels}", *labels, hidden=256)
+        for labels in itertools.product((0, 1), (5, 6))
+    }
+    options = {"speculative_config": MTP, "enforce_eager": False}
+    fresh = {
+        labels: drafted(start(folder, **options)) for labels, folder in folders.items()
+    }
+    assert len({str(drafts) for _, drafts in fresh.values()}) == len(fresh)
+    options["additional_config"] = {"inflight": {"staging": staging}}
+    served = 0, 5
+    llm = start(folders[served], **options)
+    assert drafted(llm) == fresh[served]
+    for labels, patterns in (
+        ((1, 6), None),
+        ((1, 5), (f"{MTP_LAYER}*",)),
+        ((0, 5), ("model.[!m]*", "lm_head.*")),
+        ((1, 6), None),
+        ((0, 5), None),
+    ):
+        folder = str(folders[labels])
+        if patterns is not None:
+            folder = part(folders[labels], patterns, tmp_path / "part")
+        before, served = served, labels
+        llm.update_weights_from_disk(folder, "next", subset=patterns)
+        assert drafted(llm) == fresh[served]
+        if staging == "device":
+            llm.rollback_weights()
+            assert drafted(llm) == fresh[before]
+            llm.update_weights_from_disk(folder, "again", subset=patterns)
             assert drafted(llm) == fresh[served]
 
 

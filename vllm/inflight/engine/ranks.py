@@ -45,8 +45,11 @@ class Ranks:
         self.nbytes = sum(reply["bytes"] for reply in replies)
         self.is_reversible = all(reply["is_reversible"] for reply in replies)
         """Whether a commit leaves the version served before on every rank."""
-        self.has_drafter = any(reply.get("has_drafter") for reply in replies)
-        """Whether a drafter is staged with the model."""
+        self.has_mtp = any(reply.get("has_mtp") for reply in replies)
+        """Whether MTP layers are staged with the model; their tensors are among its."""
+        has_drafter = any(reply.get("has_drafter") for reply in replies)
+        self.has_drafter = has_drafter and not self.has_mtp
+        """Whether a drafter is staged with the model, whose tensors are its own."""
 
     def require_staging(self) -> None:
         """Raise `StagingUnavailable` if these weights cannot be updated in flight."""

@@ -89,6 +89,12 @@ class Updates:
             self._require_transport()
         manifest = body.get("manifest")
         is_drafters = isinstance(manifest, dict) and manifest.get("draft")
+        if self._ranks.has_mtp and (is_drafters or body.get("draft_source")):
+            raise Conflict(
+                "the drafter is MTP layers of the model, and has no update of its own: "
+                "their tensors come with the model's, or as a subset of these, without "
+                "draft_path"
+            )
         if is_drafters and not self._ranks.has_drafter:
             raise Conflict("no draft model with weights is configured here")
         deadline_s = body.get("deadline_s") or self._config.update_deadline_s

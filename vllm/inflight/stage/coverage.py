@@ -83,11 +83,13 @@ class Coverage:
         """The parameters that an update has to fill.
 
         Of a subset, those it has begun. Else all of the model's, or of the drafter's if
-        that was announced; and all of the drafter's if one of them was begun.
+        that was announced; and all of the drafter's if one of them was begun, or if its
+        tensors are among the model's.
         """
         if manifest.subset:
             return self.begun
-        drafted = manifest.draft or any(name.startswith(DRAFT) for name in self.begun)
+        drafted = manifest.draft or getattr(self._module, "is_mtp", False)
+        drafted = drafted or any(name.startswith(DRAFT) for name in self.begun)
         return {
             name
             for name in self.fills

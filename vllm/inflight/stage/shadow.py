@@ -280,7 +280,8 @@ def shadow_of(
 ) -> Shadow:
     """The shadow of `live` and its drafter, built at the first call."""
     if live not in _shadows:
-        root = live if draft is None else Tandem(live, draft)
+        is_mtp = getattr(vllm_config.speculative_config, "method", None) == "mtp"
+        root = live if draft is None else Tandem(live, draft, is_mtp=is_mtp)
         _shadows[live] = Shadow(root, vllm_config, device)
     return _shadows[live]
 
@@ -294,4 +295,4 @@ def _build(
     if not isinstance(live, Tandem):
         return built[0]
     share(live, *built)
-    return Tandem(*built).eval()
+    return Tandem(*built, is_mtp=live.is_mtp).eval()

@@ -97,6 +97,7 @@ class Stager:
             "bytes": self.shadow.nbytes,
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
+            "has_mtp": getattr(self.shadow.live, "is_mtp", False),
         }
 
     def order(self, serial: int, order: str, payload: Any) -> None:

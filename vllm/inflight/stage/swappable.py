@@ -32,11 +32,14 @@ WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
 
 WITH_WEIGHTS = {
-    "cpu": ("draft_model", "eagle", "eagle3"),
+    "cpu": ("draft_model", "eagle", "eagle3", "mtp"),
     "cuda": ("draft_model", "eagle", "eagle3"),
 }
 """Drafters that are a second tree beside their model's (see tandem.py), by the device
 on which they were seen to equal a fresh engine."""
+
+MTP = ("MiMoMTPModel",)
+"""Architectures of MTP layers that were seen to; upstream makes one method of all."""
 
 
 def config_obstacle(vllm_config: Any) -> str | None:
@@ -75,6 +78,15 @@ def _beside_drafter(vllm_config: Any) -> str | None:
     if getattr(drafting, "parallel_drafting", False):
         return "it drafts in parallel, from a buffer that its checkpoint fills"
     draft_config = drafting.draft_model_config
+    if drafting.method == "mtp":
+        kinds = draft_config.architectures
+        if set(kinds).isdisjoint(MTP):
+            return (
+                "its MTP layers are of a kind that has not been exchanged yet "
+                f"({', '.join(kinds)})"
+            )
+        if draft_config.model != vllm_config.model_config.model:
+            return f"its MTP layers are not its model's own ({draft_config.model})"
     for name, config in ("model", vllm_config.model_config), ("drafter", draft_config):
         if config is not None and config.quantization is not None:
             return f"the {name} is quantised ({config.quantization})"

@@ -4,6 +4,9 @@ The layers of the model keep their names, those of the drafter are under `draft.
 upstream's sleep mode; so are the tensors that come for it. A layer that the drafter
 shares with its model (an embedding, a head) is the model's: it has the model's name,
 and what comes for it with a drafter is passed over, since the model may have moved on.
+
+MTP layers are a drafter whose tensors are among the model's: those come once, under the
+model's names, and both loaders are shown each of them.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ class Tandem(torch.nn.Module):
     Attributes:
         target: the model.
         draft: its drafter.
+        is_mtp: whether the drafter's tensors come among the model's.
         is_drafting: whether the drafter's loader is at work at this moment.
 
     """
@@ -33,8 +37,11 @@ class Tandem(torch.nn.Module):
     target: torch.nn.Module
     draft: torch.nn.Module
 
-    def __init__(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
+    def __init__(
+        self, target: torch.nn.Module, draft: torch.nn.Module, *, is_mtp: bool = False
+    ) -> None:
         super().__init__()
+        self.is_mtp = is_mtp
         # Not through __setattr__: the model is to be this root, and not below it.
         vars(self)["target"] = target
         self._parameters, self._buffers = target._parameters, target._buffers
@@ -53,10 +60,12 @@ class Tandem(torch.nn.Module):
 
     def _of_target(self, weights: Iterable[Pair]) -> Iterator[Pair]:
         for name, tensor in weights:
-            if name.startswith(DRAFT):
+            if self.is_mtp:
+                self._draft(name, tensor)
+            elif name.startswith(DRAFT):
                 self._draft(name.removeprefix(DRAFT), tensor)
-            else:
-                yield name, tensor
+                continue
+            yield name, tensor
             del tensor  # a transport uses memory again that nobody looks into
 
     def _draft(self, name: str, tensor: torch.Tensor) -> None:
@@ -66,6 +75,19 @@ class Tandem(torch.nn.Module):
             self.draft.load_weights([(name, tensor)])  # type: ignore[operator]
         finally:
             self.is_drafting = False
+
+    def sent_name(self, name: str) -> str:
+        """What a tensor is sent as that fills `name` of the tree, shards told apart."""
+        if not self.is_mtp or not name.startswith(DRAFT):
+            return name
+        # As the drafter's loader reads it, backwards.
+        mapper: Any = self.draft.hf_to_vllm_mapper
+        read = mapper.orig_to_new_substr | mapper.orig_to_new_prefix
+        name = name.removeprefix(DRAFT)
+        for sent, known in read.items():
+            if known is not None:  # else it is dropped
+                name = name.replace(known, sent, 1)
+        return name
 
 
 def trees(root: torch.nn.Module) -> tuple[torch.nn.Module, ...]:

@@ -1,0 +1,271 @@
+"""MTP layers: a drafter whose tensors are among the model's, replaced with it."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from tests.checkpoint_source import CheckpointSource
+from tests.engine.drafted import Drafted, drafted
+from tests.engine.mixtures import declared, part
+from tests.engine.sync_client import Client
+from tests.engine.test_drafters import shares
+from tests.engine.test_pause_features import GREEDY as LONG
+from tests.engine.test_pause_features import lived
+from tests.tiny_drafters import MTP, MTP_LAYER, make_mimo
+from vllm.inflight import ops
+from vllm.inflight.errors import Conflict, StagingUnavailable, WeightsMismatch
+from vllm.inflight.wire.trainer import GlooTrainerInitInfo
+
+pytestmark = pytest.mark.engine
+
+OPTIONS = {"dtype": "float32", "speculative_config": MTP}
+LAYER = f"{MTP_LAYER}*"
+MODEL = ["model.[!m]*", "lm_head.*"]
+Labels = tuple[str, str]
+"""Of the weights of a model, and of its MTP layers."""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["apart", "tied"])
+def checkpoints(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Labels, Path]:
+    root = tmp_path_factory.mktemp("mimo")
+    labels = ("old", "new")
+    return {
+        (model, mtp): make_mimo(
+            root / f"{model}-{mtp}",
+            labels.index(model),
+            5 + labels.index(mtp),
+            tied=request.param,
+        )
+        for model, mtp in itertools.product(labels, labels)
+    }
+
+
+@pytest.fixture(scope="module")
+def said(
+    start: Callable[..., Any], checkpoints: dict[Labels, Path]
+) -> dict[Labels, Drafted]:
+    """What engines say that start on them."""
+    return {
+        labels: drafted(start(folder, **OPTIONS))
+        for labels, folder in checkpoints.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(
+    start: Callable[..., Any],
+    said: dict[Labels, Drafted],
+    checkpoints: dict[Labels, Path],
+) -> Any:
+    return start(
+        checkpoints["old", "old"],
+        weight_transfer_config=WeightTransferConfig(backend="inflight_gloo"),
+        **OPTIONS,
+    )
+
+
+@pytest.fixture
+def old(checkpoints: dict[Labels, Path]) -> str:
+    return str(checkpoints["old", "old"])
+
+
+@pytest.fixture
+def new(checkpoints: dict[Labels, Path]) -> str:
+    return str(checkpoints["new", "new"])
+
+
+@pytest.fixture
+def llm(engine: Any, old: str) -> Iterator[Any]:
+    engine.update_weights_from_disk(old, "old")
+    yield engine
+    if engine.weight_update_status()["active"] is not None:
+        engine.abort_weight_update()
+
+
+@pytest.fixture
+def tensors(new: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(new) / "model.safetensors")
+
+
+@pytest.fixture
+def parts(new: str, tmp_path: Path) -> dict[str, str]:
+    """The new tensors of the model and of its MTP layer, in folders of their own."""
+    return {
+        "model": part(Path(new), MODEL, tmp_path / "model"),
+        "mtp": part(Path(new), [LAYER], tmp_path / "mtp"),
+    }
+
+
+def test_model_and_mtp_layers_change_together_and_back(
+    llm: Any, said: dict[Labels, Drafted], old: str, new: str
+) -> None:
+    """Drafts too are those of a fresh engine: no layer is of another version."""
+    assert len({str(drafts) for _, drafts in said.values()}) == 4
+    assert shares(llm) > 0, "the embedding, and the head"
+    for _ in range(2):
+        llm.update_weights_from_disk(new, "new")
+        assert drafted(llm) == said["new", "new"]
+        llm.rollback_weights()
+        assert drafted(llm) == said["old", "old"]
+        llm.update_weights_from_disk(new, "again")
+        assert drafted(llm) == said["new", "new"]
+        llm.update_weights_from_disk(old, "old")
+        assert drafted(llm) == said["old", "old"]
+
+
+def test_a_subset_is_of_either_or_of_both(
+    llm: Any, said: dict[Labels, Drafted], parts: dict[str, str], old: str
+) -> None:
+    llm.update_weights_from_disk(parts["mtp"], "mtp", subset=[LAYER])
+    assert drafted(llm) == said["old", "new"]
+    llm.rollback_weights()
+    assert drafted(llm) == said["old", "old"]
+    names = list(declared(Path(old), MODEL))
+    llm.update_weights_from_disk(parts["model"], "model", subset=names)
+    assert drafted(llm) == said["new", "old"]
+    llm.update_weights_from_disk(parts["mtp"], "both", subset=[LAYER])
+    assert drafted(llm) == said["new", "new"]
+    llm.rollback_weights()
+    assert drafted(llm) == said["new", "old"]
+    llm.update_weights_from_disk(old, "all", subset=[*names, LAYER])
+    assert drafted(llm) == said["old", "old"]
+
+
+def test_requests_live_through_a_commit(llm: Any, new: str) -> None:
+    def update() -> None:
+        llm.update_weights_from_disk(new, "new")
+
+    for choice in lived(llm, SamplingParams(**LONG), update):
+        spans = [(s.version, s.start, s.end) for s in choice.weight_versions]
+        (_, _, middle), _ = spans
+        assert spans == [("old", 0, middle), ("new", middle, 60)]
+
+
+def test_what_a_trainer_sends_once_is_served_by_both(
+    llm: Any, said: dict[Labels, Drafted], new: str
+) -> None:
+    source = CheckpointSource(Path(new))
+    info = GlooTrainerInitInfo(
+        rank=0,
+        master_address="127.0.0.1",
+        master_port=0,
+        world_size=2,
+        bucket_bytes=1 << 16,
+        timeout_s=30.0,
+    )
+    trainer = WeightTransferTrainerFactory.trainer_init(
+        info, client=Client(llm), source=source
+    )
+    try:
+        trainer.send_weights()
+        assert drafted(llm) == said["new", "new"]
+        llm.rollback_weights()
+        assert drafted(llm) == said["old", "old"]
+        del source.tensors[f"{MTP_LAYER}input_proj.weight"]
+        with pytest.raises(WeightsMismatch, match=rf"missing: {MTP_LAYER}input_proj"):
+            trainer.send_weights()
+        assert drafted(llm) == said["old", "old"]
+    finally:
+        trainer.shutdown()
+        llm.shutdown_weight_transfer_engine()
+
+
+@pytest.mark.parametrize("end", ["", "mlp.up_proj.weight", "hidden_layernorm.weight"])
+def test_a_source_without_mtp_tensors_is_refused_by_their_names(
+    llm: Any,
+    said: dict[Labels, Drafted],
+    tensors: dict[str, torch.Tensor],
+    tmp_path: Path,
+    end: str,
+) -> None:
+    gone = {name for name in tensors if name.startswith(MTP_LAYER + end)}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in gone}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsMismatch, match=rf"missing: {MTP_LAYER}") as refused:
+        llm.update_weights_from_disk(str(tmp_path), "half")
+    assert set(refused.value.tensors) == gone
+    assert drafted(llm) == said["old", "old"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("mlp.up_proj.weight", (3, 3)), ("odd.weight", (4,))]
+)
+def test_what_a_layer_cannot_take_is_refused_by_name(
+    llm: Any,
+    said: dict[Labels, Drafted],
+    tensors: dict[str, torch.Tensor],
+    tmp_path: Path,
+    name: str,
+    shape: tuple[int, ...],
+) -> None:
+    tensors[MTP_LAYER + name] = torch.ones(shape).bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsMismatch, match=MTP_LAYER + name):
+        llm.update_weights_from_disk(str(tmp_path), "odd")
+    assert drafted(llm) == said["old", "old"]
+
+
+def test_an_update_of_the_drafter_alone_is_refused(
+    llm: Any, said: dict[Labels, Drafted], new: str
+) -> None:
+    for path in (new, None):
+        with pytest.raises(Conflict, match="MTP layers of the model"):
+            llm.update_weights_from_disk(path, "no", draft_path=new)
+    with pytest.raises(Conflict, match="MTP layers of the model"):
+        llm.start_draft_weight_update(transport="local")
+    llm.start_weight_update(transport="local")
+    with pytest.raises(WeightsMismatch, match=r"unknown: draft\."):
+        llm.update_weights({"update_info": {"path": new, "draft": True}})
+    assert drafted(llm) == said["old", "old"]
+
+
+def test_the_digest_is_the_checkpoints(
+    llm: Any, new: str, parts: dict[str, str], tensors: dict[str, torch.Tensor]
+) -> None:
+    digests = ops.digest(list(tensors.values()))
+    announced = ops.manifest_digest(
+        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, digest)
+        for (name, tensor), digest in zip(tensors.items(), digests, strict=True)
+    )
+    assert llm.update_weights_from_disk(new, "new")["digest"] == announced
+    llm.rollback_weights()
+    first = llm.update_weights_from_disk(parts["mtp"], "mtp", subset=[LAYER])
+    assert first["digest"] not in (None, announced)
+
+
+def test_a_whole_update_is_all_that_a_restart_reads(
+    start: Callable[..., Any],
+    checkpoints: dict[Labels, Path],
+    said: dict[Labels, Drafted],
+    old: str,
+    new: str,
+    tmp_path: Path,
+) -> None:
+    note = {"inflight": {"journal": str(tmp_path / "served.json")}}
+    options = OPTIONS | {"additional_config": note}
+    llm = start(Path(old), **options)
+    llm.start_weight_update(transport="local")
+    llm.update_weights({"update_info": {"path": str(checkpoints["new", "old"])}})
+    llm.finish_weight_update("not from disk")
+    llm.update_weights_from_disk(new, "new")
+    llm = start(Path(old), **options)
+    assert llm.restore_weights()["weight_version"] == "new"
+    assert drafted(llm) == said["new", "new"]
+
+
+def test_mtp_layers_of_another_checkpoint_are_refused(
+    start: Callable[..., Any], old: str, new: str
+) -> None:
+    llm = start(Path(old), dtype="float32", speculative_config=MTP | {"model": new})
+    with pytest.raises(StagingUnavailable, match="are not its model's own"):
+        llm.update_weights_from_disk(old, "no")
