@@ -141,7 +141,7 @@ class Halves(torch.nn.Module):
         self.linear.quant_method = Rounded()
         self.linear.quant_method.create_weights(self.linear)
         shape = torch.nn.Parameter(torch.zeros(2, dtype=torch.int64), False)
-        self.linear.shape = shape
+        self.linear.weight_shape = shape
         self.linear.weight.weight_loader = self._load_half
         shape.weight_loader = lambda param, tensor, _: param.data.copy_(tensor)
 
@@ -165,7 +165,7 @@ def test_what_a_checkpoint_repeats_may_come_when_its_layer_is_complete(
         for half in order
         for key, tensor in (
             ("weight", torch.randn(SIZE // 2, 2 * SIZE)),
-            ("shape", torch.tensor([SIZE // 2, 2 * SIZE])),
+            ("weight_shape", torch.tensor([SIZE // 2, 2 * SIZE])),
         )
     }
     live = Halves()
@@ -178,7 +178,7 @@ def test_what_a_checkpoint_repeats_may_come_when_its_layer_is_complete(
     arena.consolidate()
     arena.pair()
     second = second_of(live, arena, Halves)
-    required = {"linear.weight": (SIZE, 2 * SIZE), "linear.shape": (2,)}
+    required = {"linear.weight": (SIZE, 2 * SIZE), "linear.weight_shape": (2,)}
     shapes = {name: torch.Size(shape) for name, shape in required.items()}
     for left_out in (f"{last}.weight", None):
         _load_straight(upstream.initialize_layerwise_reload)(second)
