@@ -33,7 +33,11 @@ Labels = tuple[str, str]
 """Of the weights of a model, and of its MTP layers."""
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["apart", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["apart", "tied"],
+)
 def checkpoints(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Labels, Path]:

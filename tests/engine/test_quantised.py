@@ -65,11 +65,11 @@ def llm(start: Callable[..., Any], int8: tuple[Path, Path]) -> Any:
         ("int8", {}),
         ("int8", COMPILED),
         ("fp8-channel", {}),
-        ("fp8-channel", COMPILED),
+        pytest.param("fp8-channel", COMPILED, marks=pytest.mark.slow),
         (None, ONLINE),
         (None, ONLINE | COMPILED),
         pytest.param("int4", {}, marks=WIDE),
-        pytest.param("int4", COMPILED, marks=WIDE),
+        pytest.param("int4", COMPILED, marks=(WIDE, pytest.mark.slow)),
     ],
     ids=[
         f"{kind}{how}"
