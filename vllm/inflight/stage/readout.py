@@ -100,7 +100,7 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
             return {
                 "rows": part[:num_rows].float().tolist(),
                 "stage": _stage(worker),
-                "dim": _dimension(layer, param, worker),
+                "dim": _dimension(layer, whole, worker),
                 "is_copy": _is_copy(layer, number, worker),
             }
     return None
@@ -141,10 +141,11 @@ def _stage(worker: Any) -> int:
     return stage % parallel.pipeline_parallel_size
 
 
-def _dimension(layer: Any, param: Any, worker: Any) -> int | None:
+def _dimension(layer: Any, whole: torch.Tensor, worker: Any) -> int | None:
+    # Of the tensor as it is decoded with: of one that is packed the parameter is empty.
     if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
-    if "Row" in type(layer).__name__ and param.dim() < 2:
+    if "Row" in type(layer).__name__ and whole.dim() < 2:
         return None  # the bias of a row-parallel layer is whole
     for dim, attribute in (
         (0, "output_size_per_partition"),
