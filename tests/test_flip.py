@@ -5,6 +5,7 @@ import torch
 
 from vllm.inflight.commit.flip import Exchange
 from vllm.inflight.errors import ArenaTorn
+from vllm.inflight.stage.convolutions import UNPACKED
 
 
 class Unwilling:
@@ -85,3 +86,34 @@ def test_a_buffer_that_shows_a_parameter_goes_with_it_and_others_stay():
 def test_trees_that_do_not_show_the_same_are_not_exchanged():
     with pytest.raises(RuntimeError, match=r"shown shows convolution\.weight"):
         Exchange(Mixer(), Mixer(is_shown=False))
+
+
+class Mamba(torch.nn.Module):
+    """A Mamba layer whose convolution the CPU build has packed, as it is loaded."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.conv1d = torch.nn.Module()
+        self.conv1d.weight = torch.nn.Parameter(torch.full((8,), -value), False)
+        shown = torch.full((2, 4), value)
+        vars(self.conv1d)[UNPACKED] = shown.clone()
+        self.register_buffer("conv_weights", shown, persistent=False)
+
+    def versions(self) -> set[float]:
+        """Of what is packed, what it was packed from, and what the layer looks at."""
+        kept = vars(self.conv1d)[UNPACKED]
+        return {
+            *(-self.conv1d.weight.data).tolist(),
+            *kept.flatten().tolist(),
+            *self.conv_weights.flatten().tolist(),
+        }
+
+
+def test_a_packed_convolution_and_what_its_layer_looks_at_change_together():
+    live, second = Mamba(1.0), Mamba(2.0)
+    second.conv_weights.zero_()  # a second tree is not loaded by way of it
+    flip = Exchange(live, second)
+    for version in (2.0, 1.0, 2.0):
+        flip()
+        assert live.versions() == {version}
+        assert second.versions() == {3.0 - version}

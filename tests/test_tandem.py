@@ -71,6 +71,12 @@ class Tandems(Sets):
             self.draft, version(draft) | shared
         )
 
+    def change(self, before: tuple[int, int], after: tuple[int, int]) -> None:
+        """Flip what is staged, back, and again."""
+        for shown in (before, after, before):
+            assert self.shows(*shown)
+            self.stager.flip()
+
 
 def of_draft(seed: int) -> dict[str, torch.Tensor]:
     return {drafters(name): tensor for name, tensor in version(seed).items()}
@@ -107,12 +113,7 @@ def test_both_or_either_change_at_the_flip(arenas):
         (version(5) | of_draft(6), (), (3, 4), (5, 6)),
     ):
         sets.stage(weights.items(), subset)
-        assert sets.shows(*before)
-        sets.stager.flip()
-        assert sets.shows(*after)
-        sets.stager.flip()
-        assert sets.shows(*before)
-        sets.stager.flip()
+        sets.change(before, after)
 
 
 def test_half_a_drafter_is_refused_and_neither_is_touched(arenas):
@@ -136,12 +137,7 @@ def test_mtp_layers_change_with_what_their_model_is_sent(arenas):
         (version(6), tuple(version(6)), (3, 5), (6, 5)),
     ):
         sets.stage(weights.items(), subset)
-        assert sets.shows(*before)
-        sets.stager.flip()
-        assert sets.shows(*after)
-        sets.stager.flip()
-        assert sets.shows(*before)
-        sets.stager.flip()
+        sets.change(before, after)
     assert loads == (sets.second.target.num_loads, sets.second.draft.num_loads), (
         "what both loaders do with a tensor is replayed"
     )

@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from tests.engine.probe import greedy
 from tests.engine.script import OPTIONS, tell
-from tests.engine.sync_client import Client
+from tests.engine.sync_client import gloo_trainer
 from tests.sliced_source import SlicedSource
-from tests.wire.peers import HOST
 from vllm.inflight.errors import InflightError
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.shards import Shard
-from vllm.inflight.wire.trainer import GlooTrainerInitInfo
 
 MISSING = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.norm.weight"
@@ -66,17 +63,7 @@ def main(old: Path, new: Path) -> None:
     llm = start(old)
     seen["before"] = state(llm)
     whole = SlicedSource(new, 2)
-    info = GlooTrainerInitInfo(
-        rank=0,
-        master_address=HOST,
-        master_port=0,
-        world_size=3,
-        bucket_bytes=1 << 14,
-        timeout_s=30.0,
-    )
-    trainer = WeightTransferTrainerFactory.trainer_init(
-        info, client=Client(llm), source=whole
-    )
+    trainer = gloo_trainer(llm, whole, num_ranks=2, bucket_bytes=1 << 14)
 
     short = SlicedSource(new, 2)
     gone = next(e for e in short.entries if e[0] == MISSING)

@@ -2,6 +2,12 @@
 
 from typing import Any
 
+from vllm.distributed.weight_transfer.base import WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from tests.wire.peers import HOST
+from vllm.inflight.wire.trainer import GlooTrainerInitInfo
+
 
 class Client:
     """The four calls of upstream's trainers."""
@@ -20,3 +26,20 @@ class Client:
 
     def finish_weight_update(self) -> None:
         self._llm.finish_weight_update()
+
+
+def gloo_trainer(
+    llm: Any, source: WeightSource, num_ranks: int = 1, bucket_bytes: int = 1 << 16
+) -> Any:
+    """Upstream's trainer of the backend `inflight_gloo`, joined with that engine."""
+    info = GlooTrainerInitInfo(
+        rank=0,
+        master_address=HOST,
+        master_port=0,
+        world_size=1 + num_ranks,
+        bucket_bytes=bucket_bytes,
+        timeout_s=30.0,
+    )
+    return WeightTransferTrainerFactory.trainer_init(
+        info, client=Client(llm), source=source
+    )

@@ -10,13 +10,11 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from tests.checkpoint_source import CheckpointSource
 from tests.engine.probe import greedy, prompts
-from tests.engine.sync_client import Client
+from tests.engine.sync_client import gloo_trainer
 from vllm.inflight.errors import InflightError, WeightsMismatch
-from vllm.inflight.wire.trainer import GlooTrainerInitInfo
 
 pytestmark = pytest.mark.engine
 
@@ -35,17 +33,7 @@ def source(new: Path) -> CheckpointSource:
 
 @pytest.fixture
 def trainer(llm: Any, source: CheckpointSource) -> Iterator[Any]:
-    info = GlooTrainerInitInfo(
-        rank=0,
-        master_address="127.0.0.1",
-        master_port=0,
-        world_size=2,
-        bucket_bytes=1 << 16,
-        timeout_s=30.0,
-    )
-    trainer = WeightTransferTrainerFactory.trainer_init(
-        info, client=Client(llm), source=source
-    )
+    trainer = gloo_trainer(llm, source)
     yield trainer
     trainer.shutdown()
     llm.shutdown_weight_transfer_engine()

@@ -10,19 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from tests.checkpoint_source import CheckpointSource
 from tests.engine.drafted import Drafted, drafted
 from tests.engine.mixtures import declared, part
-from tests.engine.sync_client import Client
+from tests.engine.sync_client import gloo_trainer
 from tests.engine.test_drafters import shares
 from tests.engine.test_pause_features import GREEDY as LONG
 from tests.engine.test_pause_features import lived
 from tests.tiny_drafters import MTP, MTP_LAYER, make_mimo
 from vllm.inflight import ops
 from vllm.inflight.errors import Conflict, StagingUnavailable, WeightsMismatch
-from vllm.inflight.wire.trainer import GlooTrainerInitInfo
 
 pytestmark = pytest.mark.engine
 
@@ -159,17 +157,7 @@ def test_what_a_trainer_sends_once_is_served_by_both(
     llm: Any, said: dict[Labels, Drafted], new: str
 ) -> None:
     source = CheckpointSource(Path(new))
-    info = GlooTrainerInitInfo(
-        rank=0,
-        master_address="127.0.0.1",
-        master_port=0,
-        world_size=2,
-        bucket_bytes=1 << 16,
-        timeout_s=30.0,
-    )
-    trainer = WeightTransferTrainerFactory.trainer_init(
-        info, client=Client(llm), source=source
-    )
+    trainer = gloo_trainer(llm, source)
     try:
         trainer.send_weights()
         assert drafted(llm) == said["new", "new"]

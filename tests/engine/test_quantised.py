@@ -65,7 +65,7 @@ def llm(start: Callable[..., Any], int8: tuple[Path, Path]) -> Any:
         ("int8", {}),
         ("int8", COMPILED),
         ("fp8-channel", {}),
-        pytest.param("fp8-channel", COMPILED, marks=pytest.mark.slow),
+        ("fp8-channel", COMPILED),
         (None, ONLINE),
         (None, ONLINE | COMPILED),
         pytest.param("int4", {}, marks=WIDE),
@@ -119,6 +119,21 @@ def test_on_several_ranks_are_refused_schemes_that_meet_and_those_not_seen_there
     monkeypatch.setitem(quantised.PROVED_ON_RANKS, "cpu", set())
     assert quantised.obstacle(layer, "cpu", 1) is None
     assert "engine of 2 ranks" in str(quantised.obstacle(layer, "cpu", 2))
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_bits", 8), ("symmetric", False)])
+def test_of_packed_weights_only_symmetric_int4_is_let_through(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    facts = {"num_bits": 4, "symmetric": True, "strategy": "group"}
+    scheme, kernel = type("CompressedTensorsWNA16", (), facts)(), type("Of", (), {})()
+    scheme.kernel = kernel
+    layer = SimpleNamespace(scheme=scheme, quant_method=None)
+    pair = type(scheme).__name__, type(kernel).__name__
+    monkeypatch.setitem(PROVED, "cuda", {pair})
+    assert quantised.obstacle(layer, "cuda", 1) is None
+    setattr(scheme, name, value)
+    assert f"has {name}={value}" in str(quantised.obstacle(layer, "cuda", 1))
 
 
 def first_quantised(llm: Any) -> torch.nn.Module:

@@ -71,6 +71,9 @@ STRATEGIES = {"CompressedTensorsWNA16": "group"}
 """Scheme → the one strategy of compressed-tensors that was seen of it. Of others it is
 a scale per output."""
 
+NUMBERS = {"CompressedTensorsWNA16": {"num_bits": 4, "symmetric": True}}
+"""Scheme → what else of it was seen: int4 without zero points."""
+
 KERNELS = "kernel", "fp8_linear"
 """Where a scheme keeps its kernel."""
 
@@ -133,8 +136,9 @@ def obstacle(layer: Any, device: str, num_ranks: int) -> str | None:
     strategy = getattr(scheme, "strategy", seen)  # an enum, or its value
     if (strategy := getattr(strategy, "value", strategy)) != seen:
         return f"has a scale per {strategy} ({pair[0]}), not per {seen}"
-    if getattr(scheme, "num_bits", 4) != 4 or not getattr(scheme, "symmetric", True):
-        return f"has {scheme.num_bits} bits or zero points, not symmetric int4"
+    for name, value in NUMBERS.get(pair[0], {}).items():
+        if (given := getattr(scheme, name)) != value:
+            return f"has {name}={given} ({pair[0]}), and {value} was seen"
     chosen = getattr(getattr(kernel, "linear_method", None), "__name__", "")
     if chosen == "_apply_weights_sgl" or getattr(layer, "use_w4a8", False):
         return f"packs its weights for AMX ({pair[1]}), which has not been tried"
