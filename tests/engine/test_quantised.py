@@ -128,7 +128,7 @@ def test_of_packed_weights_only_symmetric_int4_is_let_through(
     facts = {"num_bits": 4, "symmetric": True, "strategy": "group"}
     scheme, kernel = type("CompressedTensorsWNA16", (), facts)(), type("Of", (), {})()
     scheme.kernel = kernel
-    layer = SimpleNamespace(scheme=scheme, quant_method=None)
+    layer = SimpleNamespace(scheme=scheme, quant_method=SimpleNamespace())
     pair = type(scheme).__name__, type(kernel).__name__
     monkeypatch.setitem(PROVED, "cuda", {pair})
     assert quantised.obstacle(layer, "cuda", 1) is None
