@@ -3,7 +3,9 @@
 Pause, retract and commit are theirs, so they work for whoever drives a core.
 """
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,13 @@ from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, call, prompt, publish, stage
 from tests.engine.reference import Reference
+from tests.waiting import until
+from vllm.inflight.wire.local import LocalEngine
 
 pytestmark = pytest.mark.engine
+
+JOB = "inflight-stage"
+"""The threads that updates are staged in."""
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +162,41 @@ def test_frozen_requests_cannot_lose_their_kv(core: EngineCore) -> None:
     refused = core.inflight("pause", {"mode": "in_place", "flush_cache": True})
     assert "retract" in refused["error"]["message"]
     assert call(core, "paused")["is_paused"] is False
+
+
+def test_an_update_begins_when_every_transfer_before_it_has_let_go(
+    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, told, seen = threading.Event(), threading.Event(), []
+    start, receive = LocalEngine.start_weight_update, LocalEngine.receive_weights
+
+    def start_and_note(self: LocalEngine) -> None:
+        seen.append("begins")
+        start(self)
+
+    def receive_and_stand(self: LocalEngine, info: Any) -> None:
+        begun.set()
+        assert told.wait(30)
+        seen.append("lets go")
+        receive(self, info)
+
+    monkeypatch.setattr(LocalEngine, "start_weight_update", start_and_note)
+    monkeypatch.setattr(LocalEngine, "receive_weights", receive_and_stand)
+    call(core, "begin", transport="local")
+    core.inflight("receive", {"update_info": {"path": str(folders["old"])}})
+    assert begun.wait(30)
+    monkeypatch.setattr(LocalEngine, "receive_weights", receive)
+    call(core, "abort")
+    # One more, which is given up while it waits for the first and ends before it.
+    call(core, "begin", transport="local")
+    call(core, "abort")
+    until(lambda: len([t for t in threading.enumerate() if t.name == JOB]) == 1)
+    call(core, "begin", transport="local")
+    threading.Timer(0.3, told.set).start()
+    until(lambda: len(seen) == 3)
+    assert seen == ["begins", "lets go", "begins"]
+    call(core, "receive", update_info={"path": str(folders["new"])})
+    call(core, "seal")
+    call(core, "commit", weight_version="new")
+    add(core, "r", prompt(14))
+    assert set(Streams(core).run().stamps["r"]) == {"new"}

@@ -57,7 +57,8 @@ class Job(threading.Thread):
         self._shadow = stager.shadow
         self._config = InflightConfig.of(self._worker.vllm_config)
         self._board = board
-        self._predecessor = predecessor
+        # All of them: the last, given up while it waited itself, may have ended first.
+        self._before: list[Job] = predecessor.alive() if predecessor else []
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._intake: Intake | None = None
         self._transport: Any = None
@@ -73,10 +74,13 @@ class Job(threading.Thread):
 
     def ends_by(self, deadline: float) -> bool:
         """Wait for this job and those before it; whether they end by `deadline`."""
-        before = self._predecessor
-        others_end = before is None or before.ends_by(deadline)
-        self.join(max(0.0, deadline - time.monotonic()))
-        return others_end and not self.is_alive()
+        for job in self.alive():
+            job.join(max(0.0, deadline - time.monotonic()))
+        return not self.alive()
+
+    def alive(self) -> list[Job]:
+        """This job and those before it, without those that have ended."""
+        return [job for job in (*self._before, self) if job.is_alive()]
 
     def run(self) -> None:
         """Carry orders out until the last one, an error or a cancellation."""
@@ -91,7 +95,7 @@ class Job(threading.Thread):
         }
         try:
             self._pace.settle()
-            self._wait_for_predecessor()
+            self._wait_for_others()
             self._post()
             with torch.no_grad(), self._stager.lane():
                 while not self._is_cancelled():
@@ -253,13 +257,13 @@ class Job(threading.Thread):
             transport.cancelled = self._is_cancelled
         return transport
 
-    def _wait_for_predecessor(self) -> None:
+    def _wait_for_others(self) -> None:
         """A transport that cannot be interrupted may still write its last bytes."""
-        while self._predecessor is not None and self._predecessor.is_alive():
+        while self._before:
             if self._is_cancelled():
                 raise Cancelled("the transfer before this one has not let go")
-            self._predecessor.join(POLL_S)
-        self._predecessor = None  # jobs do not hold on to all jobs before them
+            self._before[0].join(POLL_S)
+            self._before = [job for job in self._before if job.is_alive()]
 
     def _leave(self, error: InflightError) -> None:
         """Clean up after a failure, then tell; the live weights were never touched."""
@@ -272,7 +276,7 @@ class Job(threading.Thread):
             if self._transport_open:
                 with suppress(Exception):
                     # Not part of upstream's contract; a transport may offer it.
-                    getattr(self._transport, "abort_weight_update", _nothing)()
+                    getattr(self._transport, "abort_weight_update", lambda: None)()
                 self._shadow.reset()
         except Exception:
             logger.exception("cleaning up after update %d failed", self.serial)
@@ -294,7 +298,3 @@ class Job(threading.Thread):
             self._notice |= self._transport.gauges
         self._notice["cpu_s"] = time.thread_time()  # the thread is this update's alone
         self._board.post(self._worker.rank, self._notice)
-
-
-def _nothing() -> None:
-    """In place of an optional method."""

@@ -86,7 +86,7 @@ class Stager:
     @property
     def is_busy(self) -> bool:
         """Whether an update is being staged, or has not let go yet."""
-        return self._job is not None and self._job.is_alive()
+        return self._job is not None and bool(self._job.alive())
 
     def attach(self, board_path: str, num_ranks: int) -> dict[str, Any]:
         """Open the board; tell what this rank can do."""
@@ -180,6 +180,6 @@ class Stager:
         if "groups" in vars(self):
             self.groups.shutdown()
         # A job that cannot be interrupted may still post: leave it its memory.
-        if self._job is None or not self._job.is_alive():
+        if not self.is_busy:
             self._board.close()
         self._board = None
