@@ -13,7 +13,7 @@ from tests.families import FAMILIES, UNPROVED
 
 pytestmark = pytest.mark.engine
 
-QUICK = ("gemma4", "deepseek_v3", "falcon_h1", "gpt_oss")
+QUICK = ("gemma4", "deepseek_v3", "falcon_h1", "gpt_oss", "granite_moe_hybrid")
 """One for each way in which a family can differ. The others take minutes."""
 ELSEWHERE = ("llama", "qwen3", "qwen3_moe", "mixtral", "mixtral_unrouted")
 """Proved by test_models.py and test_experts.py."""

@@ -32,7 +32,6 @@ from vllm.inflight.stage.derived import derive
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import pace_of
 from vllm.inflight.stage.quantised import require_same_numbers
-from vllm.inflight.stage.refusal import require_matches
 from vllm.inflight.stage.remainder import beside, carry, retie
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.engine import StagedEngine
@@ -125,8 +124,6 @@ class Job(threading.Thread):
         manifest = Manifest.parse(payload["manifest"] or {"format": 1})
         if manifest.config:
             require_same(manifest.config, self._worker.vllm_config.model_config)
-        if manifest.subset and not self._shadow.asks_loader:
-            require_matches(manifest.subset, self._shadow.known_names)
         self._transport = self._choose(payload["transport"])
         if still_writes():
             raise EngineFault(

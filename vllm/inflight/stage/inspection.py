@@ -1,0 +1,181 @@
+"""The inspection of what arrives: each tensor against the manifest and the model.
+
+What is wrong is kept and not raised, so that one refusal names all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from vllm.inflight import ops
+from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.names import matcher
+from vllm.inflight.stage.refusal import refusal, require_matches
+from vllm.inflight.stage.shadow import Known
+from vllm.inflight.update import Manifest
+
+PLAIN = {"bfloat16", "float16", "float32", "float64"}
+"""Dtypes of one number in several lengths: what comes in one can be kept in another."""
+
+Facts = dict[str, tuple[str, tuple[int, ...], ops.Digest]]
+"""Tensor name → dtype, shape and digest."""
+
+
+class Inspection:
+    """The tensors of one update on one rank, under the model's names.
+
+    Args:
+        manifest: what was announced.
+        known: the names that the model's parameters have in a checkpoint.
+        spares: ends of names that may come and are of no use.
+        asks_loader: whether the model's loader alone can tell what a name is.
+        allow_nonfinite: whether NaN and Inf are served.
+
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        known: Known,
+        spares: tuple[str, ...],
+        *,
+        asks_loader: bool,
+        allow_nonfinite: bool,
+    ) -> None:
+        self._manifest = manifest
+        self._known = known
+        self._spares = spares
+        self._asks_loader = asks_loader
+        self._allow_nonfinite = allow_nonfinite
+        self._is_declared = matcher(manifest.subset)
+        self._entries: dict[str, tuple[tuple[int, ...], str]] = {}
+        """Shape and dtype of all that came."""
+        self._digests: dict[str, ops.Digest] = {}
+        """Of what was admitted."""
+        self._wrong: dict[str, str] = {}
+        self._unknown: dict[str, tuple[list[int], str]] = {}
+
+    @property
+    def num_seen(self) -> int:
+        """How many tensors were admitted."""
+        return len(self._digests)
+
+    @property
+    def num_unknown(self) -> int:
+        """How many the model has no place for."""
+        return len(self._unknown)
+
+    @property
+    def objects(self) -> bool:
+        """Whether anything is wrong, or announced and not there."""
+        return bool(self._wrong or self._unknown or self._announced())
+
+    def may_come(self, name: str) -> bool:
+        """Whether the update may have such a tensor: a subset declares its own."""
+        return not self._manifest.subset or self._is_declared(name)
+
+    def is_strange(self, name: str) -> bool:
+        """Whether the model has no such name, though most of its others are known."""
+        return name not in self._known and not self._asks_loader
+
+    def admits(self, name: str, tensor: torch.Tensor) -> bool:
+        """Check all but the content of a tensor; whether it may go on to the loader."""
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if name in self._digests:
+            self._wrong[name] = "it was sent twice"
+            return False
+        self._entries[name] = (shape, dtype)
+        spec = self._manifest.tensors.get(name)
+        if not self.may_come(name):
+            self._wrong[name] = "no pattern of the subset declares it"
+            return False
+        if self._manifest.tensors and spec is None:
+            self._wrong[name] = "the manifest does not announce it"
+            return False
+        if spec is not None and (spec.shape, spec.dtype) != (shape, dtype):
+            self._wrong[name] = (
+                f"announced as {list(spec.shape)} {spec.dtype}, "
+                f"arrived as {list(shape)} {dtype}"
+            )
+            return False
+        # The shape is known to the loaders, for every shard; they refuse.
+        expected = self._known.get(name, (None, None))[1] or dtype
+        is_spare = name.endswith(self._spares)
+        if dtype != expected and not is_spare and not {dtype, expected} <= PLAIN:
+            self._wrong[name] = f"it is {dtype}, the model's is {expected}"
+            return False
+        self._digests[name] = ops.Digest.ZERO
+        return True
+
+    def judge(self, name: str, digest: ops.Digest, num_nonfinite: int) -> bool:
+        """Whether the content of a tensor is what was announced, and can be served."""
+        self._digests[name] = digest
+        spec = self._manifest.tensors.get(name)
+        if spec is not None and spec.digest not in (None, digest.hex()):
+            self._wrong[name] = (
+                f"its digest is {digest.hex()}, announced was {spec.digest}"
+            )
+            return False
+        if num_nonfinite and not self._allow_nonfinite:
+            self._wrong[name] = f"{num_nonfinite} of its elements are NaN or Inf"
+            return False
+        return True
+
+    def note_unknown(self, name: str) -> None:
+        """The model has no place for a tensor that came."""
+        shape, dtype = self._entries[name]
+        self._unknown[name] = (list(shape), dtype)
+
+    def note_refused(self, name: str, error: Exception) -> None:
+        """The model's loader has refused a tensor."""
+        if name not in self._known:
+            self.note_unknown(name)
+            return
+        shape, dtype = self._entries[name]
+        self._wrong[name] = (
+            f"the model cannot take it with shape {list(shape)} and dtype "
+            f"{dtype}: {str(error) or type(error).__name__}"
+        )
+
+    def require_subset(self) -> None:
+        """Raise `WeightsMismatch` if nothing came of a subset, or it names what is not.
+
+        Known by now, and not before: a loader may rename, and takes names that the
+        model does not have.
+        """
+        if not (subset := self._manifest.subset):
+            return
+        require_matches(subset, {**self._known, **self._entries})
+        if not (self._digests or self._wrong):
+            raise WeightsMismatch(
+                f"nothing was sent of the subset {', '.join(subset[:8])}",
+                tensors=subset,
+            )
+
+    def refusal(self, missing: Iterable[list[str]]) -> WeightsMismatch:
+        """The error that names all that is wrong.
+
+        Args:
+            missing: for each parameter that is not full, the tensors it is made of.
+
+        """
+        absent: list[str] = []
+        for names in missing:
+            absent += [n for n in names if n not in self._digests] or names
+        absent += [n for n in self._announced() if n not in absent]
+        return refusal(self._unknown, self._wrong, absent, self._known)
+
+    def facts(self) -> Facts:
+        """What was admitted, with its content."""
+        return {
+            name: (dtype, shape, self._digests[name])
+            for name, (shape, dtype) in self._entries.items()
+            if name in self._digests
+        }
+
+    def _announced(self) -> list[str]:
+        """What was announced, did not come, and is not wrong by another count."""
+        missing = self._manifest.tensors.keys() - self._digests.keys()
+        return sorted(missing - self._wrong.keys())
