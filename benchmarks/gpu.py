@@ -14,6 +14,7 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,12 +60,15 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
                 console.print(
                     f"{shape} {name}: up in {time.monotonic() - started:.0f} s"
                 )
-                process.carry_out(plan(options, 2))
+                # At the first of these the model's loaders are recorded.
+                first = process.carry_out(plan(options, 2))
+                console.print(f"[dim]{name}, the first: {_line(first)}")
                 process.records.clear()
                 for _ in range(options.rounds):
                     record = process.carry_out(plan(options, options.updates))
                     console.print(f"[dim]{name}: {_line(record)}")
             report[name] = figures(process.records)
+            report[name]["first"] = [asdict(u) for u in update_figures(first)]
     return report
 
 

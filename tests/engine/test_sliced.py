@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config.weight_transfer import WeightTransferConfig
 
+from tests.engine.mixtures import said
 from tests.engine.script import run_script
 from tests.engine.sliced import MISSING
+from tests.engine.sync_client import gloo_trainer
+from tests.sliced_source import SlicedSource
 
 pytestmark = pytest.mark.engine
 
@@ -52,3 +56,24 @@ def test_ranks_that_hold_different_values_of_one_slice_commit_none(
 ) -> None:
     assert seen["ranks that differ"]["code"] == "weights_mismatch"
     assert seen["after ranks that differ"] == seen["before"]
+
+
+def test_a_quantised_layer_gets_the_slices_that_it_holds_until_it_is_complete(
+    start: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    online = {"quantization": "fp8_per_channel"}
+    old, new = checkpoint(0), checkpoint(1)
+    fresh = said(start(new, **online))
+    backend = WeightTransferConfig(backend="inflight_gloo")
+    llm = start(old, weight_transfer_config=backend, **online)
+    before = said(llm)
+    # A bucket is less than a row of slices: every tensor is put together in scratch
+    # memory, which is not used again as long as a layer looks into it.
+    source = SlicedSource(new, 3, are_told=False)
+    trainer = gloo_trainer(llm, source, bucket_bytes=1 << 12)
+    for _ in range(2):
+        trainer.send_weights()
+        assert said(llm) == fresh
+        llm.rollback_weights()
+        assert said(llm) == before
+    trainer.shutdown()
