@@ -151,6 +151,19 @@ def test_a_model_without_its_mtp_layers_is_refused_by_their_names(arenas):
     assert sets.shows(0, 0)
 
 
+def test_a_block_in_an_mtp_layer_has_the_names_of_its_checkpoint():
+    class Draft(torch.nn.Module):
+        """Its loader renames by itself."""
+
+    both = Tandem(torch.nn.Module(), Draft(), is_mtp=True)
+    for inside, sent in (
+        ("layers.2.mtp_block.mlp.weight", "layers.2.mlp.weight"),
+        ("layers.2.enorm.weight", "layers.2.enorm.weight"),
+    ):
+        assert both.sent_name(f"draft.{inside}") == sent
+        assert both.sent_name(inside) == inside, "a name of the model's"
+
+
 def test_an_arena_that_cannot_flip_takes_the_others_back(arenas):
     sets = Tandems(arenas)
     sets.stage(version(1).items())

@@ -1,6 +1,8 @@
 """Tiny drafters for the models of tests/tiny.py, in the forms that vLLM reads."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,8 @@ from tests.tiny import make_checkpoint
 
 NUM_DRAFTS = 2
 METHODS = ("draft_model", "eagle", "eagle3")
-MTP_LAYER = "model.mtp_layers.0."
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
-"""`speculative_config` of an engine whose model has such a layer."""
+"""`speculative_config` of an engine whose model has an MTP layer."""
 
 
 def drafting(method: str, folder: Path) -> dict[str, object]:
@@ -75,25 +76,79 @@ def make_drafter(folder: Path, seed: int, model: Path, method: str) -> Path:
     return folder
 
 
-def make_mimo(folder: Path, seed: int, mtp_seed: int, **shape: Any) -> Path:
-    """Write a random model with one MTP layer into `folder`, as MiMo's are saved."""
-    make_checkpoint(folder, seed, family="qwen2", **shape)
+@dataclass(frozen=True, slots=True)
+class MtpKind:
+    """How a model with one MTP layer is saved.
+
+    Attributes:
+        family: of the model; it has two layers.
+        config: fields of its configuration, beside the family's.
+        alike: prefix of the model's layer that the MTP layer is like.
+        layer: prefix of the MTP layer.
+        norms: of that layer alone.
+        joint: its matrix for an embedding and a hidden state side by side.
+        copies: what it has again of the model's: embedding and head.
+        model: patterns of all that is the model's.
+
+    """
+
+    family: str
+    config: Mapping[str, Any]
+    alike: str
+    layer: str
+    norms: tuple[str, ...]
+    joint: str
+    copies: Mapping[str, str]
+    model: tuple[str, ...]
+
+
+MTP_KINDS = {
+    "mimo": MtpKind(
+        family="qwen2",
+        config={"architectures": ["MiMoForCausalLM"]},
+        alike="model.layers.0.",
+        layer="model.mtp_layers.0.",
+        norms=("token_layernorm", "hidden_layernorm", "final_layernorm"),
+        joint="input_proj.weight",
+        copies={},
+        model=("model.[!m]*", "lm_head.*"),
+    ),
+    "glm": MtpKind(
+        family="glm4_moe",
+        config={},
+        alike="model.layers.1.",
+        layer="model.layers.2.",
+        norms=("enorm", "hnorm", "shared_head.norm"),
+        joint="eh_proj.weight",
+        copies={
+            "embed_tokens.weight": "model.embed_tokens.weight",
+            "shared_head.head.weight": "lm_head.weight",
+        },
+        model=("model.layers.[01].*", "model.[en]*", "lm_head.*"),
+    ),
+}
+
+
+def make_mtp(
+    folder: Path, kind: MtpKind, seed: int, mtp_seed: int, **shape: Any
+) -> Path:
+    """Write a random model with one MTP layer into `folder`, as that kind is saved."""
+    make_checkpoint(folder, seed, family=kind.family, **shape)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    config |= {**kind.config, "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     width = config["hidden_size"]
-    alike = "model.layers.0."
-    shapes = {n: t.shape for n, t in tensors.items() if n.startswith(alike)}
-    shapes |= {
-        f"{alike}token_layernorm.weight": (width,),
-        f"{alike}hidden_layernorm.weight": (width,),
-        f"{alike}final_layernorm.weight": (width,),
-        f"{alike}input_proj.weight": (width, 2 * width),
-    }
+    alike = {n: t for n, t in tensors.items() if n.startswith(kind.alike)}
+    shapes = {n.removeprefix(kind.alike): t.shape for n, t in alike.items()}
+    shapes |= {f"{norm}.weight": (width,) for norm in kind.norms}
+    shapes[kind.joint] = (width, 2 * width)
     random = torch.Generator().manual_seed(mtp_seed)
     for name, shape in shapes.items():
         drawn = 0.3 * torch.randn(shape, generator=random) + ("norm" in name)
-        tensors[name.replace(alike, MTP_LAYER)] = drawn.bfloat16()
+        like = alike.get(kind.alike + name, tensors["model.norm.weight"])
+        tensors[kind.layer + name] = drawn.to(like.dtype)
+    for name, copied in kind.copies.items():
+        tensors[kind.layer + name] = tensors[copied].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

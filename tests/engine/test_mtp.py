@@ -18,37 +18,51 @@ from tests.engine.sync_client import gloo_trainer
 from tests.engine.test_drafters import shares
 from tests.engine.test_pause_features import GREEDY as LONG
 from tests.engine.test_pause_features import lived
-from tests.tiny_drafters import MTP, MTP_LAYER, make_mimo
+from tests.tiny_drafters import MTP, MTP_KINDS, MtpKind, make_mtp
 from vllm.inflight import ops
 from vllm.inflight.errors import Conflict, StagingUnavailable, WeightsMismatch
 
 pytestmark = pytest.mark.engine
 
 OPTIONS = {"dtype": "float32", "speculative_config": MTP}
-LAYER = f"{MTP_LAYER}*"
-MODEL = ["model.[!m]*", "lm_head.*"]
 Labels = tuple[str, str]
 """Of the weights of a model, and of its MTP layers."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["apart", "tied"],
+    params=[
+        ("mimo", False),
+        pytest.param(("mimo", True), marks=pytest.mark.slow),
+        pytest.param(("glm", False), marks=pytest.mark.slow),
+    ],
+    ids=["mimo", "mimo-tied", "glm"],
 )
+def model(request: pytest.FixtureRequest) -> tuple[str, bool]:
+    """Its kind, and whether its head is tied to its embedding."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def kind(model: tuple[str, bool]) -> MtpKind:
+    return MTP_KINDS[model[0]]
+
+
+@pytest.fixture(scope="module")
 def checkpoints(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    model: tuple[str, bool], kind: MtpKind, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Labels, Path]:
-    root = tmp_path_factory.mktemp("mimo")
+    root = tmp_path_factory.mktemp(model[0])
     labels = ("old", "new")
     return {
-        (model, mtp): make_mimo(
-            root / f"{model}-{mtp}",
-            labels.index(model),
-            5 + labels.index(mtp),
-            tied=request.param,
+        pair: make_mtp(
+            root / "-".join(pair),
+            kind,
+            labels.index(pair[0]),
+            5 + labels.index(pair[1]),
+            tied=model[1],
         )
-        for model, mtp in itertools.product(labels, labels)
+        for pair in itertools.product(labels, labels)
     }
 
 
@@ -100,11 +114,11 @@ def tensors(new: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def parts(new: str, tmp_path: Path) -> dict[str, str]:
+def parts(new: str, kind: MtpKind, tmp_path: Path) -> dict[str, str]:
     """The new tensors of the model and of its MTP layer, in folders of their own."""
     return {
-        "model": part(Path(new), MODEL, tmp_path / "model"),
-        "mtp": part(Path(new), [LAYER], tmp_path / "mtp"),
+        "model": part(Path(new), kind.model, tmp_path / "model"),
+        "mtp": part(Path(new), [f"{kind.layer}*"], tmp_path / "mtp"),
     }
 
 
@@ -126,20 +140,25 @@ def test_model_and_mtp_layers_change_together_and_back(
 
 
 def test_a_subset_is_of_either_or_of_both(
-    llm: Any, said: dict[Labels, Drafted], parts: dict[str, str], old: str
+    llm: Any,
+    said: dict[Labels, Drafted],
+    parts: dict[str, str],
+    old: str,
+    kind: MtpKind,
 ) -> None:
-    llm.update_weights_from_disk(parts["mtp"], "mtp", subset=[LAYER])
+    layer = f"{kind.layer}*"
+    llm.update_weights_from_disk(parts["mtp"], "mtp", subset=[layer])
     assert drafted(llm) == said["old", "new"]
     llm.rollback_weights()
     assert drafted(llm) == said["old", "old"]
-    names = list(declared(Path(old), MODEL))
+    names = list(declared(Path(old), kind.model))
     llm.update_weights_from_disk(parts["model"], "model", subset=names)
     assert drafted(llm) == said["new", "old"]
-    llm.update_weights_from_disk(parts["mtp"], "both", subset=[LAYER])
+    llm.update_weights_from_disk(parts["mtp"], "both", subset=[layer])
     assert drafted(llm) == said["new", "new"]
     llm.rollback_weights()
     assert drafted(llm) == said["new", "old"]
-    llm.update_weights_from_disk(old, "all", subset=[*names, LAYER])
+    llm.update_weights_from_disk(old, "all", subset=[*names, layer])
     assert drafted(llm) == said["old", "old"]
 
 
@@ -154,7 +173,7 @@ def test_requests_live_through_a_commit(llm: Any, new: str) -> None:
 
 
 def test_what_a_trainer_sends_once_is_served_by_both(
-    llm: Any, said: dict[Labels, Drafted], new: str
+    llm: Any, said: dict[Labels, Drafted], new: str, kind: MtpKind
 ) -> None:
     source = CheckpointSource(Path(new))
     trainer = gloo_trainer(llm, source)
@@ -163,8 +182,8 @@ def test_what_a_trainer_sends_once_is_served_by_both(
         assert drafted(llm) == said["new", "new"]
         llm.rollback_weights()
         assert drafted(llm) == said["old", "old"]
-        del source.tensors[f"{MTP_LAYER}input_proj.weight"]
-        with pytest.raises(WeightsMismatch, match=rf"missing: {MTP_LAYER}input_proj"):
+        del source.tensors[kind.layer + kind.joint]
+        with pytest.raises(WeightsMismatch, match=f"missing: {kind.layer}{kind.joint}"):
             trainer.send_weights()
         assert drafted(llm) == said["old", "old"]
     finally:
@@ -172,37 +191,40 @@ def test_what_a_trainer_sends_once_is_served_by_both(
         llm.shutdown_weight_transfer_engine()
 
 
-@pytest.mark.parametrize("end", ["", "mlp.up_proj.weight", "hidden_layernorm.weight"])
+@pytest.mark.parametrize("end", ["", "mlp.", None], ids=["all", "mlp", "norm"])
 def test_a_source_without_mtp_tensors_is_refused_by_their_names(
     llm: Any,
     said: dict[Labels, Drafted],
     tensors: dict[str, torch.Tensor],
     tmp_path: Path,
-    end: str,
+    kind: MtpKind,
+    end: str | None,
 ) -> None:
-    gone = {name for name in tensors if name.startswith(MTP_LAYER + end)}
-    kept = {name: tensor for name, tensor in tensors.items() if name not in gone}
+    gone = kind.layer + (kind.norms[1] if end is None else end)
+    kept = {n: tensor for n, tensor in tensors.items() if not n.startswith(gone)}
     save_file(kept, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsMismatch, match=rf"missing: {MTP_LAYER}") as refused:
+    with pytest.raises(WeightsMismatch, match=f"missing: {kind.layer}") as refused:
         llm.update_weights_from_disk(str(tmp_path), "half")
-    assert set(refused.value.tensors) == gone
+    copies = {kind.layer + name for name in kind.copies}
+    assert set(refused.value.tensors) == tensors.keys() - kept.keys() - copies
     assert drafted(llm) == said["old", "old"]
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("mlp.up_proj.weight", (3, 3)), ("odd.weight", (4,))]
+    ("name", "shape"), [("self_attn.q_proj.weight", (3, 3)), ("odd.weight", (4,))]
 )
 def test_what_a_layer_cannot_take_is_refused_by_name(
     llm: Any,
     said: dict[Labels, Drafted],
     tensors: dict[str, torch.Tensor],
     tmp_path: Path,
+    kind: MtpKind,
     name: str,
     shape: tuple[int, ...],
 ) -> None:
-    tensors[MTP_LAYER + name] = torch.ones(shape).bfloat16()
+    tensors[kind.layer + name] = torch.ones(shape).bfloat16()
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsMismatch, match=MTP_LAYER + name):
+    with pytest.raises(WeightsMismatch, match=kind.layer + name):
         llm.update_weights_from_disk(str(tmp_path), "odd")
     assert drafted(llm) == said["old", "old"]
 
@@ -222,7 +244,11 @@ def test_an_update_of_the_drafter_alone_is_refused(
 
 
 def test_the_digest_is_the_checkpoints(
-    llm: Any, new: str, parts: dict[str, str], tensors: dict[str, torch.Tensor]
+    llm: Any,
+    new: str,
+    parts: dict[str, str],
+    tensors: dict[str, torch.Tensor],
+    kind: MtpKind,
 ) -> None:
     digests = ops.digest(list(tensors.values()))
     announced = ops.manifest_digest(
@@ -231,7 +257,7 @@ def test_the_digest_is_the_checkpoints(
     )
     assert llm.update_weights_from_disk(new, "new")["digest"] == announced
     llm.rollback_weights()
-    first = llm.update_weights_from_disk(parts["mtp"], "mtp", subset=[LAYER])
+    first = llm.update_weights_from_disk(parts["mtp"], "mtp", subset=[f"{kind.layer}*"])
     assert first["digest"] not in (None, announced)
 
 

@@ -17,10 +17,10 @@ from tests.engine.test_adapters import adapted, said
 from tests.tiny_drafters import (
     METHODS,
     MTP,
-    MTP_LAYER,
+    MTP_KINDS,
     drafting,
     make_drafter,
-    make_mimo,
+    make_mtp,
 )
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.stage import swappable
@@ -92,16 +92,19 @@ def test_model_and_drafter_equal_a_fresh_engines(
 
 # ---------------------------------------------------------------- MTP layers
 @pytest.mark.parametrize("staging", ["device", "host"])
+@pytest.mark.parametrize("name", MTP_KINDS)
 def test_model_and_mtp_layers_equal_a_fresh_engines(
     start: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    name: str,
     staging: str,
 ) -> None:
+    kind = MTP_KINDS[name]
     admitted = (*swappable.WITH_WEIGHTS["cuda"], MTP["method"])
     monkeypatch.setitem(swappable.WITH_WEIGHTS, "cuda", admitted)
     folders = {
-        labels: make_mimo(tmp_path / f"{labels}", *labels, hidden=256)
+        labels: make_mtp(tmp_path / f"{labels}", kind, *labels, hidden=256)
         for labels in itertools.product((0, 1), (5, 6))
     }
     options = {"speculative_config": MTP, "enforce_eager": False}
@@ -115,8 +118,8 @@ def test_model_and_mtp_layers_equal_a_fresh_engines(
     assert drafted(llm) == fresh[served]
     for labels, patterns in (
         ((1, 6), None),
-        ((1, 5), (f"{MTP_LAYER}*",)),
-        ((0, 5), ("model.[!m]*", "lm_head.*")),
+        ((1, 5), (f"{kind.layer}*",)),
+        ((0, 5), kind.model),
         ((1, 6), None),
         ((0, 5), None),
     ):

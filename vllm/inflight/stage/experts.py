@@ -85,8 +85,7 @@ def tensor_names(module: torch.nn.Module, param: str) -> list[str]:
         return [param]  # its loader has names of its own
     path, _, key = param.rpartition(".")
     found = checkpoint_names(module.get_submodule(path), path, key)
-    if found is not None:
-        return found
-    fused = getattr(module, "packed_modules_mapping", {}) or {}
-    found = names.checkpoint_names(param, fused)
+    if found is None:
+        fused = getattr(module, "packed_modules_mapping", {}) or {}
+        found = names.checkpoint_names(param, fused)
     return [module.sent_name(n) for n in found] if isinstance(module, Tandem) else found

@@ -38,7 +38,7 @@ WITH_WEIGHTS = {
 """Drafters that are a second tree beside their model's (see tandem.py), by the device
 on which they were seen to equal a fresh engine."""
 
-MTP = ("MiMoMTPModel",)
+MTP = ("MiMoMTPModel", "Glm4MoeMTPModel")
 """Architectures of MTP layers that were seen to; upstream makes one method of all."""
 
 

@@ -22,6 +22,10 @@ from vllm.inflight.update import DRAFT
 
 Pair = tuple[str, torch.Tensor]
 
+BLOCK = ".mtp_block."
+"""Where the layers of DeepSeek's kind keep what is like a layer of the model; their
+checkpoints have it beside the rest."""
+
 
 class Tandem(torch.nn.Module):
     """The root of such a tree; it is walked and loaded into, and never run.
@@ -81,9 +85,11 @@ class Tandem(torch.nn.Module):
         if not self.is_mtp or not name.startswith(DRAFT):
             return name
         # As the drafter's loader reads it, backwards.
-        mapper: Any = self.draft.hf_to_vllm_mapper
+        name = name.removeprefix(DRAFT).replace(BLOCK, ".")
+        mapper: Any = getattr(self.draft, "hf_to_vllm_mapper", None)
+        if mapper is None:
+            return name
         read = mapper.orig_to_new_substr | mapper.orig_to_new_prefix
-        name = name.removeprefix(DRAFT)
         for sent, known in read.items():
             if known is not None:  # else it is dropped
                 name = name.replace(known, sent, 1)
