@@ -12,6 +12,8 @@ from tests.second_set import Model, Sets, shows, version
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.stage import intake
 from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.inspection import Inspection
+from vllm.inflight.update import Manifest
 
 STRANGE = "a bias by another name"
 
@@ -19,14 +21,14 @@ STRANGE = "a bias by another name"
 class Renaming(Model):
     """Its checkpoints call the norm otherwise, as the loader alone knows."""
 
-    is_broken = False
+    is_broken: type[Exception] | None = None
 
     def load_weights(self, weights) -> None:
         for name, tensor in weights:
-            if name == STRANGE:
+            if name in (STRANGE, "another"):
                 super().load_weights([("norm", tensor)])
                 if self.is_broken:
-                    raise ValueError("in the middle of it")
+                    raise self.is_broken("in the middle of it")
             elif name.startswith("no such"):
                 self.num_loads += 1
                 raise KeyError(name)
@@ -67,15 +69,65 @@ def test_all_that_it_does_not_know_is_told_and_what_comes_after_is_looked_at(set
     assert {*many, "attention.q"} <= set(refusal.value.tensors)
     assert STRANGE not in refusal.value.tensors
     assert sets.second.num_loads <= intake.MOST_ASKED + len(version(1))
+    assert f"not looked at, after {intake.MOST_ASKED} unknown" in str(refusal.value)
 
 
 def test_what_it_failed_on_is_never_replayed(sets):
-    sets.second.is_broken = True
+    sets.second.is_broken = ValueError
     for _ in range(2):
         with pytest.raises(WeightsMismatch, match="unknown") as refusal:
             sets.stage(renamed(1).items())
         assert refusal.value.tensors[0] == STRANGE
-    sets.second.is_broken = False
+    sets.second.is_broken = RuntimeError
+    with pytest.raises(WeightsMismatch, match=f"{STRANGE}: the model cannot take it"):
+        sets.stage(renamed(1).items())
+    sets.second.is_broken = None
     sets.stage(renamed(1).items())
     sets.stager.flip()
     assert shows(sets.live, version(1))
+
+
+@pytest.mark.parametrize("replayed", [(), ("norm",), (STRANGE,), ("norm", STRANGE)])
+@pytest.mark.parametrize("other", ["norm", "another"])
+def test_one_parameter_by_two_names_is_refused_whichever_the_plan_knows(
+    sets, replayed, other
+):
+    for name in replayed:
+        sets.stage(renamed(1).items() if name == STRANGE else version(1).items())
+    norm = version(2)["norm"]
+    for order in ((STRANGE, other), (other, STRANGE)):
+        named = version(2)
+        del named["norm"]
+        with pytest.raises(WeightsMismatch, match="by tensors of two names"):
+            sets.stage([*named.items(), *((name, norm) for name in order)])
+
+
+def test_what_is_no_number_of_that_kind_is_refused_by_any_name(sets):
+    named = renamed(1)
+    named[STRANGE] = named[STRANGE].to(torch.int32)
+    with pytest.raises(WeightsMismatch, match="it is int32, the model's is float32"):
+        sets.stage(named.items())
+
+
+def test_what_is_announced_and_may_yet_come_is_not_called_missing(sets):
+    announced = [
+        {"name": name, "shape": list(tensor.shape), "dtype": "float32"}
+        for name, tensor in version(1).items()
+    ]
+    inspection = Inspection(
+        Manifest.parse({"format": 1, "tensors": announced}),
+        sets.shadow.known_names,
+        (),
+        asks_loader=False,
+        allow_nonfinite=False,
+    )
+    wrong = torch.ones(3)
+    assert not inspection.admits("norm", wrong)
+    assert inspection.refusal([], is_end=False).tensors == ["norm"]
+    assert set(inspection.refusal([], is_end=True).tensors) == version(1).keys()
+
+
+def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):
+    sets.shadow.spares = ("head.weight",)
+    with pytest.raises(WeightsMismatch, match="nothing was sent of the subset"):
+        sets.stage([("head.weight", torch.ones(2))], ("head.*",))

@@ -17,6 +17,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage import direct
+from vllm.inflight.stage.inspection import PLAIN
 from vllm.inflight.stage.plan import Entry, View, Writes
 from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.update import DRAFT, Manifest
@@ -67,6 +68,8 @@ class Coverage:
         """What has been written of each parameter."""
         self.begun: set[str] = set()
         """Parameters that a loader was called for, whatever it wrote."""
+        self.refilled: set[str] = set()
+        """Parameters of which something was written twice, by two tensors."""
         self.num_loads = 0
         self.handed: torch.Tensor | None = None
         """What the loaders have at this moment, and what they do with it."""
@@ -104,8 +107,10 @@ class Coverage:
 
     def replayed(self, entry: Entry) -> None:
         """What was recorded of a tensor is about to be done again."""
-        for name, view in entry.filled:
+        for name, view in set(entry.filled):
             self.begin(name)
+            if view in self.fills[name].views:
+                self.refilled.add(name)
             self.fills[name].views[view] = prod(view[1])
 
     def wrote(self, name: str, param: torch.Tensor) -> None:
@@ -193,12 +198,17 @@ class Coverage:
             if self._is_drafting() and not name.startswith(DRAFT):
                 self.num_loads += 1
                 return None  # a layer that is its model's; see tandem.py
+            loaded = args[1] if len(args) > 1 else kwargs.get("loaded_weight")
+            if isinstance(loaded, torch.Tensor):
+                _require_dtype(param, loaded)
             self.begin(name)
             if self.entry is not None and not is_replayable:
                 self.entry.is_whole = False  # it is processed in memory of its own
             with Writes(name, param, self.handed, self.entry) as writes:
                 result = loader(*args, **kwargs)
             self.num_loads += 1
+            if not writes.views.keys().isdisjoint(fill.views):
+                self.refilled.add(name)
             fill.views.update(writes.views)
             return result
 
@@ -209,6 +219,13 @@ class Coverage:
         if not is_deferred:
             online_process_loader.__name__ = "in_place_loader"
         return online_process_loader
+
+
+def _require_dtype(param: torch.Tensor, loaded: torch.Tensor) -> None:
+    """Raise `TypeError` where a copy would make other numbers of what came."""
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in (loaded, param)]
+    if dtypes[0] != dtypes[1] and not PLAIN.issuperset(dtypes):
+        raise TypeError(f"it is {dtypes[0]}, the model's is {dtypes[1]}")
 
 
 def tally(fills: Mapping[str, Fill]) -> dict[str, int]:

@@ -19,6 +19,9 @@ from vllm.inflight.update import Manifest
 PLAIN = {"bfloat16", "float16", "float32", "float64"}
 """Dtypes of one number in several lengths: what comes in one can be kept in another."""
 
+NO_SUCH = (KeyError, AttributeError, ValueError)
+"""What loaders raise that do not know a name."""
+
 Facts = dict[str, tuple[str, tuple[int, ...], ops.Digest]]
 """Tensor name → dtype, shape and digest."""
 
@@ -128,9 +131,13 @@ class Inspection:
         shape, dtype = self._entries[name]
         self._unknown[name] = (list(shape), dtype)
 
+    def note_wrong(self, name: str, why: str) -> None:
+        """A tensor, or a parameter, cannot be served as it came."""
+        self._wrong[name] = why
+
     def note_refused(self, name: str, error: Exception) -> None:
         """The model's loader has refused a tensor."""
-        if name not in self._known:
+        if name not in self._known and isinstance(error, NO_SUCH):
             self.note_unknown(name)
             return
         shape, dtype = self._entries[name]
@@ -148,23 +155,25 @@ class Inspection:
         if not (subset := self._manifest.subset):
             return
         require_matches(subset, {**self._known, **self._entries})
-        if not (self._digests or self._wrong):
+        if all(name.endswith(self._spares) for name in self._digests):
             raise WeightsMismatch(
                 f"nothing was sent of the subset {', '.join(subset[:8])}",
                 tensors=subset,
             )
 
-    def refusal(self, missing: Iterable[list[str]]) -> WeightsMismatch:
+    def refusal(self, missing: Iterable[list[str]], *, is_end: bool) -> WeightsMismatch:
         """The error that names all that is wrong.
 
         Args:
             missing: for each parameter that is not full, the tensors it is made of.
+            is_end: whether what was announced should have come by now.
 
         """
         absent: list[str] = []
         for names in missing:
             absent += [n for n in names if n not in self._digests] or names
-        absent += [n for n in self._announced() if n not in absent]
+        if is_end:
+            absent += [n for n in self._announced() if n not in absent]
         return refusal(self._unknown, self._wrong, absent, self._known)
 
     def facts(self) -> Facts:

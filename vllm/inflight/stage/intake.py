@@ -11,7 +11,6 @@ as visible as a missing tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,9 +27,6 @@ from vllm.inflight.stage.plan import Entry, replay
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.assembly import Home
-
-REFUSALS = (KeyError, AttributeError, ValueError, AssertionError)
-"""What loaders raise that do not know a name, or what to do with it."""
 
 MOST_ASKED = 8
 """Unknown tensors after which a loader is not asked any more: each time it goes through
@@ -68,6 +64,8 @@ class Intake:
         )
         self._audit = Audit(shadow.device, shadow.tables, shadow.plan)
         self._sampler = Sampler(shadow.views, shadow.plan, shadow.device)
+        self._renamed: set[str] = set()
+        """Parameters that are filled by names which the model does not have."""
         self._broken: Exception | None = None
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""
@@ -120,6 +118,7 @@ class Intake:
                 coverage.handed, coverage.entry = tensor, entry
                 if self._inspection.is_strange(name):
                     entry.is_whole &= self._takes(name, tensor)
+                    self._renamed.update(param for param, _ in entry.filled)
                 else:
                     yield name, tensor
                     if coverage.num_loads == before:
@@ -127,7 +126,7 @@ class Intake:
                 if self._shadow.plan is not None:
                     self._shadow.plan.keep(name, entry)
                 # A transport uses memory again that nobody looks into.
-                coverage.handed = None
+                coverage.handed = coverage.entry = None
                 del tensor
             self._progress(self.num_bytes, self._inspection.num_seen)
         current.clear()
@@ -160,6 +159,8 @@ class Intake:
                 continue
             known.append((entry, tensor))
             self.coverage.replayed(entry)
+            if self._inspection.is_strange(name):
+                self._renamed.update(param for param, _ in entry.filled)
         replay(known)
         return fresh
 
@@ -203,14 +204,20 @@ class Intake:
         refusal ends no other's load.
         """
         coverage, inspection = self.coverage, self._inspection
-        before, has_failed = coverage.num_loads, True
-        if inspection.num_unknown < MOST_ASKED:
-            with suppress(*REFUSALS):
-                type(self._module).load_weights(self._module, [(name, tensor)])  # type: ignore[attr-defined]
-                has_failed = coverage.num_loads == before
-        if has_failed:
+        if inspection.num_unknown >= MOST_ASKED:
+            inspection.note_wrong(name, f"not looked at, after {MOST_ASKED} unknown")
+            return False
+        before = coverage.num_loads
+        try:
+            type(self._module).load_weights(self._module, [(name, tensor)])  # type: ignore[attr-defined]
+        except (InflightError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            inspection.note_refused(name, error)
+            return False
+        if coverage.num_loads == before:
             inspection.note_unknown(name)
-        return not has_failed
+        return coverage.num_loads > before
 
     def verdict(self) -> Content:
         """What arrived; raises `WeightsMismatch` unless it can be served.
@@ -222,10 +229,12 @@ class Intake:
         inspection = self._inspection
         for name, digest, bad in self._audit.results():
             inspection.judge(name, digest, bad)
-        inspection.require_subset()
+        for param in sorted(self._renamed & self.coverage.refilled):
+            inspection.note_wrong(param, "it is filled by tensors of two names")
         missing = self.coverage.short(self._due())
         if missing or inspection.objects:
-            raise self._mismatch(missing)
+            raise self._mismatch(missing, is_end=True)
+        inspection.require_subset()
         return Content(inspection.facts(), self._sampler.samples())
 
     def _due(self) -> set[str]:
@@ -240,7 +249,9 @@ class Intake:
         quantised = self._shadow.quantised
         return due | {name for name in quantised if name.rpartition(".")[0] in paths}
 
-    def _mismatch(self, missing: Iterable[str] = ()) -> WeightsMismatch:
+    def _mismatch(
+        self, missing: Iterable[str] = (), *, is_end: bool = False
+    ) -> WeightsMismatch:
         """What is wrong; `missing` are parameters that are not full."""
         lists = [tensor_names(self._module, param) for param in missing]
-        return self._inspection.refusal(lists)
+        return self._inspection.refusal(lists, is_end=is_end)
