@@ -8,14 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import until
 from vllm.inflight.stage import board as module
 from vllm.inflight.stage.board import PAGE_BYTES, Board, board_bytes
 
@@ -202,3 +204,44 @@ def test_a_board_has_the_size_it_says():
     assert os.path.getsize(made.path) == board_bytes(3) == len(made._map)
     made.unlink()
     made.close()
+
+
+def beside(once: Callable[[], None]) -> Callable[[], None]:
+    """The other thread's call, which may have to wait for this one's."""
+    thread = threading.Thread(target=once)
+
+    def begin() -> None:
+        if thread.ident is None:
+            thread.start()
+            thread.join(0.2)
+
+    return begin
+
+
+def test_a_cancellation_is_never_taken_back_by_another_thread(board, monkeypatch):
+    read = Board.cancelled
+    other = beside(lambda: board.cancel(9))
+
+    def cancelled(self):
+        found = read(self)
+        other()
+        return found
+
+    monkeypatch.setattr(Board, "cancelled", cancelled)
+    board.cancel(5)
+    until(lambda: read(board) == 9, "it was lost")
+
+
+def test_two_threads_of_a_rank_never_write_the_same_page(board, monkeypatch):
+    sequence = Board._sequence
+    other = beside(lambda: board.post(0, {"by": "the other"}))
+
+    def read(self, rank):
+        found = sequence(self, rank)
+        other()
+        return found
+
+    monkeypatch.setattr(Board, "_sequence", read)
+    board.post(0, {"by": "this one"})
+    until(lambda: board.stamp()[0] == 2, "both wrote to one page")
+    assert board.read(0) == {"by": "the other"}

@@ -52,8 +52,8 @@ def decoding() -> Iterator[None]:
 
 def settled(share: float) -> Pace:
     pace = Pace(share)
-    pace.settle()
-    return pace
+    with pace.settled():
+        return pace  # the thread ends with all that was settled
 
 
 def test_it_rests_while_the_process_decodes():
@@ -104,7 +104,6 @@ def test_staging_has_a_core_to_run_on():
 def test_a_device_s_pace_has_the_interpreter_switch_more_often_only_while_it_stages():
     before = sys.getswitchinterval()
     pace = DevicePace(100.0)
-    pace.settle()
-    assert sys.getswitchinterval() < before
-    pace.leave()
+    with pace.settled():
+        assert sys.getswitchinterval() < before
     assert sys.getswitchinterval() == before

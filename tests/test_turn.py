@@ -1,5 +1,7 @@
 """Turns between the steps of an engine in its caller's process."""
 
+import signal
+
 import pytest
 
 from vllm.inflight.engine.turn import Turns
@@ -27,3 +29,34 @@ def test_what_fails_is_the_askers_and_the_steps_go_on():
     future = turns.submit(lambda: 1 // 0)
     with turns.stepping():
         assert future.done()
+
+
+def test_ctrl_c_comes_after_a_turn_and_not_into_the_middle_of_it():
+    turns, done = Turns(), []
+
+    def switch() -> str:
+        signal.raise_signal(signal.SIGINT)
+        done.append("to its end")
+        return "switched"
+
+    future = turns.submit(switch)
+    with pytest.raises(KeyboardInterrupt), turns.stepping():
+        raise AssertionError("the step was not interrupted")
+    assert (future.result(), done) == ("switched", ["to its end"])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with turns.stepping():
+        done.append("and on")
+
+
+def test_a_second_ctrl_c_ends_a_turn_that_does_not_end():
+    turns = Turns()
+
+    def stand() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it was not interrupted")
+
+    future = turns.submit(stand)
+    with pytest.raises(KeyboardInterrupt):
+        turns.drain()
+    assert isinstance(future.exception(), KeyboardInterrupt)

@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import add, call, prompt
-from tests.simulated.core import stage_weights
+from tests.simulated.core import publish_weights, stage_weights
 from tests.simulated.load import answered, ask, code, started
 
 pytestmark = pytest.mark.engine
@@ -95,3 +95,24 @@ def test_a_commit_that_waited_leaves_the_pause_of_somebody_else(
     assert answered(commit)["ok"]["weight_version"] == "one"
     state = call(core, "paused")
     assert (state["mode"], state["owner"]) == ("wait", "trainer")
+
+
+@pytest.mark.parametrize("between", ["commit", "begin"])
+def test_a_rollback_that_waits_takes_nothing_else_back(
+    core: EngineCore, between: str
+) -> None:
+    publish_weights(core, 1, "one")
+    publish_weights(core, 2, "two")
+    streams = started(core)
+    rollback = ask(core, "rollback", to_version="one", mode="wait")
+    assert not rollback.done()
+    if between == "commit":
+        publish_weights(core, 3, "three")
+    else:
+        call(core, "begin", transport="local")
+    streams.step(60).run()
+    expected = {"commit": "version_conflict", "begin": "update_in_progress"}[between]
+    assert code(answered(rollback)) == expected
+    served = {"commit": "three", "begin": "two"}[between]
+    assert call(core, "info")["weight_version"] == served
+    assert call(core, "paused")["is_paused"] is False

@@ -172,9 +172,10 @@ class StandIn:
         if path == ROLLBACK:
             if self._before is None:
                 raise NothingToRollBack("there was none before")
-            epoch = self.version["epoch"] + 1
+            left = self.version, self.served
             self.version, self.served = self._before
-            self.version = self.version | {"epoch": epoch}
+            self.version = self.version | {"epoch": left[0]["epoch"] + 1}
+            self._before = left
             return self.version
         if path == "/weight_info":
             return self.version

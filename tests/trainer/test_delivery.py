@@ -122,6 +122,19 @@ def test_if_one_engine_cannot_commit_those_that_did_go_back(engine, other):
         to.publish("next")
 
 
+@pytest.mark.parametrize("fault", [DROP, LOSE, STARTING])
+def test_a_rollback_whose_reply_is_lost_is_not_made_twice(engine, other, fault):
+    with publisher([engine, other]) as to:
+        to.publish("good")
+        other.faults[FINISH] = [PauseConflict("not now")]
+        engine.faults[ROLLBACK] = [fault]
+        with pytest.raises(PauseConflict, match="not now") as caught:
+            to.publish("bad")
+        assert "could not be taken back" not in str(caught.value)
+        assert engine.version["weight_version"] == "good"
+        assert len(engine.bodies(ROLLBACK)) == 1 + (fault != LOSE)
+
+
 def test_what_could_not_be_taken_back_is_told(engine, other):
     with publisher([engine, other]) as to:
         other.faults[FINISH] = [PauseConflict("not now")]

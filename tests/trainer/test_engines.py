@@ -97,6 +97,28 @@ async def test_an_async_llm_is_called_on_its_own_loop():
     assert engine.threads == {threading.current_thread().name}
 
 
+async def test_a_finish_that_is_not_waited_for_goes_on_to_its_end():
+    """Several engines behind one `AsyncLLM` are taken back there, if need be."""
+    aborted, ended = asyncio.Event(), []
+
+    class Slow(Async):
+        async def finish_weight_update(self, **body: Any) -> dict[str, Any]:
+            await aborted.wait()
+            ended.append("taken back")
+            return self.inner.finish_weight_update(**body)
+
+        async def abort_weight_update(self, update_id: str) -> dict[str, Any]:
+            aborted.set()
+            return self.inner.abort_weight_update(update_id)
+
+    with (
+        Publisher(Slow(), weights(), timeout_s=0.5) as to,
+        pytest.raises(EngineUnreachable, match="finish_weight_update"),
+    ):
+        await asyncio.to_thread(to.publish)
+    assert ended == ["taken back"]
+
+
 async def test_a_future_of_a_publish_can_be_awaited():
     with Publisher(Async(), weights()) as to:
         future = await asyncio.to_thread(to.publish, block=False)

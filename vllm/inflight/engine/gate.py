@@ -66,10 +66,9 @@ class Gate:
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
         if self.lockstep.is_kept and not self.ranks.is_reversible:
             self.ranks.reason = "engines that step together need a way back"
-        if self.ranks.reason is not None:
+        if (reason := self.ranks.reason) is not None:
             logger.error(
-                "weights of this engine cannot be updated in flight: %s",
-                self.ranks.reason,
+                "weights of this engine cannot be updated in flight: %s", reason
             )
 
     # ------------------------------------------------------------ the calls
@@ -80,8 +79,7 @@ class Gate:
         """
 
         def answer() -> Any:
-            handler = _CALLS.get(method)
-            if handler is None:
+            if (handler := _CALLS.get(method)) is None:
                 raise Malformed(f"no control call named {method!r}")
             self.sleep.check(method, body)
             return handler(self, body)
@@ -157,23 +155,18 @@ class Gate:
         return self._where_all_meet("rollback", lambda: self._rollback(body))
 
     def _rollback(self, body: dict[str, Any]) -> Any:
-        if (active := self.updates.ledger.active) is not None:
-            raise UpdateBusy(
-                f"update {active.update_id!r} is {active.phase.value}; abort it first",
-                update_id=active.update_id,
-            )
-        before = self.served.before
-        if before is None:
-            raise NothingToRollBack("the version served before is not held any more")
+        before = self._held()
         if body.get("to_version") not in (None, before.label):
             raise VersionConflict(
-                f"held for a rollback is version {before.label!r}, "
-                f"not {body['to_version']!r}"
+                f"held for a rollback is {before.label!r}, not {body['to_version']!r}"
             )
         mode = PauseMode.parse(body.get("mode") or "in_place")
         self.pauses.check_commit(mode)
 
         def switch() -> dict[str, Any]:
+            # Running requests were waited for: others may have come in between.
+            if self._held() is not before:
+                raise VersionConflict("another version was committed meanwhile")
             left = self.served.update
             facts = self.lockstep.together(self.served.go_back, self.served.retreat)
             if left is not None:
@@ -241,6 +234,17 @@ class Gate:
         return self.served.version
 
     # --------------------------------------------------------------- helpers
+    def _held(self) -> Version:
+        """The version that a rollback returns to; raises if there is none now."""
+        if (active := self.updates.ledger.active) is not None:
+            raise UpdateBusy(
+                f"update {active.update_id!r} is {active.phase.value}; abort it first",
+                update_id=active.update_id,
+            )
+        if (before := self.served.before) is None:
+            raise NothingToRollBack("the version served before is not held any more")
+        return before
+
     def _where_all_meet(self, what: str, switch: Callable[[], Any]) -> Any:
         """`switch` now, or where the engines of a lockstep meet."""
         if not self.lockstep.is_kept:

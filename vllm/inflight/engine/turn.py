@@ -9,6 +9,7 @@ next runs it first, and if nobody steps, the thread that asked runs it.
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -69,13 +70,15 @@ class Turns:
             except IndexError:
                 return
             try:
-                future.set_result(call())
+                with _uninterrupted():
+                    future.set_result(call())
             except Exception as error:
                 future.set_exception(error)
             except BaseException as error:
                 if isinstance(error, SystemExit):
                     self._end = error
-                future.set_exception(error)
+                if not future.done():  # Ctrl-C comes after it
+                    future.set_exception(error)
                 raise
 
     @contextmanager
@@ -84,3 +87,28 @@ class Turns:
         with self._lock:
             self.drain()
             yield
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a Ctrl-C come after a turn, and not into the middle of a flip.
+
+    A second one comes at once: the turn may wait for something that never happens.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or usual is None:
+        yield
+        return
+    came: list[Any] = []
+
+    def remember(number: int, frame: Any) -> None:
+        came.append(frame)
+        signal.signal(signal.SIGINT, usual)
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if came and callable(usual):
+        usual(signal.SIGINT, came[0])

@@ -10,7 +10,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 from vllm.inflight import upstream
@@ -107,8 +108,13 @@ class Watch:
     def close(self) -> None:
         """End the thread; whoever still waits is told."""
         self._closed = True
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
+        if (thread := self._thread) is not None:
+            thread.join(timeout=1.0)
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for future, _ in waiting:
+            with suppress(InvalidStateError):  # it was answered just now
+                future.set_exception(EngineFault("the engine has been shut down"))
 
     # ------------------------------------------------------------- the thread
     def _wait(self, ready: Ready) -> Future[dict[str, Any]]:
@@ -127,16 +133,17 @@ class Watch:
 
     def _work(self) -> None:
         while not self._closed:
-            if self._update is not None:
+            if (update := self._update) is not None:
                 try:
-                    self._look_after(self._update)
+                    self._look_after(update)
                 except Exception as error:
                     # Whoever waits for this thread would wait for ever.
-                    logger.exception("update %r", self._update.update_id)
+                    logger.exception("update %r", update.update_id)
                     fault = EngineFault(f"{type(error).__name__}: {error}")
-                    self.end(self._update, fault)
-                if not self._update.is_active:
-                    self._update = None
+                    self.end(update, fault)
+                with self._lock:  # the next one may have begun by now
+                    if self._update is update and not update.is_active:
+                        self._update = None
             self._answer()
             with self._lock:
                 if self._update is None and not self._waiting:
@@ -212,9 +219,12 @@ class Watch:
                 if result is None:
                     continue
                 future.set_result(result)
+            except InvalidStateError:
+                pass  # the watch was closed meanwhile
             except Exception as error:
-                future.set_exception(error)
-            with self._lock:
+                with suppress(InvalidStateError):
+                    future.set_exception(error)
+            with self._lock, suppress(ValueError):  # the watch may be closed
                 self._waiting.remove(entry)
 
 

@@ -18,6 +18,7 @@ import mmap
 import os
 import struct
 import tempfile
+import threading
 from typing import Any
 
 HEADER_BYTES = 64
@@ -35,6 +36,8 @@ class Board:
         self.num_ranks = num_ranks
         with open(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), board_bytes(num_ranks))
+        self._lock = threading.Lock()
+        """Of the threads that write: two jobs of a rank, or the watch and the core."""
 
     @classmethod
     def create(cls, num_ranks: int) -> Board:
@@ -65,16 +68,17 @@ class Board:
         self._map.close()
 
     def post(self, rank: int, notice: dict[str, Any]) -> None:
-        """Replace the notice of `rank`; only that rank's one writer calls this."""
+        """Replace the notice of `rank`; only that rank's process calls this."""
         text = json.dumps(notice).encode()
         if len(text) > PAGE_BYTES - _U32.size:
             raise ValueError(f"notice of {len(text)} bytes does not fit the board")
-        slot = _slot(rank)
-        sequence = self._sequence(rank) + 1
-        page = _page(slot, sequence)
-        _U32.pack_into(self._map, page, len(text))
-        self._map[page + _U32.size : page + _U32.size + len(text)] = text
-        _U64.pack_into(self._map, slot, sequence)
+        with self._lock:
+            slot = _slot(rank)
+            sequence = self._sequence(rank) + 1
+            page = _page(slot, sequence)
+            _U32.pack_into(self._map, page, len(text))
+            self._map[page + _U32.size : page + _U32.size + len(text)] = text
+            _U64.pack_into(self._map, slot, sequence)
 
     def read(self, rank: int) -> dict[str, Any]:
         """The latest whole notice of `rank`; empty before the first."""
@@ -96,7 +100,8 @@ class Board:
 
     def cancel(self, serial: int) -> None:
         """Tell every rank to stop working on update `serial` and older ones."""
-        _U64.pack_into(self._map, 0, max(serial, self.cancelled()))
+        with self._lock:
+            _U64.pack_into(self._map, 0, max(serial, self.cancelled()))
 
     def cancelled(self) -> int:
         """The serial of the last cancelled update; 0 before the first."""

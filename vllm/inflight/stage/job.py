@@ -93,10 +93,9 @@ class Job(threading.Thread):
             "leave": lambda name: self._stager.groups.leave(name),
         }
         try:
-            self._pace.settle()
             self._wait_for_others()
             self._post()
-            with torch.no_grad(), self._stager.lane():
+            with torch.no_grad(), self._stager.lane(), self._pace.settled():
                 while not self._is_cancelled():
                     try:
                         order, payload = self._orders.get(timeout=POLL_S)
@@ -114,8 +113,6 @@ class Job(threading.Thread):
             rank = self._worker.rank
             logger.exception("update %d failed on rank %d", self.serial, rank)
             self._leave(EngineFault(f"{type(error).__name__}: {error}"))
-        finally:
-            self._pace.leave()
 
     # ----------------------------------------------------------------- orders
     def _begin(self, payload: dict[str, Any]) -> None:
@@ -278,6 +275,7 @@ class Job(threading.Thread):
         except Exception:
             logger.exception("cleaning up after update %d failed", self.serial)
         self._notice |= {"state": "failed", "error": error.to_dict()}
+        self._notice.pop("unfilled", None)  # so many that it may not have fitted
         self._post()
 
     def _is_cancelled(self) -> bool:

@@ -17,8 +17,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -57,13 +57,17 @@ class DevicePace:
         self._num_bytes = 0
         self._over_at = 0.0
 
-    def settle(self) -> None:
-        """Ask the interpreter to share its lock in smaller pieces."""
-        sys.setswitchinterval(min(SWITCH_S, USUAL_S))
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Ask the interpreter to share its lock in smaller pieces meanwhile.
 
-    def leave(self) -> None:
-        """The job is over: decoding alone is faster with fewer switches."""
-        sys.setswitchinterval(USUAL_S)
+        Decoding alone is faster with fewer switches.
+        """
+        sys.setswitchinterval(min(SWITCH_S, USUAL_S))
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(USUAL_S)
 
     def hurry_after(self, seconds: float) -> None:
         """Rest no more once `seconds` have passed: a late update is a failed one."""
@@ -93,8 +97,12 @@ class Pace:
         self._owed = 0.0
         self._last = (0.0, 0.0, 0.0)
 
-    def settle(self) -> None:
-        """Move to the cores that decoding leaves, with one torch thread."""
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Move to the cores that decoding leaves, with one torch thread.
+
+        The thread ends with its job, and with it all that was settled.
+        """
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):
                 os.sched_setaffinity(0, free_cores())
@@ -103,9 +111,7 @@ class Pace:
         set_threads: Callable[[int], None] = torch._C.set_num_threads
         set_threads(1)
         self._last = _clocks()
-
-    def leave(self) -> None:
-        """The thread ends, and with it all that was settled."""
+        yield
 
     def hurry_after(self, seconds: float) -> None:
         """Rest no more once `seconds` have passed: a late update is a failed one."""

@@ -12,10 +12,15 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
-from vllm.inflight.errors import InflightError, UnknownUpdate, WrongPhase
+from vllm.inflight.errors import (
+    EngineUnreachable,
+    InflightError,
+    UnknownUpdate,
+    WrongPhase,
+)
 from vllm.inflight.trainer.engines import Engine, Reply
 from vllm.inflight.trainer.parcel import Parcel
-from vllm.inflight.trainer.patience import Patience
+from vllm.inflight.trainer.patience import FIRST_DELAY_S, Patience
 from vllm.inflight.update import Manifest, Phase
 
 Progress = Callable[[str, int, int], None]
@@ -104,9 +109,13 @@ class Delivery:
             epoch = (report.get("result") or {}).get("epoch")
             if report["phase"] != Phase.COMMITTED:
                 return
-            # Not if somebody else has published since.
-            if engine.info(patience)["epoch"] == epoch:
-                engine.rollback(patience)
+            # Not if somebody else has published since, nor if it is done already.
+            while engine.info(patience)["epoch"] == epoch:
+                try:
+                    engine.rollback(patience)
+                except EngineUnreachable:
+                    if not patience.pause(FIRST_DELAY_S):
+                        raise
 
     def _all(
         self,

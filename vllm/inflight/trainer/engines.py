@@ -1,8 +1,8 @@
 """The engines a trainer can publish to, behind one small protocol.
 
 An engine is reached over HTTP, or it is an `LLM` or `AsyncLLM` of this process.
-Every call names its update, so it may be repeated: when a reply is lost, the
-same call is made again until the caller's patience ends. What an engine says no
+Every call but a rollback names its update, so it may be repeated: when a reply is lost,
+the same call is made again until the caller's patience ends. What an engine says no
 to is raised as the error it names and not tried again.
 """
 
@@ -58,7 +58,12 @@ class Engine(Protocol):
         ...
 
     def rollback(self, patience: Patience) -> Reply:
-        """`POST /rollback_weights`."""
+        """`POST /rollback_weights`, once: made twice it goes forth again.
+
+        Raises:
+            EngineUnreachable: the reply is lost; it may have been carried out.
+
+        """
         ...
 
     def status(self, update_id: str, patience: Patience) -> Reply:
@@ -105,7 +110,7 @@ class HttpEngine:
 
     def rollback(self, patience: Patience) -> Reply:
         """Serve the version before again."""
-        return self._ask("POST", "/rollback_weights", patience, {})
+        return self._ask("POST", "/rollback_weights", patience, {}, is_repeated=False)
 
     def status(self, update_id: str, patience: Patience) -> Reply:
         """Where an update stands."""
@@ -126,6 +131,8 @@ class HttpEngine:
         patience: Patience,
         body: Reply | None = None,
         reply_s: float | None = None,
+        *,
+        is_repeated: bool = True,
     ) -> Reply:
         delay = FIRST_DELAY_S
         while True:
@@ -145,7 +152,7 @@ class HttpEngine:
                     )
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__} {error}".strip()
-            if not patience.pause(delay):
+            if not is_repeated or not patience.pause(delay):
                 raise EngineUnreachable(
                     f"no answer to {method} {path} within {patience.timeout_s:g} s "
                     f"({trouble})"
@@ -195,8 +202,13 @@ class LocalEngine:
         return self._run(patience, self._engine.update_weights, info, **ids)
 
     def finish(self, body: Reply, patience: Patience) -> Reply:
-        """Verify and commit."""
-        return self._run(patience, self._engine.finish_weight_update, **body)
+        """Verify and commit.
+
+        It goes on when it is not waited for any longer: several engines behind one
+        `AsyncLLM` are then taken back that could not all commit.
+        """
+        finish = self._engine.finish_weight_update
+        return self._run(patience, finish, is_given_up=False, **body)
 
     def abort(self, update_id: str, patience: Patience) -> Reply:
         """Give an update up."""
@@ -218,7 +230,12 @@ class LocalEngine:
         """Nothing to close."""
 
     def _run(
-        self, patience: Patience, method: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        patience: Patience,
+        method: Callable[..., Any],
+        *args: Any,
+        is_given_up: bool = True,
+        **kwargs: Any,
     ) -> Reply:
         if self.loop is None:
             reply: Reply = method(*args, **kwargs)
@@ -227,7 +244,8 @@ class LocalEngine:
         try:
             reply = future.result(patience.left())
         except concurrent.futures.TimeoutError:
-            future.cancel()
+            if is_given_up:
+                future.cancel()
             raise EngineUnreachable(
                 f"no answer to {method.__name__} within {patience.timeout_s:g} s; is "
                 "the engine's event loop running?"

@@ -1,0 +1,64 @@
+"""The watch over updates: none is forgotten, and whoever waits is answered."""
+
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.waiting import until
+from vllm.inflight.commit.ledger import Ledger
+from vllm.inflight.commit.transaction import Update
+from vllm.inflight.engine.watch import Watch
+from vllm.inflight.errors import Cancelled, DeadlineExceeded, EngineFault
+from vllm.inflight.update import Phase
+
+
+@pytest.fixture
+def ranks():
+    return SimpleNamespace(notices=lambda: [{}], cancel=lambda serial: None)
+
+
+def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
+    ranks, monkeypatch
+):
+    ended, ledger = [], Ledger()
+    watch = Watch(ranks, ledger, ended.append)
+    first, _ = ledger.begin({"update_id": "first"}, 60.0)
+    ledger.move(first, Phase.STAGING)
+    is_active = Update.is_active.fget
+
+    def begin() -> None:
+        second, _ = ledger.begin({"update_id": "second"}, 0.1)
+        ledger.move(second, Phase.STAGING)
+        watch.start(second)
+
+    beginning = threading.Thread(target=begin)
+
+    def read(self):
+        found = is_active(self)
+        lets_go = sys._getframe(1).f_code is Watch._work.__code__
+        if self is first and not found and lets_go and beginning.ident is None:
+            beginning.start()
+            beginning.join(0.2)  # unless it waits for what is going on here
+        return found
+
+    watch.start(first)
+    monkeypatch.setattr(Update, "is_active", property(read))
+    watch.end(first, Cancelled("given up"))
+    until(lambda: len(ended) == 2, "the second is looked after by nobody")
+    assert isinstance(ended[1], DeadlineExceeded)
+    watch.close()
+
+
+def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
+    ledger = Ledger()
+    watch = Watch(ranks, ledger, lambda error: None)
+    update, _ = ledger.begin({"update_id": "one"}, 60.0)
+    ledger.move(update, Phase.STAGING)
+    answer = watch.when_staged(update)
+    time.sleep(0.01)
+    watch.close()
+    with pytest.raises(EngineFault, match="shut down"):
+        answer.result(timeout=5)
