@@ -99,16 +99,16 @@ def _uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or usual is None:
         yield
         return
-    came: list[Any] = []
+    came: list[int] = []
 
-    def remember(number: int, frame: Any) -> None:
-        came.append(frame)
-        signal.signal(signal.SIGINT, usual)
+    def remember(number: int, _: Any) -> None:
+        came.append(number)
+        signal.signal(number, usual)
 
     signal.signal(signal.SIGINT, remember)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-    if came and callable(usual):
-        usual(signal.SIGINT, came[0])
+        for number in came:
+            signal.raise_signal(number)
