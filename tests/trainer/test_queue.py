@@ -66,8 +66,9 @@ def test_the_latest_replaces_the_one_that_waits(engine):
         futures = [to.publish(str(number), block=False) for number in range(4)]
         engine.held[UPDATE].set()
         outcomes = [future.result() for future in futures]
-    # The first may have begun, or may itself have been replaced.
-    assert [outcome.skipped for outcome in outcomes][1:] == [True, True, False]
+    # One of the first may have begun before the next came; all others were replaced.
+    *first, last = [outcome.skipped for outcome in outcomes]
+    assert sum(first) >= 2 and not last
     assert engine.version["weight_version"] == "3"
 
 
