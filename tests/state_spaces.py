@@ -8,6 +8,10 @@ SSM = {
     "mamba_d_state": 16,
     "mamba_n_groups": 1,
 }
+STATES = ("*.conv1d.*", "*.A_log", "*.D", "*.dt_bias")
+FIRST_STATES = ("*.conv1d.*", "*.A_log", "*.D", "*.dt_proj.*")
+"""What is odd in Mamba's second version, and in its first."""
+
 STATE_SPACES: dict[str, Family] = {
     "mamba2": Family(
         "Mamba2ForCausalLM",
@@ -20,13 +24,13 @@ STATE_SPACES: dict[str, Family] = {
             "num_attention_heads": None,
             "num_key_value_heads": None,
         },
-        odd=("*.conv1d.*", "*.A_log", "*.D", "*.dt_bias"),
+        odd=STATES,
     ),
     "falcon_h1": Family(
         "FalconH1ForCausalLM",
         "Mamba and attention in every layer",
         fields={"mamba_d_ssm": 256, **SSM},
-        odd=("*.conv1d.*", "*.A_log", "*.D", "*.dt_bias"),
+        odd=STATES,
     ),
     "granite_moe_hybrid": Family(
         "GraniteMoeHybridForCausalLM",
@@ -39,7 +43,7 @@ STATE_SPACES: dict[str, Family] = {
             "shared_intermediate_size": 64,
             **SSM,
         },
-        odd=("*.conv1d.*", "*.A_log", "*.D", "*.dt_bias", "*.router.*"),
+        odd=(*STATES, "*.router.*"),
     ),
     "nemotron_h": Family(
         "NemotronHForCausalLM",
@@ -53,7 +57,7 @@ STATE_SPACES: dict[str, Family] = {
             "n_groups": 1,
             "use_mamba_kernels": False,
         },
-        odd=("*.conv1d.*", "*.A_log", "*.D", "*.dt_bias"),
+        odd=STATES,
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
@@ -96,7 +100,7 @@ STATE_SPACES: dict[str, Family] = {
             "mamba_dt_rank": 8,
             "use_mamba_kernels": False,
         },
-        odd=("*.conv1d.*", "*.A_log", "*.D", "*.dt_proj.*"),
+        odd=FIRST_STATES,
     ),
     "falcon_mamba": Family(
         "FalconMambaForCausalLM",
@@ -107,7 +111,7 @@ STATE_SPACES: dict[str, Family] = {
             "head_dim": None,
             "time_step_rank": 8,
         },
-        odd=("*.conv1d.*", "*.A_log", "*.D", "*.dt_proj.*"),
+        odd=FIRST_STATES,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",

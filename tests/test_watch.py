@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -58,7 +57,6 @@ def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
     update, _ = ledger.begin({"update_id": "one"}, 60.0)
     ledger.move(update, Phase.STAGING)
     answer = watch.when_staged(update)
-    time.sleep(0.01)
     watch.close()
     with pytest.raises(EngineFault, match="shut down"):
         answer.result(timeout=5)

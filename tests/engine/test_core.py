@@ -14,6 +14,8 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import Streams, add, call, prompt, publish, stage
 from tests.engine.reference import Reference
 from tests.waiting import until
+from vllm.inflight.stage.intake import Intake
+from vllm.inflight.stage.pace import Pace
 from vllm.inflight.wire.local import LocalEngine
 
 pytestmark = pytest.mark.engine
@@ -169,6 +171,11 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
 ) -> None:
     begun, told, seen = threading.Event(), threading.Event(), []
     start, receive = LocalEngine.start_weight_update, LocalEngine.receive_weights
+    settled = Pace.settled
+
+    def settle_and_note(self: Pace) -> Any:
+        seen.append("settles")
+        return settled(self)
 
     def start_and_note(self: LocalEngine) -> None:
         seen.append("begins")
@@ -180,6 +187,7 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
         seen.append("lets go")
         receive(self, info)
 
+    monkeypatch.setattr(Pace, "settled", settle_and_note)
     monkeypatch.setattr(LocalEngine, "start_weight_update", start_and_note)
     monkeypatch.setattr(LocalEngine, "receive_weights", receive_and_stand)
     call(core, "begin", transport="local")
@@ -193,10 +201,32 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
     until(lambda: len([t for t in threading.enumerate() if t.name == JOB]) == 1)
     call(core, "begin", transport="local")
     threading.Timer(0.3, told.set).start()
-    until(lambda: len(seen) == 3)
-    assert seen == ["begins", "lets go", "begins"]
+    until(lambda: len(seen) == 5)
+    # Settling looks for cores that nobody is bound to, not even another transfer.
+    assert seen == ["settles", "begins", "lets go", "settles", "begins"]
     call(core, "receive", update_info={"path": str(folders["new"])})
     call(core, "seal")
     call(core, "commit", weight_version="new")
     add(core, "r", prompt(14))
     assert set(Streams(core).run().stamps["r"]) == {"new"}
+
+
+def test_a_failure_that_would_not_fit_the_board_is_told_and_not_waited_for(
+    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = Intake.verdict
+
+    def verdict_of_a_stage(self: Intake) -> Any:
+        # As of a stage of a large model, whose other tensors are for other stages.
+        self.unfilled += [f"model.layers.{n}.mlp.experts.0" for n in range(9216)]
+        return verdict(self)
+
+    monkeypatch.setattr(Intake, "verdict", verdict_of_a_stage)
+    call(core, "begin", transport="local", deadline_s=600)
+    call(core, "receive", update_info={"path": str(folders["new"])})
+    sealing = core.inflight("seal", {})
+    refused = sealing.result(timeout=30)
+    assert refused["error"]["code"] == "engine_fault"
+    assert "does not fit the board" in refused["error"]["message"]
+    monkeypatch.setattr(Intake, "verdict", verdict)
+    publish(core, folders["new"], "new")

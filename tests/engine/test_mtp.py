@@ -40,7 +40,8 @@ Labels = tuple[str, str]
 )
 def model(request: pytest.FixtureRequest) -> tuple[str, bool]:
     """Its kind, and whether its head is tied to its embedding."""
-    return request.param  # type: ignore[no-any-return]
+    given: tuple[str, bool] = request.param
+    return given
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,9 @@ def test_what_a_trainer_sends_once_is_served_by_both(
         llm.shutdown_weight_transfer_engine()
 
 
-@pytest.mark.parametrize("end", ["", "mlp.", None], ids=["all", "mlp", "norm"])
+@pytest.mark.parametrize(
+    "end", ["", "mlp.", "self_attn.k_proj.", None], ids=["all", "mlp", "k", "norm"]
+)
 def test_a_source_without_mtp_tensors_is_refused_by_their_names(
     llm: Any,
     said: dict[Labels, Drafted],

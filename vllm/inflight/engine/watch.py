@@ -10,8 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
@@ -110,11 +109,6 @@ class Watch:
         self._closed = True
         if (thread := self._thread) is not None:
             thread.join(timeout=1.0)
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for future, _ in waiting:
-            with suppress(InvalidStateError):  # it was answered just now
-                future.set_exception(EngineFault("the engine has been shut down"))
 
     # ------------------------------------------------------------- the thread
     def _wait(self, ready: Ready) -> Future[dict[str, Any]]:
@@ -150,6 +144,10 @@ class Watch:
                     self._thread = None
                     return
             time.sleep(POLL_S)
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for future, _ in waiting:
+            future.set_exception(EngineFault("the engine has been shut down"))
 
     def _look_after(self, update: Update) -> None:
         """Move `update` along as its ranks and the clock say."""
@@ -219,12 +217,9 @@ class Watch:
                 if result is None:
                     continue
                 future.set_result(result)
-            except InvalidStateError:
-                pass  # the watch was closed meanwhile
             except Exception as error:
-                with suppress(InvalidStateError):
-                    future.set_exception(error)
-            with self._lock, suppress(ValueError):  # the watch may be closed
+                future.set_exception(error)
+            with self._lock:
                 self._waiting.remove(entry)
 
 

@@ -107,7 +107,7 @@ class Coverage:
 
     def replayed(self, entry: Entry) -> None:
         """What was recorded of a tensor is about to be done again."""
-        for name, view in set(entry.filled):
+        for name, view in entry.filled:
             self.begin(name)
             if view in self.fills[name].views:
                 self.refilled.add(name)
@@ -223,8 +223,10 @@ class Coverage:
 
 def _require_dtype(param: torch.Tensor, loaded: torch.Tensor) -> None:
     """Raise `TypeError` where a copy would make other numbers of what came."""
+    if loaded.dtype == param.dtype:
+        return
     dtypes = [str(t.dtype).removeprefix("torch.") for t in (loaded, param)]
-    if dtypes[0] != dtypes[1] and not PLAIN.issuperset(dtypes):
+    if not PLAIN.issuperset(dtypes):
         raise TypeError(f"it is {dtypes[0]}, the model's is {dtypes[1]}")
 
 

@@ -84,13 +84,10 @@ class Intake:
     # ------------------------------------------------------------ the door
     def load_weights(self, weights: Iterable[Pair]) -> Any:
         """Stands in for the shadow's own `load_weights`."""
-        module = self._module
         current: list[str] = []
         try:
-            # The class's: the instance's own is this method.
-            load: Callable[..., Any] = type(module).load_weights  # type: ignore[attr-defined]
             with self.coverage.watching():
-                return load(module, self._admit(weights, current))
+                return self._load(self._admit(weights, current))
         except (InflightError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -100,6 +97,11 @@ class Intake:
                 raise
             self._inspection.note_refused(current[0], error)
             raise self._mismatch() from error
+
+    def _load(self, weights: Iterable[Pair]) -> Any:
+        """The model's own loader: its class's, for the instance's is `load_weights`."""
+        load: Callable[..., Any] = type(self._module).load_weights  # type: ignore[attr-defined]
+        return load(self._module, weights)
 
     def _admit(self, weights: Iterable[Pair], current: list[str]) -> Iterator[Pair]:
         """What the model's loader has to see; what the plan knows is done here."""
@@ -209,10 +211,10 @@ class Intake:
             return False
         before = coverage.num_loads
         try:
-            type(self._module).load_weights(self._module, [(name, tensor)])  # type: ignore[attr-defined]
+            self._load([(name, tensor)])
         except (InflightError, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except Exception as error:  # each loader has its own for what it does not know
             inspection.note_refused(name, error)
             return False
         if coverage.num_loads == before:

@@ -89,6 +89,7 @@ class Plan:
         """Remember an entry, if all of it can be replayed."""
         if entry.is_whole and entry.filled:
             entry.home = _home(entry)
+            entry.filled = list(dict.fromkeys(entry.filled))  # each once, for replays
             self._entries[name] = entry
 
 

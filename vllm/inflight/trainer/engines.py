@@ -58,12 +58,7 @@ class Engine(Protocol):
         ...
 
     def rollback(self, patience: Patience) -> Reply:
-        """`POST /rollback_weights`, once: made twice it goes forth again.
-
-        Raises:
-            EngineUnreachable: the reply is lost; it may have been carried out.
-
-        """
+        """`POST /rollback_weights`, once: made twice it goes forth again."""
         ...
 
     def status(self, update_id: str, patience: Patience) -> Reply:
@@ -152,7 +147,9 @@ class HttpEngine:
                     )
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__} {error}".strip()
-            if not is_repeated or not patience.pause(delay):
+            if not is_repeated:
+                raise EngineUnreachable(f"no reply to {method} {path} ({trouble})")
+            if not patience.pause(delay):
                 raise EngineUnreachable(
                     f"no answer to {method} {path} within {patience.timeout_s:g} s "
                     f"({trouble})"
