@@ -3,7 +3,8 @@
 `python -m benchmarks.gpu_parts [--updates 8]`. One engine of the 8B shape, and on the
 next GPU, if there is one, a trainer that lends its tensors (`inflight_ipc`). Round by
 round the engine is updated while it decodes, every round with another part of staging
-doing nothing; what such an update brings is wrong, and what it took is what counts.
+doing nothing; what such an update brings is wrong, and what it took is what counts. In
+the last round nothing is left out, and every call is timed (stopwatch.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import stopwatch
 from benchmarks.arm import Arm
 from benchmarks.figures import summary
 from benchmarks.gpu_arm import Trainer
@@ -29,6 +31,7 @@ from benchmarks.machine import facts
 from benchmarks.record import Plan
 from benchmarks.shapes import write_shape
 
+TIMED = "timed"
 ROUNDS = (
     "all",
     "no digest",
@@ -37,6 +40,7 @@ ROUNDS = (
     "nothing but Python",
     "a launch for every bucket",
     "all again",
+    TIMED,
 )
 KV_BYTES = 40 << 30
 
@@ -105,8 +109,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             for name in ROUNDS:
                 await arm.engine.collective_rpc(leave_out, args=(name,))
                 plan = Plan(options.streams, 64, 0.4, [""] * options.updates)
+                if name == TIMED:
+                    await arm.engine.collective_rpc(stopwatch.put_on)
                 report[name] = figures(await arm.carry_out(plan))
                 print(name, line(report[name]), flush=True)
+            (timed,) = await arm.engine.collective_rpc(stopwatch.read)
+            report[TIMED] |= timed
             arm.engine.shutdown()
         finally:
             trainer.end()

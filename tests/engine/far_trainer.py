@@ -19,7 +19,9 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from benchmarks.gpu_trainer import Client
 from tests.engine.probe import greedy
+from tests.sliced_source import Entry, SlicedSource
 from tests.wire.peers import HOST
+from vllm.inflight.wire.trainer import ShardMeta
 from vllm.inflight.wire.watch import in_background
 
 # Forked off a server that has imported everything, each is there at once.
@@ -28,34 +30,54 @@ context.set_forkserver_preload([__name__])
 
 
 class Weights(WeightSource):
-    """Those of a checkpoint; after half of them it may fall silent."""
+    """Those of a checkpoint, whole or cut; after half of them it may fall silent."""
 
-    def __init__(self, device: torch.device, silent: Any) -> None:
+    def __init__(self, device: torch.device, silent: Any, num_slices: int) -> None:
         self._device = device
         self._silent = silent
+        self._num_slices = num_slices
         self.is_to_fall_silent = False
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._entries: list[Entry] = []
 
     def load(self, folder: str) -> None:
         """Become what a checkpoint holds."""
+        if self._num_slices > 1:
+            cut = SlicedSource(Path(folder), self._num_slices, are_told=False)
+            self._entries = [
+                (n, t.to(self._device), shard) for n, t, shard in cut.entries
+            ]
+            return
         file = Path(folder) / "model.safetensors"
-        self._tensors = {n: t.to(self._device) for n, t in load_file(file).items()}
+        self._entries = [
+            (n, t.to(self._device), None) for n, t in load_file(file).items()
+        ]
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(n, t.dtype, t.shape) for n, t in self._tensors.items()]
+        return [
+            ParamMeta(name, tensor.dtype, tensor.shape)
+            if shard is None
+            else ShardMeta(name, tensor.dtype, tensor.shape, shard)
+            for name, tensor, shard in self._entries
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, pair in enumerate(self._tensors.items()):
-            if self.is_to_fall_silent and index == len(self._tensors) // 2:
+        for index, (name, tensor, _) in enumerate(self._entries):
+            if self.is_to_fall_silent and index == len(self._entries) // 2:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize()
                 self._silent.set()
                 time.sleep(1000)
-            yield pair
+            yield name, tensor
 
 
 def run(
-    pipe: Any, silent: Any, backend: str, gpu: int, folder: str, common: dict[str, Any]
+    pipe: Any,
+    silent: Any,
+    backend: str,
+    gpu: int,
+    folder: str,
+    num_slices: int,
+    common: dict[str, Any],
 ) -> None:
     """The process: joins, then sends what it is told to."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -66,7 +88,7 @@ def run(
     if backend != "inflight_gloo":
         device = torch.device("cuda", gpu)
         torch.cuda.set_device(device)
-    source = Weights(device, silent)
+    source = Weights(device, silent, num_slices)
     source.load(folder)
     engine = WeightTransferTrainerFactory.trainer_init(
         _init_info(backend, common), client=Client(pipe), source=source
@@ -108,6 +130,7 @@ class FarTrainer:
         folder: the first checkpoint it has.
         gpu: of the trainer, if it has one.
         num_workers: of the engine; counted for backends that make a group.
+        num_slices: into which each tensor is cut, for backends that take slices.
         **options: of the backend's init info.
 
     """
@@ -120,6 +143,7 @@ class FarTrainer:
         *,
         gpu: int = -1,
         num_workers: int = 1,
+        num_slices: int = 1,
         **options: Any,
     ) -> None:
         self._llm = llm
@@ -134,7 +158,7 @@ class FarTrainer:
                 "world_size": 1 + num_workers,
             }
         gpu %= max(1, torch.cuda.device_count())
-        arguments = (theirs, self.silent, backend, gpu, str(folder), common)
+        arguments = (theirs, self.silent, backend, gpu, str(folder), num_slices, common)
         self._process = context.Process(target=run, args=arguments, daemon=True)
         self._process.start()
         theirs.close()

@@ -46,8 +46,10 @@ def backend() -> str:
     return "inflight_nccl"
 
 
-def joined(llm: Any, folder: Path) -> FarTrainer:
-    return FarTrainer(llm, "inflight_nccl", folder, bucket_bytes=BUCKET_BYTES)
+def joined(llm: Any, folder: Path, **options: Any) -> FarTrainer:
+    return FarTrainer(
+        llm, "inflight_nccl", folder, bucket_bytes=BUCKET_BYTES, **options
+    )
 
 
 def test_updates_over_nccl_are_received_in_place_and_equal_a_fresh_engine(
@@ -75,6 +77,15 @@ def test_updates_over_nccl_are_received_in_place_and_equal_a_fresh_engine(
         sends_and_rollbacks(far, llm, ((new, fresh), (old, before)) * 3)
     assert "model.embed_tokens.weight" in placed
     assert "model.layers.3.self_attn.q_proj.weight" in placed
+
+
+def test_slices_over_nccl_are_put_together_and_equal_a_fresh_engine(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path
+) -> None:
+    llm.update_weights_from_disk(str(old), "old")
+    before = greedy(llm)
+    with joined(llm, old, num_slices=3) as far:
+        sends_and_rollbacks(far, llm, ((new, fresh), (old, before)) * 2)
 
 
 def test_memory_that_runs_out_while_staging_costs_nothing_but_the_update(
