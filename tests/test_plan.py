@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm.inflight.stage.coverage import Coverage
 from vllm.inflight.stage.plan import Entry, Plan, Writes, replay, view_of
 
 
@@ -131,3 +132,20 @@ def test_a_tensor_that_fills_nothing_is_not_kept():
 
 def test_a_view_is_its_place_in_the_storage():
     assert view_of(torch.zeros(4, 6)[1:, ::2]) == (6, (3, 3), (6, 2))
+
+
+def test_loaders_that_are_not_called_are_left_alone_until_one_is():
+    model = torch.nn.Linear(3, 2, bias=False)
+    own = whole
+    model.weight.weight_loader = own
+    coverage = Coverage(model, {"weight": model.weight.shape}, set())
+    coverage.watch(lambda weights: None, at_once=False)
+    assert model.weight.weight_loader is own
+    coverage.stand_behind()
+    coverage.stand_behind()
+    with torch.no_grad():
+        model.weight.weight_loader(model.weight, torch.ones(2, 3))
+    assert coverage.short({"weight"}) == []
+    coverage.unwatch()
+    assert model.weight.weight_loader is own
+    assert "load_weights" not in vars(model)

@@ -102,7 +102,21 @@ def test_all_that_a_source_has_arrives(
         assert num_calls == 1
 
 
-def test_a_tensor_elsewhere_is_named_and_the_update_is_not_left_open(
+def test_the_first_chunk_is_ready_before_an_update_is_opened(
+    memory: HostMemory, named: Tensors
+) -> None:
+    seen: list[int] = []
+
+    class Watching(Five):
+        def start_weight_update(self) -> None:
+            super().start_weight_update()
+            seen.append(memory.num_settled)
+
+    trainer(Source(named), Watching(worker(memory)), memory).send_weights()
+    assert seen == [1]
+
+
+def test_a_tensor_elsewhere_is_named_and_nothing_is_begun(
     memory: HostMemory,
 ) -> None:
     client = Five(worker(memory))
@@ -112,7 +126,7 @@ def test_a_tensor_elsewhere_is_named_and_the_update_is_not_left_open(
     )
     with pytest.raises(ValueError, match=r"'b' is on meta.*inflight_nccl"):
         lender.send_weights()
-    assert client.calls == ["start", "abort"]
+    assert client.calls == []
 
 
 def test_a_source_that_fails_leaves_no_update_open(
@@ -136,10 +150,12 @@ def test_a_client_of_upstreams_gets_the_error_itself(
     memory: HostMemory, named: Tensors
 ) -> None:
     client = Four(worker(memory))
-    lender = trainer(Source(named, fails_after=0), client, memory)
+    source = Source(named, fails_after=len(named) // 2)
+    lender = trainer(source, client, memory, chunk_bytes=1)
     with pytest.raises(RuntimeError, match="gathering failed"):
         lender.send_weights()
-    assert client.calls == ["start"]
+    assert client.calls[:2] == ["start", "update"]
+    assert "abort" not in client.calls
 
 
 def test_other_ranks_of_a_trainer_gather_and_lend_nothing(

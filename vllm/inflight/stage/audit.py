@@ -14,7 +14,7 @@ from vllm.inflight import ops
 from vllm.inflight._digest_reference import COUNT, PLACE, page_key
 from vllm.inflight.stage.plan import Plan
 
-AT_ONCE_BYTES = 1 << 30
+AT_ONCE_BYTES = 2 << 30
 """Of tensors that stay where they are: a launch costs a thread more than the GPU."""
 ROWS = 1024
 PAGE_BYTES = 2**35

@@ -130,11 +130,27 @@ class Coverage:
         self._behind.add(name)
         self.begun.add(name)
 
-    def watch(self, load: Callable[..., Any]) -> None:
-        """Stand behind every loader, and let `load` stand before them all."""
+    def watch(self, load: Callable[..., Any], *, at_once: bool = True) -> None:
+        """Let `load` stand before the loaders, and stand behind each of them.
+
+        Args:
+            load: in the place of the module's `load_weights`.
+            at_once: whether a transport may call a parameter's loader past `load`. If
+                none does, it is for `load` to call `stand_behind` before it lets one be
+                called: where all is replayed none is, and to stand behind hundreds
+                takes milliseconds beside decoding.
+
+        """
         if direct.writes(self._module):
             self._direct = direct.Writes(self._module, self.wrote)
         self._module.load_weights = load  # type: ignore[assignment]
+        if at_once:
+            self.stand_behind()
+
+    def stand_behind(self) -> None:
+        """See what every loader writes, from now on."""
+        if self._watching:
+            return
         for prefix, layer in self._module.named_modules():
             if is_quantised(layer):
                 self._let_pass(layer)

@@ -10,6 +10,7 @@ not show, and the digest is what tells that anything changed at all.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -118,15 +119,22 @@ def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
         if name in old and old[name].shape == after.shape:
             kind = len(after), after.dtype, old[name].dtype
             alike.setdefault(kind, []).append(name)
-    moved: Counter[str] = Counter()
-    lengths: Counter[str] = Counter()
+    compared: list[str] = []
+    squares: list[torch.Tensor] = []
     for names in (part for group in alike.values() for part in _parts(group, new)):
         was, now = (torch.stack([of[n] for n in names]).float() for of in (old, new))
-        # Both in one tensor: to ask a GPU for a number waits for it.
-        steps, sizes = torch.stack([now - was, was]).square().sum(2).tolist()
-        for name, step, size in zip(names, steps, sizes, strict=True):
-            moved[_layer(name)] += step
-            lengths[_layer(name)] += size
+        compared += names
+        squares.append(torch.stack([now - was, was]).square().sum(2))
+    moved: Counter[str] = Counter()
+    lengths: Counter[str] = Counter()
+    if squares:
+        # Asked for all at once: to ask a GPU for a number waits for it.
+        for name, step, size in zip(
+            compared, *torch.cat(squares, 1).tolist(), strict=True
+        ):
+            layer = _layer(name)
+            moved[layer] += step
+            lengths[layer] += size
     return {
         "overall": _ratio(moved.total(), lengths.total()),
         "layers": {layer: _ratio(moved[layer], lengths[layer]) for layer in moved},
@@ -149,6 +157,7 @@ def _ratio(moved: float, length: float) -> float | None:
     return float(f"{math.sqrt(moved / length):.4g}")
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _layer(name: str) -> str:
     match = _LAYER.match(name)
     return match[1] if match else name.removesuffix(".weight")

@@ -110,6 +110,8 @@ class Intake:
             if self._cancelled():
                 raise Cancelled("the update was aborted")
             fresh = self._replay(self._accepted(batch))
+            if fresh:
+                coverage.stand_behind()
             while fresh:
                 name, tensor = fresh.pop(0)
                 if name.endswith(self._shadow.spares):

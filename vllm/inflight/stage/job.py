@@ -142,7 +142,8 @@ class Job(threading.Thread):
         )
         self._transport.start_weight_update()
         self._transport_open = True
-        self._intake.coverage.watch(self._intake.load_weights)
+        is_ours = isinstance(self._transport, StagedEngine)
+        self._intake.coverage.watch(self._intake.load_weights, at_once=not is_ours)
 
     def _receive(self, payload: Any) -> None:
         if isinstance(payload, list):

@@ -96,7 +96,7 @@ class Announcement:
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
 
-    def wholes(self) -> list[Whole]:
+    def wholes(self) -> tuple[Whole, ...]:
         """The tensors that the entries make, in order."""
         return put_together(self.names, self.dtypes, self.shapes, self.shards)
 

@@ -8,7 +8,7 @@ their place if that is known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -68,7 +68,7 @@ class Assembly:
     def __init__(
         self,
         announced: Announcement,
-        buckets: list[Bucket],
+        buckets: Sequence[Bucket],
         scratch: Slots,
         rank: int | None,
     ) -> None:

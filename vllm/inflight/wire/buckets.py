@@ -9,7 +9,8 @@ receive it there; small ones share a message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 ALIGNMENT = 256
@@ -34,13 +35,13 @@ class Piece:
     """Whether it is a message of its own."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Bucket:
     """What is sent at once."""
 
     pieces: list[Piece] = field(default_factory=list)
 
-    @property
+    @functools.cached_property
     def messages(self) -> list[list[Piece]]:
         """Its pieces, those together that travel together."""
         messages: list[list[Piece]] = []
@@ -63,8 +64,10 @@ def plan(
     *,
     alignment: int = ALIGNMENT,
     large: int = LARGE,
-) -> list[Bucket]:
-    """The buckets that carry tensors of `sizes` bytes, in order.
+) -> Sequence[Bucket]:
+    """The buckets that carry tensors of `sizes` bytes, in order; not to be changed.
+
+    They are remembered: the same are asked for at every update.
 
     A tensor of size 0 is in none of them.
 
@@ -75,6 +78,13 @@ def plan(
         large: bytes from which a tensor travels alone.
 
     """
+    return _plan(tuple(sizes), bucket_bytes, alignment, large)
+
+
+@functools.lru_cache(maxsize=8)
+def _plan(
+    sizes: tuple[int, ...], bucket_bytes: int, alignment: int, large: int
+) -> tuple[Bucket, ...]:
     assert bucket_bytes > 0 and bucket_bytes % alignment == 0
     buckets: list[Bucket] = []
     free = 0
@@ -92,4 +102,4 @@ def plan(
             buckets[-1].pieces.append(piece)
             start += taken
             free -= min(free, -(-taken // alignment) * alignment)
-    return buckets
+    return tuple(buckets)

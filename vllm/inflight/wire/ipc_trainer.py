@@ -81,10 +81,15 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         if not self.is_sender:
             take_part(self.source)
             return
+        # The first is ready before anybody waits for it.
+        lendable = map(self._lendable, self._chunks())
+        ready = next(lendable, None)
         self.client.start_weight_update()
         try:
-            for chunk in self._chunks():
-                self._lend(chunk)
+            while ready is not None:
+                self.client.update_weights(ready[0])
+                ready = None  # its tensors may go before the next ones come
+                ready = next(lendable, None)
         except BaseException:
             # Nobody else would notice, and the next start would find it open. Clients
             # that have only upstream's four calls leave it to the update's deadline.
@@ -95,12 +100,13 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
     def shutdown(self) -> None:
         """Nothing is kept between two updates."""
 
-    def _lend(self, chunk: list[Pair]) -> None:
+    def _lendable(self, chunk: list[Pair]) -> tuple[dict[str, Any], list[Pair]]:
+        """What to say of a chunk, which has to live until it has been read."""
         update_info = Announcement.of(chunk).update_info
         lent = Exports.of([tensor for _, tensor in chunk], self._memory)
         # What made them has to be over before somebody else reads them.
         self._memory.settle()
-        self.client.update_weights({**update_info, "exports": lent.plain})
+        return {**update_info, "exports": lent.plain}, chunk
 
     def _chunks(self) -> Iterator[list[Pair]]:
         chunk: list[Pair] = []

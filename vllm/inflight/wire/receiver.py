@@ -6,7 +6,7 @@ What leaves it are whole tensors: those that are sent in slices are put together
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -130,7 +130,7 @@ class _Transfer:
         group: Group,
         slots: Slots,
         window: Window,
-        buckets: list[Bucket],
+        buckets: Sequence[Bucket],
         assembly: Assembly,
     ) -> None:
         self._group = group

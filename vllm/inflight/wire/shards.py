@@ -7,9 +7,10 @@ digest, plan and place are what they are for one that comes in one piece.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import chain, count, groupby, repeat
 from typing import Any, NamedTuple
@@ -118,21 +119,24 @@ class Whole:
             yield held.get(rank) or next(iter(held.values()))
 
 
+@functools.lru_cache(maxsize=8)
 def put_together(
-    names: Sequence[str],
-    dtypes: Sequence[torch.dtype],
-    shapes: Sequence[tuple[int, ...]],
-    shards: Sequence[Shard | None],
-) -> list[Whole]:
+    names: tuple[str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    shards: tuple[Shard | None, ...],
+) -> tuple[Whole, ...]:
     """The tensors that entries make, in order; `shards` is empty if none is cut.
+
+    They are remembered: the same are asked for at every update.
 
     Raises:
         WeightsMismatch: slices are not all of their tensor, or more than that, or
             do not follow one another; with its name.
 
     """
-    if not any(shards):  # as most are, and decoding waits for what is done here
-        return [_uncut(*entry) for entry in zip(count(), names, dtypes, shapes)]
+    if not any(shards):
+        return tuple(map(_uncut, count(), names, dtypes, shapes))
     entries = map(_Entry, count(), names, dtypes, shapes, chain(shards, repeat(None)))
     runs = [list(run) for _, run in groupby(entries, key=lambda e: (e.name, e.is_cut))]
     num_runs = Counter(run[0].name for run in runs if run[0].is_cut)
@@ -144,7 +148,7 @@ def put_together(
             found.append(_joined(run))
             continue
         found += [_uncut(*entry[:4]) for entry in run]
-    return found
+    return tuple(found)
 
 
 def _uncut(number: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Whole:
