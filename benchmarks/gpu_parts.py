@@ -39,6 +39,8 @@ ROUNDS = (
     "no samples",
     "nothing but Python",
     "a launch for every bucket",
+    "no pace",
+    "80 GB/s",
     "all again",
     TIMED,
 )
@@ -48,7 +50,7 @@ KV_BYTES = 40 << 30
 def leave_out(worker: Any, name: str) -> None:
     """Runs in the engine's process: what a round does, and the others do not."""
     del worker
-    from vllm.inflight.stage import audit, drift
+    from vllm.inflight.stage import audit, drift, pace
     from vllm.inflight.wire.device_memory import CudaMemory
 
     # Kept where the next round finds it, which comes with a function of its own.
@@ -61,12 +63,21 @@ def leave_out(worker: Any, name: str) -> None:
             "sample": drift.Sampler.add,
             "samples": drift.Sampler.samples,
             "bytes": audit.AT_ONCE_BYTES,
+            "rest": pace.DevicePace.rest,
+            "pace": pace.DevicePace.__init__,
         },
     )
     audit.Audit.add, audit.Audit.results = kept["add"], kept["results"]
     CudaMemory.copy = kept["copy"]
     drift.Sampler.add, drift.Sampler.samples = kept["sample"], kept["samples"]
     audit.AT_ONCE_BYTES = kept["bytes"]
+    pace.DevicePace.rest = kept["rest"]
+    pace.DevicePace.__init__ = kept["pace"]
+    if name == "no pace":
+        pace.DevicePace.rest = lambda self, num_bytes: None
+    if name == "80 GB/s":
+        usual = kept["pace"]
+        pace.DevicePace.__init__ = lambda self, gb_per_s: usual(self, 80.0)
     is_bare = name == "nothing but Python"
     if is_bare or name == "no digest":
         audit.Audit.add = lambda self, pairs: None
@@ -106,15 +117,16 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             gc.collect()
             gc.freeze()
             await arm.carry_out(Plan(options.streams, 64, 0.5, [""] * 2))
-            for name in ROUNDS:
+            for name in options.rounds:
                 await arm.engine.collective_rpc(leave_out, args=(name,))
                 plan = Plan(options.streams, 64, 0.4, [""] * options.updates)
                 if name == TIMED:
                     await arm.engine.collective_rpc(stopwatch.put_on)
                 report[name] = figures(await arm.carry_out(plan))
                 print(name, line(report[name]), flush=True)
-            (timed,) = await arm.engine.collective_rpc(stopwatch.read)
-            report[TIMED] |= timed
+            if TIMED in report:
+                (timed,) = await arm.engine.collective_rpc(stopwatch.read)
+                report[TIMED] |= timed
             arm.engine.shutdown()
         finally:
             trainer.end()
@@ -147,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--updates", type=int, default=8, help="per round")
+    parser.add_argument("--rounds", nargs="+", choices=ROUNDS, default=ROUNDS)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     # How a function gets into the engine's process.

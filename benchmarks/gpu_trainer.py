@@ -33,13 +33,11 @@ class Weights(WeightSource):
     def __init__(self, folder: str, device: torch.device) -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        self._tensors = {
-            name: torch.empty(param.shape, dtype=torch.bfloat16, device=device)
-            for name, param in model.named_parameters()
-        }
         torch.manual_seed(0)
-        for tensor in self._tensors.values():
-            tensor.normal_(0, SPREAD)
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, param in model.named_parameters():
+            tensor = torch.empty(param.shape, dtype=torch.bfloat16, device=device)
+            self._tensors |= saved(name, tensor.normal_(0, SPREAD))
 
     def change(self) -> None:
         """Become another version: the most likely token is the least likely now."""
@@ -54,6 +52,25 @@ class Weights(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors.items())
+
+
+def saved(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A parameter of transformers' under the names of checkpoints, as views of it.
+
+    Transformers holds the experts of a layer in two parameters, [experts, out, in].
+    """
+    layer, _, kind = name.rpartition(".")
+    if not layer.endswith(".experts"):
+        return {name: tensor}
+    matrices = {kind: tensor}
+    if kind == "gate_up_proj":
+        gate, up = tensor.chunk(2, dim=1)
+        matrices = {"gate_proj": gate, "up_proj": up}
+    return {
+        f"{layer}.{number}.{of}.weight": matrix
+        for of, stacked in matrices.items()
+        for number, matrix in enumerate(stacked)
+    }
 
 
 class Client:

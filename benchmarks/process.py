@@ -7,32 +7,36 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import Usage
-from benchmarks.record import OURS, UPSTREAM, Plan, Record
+from benchmarks.record import UPSTREAM, Plan, Record
 
 PATIENCE_S = 400.0
 """Longest wait for an arm; a round takes a tenth of it."""
 
-ENVIRONMENT = {
-    OURS: {},
-    # An empty list of plugins: upstream as it is.
-    UPSTREAM: {"VLLM_PLUGINS": ""},
-}
+AS_IT_IS = {"VLLM_PLUGINS": ""}
+"""An empty list of plugins: upstream's."""
 
 
 @contextmanager
-def arm(name: str, module: str, checkpoint: Path, log: Path) -> Iterator[ArmProcess]:
+def arm(
+    name: str,
+    module: str,
+    checkpoint: Path,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[ArmProcess]:
     """`python -m module` with an engine in it; ended on the way out, however that is.
 
     Args:
-        name: `ours` or `upstream`, which has the plugin switched off.
+        name: of the arm; `upstream` has the plugin switched off.
         log: where what it prints goes.
+        environment: what it has beside this process's.
 
     """
     near, far = Pipe()
@@ -45,7 +49,8 @@ def arm(name: str, module: str, checkpoint: Path, log: Path) -> Iterator[ArmProc
             ],
             env={k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
             | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-            | ENVIRONMENT[name],
+            | (AS_IT_IS if name == UPSTREAM else {})
+            | dict(environment or {}),
             pass_fds=[far.fileno()],
             stdout=output,
             stderr=output,

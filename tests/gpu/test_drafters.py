@@ -10,7 +10,7 @@ import torch
 from vllm.lora.request import LoRARequest
 
 from tests.engine.adapters import RANK, make_adapter
-from tests.engine.drafted import drafted
+from tests.engine.drafted import Drafted, drafted
 from tests.engine.mixtures import part
 from tests.engine.test_adapter_loads import again, of_a_larger_model
 from tests.engine.test_adapters import adapted, said
@@ -31,6 +31,9 @@ pytestmark = [
 ]
 
 SHAPE = {"family": "llama", "hidden": 256}
+STAGINGS = "device", "host"
+SEEN = {"enforce_eager": False, "async_scheduling": False}
+"""With CUDA graphs. A scheduler that plans ahead never sees what is drafted."""
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -53,24 +56,34 @@ def begin(
 ) -> Callable[..., Any]:
     def engine(folder: Path, seed: int, **options: Any) -> Any:
         config = drafting(drafter.method, drafter(seed))  # type: ignore[attr-defined]
-        return start(folder, speculative_config=config, enforce_eager=False, **options)
+        return start(folder, speculative_config=config, **SEEN, **options)
 
     return engine
 
 
-@pytest.mark.parametrize("staging", ["device", "host"])
-def test_model_and_drafter_equal_a_fresh_engines(
-    begin: Callable[..., Any],
-    drafter: Callable[[int], Path],
-    old: Path,
-    new: Path,
-    staging: str,
-) -> None:
-    fresh = {
+@pytest.fixture(scope="module")
+def fresh(
+    begin: Callable[..., Any], drafter: Callable[[int], Path], old: Path, new: Path
+) -> dict[tuple[Path, int], Drafted]:
+    """What engines say that have loaded nothing else."""
+    found = {
         (path, seed): drafted(begin(path, seed))
         for path in (old, new)
         for seed in (5, 6)
     }
+    assert len({str(drafts) for _, drafts in found.values()}) == len(found)
+    return found
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_model_and_drafter_equal_a_fresh_engines(
+    begin: Callable[..., Any],
+    drafter: Callable[[int], Path],
+    fresh: dict[tuple[Path, int], Drafted],
+    old: Path,
+    new: Path,
+    staging: str,
+) -> None:
     options = {"additional_config": {"inflight": {"staging": staging}}}
     llm = begin(old, 5, **options)
     served = old, 5
@@ -91,14 +104,12 @@ def test_model_and_drafter_equal_a_fresh_engines(
 
 
 # ---------------------------------------------------------------- MTP layers
-@pytest.mark.parametrize("staging", ["device", "host"])
 @pytest.mark.parametrize("name", MTP_KINDS)
 def test_model_and_mtp_layers_equal_a_fresh_engines(
     start: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    staging: str,
 ) -> None:
     kind = MTP_KINDS[name]
     admitted = (*swappable.WITH_WEIGHTS["cuda"], MTP["method"])
@@ -107,33 +118,34 @@ def test_model_and_mtp_layers_equal_a_fresh_engines(
         labels: make_mtp(tmp_path / f"{labels}", kind, *labels, hidden=256)
         for labels in itertools.product((0, 1), (5, 6))
     }
-    options = {"speculative_config": MTP, "enforce_eager": False}
+    options: dict[str, Any] = {"speculative_config": MTP, **SEEN}
     fresh = {
         labels: drafted(start(folder, **options)) for labels, folder in folders.items()
     }
     assert len({str(drafts) for _, drafts in fresh.values()}) == len(fresh)
-    options["additional_config"] = {"inflight": {"staging": staging}}
-    served = 0, 5
-    llm = start(folders[served], **options)
-    assert drafted(llm) == fresh[served]
-    for labels, patterns in (
-        ((1, 6), None),
-        ((1, 5), (f"{kind.layer}*",)),
-        ((0, 5), kind.model),
-        ((1, 6), None),
-        ((0, 5), None),
-    ):
-        folder = str(folders[labels])
-        if patterns is not None:
-            folder = part(folders[labels], patterns, tmp_path / "part")
-        before, served = served, labels
-        llm.update_weights_from_disk(folder, "next", subset=patterns)
+    for staging in STAGINGS:
+        served = 0, 5
+        inflight = {"inflight": {"staging": staging}}
+        llm = start(folders[served], additional_config=inflight, **options)
         assert drafted(llm) == fresh[served]
-        if staging == "device":
-            llm.rollback_weights()
-            assert drafted(llm) == fresh[before]
-            llm.update_weights_from_disk(folder, "again", subset=patterns)
+        for labels, patterns in (
+            ((1, 6), None),
+            ((1, 5), (f"{kind.layer}*",)),
+            ((0, 5), kind.model),
+            ((1, 6), None),
+            ((0, 5), None),
+        ):
+            folder = str(folders[labels])
+            if patterns is not None:
+                folder = part(folders[labels], patterns, tmp_path / "part")
+            before, served = served, labels
+            llm.update_weights_from_disk(folder, "next", subset=patterns)
             assert drafted(llm) == fresh[served]
+            if staging == "device":
+                llm.rollback_weights()
+                assert drafted(llm) == fresh[before]
+                llm.update_weights_from_disk(folder, "again", subset=patterns)
+                assert drafted(llm) == fresh[served]
 
 
 # ------------------------------------------------------------------ adapters

@@ -22,6 +22,8 @@ pytestmark = [
 
 SHAPE = {"hidden": 2048, "layers": 4, "vocab": 32000}
 MIB = 1 << 20
+KV_BYTES = 4096 * MIB
+"""Much more than what else comes and goes."""
 LONG = SamplingParams(temperature=0, max_tokens=900)
 ROUNDS = 5
 
@@ -57,6 +59,7 @@ def engine(start: Callable[..., Any], both: Any, old: Path, eager: bool) -> Any:
         old,
         enforce_eager=eager,
         enable_sleep_mode=True,
+        kv_cache_memory_bytes=KV_BYTES,
         weight_transfer_config=WeightTransferConfig(backend="local"),
     )
 

@@ -11,7 +11,7 @@ over, and fills with a constant. Anything else goes through the loader every tim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,10 +80,10 @@ class Plan:
         home = None if entry is None else entry.home
         return home is not None and home.tensor is tensor
 
-    def filled_by(self, name: str) -> set[str]:
+    def filled_by(self, name: str) -> Iterable[str]:
         """The parameters that are written when such a tensor comes."""
         entry = self._entries.get(name)
-        return set() if entry is None else {param for param, _ in entry.filled}
+        return () if entry is None else (param for param, _ in entry.filled)
 
     def keep(self, name: str, entry: Entry) -> None:
         """Remember an entry, if all of it can be replayed."""

@@ -11,7 +11,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain, count, groupby, repeat
 from typing import Any, NamedTuple
 
@@ -107,11 +107,12 @@ class Whole:
     places: tuple[Mapping[int | None, Slice], ...]
     """For each of its parts, one behind the other, the slice of every rank that has it,
     the lowest first."""
+    num_bytes: int = field(init=False)
+    """Of all of it."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all of it."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        object.__setattr__(self, "num_bytes", num_bytes)
 
     def taken(self, rank: int | None) -> Iterator[Slice]:
         """The slices that the worker of a tensor-parallel rank puts together."""
