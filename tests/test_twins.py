@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tests.second_set import InPlace, Model, Sets, Wrapper, shows, version
 from vllm.inflight.commit.flip import Copy
@@ -87,6 +88,35 @@ def test_from_the_second_update_on_the_plan_does_without_the_loader(sets):
         sets.arena.flip()
         assert shows(sets.live, version(seed))
     assert sets.second.num_loads == len(version(0))
+
+
+class Directed(TorchFunctionMode):
+    """A default device, as staging has one; it counts what goes through it."""
+
+    num_calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.num_calls += func is not torch._C._set_grad_enabled
+        return func(*args, **(kwargs or {}))
+
+
+class Batches(InPlace):
+    """As our own transports hand them over."""
+
+    def batches(self):
+        yield [(name, tensor[:]) for name, tensor in self._named.items()]
+
+
+def test_what_is_replayed_does_not_ask_for_a_default_device(sets):
+    calls = []
+    for seed in (1, 2):
+        weights = Batches(version(seed))
+        with Directed() as directed:
+            sets.stage(weights)
+        calls.append(directed.num_calls)
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert calls[0] > 0 == calls[1]
 
 
 def test_batches_of_a_transport_are_loaded_as_such(sets):

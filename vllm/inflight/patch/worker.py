@@ -61,11 +61,10 @@ def _load_into_arena(original: Any) -> Any:
 
 def _load_straight(original: Any) -> Any:
     def reload(*args: Any, **kwargs: Any) -> None:
-        from vllm.inflight.stage.quantised import quantised_layers
-        from vllm.inflight.stage.twins import is_twinned
+        from vllm.inflight.stage.twins import reloaded
 
         model, *rest = args or (kwargs.pop("model"),)
-        for part in quantised_layers(model) if is_twinned(model) else (model,):
+        for part in reloaded(model):
             original(part, *rest, **kwargs)
 
     return reload

@@ -11,6 +11,7 @@ as visible as a missing tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from vllm.inflight.stage.coverage import Coverage
 from vllm.inflight.stage.drift import Sampler
 from vllm.inflight.stage.experts import tensor_names
 from vllm.inflight.stage.inspection import Inspection
+from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.plan import Entry, replay
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest
@@ -106,10 +108,16 @@ class Intake:
     def _admit(self, weights: Iterable[Pair], current: list[str]) -> Iterator[Pair]:
         """What the model's loader has to see; what the plan knows is done here."""
         coverage = self.coverage
-        for batch in self._drawn(weights):
+        batches = self._drawn(weights)
+        is_ours = hasattr(weights, "batches")
+        while True:
+            with undirected() if is_ours else nullcontext():
+                if (batch := next(batches, None)) is None:
+                    break
             if self._cancelled():
                 raise Cancelled("the update was aborted")
-            fresh = self._replay(self._accepted(batch))
+            with undirected():
+                fresh = self._replay(self._accepted(batch))
             if fresh:
                 coverage.stand_behind()
             while fresh:
@@ -231,15 +239,17 @@ class Intake:
         every one that was begun.
         """
         inspection = self._inspection
-        for name, digest, bad in self._audit.results():
-            inspection.judge(name, digest, bad)
+        with undirected():
+            for name, digest, bad in self._audit.results():
+                inspection.judge(name, digest, bad)
+            samples = self._sampler.samples()
         for param in sorted(self._renamed & self.coverage.refilled):
             inspection.note_wrong(param, "it is filled by tensors of two names")
         missing = self.coverage.short(self._due())
         if missing or inspection.objects:
             raise self._mismatch(missing, is_end=True)
         inspection.require_subset()
-        return Content(inspection.facts(), self._sampler.samples())
+        return Content(inspection.facts(), samples)
 
     def _due(self) -> set[str]:
         """The parameters that have to be full.

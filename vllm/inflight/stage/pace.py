@@ -41,6 +41,14 @@ The default, 5 ms, is most of a decode step."""
 USUAL_S = sys.getswitchinterval()
 
 
+undirected = torch._C.DisableTorchFunction
+"""Context: what is in it goes without torch's default device.
+
+Loaders want one, and while it is set every call of torch, to the size of a tensor, goes
+through Python, which takes four times as long. What is ours names its devices.
+"""
+
+
 def pace_of(config: InflightConfig, device: torch.device) -> Pace | DevicePace:
     """The pace of one job on that device."""
     if device.type == "cpu":

@@ -21,6 +21,7 @@ from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.drift import drift
 from vllm.inflight.stage.job import Job
+from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.wire.nccl import still_writes
 from vllm.inflight.wire.process_group import GroupsEngine
@@ -155,7 +156,8 @@ class Stager:
         self._contents[1] = content
         if self.served is None or content is None:
             return None
-        return drift(self.served.samples, content.samples)
+        with undirected():
+            return drift(self.served.samples, content.samples)
 
     def flip(self) -> float:
         """Exchange live and shadow; returns the seconds it took."""

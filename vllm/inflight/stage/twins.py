@@ -14,17 +14,31 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage.layers import layers
-from vllm.inflight.stage.quantised import is_processed, is_quantised
+from vllm.inflight.stage.quantised import (
+    is_processed,
+    is_quantised,
+    quantised_layers,
+)
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 """Live tensor → a tensor of the same form and content, elsewhere."""
 
-_twinned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_twinned: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def is_twinned(model: torch.nn.Module) -> bool:
     """Whether loading into `model` writes kernel format."""
     return model in _twinned
+
+
+def reloaded(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of `model` that are for upstream's layerwise reload to process.
+
+    With twins, the quantised ones; looked for once, since decoding waits meanwhile.
+    """
+    return _twinned.get(model, [model])
 
 
 def put_twins(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> None:
@@ -42,7 +56,7 @@ def put_twins(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> Non
                 twin.__dict__.update(vars(built))
                 twins[id(param)] = twin
             b._parameters[key] = twins[id(param)]
-    _twinned.add(module)
+    _twinned[module] = quantised_layers(module)
 
 
 def put_processed(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> None:
