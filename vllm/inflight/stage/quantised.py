@@ -49,7 +49,13 @@ PROVED_ON_RANKS: dict[str, set[tuple[str, str]]] = {
         ("CompressedTensorsW8A8Int8", "CPUInt8ScaledMMLinearKernel"),
         ("CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
     },
-    "cuda": {("CompressedTensorsW8A8Fp8", "CutlassFP8ScaledMMLinearKernel")},
+    "cuda": {
+        ("CompressedTensorsW8A8Int8", "CutlassInt8ScaledMMLinearKernel"),
+        ("CompressedTensorsW8A8Fp8", "CutlassFP8ScaledMMLinearKernel"),
+        ("CompressedTensorsWNA16", "MacheteLinearKernel"),
+        ("Fp8LinearMethod", "CutlassFp8BlockScaledMMKernel"),
+        ("Fp8PerBlockOnlineLinearMethod", "CutlassFp8BlockScaledMMKernel"),
+    },
 }
 """Those of them that were seen to on several ranks, too."""
 
