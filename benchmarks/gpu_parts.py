@@ -1,7 +1,7 @@
 """What staging costs decoding, with parts of it left out; one GPU, or two.
 
-`python -m benchmarks.gpu_parts [--updates 8]`. One engine of the 8B shape, and on the
-next GPU, if there is one, a trainer that lends its tensors (`inflight_ipc`). Round by
+`python -m benchmarks.gpu_parts [--shape 8B] [--updates 8]`. One engine, and on the next
+GPU, if there is one, a trainer that lends its tensors (`inflight_ipc`). Round by
 round the engine is updated while it decodes, every round with another part of staging
 doing nothing; what such an update brings is wrong, and what it took is what counts. In
 the last round nothing is left out, and every call is timed (stopwatch.py).
@@ -29,7 +29,7 @@ from benchmarks.gpu_arm import Trainer
 from benchmarks.gpu_trainer import GPU
 from benchmarks.machine import facts
 from benchmarks.record import Plan
-from benchmarks.shapes import write_shape
+from benchmarks.shapes import SHAPES, write_shape
 
 TIMED = "timed"
 ROUNDS = (
@@ -95,7 +95,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The figures of every round."""
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = str(write_shape("8B", Path(folder)))
+        path = str(write_shape(options.shape, Path(folder)))
         trainer = Trainer("inflight_ipc", path)
 
         async def update(engine: Any, _: str) -> dict[str, float]:
@@ -109,7 +109,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 load_format="dummy",
                 dtype="bfloat16",
                 max_model_len=8192,
-                gpu_memory_utilization=0.6,
+                gpu_memory_utilization=0.85,
                 kv_cache_memory_bytes=KV_BYTES,
                 weight_transfer_config={"backend": "inflight_ipc"},
             )
@@ -157,6 +157,7 @@ def line(found: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="8B")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--updates", type=int, default=8, help="per round")
     parser.add_argument("--rounds", nargs="+", choices=ROUNDS, default=ROUNDS)

@@ -8,6 +8,7 @@ decoding holds; the processor time of the thread has none.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import time
 from collections import defaultdict
@@ -79,11 +80,14 @@ _spent: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
 """Name → calls, seconds on the wall, seconds of the thread."""
 _calls: list[tuple[str, float, float]] = []
 """Name, begin and end of the milestones."""
+_collections: list[float] = []
+"""When the one under way began."""
 
 
 def put_on(worker: Any) -> None:
-    """Time every call of `WATCHED` from now on."""
+    """Time every call of `WATCHED` from now on, and every collection of garbage."""
     del worker
+    gc.callbacks.append(_collecting)
     for path in WATCHED:
         module_name, name = path.split(":")
         owner: Any = importlib.import_module(f"vllm.inflight.{module_name}")
@@ -110,6 +114,18 @@ def read(worker: Any) -> dict[str, Any]:
     _spent.clear()
     _calls.clear()
     return {"parts": parts, "last_update": last}
+
+
+def _collecting(phase: str, info: dict[str, int]) -> None:
+    """All collections of a generation together, and the longest beside them."""
+    if phase == "start":
+        _collections.append(time.monotonic())
+        return
+    took = time.monotonic() - _collections.pop()
+    whole = _spent[name := f"gc {info['generation']}"]
+    longest = _spent[f"{name}, the longest"]
+    whole[0], whole[1] = whole[0] + 1, whole[1] + took
+    longest[0], longest[1] = 1, max(longest[1], took)
 
 
 def _timed(name: str, call: Any) -> Any:
