@@ -39,6 +39,7 @@ from vllm.inflight.wire import (
     pickled,
     process_group,
     rendezvous,
+    tensor_files,
 )
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.spool import spooled
@@ -159,6 +160,13 @@ def read_file(data: bytes) -> None:
             pass
 
 
+def open_file(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=local.SHARED_MEMORY) as file:
+        Path(file.name).write_bytes(data)
+        with tensor_files.TensorFiles([Path(file.name)]):
+            pass
+
+
 def read_index(data: bytes) -> None:
     with tempfile.TemporaryDirectory(dir=local.SHARED_MEMORY) as folder:
         (Path(folder) / local.INDEX).write_bytes(data)
@@ -248,6 +256,7 @@ PARSERS: dict[str, Parser] = {
     "terms": Parser([TERMS], meeting.read_terms),
     "index": Parser([b'{"weight_map": {"a": "m.safetensors"}}'], read_index),
     "file": Parser([save(TENSORS), struct.pack("<Q", 2) + b"{}"], read_file),
+    "offsets in a file": Parser([save(TENSORS)], open_file),
     "spool": Parser([save(TENSORS), *pickles()], spool(None)),
     "bucket": Parser([bucket(PARTS)], spool("flattened_bucket")),
     "parts": Parser([PARTS], lambda parts: spool("flattened_bucket")(bucket(parts))),

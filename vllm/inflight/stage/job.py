@@ -232,19 +232,10 @@ class Job(threading.Thread):
 
     # ---------------------------------------------------------------- helpers
     def _choose(self, name: str) -> Any:
-        if name == "groups":
-            self._stager.groups.cancelled = self._is_cancelled
-            return self._stager.groups
-        if name == "local":
-            from vllm.inflight.wire.local import LocalEngine
-
-            config = upstream.WeightTransferConfig(backend="local")
-            return LocalEngine(
-                config,
-                self._worker.vllm_config,
-                self._worker.device,
-                self._shadow.module,
-            )
+        if name in ("groups", "local"):
+            transport = getattr(self._stager, name)
+            transport.cancelled = self._is_cancelled
+            return transport
         if self._worker.weight_transfer_engine is None:
             raise NoTransport("no weight transfer backend is configured")
         transport = self._worker.weight_transfer_engine

@@ -11,7 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,10 +23,13 @@ from vllm.inflight.stage.drift import drift
 from vllm.inflight.stage.job import Job
 from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.shadow import Shadow
+from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.local import LocalEngine
 from vllm.inflight.wire.nccl import still_writes
 from vllm.inflight.wire.process_group import GroupsEngine
 
 Flip = Callable[[], float]
+Made = TypeVar("Made", bound=StagedEngine)
 
 LET_GO_S = 10.0
 """Time that is left to a transfer that has been told to end."""
@@ -58,11 +61,20 @@ class Stager:
     @functools.cached_property
     def groups(self) -> GroupsEngine:
         """The groups that trainers of other frameworks have opened."""
-        config = upstream.WeightTransferConfig(backend="groups")
+        return self._made(GroupsEngine, "groups")
+
+    @functools.cached_property
+    def local(self) -> LocalEngine:
+        """What reads files: the configured transport, if that is what it does."""
+        configured = self.worker.weight_transfer_engine
+        if isinstance(configured, LocalEngine):
+            return configured
+        return self._made(LocalEngine, "local")
+
+    def _made(self, kind: type[Made], backend: str) -> Made:
+        config = upstream.WeightTransferConfig(backend=backend)
         worker = self.worker
-        return GroupsEngine(
-            config, worker.vllm_config, worker.device, self.shadow.module
-        )
+        return kind(config, worker.vllm_config, worker.device, self.shadow.module)
 
     @contextmanager
     def lane(self) -> Iterator[None]:
@@ -179,8 +191,8 @@ class Stager:
         if self._job is not None:
             self._board.cancel(self._job.serial)
             self._job.join(timeout=1.0)
-        if "groups" in vars(self):
-            self.groups.shutdown()
+        for made in {"groups", "local"} & vars(self).keys():
+            getattr(self, made).shutdown()
         # A job that cannot be interrupted may still post: leave it its memory.
         if not self.is_busy:
             self._board.close()

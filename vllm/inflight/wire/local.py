@@ -7,11 +7,15 @@ version over without touching a disk. With `"draft": true` beside it, the tensor
 the drafter's, as its own checkpoint calls them. Selected with
 `--weight-transfer-config '{"backend": "local"}'`; `/update_weights_from_disk`
 works without that.
+
+On the CPU a file is mapped, and its tensors are handed over where they lie. What is to
+be on a GPU is read into page-locked memory and arrives in buckets (file_reader.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +27,18 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Malformed
 from vllm.inflight.update import drafters
 from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.file_reader import BUCKET_BYTES, FileReader
 from vllm.inflight.wire.paths import existing, read_json, resolved
+from vllm.inflight.wire.receiver import Receiver
+from vllm.inflight.wire.tensor_files import TensorFiles, broken
+from vllm.inflight.wire.watch import Watch
 
 SHARED_MEMORY = Path("/dev/shm")
 INDEX = "model.safetensors.index.json"
+NUM_BUCKETS = 3
+"""Of `BUCKET_BYTES`, while files are read by way of the GPU."""
+
+logger = upstream.init_logger(__name__)
 
 
 @dataclass
@@ -75,6 +87,8 @@ class LocalEngine(StagedEngine):
     init_info_cls = LocalInitInfo
     update_info_cls = LocalUpdateInfo
 
+    _reader: FileReader | None = None
+
     def init_transfer_engine(self, init_info: LocalInitInfo) -> None:
         """Nothing to connect to."""
 
@@ -90,14 +104,61 @@ class LocalEngine(StagedEngine):
         return path if path.is_dir() else None
 
     def receive_weights(self, update_info: LocalUpdateInfo) -> None:
-        """Load every tensor of the files named."""
-        pairs = read_files(update_info.files(self._allowed))
-        if update_info.draft:
-            pairs = ((drafters(name), tensor) for name, tensor in pairs)
-        self.model.load_weights(pairs)
+        """Load every tensor of the files named.
+
+        Raises:
+            Malformed: one of them is not a whole safetensors file.
+            Cancelled: the update is not wanted any more.
+
+        """
+        files = update_info.files(self._allowed)
+        rename = drafters if update_info.draft else str
+        if not self.fills_gpu or not self._load_in_buckets(files, rename):
+            pairs = ((rename(name), tensor) for name, tensor in read_files(files))
+            self.model.load_weights(pairs)
 
     def shutdown(self) -> None:
-        """Nothing to close."""
+        """Let the host's page-locked memory go."""
+        if self._reader is not None:
+            self._reader.abort("this transport was shut down")
+        self._reader = None
+
+    @property
+    def fills_gpu(self) -> bool:
+        """Whether what is read stays on a GPU.
+
+        Not where the second set is the host's: tensors would go to the GPU and come
+        back, in the way of what decoding copies.
+        """
+        staging = InflightConfig.of(self.vllm_config).staging
+        return self.device.type == "cuda" and staging != "host"
+
+    def _load_in_buckets(self, files: list[Path], rename: Callable[[str], str]) -> bool:
+        """Load by a reader; whether there was memory for that."""
+        watch = Watch(math.inf, lambda: self.cancelled())  # the update has a deadline
+        with TensorFiles(files, rename) as opened:
+            try:
+                # To page-lock memory takes long, so it is kept. That of the buckets is
+                # torch's again afterwards, who has it at hand next time.
+                if self._reader is None:
+                    self._reader = FileReader(self.device, BUCKET_BYTES)
+                receiver = Receiver(self._reader, NUM_BUCKETS, watch)
+            except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+                logger.warning(
+                    "files are read without buckets, which is slower: there is no "
+                    "memory for %d of %d bytes on the GPU, and for some page-locked "
+                    "ones (%s)",
+                    NUM_BUCKETS,
+                    BUCKET_BYTES,
+                    error,
+                )
+                return False
+            self._reader.begin(opened)
+            try:
+                self.model.load_weights(receiver.tensors(opened.announced, watch))
+            finally:
+                self._reader.close()
+        return True
 
     @property
     def _allowed(self) -> str:
@@ -140,6 +201,4 @@ def read_files(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     yield name, opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise Malformed(
-                f"{file} is not a whole safetensors file: {error}"
-            ) from error
+            raise broken(file, error) from error

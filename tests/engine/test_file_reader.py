@@ -1,0 +1,135 @@
+"""Files read as for a GPU, on a CPU engine: through host buffers and in buckets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.broken_files import BROKEN
+from tests.engine.probe import commits_and_rollbacks, greedy, state
+from tests.wire.peers import open_things
+from vllm.inflight.errors import InflightError, Malformed
+from vllm.inflight.wire import local, tensor_files
+from vllm.inflight.wire.file_reader import FileReader
+from vllm.inflight.wire.local import LocalEngine
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[FileReader]:
+    """The readers that were made; files are read by them from here on."""
+    readers: list[FileReader] = []
+
+    def make(*args: Any) -> FileReader:
+        readers.append(FileReader(*args))
+        return readers[-1]
+
+    monkeypatch.setattr(LocalEngine, "fills_gpu", True)
+    monkeypatch.setattr(local, "FileReader", make)
+    # The embedding of the tiny models is larger.
+    monkeypatch.setattr(local, "BUCKET_BYTES", 1 << 12)
+    return readers
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
+    return start(old)
+
+
+@pytest.fixture
+def served(engine: Any, made: list[FileReader], old: Path) -> Any:
+    """The engine on the old weights, without a reader yet."""
+    stager = engine.llm_engine.engine_core.engine_core.model_executor
+    stager = stager.driver_worker.worker._inflight_stager
+    stager.local.shutdown()
+    yield engine
+    engine.update_weights_from_disk(str(old), "old")
+    stager.local.shutdown()
+
+
+def test_what_is_read_equals_a_fresh_engine_and_the_reader_is_kept(
+    served: Any, made: list[FileReader], fresh: list[list[int]], old: Path, new: Path
+) -> None:
+    commits_and_rollbacks(served, old, new, fresh)
+    assert len(made) == 1
+
+
+def test_a_broken_file_leaves_what_is_served(
+    served: Any, made: list[FileReader], old: Path, new: Path, tmp_path: Path
+) -> None:
+    served.update_weights_from_disk(str(old), "old")
+    before, opened = state(served), open_things()
+    for data in BROKEN.values():
+        file = tmp_path / "broken.safetensors"
+        file.write_bytes(data)
+        with pytest.raises(Malformed, match=r"broken\.safetensors is not a whole"):
+            served.update_weights_from_disk(str(file), "bad")
+    assert state(served) == before
+    assert open_things() == opened
+
+
+def test_a_file_cut_short_in_the_middle_leaves_what_is_served(
+    served: Any,
+    made: list[FileReader],
+    fresh: list[list[int]],
+    old: Path,
+    new: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served.update_weights_from_disk(str(old), "old")
+    before, opened = state(served), open_things()
+    file = tmp_path / "cut.safetensors"
+    file.write_bytes((new / "model.safetensors").read_bytes())
+    begin = FileReader.begin
+
+    def begin_and_cut(self: FileReader, files: tensor_files.TensorFiles) -> None:
+        begin(self, files)
+        os.truncate(file, file.stat().st_size // 2)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileReader, "begin", begin_and_cut)
+        with pytest.raises(Malformed, match=r"cut\.safetensors.*it ends at"):
+            served.update_weights_from_disk(str(file), "bad")
+    assert state(served) == before
+    assert open_things() == opened
+    served.update_weights_from_disk(str(new), "new")
+    assert greedy(served) == fresh
+
+
+def test_without_memory_for_buckets_files_are_read_all_the_same(
+    served: Any,
+    made: list[FileReader],
+    fresh: list[list[int]],
+    new: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise local.torch.OutOfMemoryError("none")
+
+    monkeypatch.setattr(local, "Receiver", refuse)
+    served.update_weights_from_disk(str(new), "new")
+    assert greedy(served) == fresh
+
+
+def test_an_update_that_is_aborted_lets_files_go(
+    served: Any, made: list[FileReader], new: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, opened = state(served), open_things()
+    real = os.preadv
+
+    def abort(*args: Any) -> int:
+        monkeypatch.setattr(os, "preadv", real)
+        served.abort_weight_update()
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", abort)
+    with pytest.raises(InflightError):
+        served.update_weights_from_disk(str(new), "bad")
+    assert state(served) == before
+    assert open_things() == opened

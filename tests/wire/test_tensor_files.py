@@ -1,0 +1,82 @@
+"""Files that are opened: what they have is announced, or they are malformed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.broken_files import BROKEN, F32, header
+from tests.wire.checkpoints import everything, written
+from tests.wire.peers import open_things
+from vllm.inflight.errors import Malformed
+from vllm.inflight.wire.local import read_files
+from vllm.inflight.wire.tensor_files import TensorFiles
+
+
+def test_tensors_are_those_that_safetensors_reads(tmp_path: Path) -> None:
+    files = written(tmp_path, everything())
+    with TensorFiles(files, lambda name: f"draft.{name}") as opened:
+        announced = opened.announced
+        told = zip(announced.names, announced.dtypes, announced.shapes, strict=True)
+        expected = [
+            (f"draft.{n}", t.dtype, tuple(t.shape)) for n, t in read_files(files)
+        ]
+        assert sorted(told, key=str) == sorted(expected, key=str)
+
+
+def test_tensors_are_announced_as_they_lie_in_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "backwards.safetensors"
+    entries = {"a": F32 | {"data_offsets": [8, 16]}, "b": F32}
+    file.write_bytes(header(entries, bytes(16)))
+    with TensorFiles([file]) as opened:
+        assert opened.announced.names == ("b", "a")
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN.keys())
+def test_a_file_that_lies_about_itself_is_malformed_by_name(
+    tmp_path: Path, data: bytes
+) -> None:
+    file = tmp_path / "broken.safetensors"
+    file.write_bytes(data)
+    before = open_things()
+    with pytest.raises(Malformed, match=r"broken\.safetensors is not a whole"):
+        TensorFiles([*written(tmp_path, {"a": torch.ones(2)}), file])
+    assert open_things() == before
+
+
+OTHERS = {
+    "cut": lambda data: data[:20],
+    "nothing": lambda data: b"",
+    "not JSON": lambda data: data[:8] + b"?" * (len(data) - 8),
+    "no object": lambda data: data[:8] + b"[]".ljust(len(data) - 8),
+    "no such tensor": lambda data: data.replace(b'"a"', b'"b"'),
+    "past the end": lambda data: data.replace(b"[0,8]", b"[1,9]"),
+    "elsewhere": lambda data: data.replace(b"[0,", b"[9,"),
+    "no offsets": lambda data: data.replace(b"data_offsets", b"data_offsetz"),
+    "no number": lambda data: data.replace(b"[0,", b'["",'),
+    "another size": lambda data: data.replace(b"[0,", b"[4,"),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
+def test_a_file_that_changes_while_it_is_opened_is_malformed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes]
+) -> None:
+    (file,) = written(tmp_path, {"a": torch.ones(2)}, 1)
+    changed = change(file.read_bytes())
+    real = os.open
+
+    def opened(path: Any, *rest: Any) -> int:
+        """Another file than the one that safetensors will judge."""
+        other = tmp_path / "other"
+        other.write_bytes(changed)
+        return real(other if path == file else path, *rest)
+
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(Malformed, match=r"0\.safetensors is not a whole"):
+        TensorFiles([file])

@@ -1,0 +1,143 @@
+"""Tensor files: safetensors that are open, and where in them each tensor lies.
+
+What such a file says of itself is judged by safetensors' own reader, which then tells
+names, dtypes and shapes. The header is read a second time for the offsets alone:
+
+    length of the header (8 bytes, little-endian) | header (JSON) | tensors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from safetensors import SafetensorError, safe_open
+
+from vllm.inflight.errors import Malformed
+from vllm.inflight.wire.announcement import Announcement, Pair
+
+UNREADABLE = (
+    struct.error,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+"""What a header raises that is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where in its file a tensor begins."""
+
+    file: Path
+    descriptor: int
+    offset: int
+    """In bytes, from the beginning of the file."""
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the tensor's bytes from `start` on.
+
+        Raises:
+            Malformed: the file ends before that, or cannot be read.
+
+        """
+        at = self.offset + start
+        while into:
+            try:
+                num_read = os.preadv(self.descriptor, [into], at)
+            except OSError as error:
+                raise broken(self.file, error) from error
+            if not num_read:
+                raise broken(self.file, f"it ends at {at}, with more to come")
+            into, at = into[num_read:], at + num_read
+
+
+class TensorFiles:
+    """Files that are open until the `with` around them ends.
+
+    Args:
+        files: safetensors, in the order in which they are read.
+        rename: from the names in them to those that are announced.
+
+    Attributes:
+        announced: their tensors, those of a file as they lie in it.
+        stored: where each of them begins.
+
+    Raises:
+        Malformed: one of them is not a whole safetensors file; the message names it.
+
+    """
+
+    def __init__(
+        self, files: Sequence[Path], rename: Callable[[str], str] = str
+    ) -> None:
+        self.stored: list[Stored] = []
+        pairs: list[Pair] = []
+        with ExitStack() as opened:
+            for file in files:
+                try:
+                    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                    opened.callback(os.close, descriptor)
+                    found = sorted(_tensors(file, descriptor), key=lambda one: one[0])
+                except (SafetensorError, OSError) as error:
+                    raise broken(file, error) from error
+                for offset, (name, tensor) in found:
+                    self.stored.append(Stored(file, descriptor, offset))
+                    pairs.append((rename(name), tensor))
+            self.announced = Announcement.of(pairs)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+def _tensors(file: Path, descriptor: int) -> Iterator[tuple[int, Pair]]:
+    """Offset, name and tensor, which is mapped: no byte of it is read here."""
+    with safe_open(file, framework="pt") as opened:
+        offsets = _offsets(file, descriptor)
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
+            tensor = opened.get_tensor(name)
+            begin, end = offsets.get(name, (0, -1))
+            if end - begin != tensor.nbytes:
+                raise broken(file, f"{name!r:.300} has changed while it was opened")
+            yield begin, (name, tensor)
+
+
+def _offsets(file: Path, descriptor: int) -> dict[str, tuple[int, int]]:
+    """Where each tensor begins and ends, in bytes from the beginning of the file.
+
+    What can be wrong here is what was written since the file was judged.
+    """
+    try:
+        size = os.fstat(descriptor).st_size
+        (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+        first = 8 + length
+        if first > size:
+            raise broken(file, f"a header of {length} bytes is longer than the file")
+        offsets: dict[str, tuple[int, int]] = {}
+        for name, entry in json.loads(os.pread(descriptor, length, 8)).items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= size - first:
+                raise broken(file, f"{name!r:.300} does not lie in it")
+            offsets[name] = first + begin, first + end
+    except UNREADABLE as error:
+        raise broken(file, error) from error
+    return offsets
+
+
+def broken(file: Path, why: object) -> Malformed:
+    """The error of a file that cannot be read to its end."""
+    return Malformed(f"{file} is not a whole safetensors file: {why}")
