@@ -120,6 +120,13 @@ class InPlace:
             yield pair
 
 
+class Batches(InPlace):
+    """As our own transports hand them over."""
+
+    def batches(self):
+        yield [(name, tensor[:]) for name, tensor in self._named.items()]
+
+
 def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
     """What an update asks of a `Shadow`, for two trees of the host's."""
     return SimpleNamespace(

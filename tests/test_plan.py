@@ -107,8 +107,10 @@ def test_only_what_ends_up_whole_and_in_one_piece_has_a_place():
     }
     for name, (loader, param_shape, shape, expected) in cases.items():
         param = torch.nn.Parameter(torch.zeros(param_shape), requires_grad=False)
-        plan = Plan()
-        plan.keep("t", recorded(loader, param, torch.randn(shape)))
+        plan, entry = Plan(), recorded(loader, param, torch.randn(shape))
+        plan.keep("t", entry)
+        assert plan.place("t", shape, torch.float32) is None, "it was not proved"
+        entry.is_proved = True
         assert (plan.place("t", shape, torch.float32) is not None) == expected, name
         assert plan.place("t", shape, torch.bfloat16) is None
         assert plan.place("t", (*shape, 1), torch.float32) is None
@@ -118,7 +120,9 @@ def test_what_is_converted_on_its_way_has_no_place():
     param = torch.nn.Parameter(torch.zeros(8, 3, dtype=torch.bfloat16), False)
     plan = Plan()
     tensor = torch.randn(8, 3)
-    plan.keep("t", recorded(whole, param, tensor))
+    entry = recorded(whole, param, tensor)
+    entry.is_proved = True
+    plan.keep("t", entry)
     assert plan.entry("t", tensor) is not None
     assert plan.place("t", (8, 3), torch.float32) is None
 
@@ -132,6 +136,27 @@ def test_a_tensor_that_fills_nothing_is_not_kept():
 
 def test_a_view_is_its_place_in_the_storage():
     assert view_of(torch.zeros(4, 6)[1:, ::2]) == (6, (3, 3), (6, 2))
+
+
+def test_what_is_of_several_dtypes_is_not_copied_in_one_call(monkeypatch):
+    """On a GPU torch 2.11 reads and writes all targets of a call as the first one."""
+    calls, together = [], torch._foreach_copy_
+
+    def copy(targets, sources):
+        calls.append(
+            {(t.dtype, s.dtype) for t, s in zip(targets, sources, strict=True)}
+        )
+        together(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    kinds = (torch.float32, torch.bfloat16, torch.float16) * 2
+    params = [torch.nn.Parameter(torch.zeros(8, 3, dtype=k), False) for k in kinds]
+    tensors = [torch.randn(8, 3, dtype=torch.bfloat16) for _ in kinds]
+    pairs = list(zip(params, tensors, strict=True))
+    known = [(recorded(whole, p, torch.ones_like(t)), t) for p, t in pairs]
+    replay(known)
+    assert all(torch.equal(p, t.to(p.dtype)) for p, t in pairs)
+    assert sorted(map(len, calls)) == [1, 1, 1]
 
 
 def test_loaders_that_are_not_called_are_left_alone_until_one_is():

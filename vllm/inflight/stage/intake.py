@@ -26,6 +26,7 @@ from vllm.inflight.stage.experts import tensor_names
 from vllm.inflight.stage.inspection import Inspection
 from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.plan import Entry, replay
+from vllm.inflight.stage.proof import Proof
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.assembly import Home
@@ -66,6 +67,11 @@ class Intake:
         )
         self._audit = Audit(shadow.device, shadow.tables, shadow.plan)
         self._sampler = Sampler(shadow.views, shadow.plan, shadow.device)
+        self._proof: Proof | None = None
+        if shadow.plan is not None:
+            self._proof = Proof(shadow.plan, shadow.module, shadow.device)
+        self._tried: set[str] = set()
+        """Tensors that are replayed and loaded."""
         self._renamed: set[str] = set()
         """Parameters that are filled by names which the model does not have."""
         self._broken: Exception | None = None
@@ -135,11 +141,13 @@ class Intake:
                     yield name, tensor
                     if coverage.num_loads == before:
                         self.unfilled.append(name)
-                if self._shadow.plan is not None:
+                if self._shadow.plan is not None and name not in self._tried:
                     self._shadow.plan.keep(name, entry)
                 # A transport uses memory again that nobody looks into.
                 coverage.handed = coverage.entry = None
                 del tensor
+            if self._proof is not None:
+                self._proof.loaded()
             self._progress(self.num_bytes, self._inspection.num_seen)
         current.clear()
 
@@ -163,17 +171,22 @@ class Intake:
         plan = self._shadow.plan
         if plan is None:
             return pairs
-        fresh, known = [], []
+        fresh, known, tried = [], [], []
         for name, tensor in pairs:
             entry = plan.entry(name, tensor)
-            if entry is None:
+            if entry is None or not entry.is_proved:
                 fresh.append((name, tensor))
+                if entry is not None:
+                    tried.append((name, entry, tensor))
                 continue
             known.append((entry, tensor))
             self.coverage.replayed(entry)
             if self._inspection.is_strange(name):
                 self._renamed.update(param for param, _ in entry.filled)
         replay(known)
+        if tried and self._proof is not None:
+            self._tried.update(name for name, _, _ in tried)
+            self._proof.replay(tried)
         return fresh
 
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:
@@ -243,6 +256,8 @@ class Intake:
             for name, digest, bad in self._audit.results():
                 inspection.judge(name, digest, bad)
             samples = self._sampler.samples()
+            if self._proof is not None:
+                self._proof.judge()
         for param in sorted(self._renamed & self.coverage.refilled):
             inspection.note_wrong(param, "it is filled by tensors of two names")
         missing = self.coverage.short(self._due())

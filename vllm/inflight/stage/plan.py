@@ -44,6 +44,8 @@ class Entry:
     """(parameter, view) of everything that is written."""
     is_whole: bool = True
     """Whether nothing happened that cannot be replayed."""
+    is_proved: bool = False
+    """Whether replaying it was seen to do what its loader does; see proof.py."""
     home: Home | None = None
     """Where the tensor ends up, if that is whole and in one piece."""
 
@@ -53,6 +55,10 @@ class Plan:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self._refused: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def entry(self, name: str, tensor: torch.Tensor) -> Entry | None:
         """What was recorded for such a tensor, if anything was."""
@@ -72,7 +78,7 @@ class Plan:
         entry = self._entries.get(name)
         if entry is None or (entry.shape, entry.dtype) != (shape, dtype):
             return None
-        return entry.home
+        return entry.home if entry.is_proved else None
 
     def is_home(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether it is the very tensor that `place` told of."""
@@ -87,10 +93,16 @@ class Plan:
 
     def keep(self, name: str, entry: Entry) -> None:
         """Remember an entry, if all of it can be replayed."""
-        if entry.is_whole and entry.filled:
+        if entry.is_whole and entry.filled and name not in self._refused:
             entry.home = _home(entry)
             entry.filled = list(dict.fromkeys(entry.filled))  # each once, for replays
             self._entries[name] = entry
+
+    def refuse(self, names: Iterable[str]) -> None:
+        """Forget what was recorded of tensors, for good."""
+        for name in names:
+            self._refused.add(name)
+            self._entries.pop(name, None)
 
 
 def _home(entry: Entry) -> Home | None:
@@ -104,23 +116,27 @@ def _home(entry: Entry) -> Home | None:
 
 def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
     """Do with each tensor what its loader did with the one that was recorded."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+    alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for entry, tensor in known:
         first = tensor.storage_offset()
         for target, (offset, shape, stride) in entry.copies:
             if target is tensor:
                 continue  # received in place
+            source = tensor.as_strided(shape, stride, first + offset)
+            # Of one call: torch 2.11 takes all targets for what the first one is.
+            kind = target.dtype, source.dtype, source.device
+            targets, sources = alike.setdefault(kind, ([], []))
             targets.append(target)
-            sources.append(tensor.as_strided(shape, stride, first + offset))
+            sources.append(source)
         for target in entry.zeros:
             target.zero_()
-    if targets and all(s.device == targets[0].device for s in sources):
-        torch._foreach_copy_(targets, sources)
-        return
-    # From the host, where a source may be gone as soon as this returns.
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    for targets, sources in alike.values():
+        if sources[0].device == targets[0].device:
+            torch._foreach_copy_(targets, sources)
+            continue
+        # From the host, where a source may be gone as soon as this returns.
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 class Writes(TorchDispatchMode):

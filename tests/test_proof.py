@@ -1,0 +1,83 @@
+"""A plan is proved before it is trusted: replayed and loaded, and both compared."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.second_set import Batches, Sets, shows, version
+from vllm.inflight.stage import proof
+from vllm.inflight.stage.arena import Arena
+from vllm.inflight.stage.plan import replay
+
+
+@pytest.fixture
+def sets() -> Iterator[Sets]:
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        yield Sets(arena)
+
+
+@pytest.fixture
+def told(monkeypatch) -> list[str]:
+    """Errors that were logged."""
+    found: list[str] = []
+    monkeypatch.setattr(proof.logger, "error", lambda s, *a: found.append(s % a))
+    return found
+
+
+def test_what_was_recorded_wrongly_is_never_served(sets, told):
+    sets.stage(version(1).items())
+    sets.arena.flip()
+    wrong = sets.shadow.plan.entry("attention.k", version(1)["attention.k"])
+    ((target, (_, shape, stride)),) = wrong.copies
+    wrong.copies = [(target, (0, shape, stride[::-1]))]
+    for seed in (2, 3, 4):
+        sets.stage(version(seed).items())
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert len(told) == 1
+    assert "not what they do" in told[0] and "attention.k" in told[0]
+    assert sets.second.num_loads == 2 * len(version(0)) + 2
+
+
+def test_what_a_copy_gets_wrong_is_never_served(sets, monkeypatch, told):
+    def replay_but_one(known):
+        replay(known[:-1])
+
+    monkeypatch.setattr(proof, "replay", replay_but_one)
+    for seed in (1, 2, 3):
+        sets.stage(Batches(version(seed)))
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert len(told) == 1 and f"{len(version(0))} tensors" in told[0]
+    assert sets.second.num_loads == 3 * len(version(0)), "one batch, one proof"
+
+
+def test_what_is_refused_once_is_not_recorded_again(sets):
+    sets.stage(version(1).items())
+    sets.arena.flip()
+    sets.shadow.plan.refuse(["norm"])
+    for seed in (2, 3, 4):
+        before = sets.second.num_loads
+        sets.stage(version(seed).items())
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert sets.second.num_loads == before + 1
+
+
+def test_an_update_that_fails_proves_nothing(sets):
+    sets.stage(version(1).items())
+    sets.arena.flip()
+    with pytest.raises(ConnectionError):
+        sets.stage(_broken(version(2)))
+    entries = [sets.shadow.plan.entry(n, t) for n, t in version(1).items()]
+    assert not any(entry.is_proved for entry in entries)
+    sets.stage(version(3).items())
+    sets.arena.flip()
+    assert shows(sets.live, version(3))
+    assert all(entry.is_proved for entry in entries)
+
+
+def _broken(named):
+    yield from list(named.items())[:3]
+    raise ConnectionError("the wire broke")
