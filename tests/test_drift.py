@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vllm.inflight.stage.drift import SIZE, Sampler, drift
+from vllm.inflight.stage.drift import SIZE, Sampler, _stacked, drift
 
 LARGE, SMALL = "model.layers.0.mlp.up_proj.weight", "model.layers.0.norm.weight"
 OTHER, TOP = "model.layers.11.norm.weight", "model.norm.weight"
@@ -141,3 +141,14 @@ def test_what_is_no_number_leaves_the_drift_unknown(value: float) -> None:
     new = {"a.0.w": torch.full((8,), value), "a.1.w": torch.full((8,), 2.0)}
     assert drift(old, new) == {"overall": None, "layers": {"a.0": None, "a.1": 1.0}}
     assert drift(new, old)["overall"] is None
+
+
+def test_rows_that_lie_one_behind_the_other_are_not_copied():
+    rows = torch.arange(12.0).view(3, 4)
+    one, two, three = rows.unbind()
+    assert _stacked([one, two, three]).data_ptr() == rows.data_ptr()
+    for chosen in ([one, two, three], [three, two, one], [one, three], [two, two]):
+        assert torch.equal(_stacked(chosen), torch.stack(chosen))
+    other = torch.ones(4)
+    assert torch.equal(_stacked([two, other]), torch.stack([two, other]))
+    assert _stacked([rows[:, :0][0]] * 2).shape == (2, 0)

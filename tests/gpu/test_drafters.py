@@ -33,7 +33,7 @@ pytestmark = [
 SHAPE = {"family": "llama", "hidden": 256}
 STAGINGS = "device", "host"
 SEEN = {"enforce_eager": False, "async_scheduling": False}
-"""With CUDA graphs. A scheduler that plans ahead never sees what is drafted."""
+"""With CUDA graphs; and no step begins before the drafts of the last one are there."""
 
 
 @pytest.fixture(scope="module", params=METHODS)

@@ -6,6 +6,7 @@ slices of a tensor, however they were cut, add up to the digest of the tensor.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import struct
@@ -136,11 +137,17 @@ def manifest_digest(
         if name == last:
             raise ValueError(f"tensor {name!r} is in the manifest twice")
         last = name
-        for text in (name.encode(), dtype.encode()):
-            state.update(struct.pack("<Q", len(text)) + text)
-        numbers = (len(shape), *shape, content.a, content.b)
-        state.update(struct.pack(f"<{len(numbers)}Q", *numbers))
+        state.update(_form(name, dtype, tuple(shape)))
+        state.update(struct.pack("<QQ", content.a, content.b))
     return state.hexdigest()
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _form(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """What a manifest digest has of a tensor beside its content."""
+    texts = (text.encode() for text in (name, dtype))
+    words = b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+    return words + struct.pack(f"<{1 + len(shape)}Q", len(shape), *shape)
 
 
 Placed = tuple[torch.Tensor, list[int], int]

@@ -116,13 +116,13 @@ def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
     # Those of one size together: few and large calls leave the interpreter to others.
     alike: dict[object, list[str]] = {}
     for name, after in new.items():
-        if name in old and old[name].shape == after.shape:
-            kind = len(after), after.dtype, old[name].dtype
-            alike.setdefault(kind, []).append(name)
+        before = old.get(name)
+        if before is not None and before.shape == after.shape:
+            alike.setdefault((after.shape, after.dtype, before.dtype), []).append(name)
     compared: list[str] = []
     squares: list[torch.Tensor] = []
     for names in (part for group in alike.values() for part in _parts(group, new)):
-        was, now = (torch.stack([of[n] for n in names]).float() for of in (old, new))
+        was, now = (_stacked([of[n] for n in names]).float() for of in (old, new))
         compared += names
         squares.append(torch.stack([now - was, was]).square().sum(2))
     moved: Counter[str] = Counter()
@@ -139,6 +139,18 @@ def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
         "overall": _ratio(moved.total(), lengths.total()),
         "layers": {layer: _ratio(moved[layer], lengths[layer]) for layer in moved},
     }
+
+
+def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:
+    """`torch.stack`, without a copy of those that lie one behind the other anyway."""
+    first, last = rows[0], rows[-1]
+    begin, step = first.data_ptr(), first.nbytes
+    is_one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    if step and is_one and first.is_contiguous():
+        places = range(begin, begin + step * len(rows), step)
+        if all(row.data_ptr() == at for row, at in zip(rows, places, strict=True)):
+            return first.as_strided((len(rows), len(first)), (len(first), 1))
+    return torch.stack(rows)
 
 
 def _parts(names: list[str], samples: Samples) -> Iterator[list[str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ class Announcement:
                 raise ValueError(f"{name!r} in 'names' is not a string")
         return cls(
             tuple(names),
-            tuple(map(_dtype, names, dtype_names)),
-            tuple(map(_shape, names, shapes)),
+            _dtypes(names, dtype_names),
+            _shapes(names, shapes),
             tuple(map(Shard.parse, names, shards or ())),
         )
 
@@ -139,6 +140,28 @@ class Announcement:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
+
+
+# Decoding waits for what is done here, and there may be ten thousand tensors: what can
+# be looked at all together is, and one by one only if something is wrong.
+
+
+def _dtypes(names: Sequence[str], given: Sequence[Any]) -> tuple[torch.dtype, ...]:
+    if not set(map(type, given)) <= {str}:
+        return tuple(map(_dtype, names, given))
+    known: dict[str, torch.dtype] = {}
+    for name, text in zip(names, given, strict=True):
+        if text not in known:
+            known[text] = _dtype(name, text)
+    return tuple(map(known.__getitem__, given))
+
+
+def _shapes(names: Sequence[str], given: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    if set(map(type, given)) <= {list, tuple}:
+        sizes = list(chain.from_iterable(given))
+        if set(map(type, sizes)) <= {int} and min(sizes, default=0) >= 0:
+            return tuple(map(tuple, given))
+    return tuple(map(_shape, names, given))
 
 
 def _dtype(name: str, dtype_name: Any) -> torch.dtype:
