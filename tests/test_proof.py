@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.second_set import Batches, Sets, shows, version
+from tests.second_set import Batches, Model, Sets, shows, version
+from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.stage import proof
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.plan import replay
@@ -63,6 +64,39 @@ def test_what_is_refused_once_is_not_recorded_again(sets):
         sets.arena.flip()
         assert shows(sets.live, version(seed))
     assert sets.second.num_loads == before + 1
+
+
+def test_what_is_like_the_version_before_is_proved_as_well(sets, monkeypatch, told):
+    """A replay that copies nothing leaves what was there, which may be equal."""
+    sets.stage(version(1).items())
+    sets.arena.flip()
+    monkeypatch.setattr(proof, "replay", lambda known: None)
+    sets.stage(version(0).items())  # as the second set has it
+    assert len(told) == len(version(0))
+
+
+def test_what_was_tried_and_not_loaded_is_carried_by_a_subset(sets, monkeypatch):
+    for _ in range(2):
+        sets.stage(version(1).items())
+        sets.stager.flip()
+        sets.shadow.plan.entry("norm", version(1)["norm"]).is_proved = False
+    sets.shadow.behind.clear()  # both sets are version 1
+
+    def fail(self, weights):
+        next(iter(weights))
+        raise MemoryError
+
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(WeightsMismatch, match="norm"),
+    ):
+        patched.setattr(Model, "load_weights", fail)
+        only = {"norm": version(2)["norm"]}
+        sets.stage(Batches(only), subset=["norm"])
+    embed = version(3)["embed.weight"]
+    sets.stage([("embed.weight", embed)], subset=["embed.weight"])
+    sets.stager.flip()
+    assert shows(sets.live, version(1) | {"embed.weight": embed})
 
 
 def test_an_update_that_fails_proves_nothing(sets):

@@ -69,7 +69,7 @@ class Intake:
         self._sampler = Sampler(shadow.views, shadow.plan, shadow.device)
         self._proof: Proof | None = None
         if shadow.plan is not None:
-            self._proof = Proof(shadow.plan, shadow.module, shadow.device)
+            self._proof = Proof(shadow.plan, shadow.module)
         self._tried: set[str] = set()
         """Tensors that are replayed and loaded."""
         self._renamed: set[str] = set()
@@ -178,6 +178,7 @@ class Intake:
                 fresh.append((name, tensor))
                 if entry is not None:
                     tried.append((name, entry, tensor))
+                    self._shadow.behind.update(plan.filled_by(name))
                 continue
             known.append((entry, tensor))
             self.coverage.replayed(entry)

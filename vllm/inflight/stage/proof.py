@@ -19,6 +19,9 @@ from vllm.inflight.stage.plan import Entry, Plan, replay
 
 logger = upstream.init_logger(__name__)
 
+NEITHER = 3
+"""What is nobody's weight, and in the place of one shows that nothing was copied."""
+
 Known = tuple[str, Entry, torch.Tensor]
 """A tensor's name, what was recorded for it, and the tensor."""
 
@@ -26,11 +29,10 @@ Known = tuple[str, Entry, torch.Tensor]
 class Sums:
     """Digests of parameters as they are now, on the current stream."""
 
-    def __init__(
-        self, params: Mapping[str, torch.Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
         self._audit: Audit | None = None
         self._digests: list[ops.Digest] = []
+        (device,) = {param.device for param in params.values()}
         if device.type == "cuda":
             # Asked for at the end of the update: to ask now would wait for the GPU.
             self._audit = Audit(device, {})
@@ -61,31 +63,30 @@ class Proof:
     Args:
         plan: what is to be proved.
         module: the tree that is loaded.
-        device: of its parameters.
 
     """
 
-    def __init__(
-        self, plan: Plan, module: torch.nn.Module, device: torch.device
-    ) -> None:
+    def __init__(self, plan: Plan, module: torch.nn.Module) -> None:
         self._plan = plan
         self._params = dict(module.named_parameters())
-        self._device = device
         self._open: Trial | None = None
         self._ended: list[tuple[Trial, Sums]] = []
 
     def replay(self, known: Sequence[Known]) -> None:
         """Replay these tensors, which are about to be loaded as well."""
+        for _, entry, _ in known:
+            for target in (*(target for target, _ in entry.copies), *entry.zeros):
+                target.fill_(NEITHER)
         replay([(entry, tensor) for _, entry, tensor in known])
         names = {param for _, entry, _ in known for param, _ in entry.filled}
         params = {name: self._params[name].data for name in sorted(names)}
         entries = [(name, entry) for name, entry, _ in known]
-        self._open = Trial(entries, params, Sums(params, self._device))
+        self._open = Trial(entries, params, Sums(params))
 
     def loaded(self) -> None:
         """What was replayed last has been loaded."""
         if self._open is not None:
-            sums = Sums(self._open.params, self._device)
+            sums = Sums(self._open.params)
             self._ended.append((self._open, sums))
             self._open = None
 
