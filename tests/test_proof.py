@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.second_set import Batches, Model, Sets, shows, version
+from tests.second_set import HIDDEN, Batches, Model, Sets, shows, version
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.stage import proof
 from vllm.inflight.stage.arena import Arena
@@ -50,8 +50,45 @@ def test_what_a_copy_gets_wrong_is_never_served(sets, monkeypatch, told):
         sets.stage(Batches(version(seed)))
         sets.arena.flip()
         assert shows(sets.live, version(seed))
-    assert len(told) == 1 and f"{len(version(0))} tensors" in told[0]
-    assert sets.second.num_loads == 3 * len(version(0)), "one batch, one proof"
+    assert len(told) == 1 and "1 tensors (attention.v)" in told[0]
+    assert sets.second.num_loads == 2 * len(version(0)) + 1
+
+
+def test_a_tensor_is_proved_beside_others_of_its_parameter_that_are_not(sets, told):
+    with pytest.raises(WeightsMismatch, match=r"attention\.qkv"):
+        sets.stage(Batches({"attention.q": version(1)["attention.q"]}), ["attention.q"])
+    for seed in (2, 3, 4):
+        before = sets.second.num_loads
+        sets.stage(Batches(version(seed)))
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert not told
+    assert sets.second.num_loads == before, "all of it is replayed"
+
+
+def test_a_loader_that_makes_tensors_of_its_own_is_never_replayed(sets):
+    """Of a norm that no checkpoint has, when it has seen a key."""
+
+    class Making(Model):
+        def load_weights(self, weights):
+            super().load_weights(self._with_norm(weights))
+
+        @staticmethod
+        def _with_norm(weights):
+            keys = []
+            for name, tensor in weights:
+                keys += [name] * (name == "attention.k")
+                yield name, tensor
+            for _ in keys:
+                yield "norm", torch.zeros(HIDDEN)
+
+    sets.second.__class__ = Making
+    for seed in (1, 2, 3, 4):
+        named = version(seed)
+        del named["norm"]
+        sets.stage(Batches(named))
+        sets.arena.flip()
+        assert shows(sets.live, named | {"norm": torch.zeros(HIDDEN)})
 
 
 def test_what_is_refused_once_is_not_recorded_again(sets):
@@ -71,8 +108,8 @@ def test_what_is_like_the_version_before_is_proved_as_well(sets, monkeypatch, to
     sets.stage(version(1).items())
     sets.arena.flip()
     monkeypatch.setattr(proof, "replay", lambda known: None)
-    sets.stage(version(0).items())  # as the second set has it
-    assert len(told) == len(version(0))
+    sets.stage(Batches(version(0)))  # as the second set has it
+    assert len(told) == 1 and f"{len(version(0))} tensors" in told[0]
 
 
 def test_what_was_tried_and_not_loaded_is_carried_by_a_subset(sets, monkeypatch):

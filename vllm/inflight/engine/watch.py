@@ -144,8 +144,9 @@ class Watch:
                     self._thread = None
                     return
             time.sleep(POLL_S)
-        with self._lock:
+        with self._lock:  # who comes after this finds no thread, and starts one
             waiting, self._waiting = self._waiting, []
+            self._thread = None
         for future, _ in waiting:
             future.set_exception(EngineFault("the engine has been shut down"))
 

@@ -71,6 +71,8 @@ class Coverage:
         self.refilled: set[str] = set()
         """Parameters of which something was written twice, by two tensors."""
         self.num_loads = 0
+        self.has_strays = False
+        """Whether a loader was called with what no tensor that came is made of."""
         self.handed: torch.Tensor | None = None
         """What the loaders have at this moment, and what they do with it."""
         self.entry: Entry | None = None
@@ -218,6 +220,7 @@ class Coverage:
             if isinstance(loaded, torch.Tensor):
                 _require_dtype(param, loaded)
             self.begin(name)
+            self.has_strays |= self.entry is None
             if self.entry is not None and not is_replayable:
                 self.entry.is_whole = False  # it is processed in memory of its own
             with Writes(name, param, self.handed, self.entry) as writes:

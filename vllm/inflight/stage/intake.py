@@ -69,7 +69,7 @@ class Intake:
         self._sampler = Sampler(shadow.views, shadow.plan, shadow.device)
         self._proof: Proof | None = None
         if shadow.plan is not None:
-            self._proof = Proof(shadow.plan, shadow.module)
+            self._proof = Proof(shadow.plan)
         self._tried: set[str] = set()
         """Tensors that are replayed and loaded."""
         self._renamed: set[str] = set()
@@ -105,6 +105,8 @@ class Intake:
                 raise
             self._inspection.note_refused(current[0], error)
             raise self._mismatch() from error
+        finally:
+            self._broken = None  # it holds the transport's frames, and their memory
 
     def _load(self, weights: Iterable[Pair]) -> Any:
         """The model's own loader: its class's, for the instance's is `load_weights`."""
@@ -124,12 +126,11 @@ class Intake:
                 raise Cancelled("the update was aborted")
             with undirected():
                 fresh = self._replay(self._accepted(batch))
+            fresh = [p for p in fresh if not p[0].endswith(self._shadow.spares)]
             if fresh:
                 coverage.stand_behind()
             while fresh:
                 name, tensor = fresh.pop(0)
-                if name.endswith(self._shadow.spares):
-                    continue
                 current[:] = [name]
                 before = coverage.num_loads
                 entry = Entry(tensor.shape, tensor.dtype)
@@ -259,6 +260,8 @@ class Intake:
             samples = self._sampler.samples()
             if self._proof is not None:
                 self._proof.judge()
+        if self.coverage.has_strays:
+            self._shadow.plan = None  # they would not come if all else were replayed
         for param in sorted(self._renamed & self.coverage.refilled):
             inspection.note_wrong(param, "it is filled by tensors of two names")
         missing = self.coverage.short(self._due())

@@ -113,6 +113,8 @@ class Job(threading.Thread):
             rank = self._worker.rank
             logger.exception("update %d failed on rank %d", self.serial, rank)
             self._leave(EngineFault(f"{type(error).__name__}: {error}"))
+        finally:
+            self._intake = None  # the two hold each other, and what came
 
     # ----------------------------------------------------------------- orders
     def _begin(self, payload: dict[str, Any]) -> None:

@@ -183,6 +183,7 @@ class Stager:
         num_kept = len(self.shadow.plan or ()) + len(self.shadow.views)
         if num_kept != self._num_kept:
             self._num_kept = num_kept
+            gc.collect(1)  # the younger garbage; all of it would be such a stop
             gc.freeze()
 
     def flip(self) -> float:

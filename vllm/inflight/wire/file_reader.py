@@ -92,6 +92,8 @@ class FileReader:
         self._hosts = cycle(
             [_host_buffer(bucket_bytes, is_pinned) for _ in range(NUM_HOST_BUFFERS)]
         )
+        self.num_begun = 0
+        """Buckets of the files that were begun last."""
         self._stored: Sequence[Stored] = ()
         self._buckets: Iterator[Bucket] = iter(())
         self._filler: ThreadPoolExecutor | None = None
@@ -102,6 +104,7 @@ class FileReader:
         """Read these next, bucket by bucket; they stay open until `close`."""
         self.close()
         self.ended = None
+        self.num_begun = 0
         self._stored = files.stored
         sizes = files.announced.sizes
         self._buckets = iter(plan(sizes, self.terms.bucket_bytes, large=self.large))
@@ -120,6 +123,7 @@ class FileReader:
         if self.ended is not None:
             raise lost(self.ended)
         assert self._filler is not None
+        self.num_begun += 1
         self.follow()
         filled = self._filler.submit(self._fill, bucket, buffers)
 

@@ -15,6 +15,7 @@ be on a GPU is read into page-locked memory and arrives in buckets (file_reader.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ SHARED_MEMORY = Path("/dev/shm")
 INDEX = "model.safetensors.index.json"
 NUM_BUCKETS = 3
 """Of `BUCKET_BYTES`, while files are read by way of the GPU."""
+NO_MEMORY = torch.OutOfMemoryError, torch.AcceleratorError
+"""On the GPU; of the host's, that can be page-locked."""
 
 logger = upstream.init_logger(__name__)
 
@@ -137,27 +140,33 @@ class LocalEngine(StagedEngine):
         """Load by a reader; whether there was memory for that."""
         watch = Watch(math.inf, lambda: self.cancelled())  # the update has a deadline
         with TensorFiles(files, rename) as opened:
+            reader = self._reader
             try:
                 # To page-lock memory takes long, so it is kept. That of the buckets is
                 # torch's again afterwards, who has it at hand next time.
-                if self._reader is None:
-                    self._reader = FileReader(self.device, BUCKET_BYTES)
-                receiver = Receiver(self._reader, NUM_BUCKETS, watch)
-            except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+                if reader is None:
+                    reader = self._reader = FileReader(self.device, BUCKET_BYTES)
+                receiver = Receiver(reader, NUM_BUCKETS, watch)
+                reader.begin(opened)
+                self.model.load_weights(receiver.tensors(opened.announced, watch))
+            except BaseException as error:
+                # Frames hold buckets, and who is told of the error holds frames.
+                traceback.clear_frames(error.__traceback__)
+                has_begun = reader is not None and reader.num_begun
+                if has_begun or not isinstance(error, NO_MEMORY):
+                    raise
                 logger.warning(
                     "files are read without buckets, which is slower: there is no "
-                    "memory for %d of %d bytes on the GPU, and for some page-locked "
-                    "ones (%s)",
+                    "memory for %d of %d bytes on the GPU, for what is larger than "
+                    "one, or for some page-locked ones (%s)",
                     NUM_BUCKETS,
                     BUCKET_BYTES,
                     error,
                 )
                 return False
-            self._reader.begin(opened)
-            try:
-                self.model.load_weights(receiver.tensors(opened.announced, watch))
             finally:
-                self._reader.close()
+                if reader is not None:
+                    reader.close()
         return True
 
     @property
