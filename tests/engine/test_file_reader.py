@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import pytest
 
 from tests.broken_files import BROKEN
 from tests.engine.probe import commits_and_rollbacks, greedy, state
+from tests.waiting import until
 from tests.wire.peers import open_things
 from vllm.inflight.errors import InflightError, Malformed
-from vllm.inflight.wire import local, tensor_files
+from vllm.inflight.wire import local, slots, tensor_files
 from vllm.inflight.wire.file_reader import FileReader
 from vllm.inflight.wire.local import LocalEngine
+from vllm.inflight.wire.slots import Slots
 
 pytestmark = pytest.mark.engine
 
@@ -86,33 +90,51 @@ def test_a_file_cut_short_in_the_middle_leaves_what_is_served(
     before, opened = state(served), open_things()
     file = tmp_path / "cut.safetensors"
     file.write_bytes((new / "model.safetensors").read_bytes())
-    begin = FileReader.begin
+    begin, kept = FileReader.begin, []
 
     def begin_and_cut(self: FileReader, files: tensor_files.TensorFiles) -> None:
         begin(self, files)
         os.truncate(file, file.stat().st_size // 2)
 
+    class Noted(Slots):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            kept.append(weakref.ref(self))
+
     with monkeypatch.context() as patched:
+        patched.setattr(slots, "Slots", Noted)
         patched.setattr(FileReader, "begin", begin_and_cut)
-        with pytest.raises(Malformed, match=r"cut\.safetensors.*it ends at"):
-            served.update_weights_from_disk(str(file), "bad")
+        gc.disable()  # a GPU's memory does not wait for a collection
+        try:
+            with pytest.raises(Malformed, match=r"cut\.safetensors.*it ends at"):
+                served.update_weights_from_disk(str(file), "bad")
+            until(lambda: all(buckets() is None for buckets in kept))
+        finally:
+            gc.enable()
+    assert kept
     assert state(served) == before
     assert open_things() == opened
     served.update_weights_from_disk(str(new), "new")
     assert greedy(served) == fresh
 
 
+@pytest.mark.parametrize(
+    "taken",
+    ["local.Receiver", "assembly.Assembly.make_room"],
+    ids=["buckets", "pieces"],
+)
 def test_without_memory_for_buckets_files_are_read_all_the_same(
     served: Any,
     made: list[FileReader],
     fresh: list[list[int]],
     new: Path,
     monkeypatch: pytest.MonkeyPatch,
+    taken: str,
 ) -> None:
     def refuse(*_: Any) -> None:
         raise local.torch.OutOfMemoryError("none")
 
-    monkeypatch.setattr(local, "Receiver", refuse)
+    monkeypatch.setattr(f"vllm.inflight.wire.{taken}", refuse)
     served.update_weights_from_disk(str(new), "new")
     assert greedy(served) == fresh
 

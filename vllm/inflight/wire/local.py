@@ -146,9 +146,7 @@ class LocalEngine(StagedEngine):
                 # torch's again afterwards, who has it at hand next time.
                 if reader is None:
                     reader = self._reader = FileReader(self.device, BUCKET_BYTES)
-                receiver = Receiver(reader, NUM_BUCKETS, watch)
-                reader.begin(opened)
-                self.model.load_weights(receiver.tensors(opened.announced, watch))
+                self._receive(reader, opened, watch)
             except BaseException as error:
                 # Frames hold buckets, and who is told of the error holds frames.
                 traceback.clear_frames(error.__traceback__)
@@ -168,6 +166,11 @@ class LocalEngine(StagedEngine):
                 if reader is not None:
                     reader.close()
         return True
+
+    def _receive(self, reader: FileReader, files: TensorFiles, watch: Watch) -> None:
+        receiver = Receiver(reader, NUM_BUCKETS, watch)
+        reader.begin(files)
+        self.model.load_weights(receiver.tensors(files.announced, watch))
 
     @property
     def _allowed(self) -> str:
