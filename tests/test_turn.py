@@ -1,10 +1,19 @@
 """Turns between the steps of an engine in its caller's process."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from vllm.inflight.engine.turn import Turns
+
+
+@pytest.fixture(autouse=True)
+def interrupted() -> Iterator[None]:
+    """Ctrl-C as usual: a shell that starts tests in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_the_end_of_an_engine_ends_whoever_steps_and_whoever_asks():
