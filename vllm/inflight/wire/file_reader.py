@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from vllm.inflight.wire.buckets import LARGE, Bucket, Piece, extent, plan
+from vllm.inflight.wire.fetcher import Fetcher
 from vllm.inflight.wire.group import Pending, lost
 from vllm.inflight.wire.meeting import Terms
 from vllm.inflight.wire.tensor_files import Stored, TensorFiles
@@ -66,7 +67,7 @@ class HostBuffer:
     """The end of the copies out of it."""
 
 
-class FileReader:
+class FileReader(Fetcher):
     """Implements `Group`, alone: what it is to receive, it reads.
 
     Args:
@@ -82,12 +83,8 @@ class FileReader:
     large = LARGE
 
     def __init__(self, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.terms = Terms(wire="files", world_size=PEERS, bucket_bytes=bucket_bytes)
-        self.device = device
-        self.ended: str | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+        terms = Terms(wire="files", world_size=PEERS, bucket_bytes=bucket_bytes)
+        super().__init__(terms, device)
         is_pinned = self._stream is not None
         self._hosts = cycle(
             [_host_buffer(bucket_bytes, is_pinned) for _ in range(NUM_HOST_BUFFERS)]
@@ -134,21 +131,9 @@ class FileReader:
 
         return ready
 
-    def follow(self) -> None:
-        """Let what is copied from now on come after the current stream's work."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self.device)
-            self._stream.wait_stream(current)
-
-    def abort(self, reason: str) -> None:
-        """Read no more; what is under way ends by itself, and is waited for."""
-        if self.ended is None:
-            self.ended = reason
-            self._end()
-
     def close(self) -> None:
         """Wait for what is under way: files may be closed and buffers go after this."""
-        self._end()
+        super().close()
         self._buckets = iter(())
 
     def _end(self) -> None:
@@ -157,8 +142,7 @@ class FileReader:
             self._filler.shutdown(wait=False, cancel_futures=True)
             self._readers.shutdown(cancel_futures=True)
             self._filler.shutdown()
-        if self._stream is not None:
-            self._stream.synchronize()
+        super()._end()
 
     def _settle(self) -> None:
         # A thread begins on the first GPU, and would open a context there.

@@ -22,6 +22,7 @@ from vllm.inflight.wire.buckets import Bucket, plan
 from vllm.inflight.wire.device_memory import CudaMemory, Memory
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.exports import Exports, Mappings
+from vllm.inflight.wire.fetcher import Fetcher
 from vllm.inflight.wire.group import Pending
 from vllm.inflight.wire.meeting import Terms
 from vllm.inflight.wire.receiver import Receiver
@@ -70,21 +71,16 @@ class IpcUpdateInfo(upstream.WeightTransferUpdateInfo):
         self.lent = Exports.parse(self.exports, len(self.names))
 
 
-class Reader:
+class Reader(Fetcher):
     """Implements `Group`, alone: what it is to receive, it fetches."""
 
     large = 1  # each tensor is copied by itself anyhow
 
     def __init__(self, terms: Terms, device: torch.device, memory: Memory) -> None:
-        self.terms = terms
-        self.device = device
-        self.ended: str | None = None
+        super().__init__(terms, device)
         self._memory = memory
         self._buckets: Iterator[Bucket] = iter(())
         self._addresses: Sequence[int] = ()
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
 
     def begin(self, announced: Announcement, addresses: Sequence[int]) -> None:
         """Read these tensors next, bucket by bucket."""
@@ -112,23 +108,6 @@ class Reader:
         copied = torch.cuda.Event()
         copied.record(self._stream)
         return copied.query
-
-    def follow(self) -> None:
-        """Let what is copied from now on come after the current stream's work."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self.device)
-            self._stream.wait_stream(current)
-
-    def abort(self, reason: str) -> None:
-        """Read no more; what is under way ends by itself, and is waited for."""
-        if self.ended is None:
-            self.ended = reason
-            self.close()
-
-    def close(self) -> None:
-        """Wait for what is under way: its source may be gone after this."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 class IpcEngine(StagedEngine):
