@@ -1,8 +1,15 @@
 """Files that lie about themselves: no whole safetensors file among them."""
 
 import json
+import os
 import struct
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from vllm.inflight.wire.file_reader import FileReader
+from vllm.inflight.wire.tensor_files import TensorFiles
 
 
 def header(tensors: dict[str, Any], data: bytes = b"") -> bytes:
@@ -31,3 +38,14 @@ BROKEN = {
     "no such dtype": header({"a": F32 | {"dtype": "Q4"}}, bytes(8)),
     "a pickle": b"\x80\x04cposix\nsystem\n(S'true'\ntR.",
 }
+
+
+def cut_when_begun(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """Have a file lose its second half as soon as it is being read for a GPU."""
+    begin = FileReader.begin
+
+    def begin_and_cut(self: FileReader, files: TensorFiles) -> None:
+        begin(self, files)
+        os.truncate(file, file.stat().st_size // 2)
+
+    monkeypatch.setattr(FileReader, "begin", begin_and_cut)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.broken_files import BROKEN
+from tests.broken_files import BROKEN, cut_when_begun
 from tests.engine.probe import commits_and_rollbacks, greedy, state
 from tests.waiting import until
 from tests.wire.peers import open_things
 from vllm.inflight.errors import InflightError, Malformed
-from vllm.inflight.wire import local, slots, tensor_files
+from vllm.inflight.wire import local, slots
 from vllm.inflight.wire.file_reader import FileReader
 from vllm.inflight.wire.local import LocalEngine
 from vllm.inflight.wire.slots import Slots
@@ -90,11 +90,7 @@ def test_a_file_cut_short_in_the_middle_leaves_what_is_served(
     before, opened = state(served), open_things()
     file = tmp_path / "cut.safetensors"
     file.write_bytes((new / "model.safetensors").read_bytes())
-    begin, kept = FileReader.begin, []
-
-    def begin_and_cut(self: FileReader, files: tensor_files.TensorFiles) -> None:
-        begin(self, files)
-        os.truncate(file, file.stat().st_size // 2)
+    kept: list[Any] = []
 
     class Noted(Slots):
         def __init__(self, *args: Any) -> None:
@@ -103,7 +99,7 @@ def test_a_file_cut_short_in_the_middle_leaves_what_is_served(
 
     with monkeypatch.context() as patched:
         patched.setattr(slots, "Slots", Noted)
-        patched.setattr(FileReader, "begin", begin_and_cut)
+        cut_when_begun(patched, file)
         gc.disable()  # a GPU's memory does not wait for a collection
         try:
             with pytest.raises(Malformed, match=r"cut\.safetensors.*it ends at"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.broken_files import cut_when_begun
 from tests.engine.probe import commits_and_rollbacks, greedy, state
 from vllm.inflight.errors import Malformed
 from vllm.inflight.wire import file_reader, local
@@ -77,15 +78,8 @@ def test_a_file_cut_short_leaves_what_is_served(
     before = state(engine)
     file = tmp_path / "cut.safetensors"
     file.write_bytes((new / "model.safetensors").read_bytes())
-    begin = FileReader.begin
-
-    def begin_and_cut(self: FileReader, files: TensorFiles) -> None:
-        begin(self, files)
-        with file.open("r+b") as opened:
-            opened.truncate(file.stat().st_size // 2)
-
     with monkeypatch.context() as patched:
-        patched.setattr(FileReader, "begin", begin_and_cut)
+        cut_when_begun(patched, file)
         with pytest.raises(Malformed, match=r"cut\.safetensors.*it ends at"):
             engine.update_weights_from_disk(str(file), "bad")
     assert state(engine) == before
