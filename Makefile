@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-slow test-gpu test-upstream-faults lint fmt soak fuzz bench docs sizes upstream clean
+.PHONY: help setup build demo test test-slow test-ray test-gpu test-upstream-faults lint fmt soak fuzz bench docs sizes upstream clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -72,6 +72,12 @@ fmt: setup ## ruff's fixes and format, clang-format
 
 test-slow: setup ## the tests that take minutes: a rehearsal of the demo, more examples
 	$(PY) -m pytest -m slow
+
+test-ray: setup build/ray ## engines whose ranks are Ray's
+	PYTHONPATH=$(CURDIR)/build/ray $(PY) -m pytest -m engine tests/engine/test_executors.py
+
+build/ray: # beside the environment: nothing else needs it
+	$(PY) -m pip install --quiet --no-deps --target $@ ray==2.60.0 msgpack==1.2.4
 
 # Of the command line only: bash has a variable SECONDS of its own, maybe exported.
 SOAK_S := $(if $(findstring command,$(origin SECONDS)),$(SECONDS),1200)

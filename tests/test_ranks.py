@@ -1,10 +1,12 @@
 """Ranks: a flip that fails on one of them, and what they wait for."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from vllm.inflight.engine.executors import Kind
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.errors import (
     ArenaTorn,
@@ -13,7 +15,8 @@ from vllm.inflight.errors import (
     StagingUnavailable,
 )
 from vllm.inflight.patch import worker
-from vllm.inflight.patch.rpc import inflight_flip
+from vllm.inflight.patch.rpc import inflight_attach, inflight_flip
+from vllm.inflight.stage.board import Board
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}
@@ -82,6 +85,71 @@ def test_an_engine_that_was_shut_down_begins_no_update():
     ranks.close()
     with pytest.raises(StagingUnavailable, match="has been shut down"):
         ranks.require_staging()
+
+
+def test_a_rank_on_another_host_keeps_updates_out_and_not_the_engine(tmp_path):
+    class Far(Executor):
+        """Its second rank has another /dev/shm."""
+
+        def collective_rpc(self, method, args=(), **_):
+            near, num_ranks = args
+            far = str(tmp_path / Path(near).name)
+            return [
+                inflight_attach(worker, path, num_ranks)
+                for worker, path in zip(workers, (near, far), strict=True)
+            ]
+
+    def attach(path, num_ranks):
+        Board(path, num_ranks).close()
+        return ATTACHED["ok"]
+
+    stager = SimpleNamespace(attach=attach)
+    workers = [SimpleNamespace(_inflight_stager=stager) for _ in range(2)]
+    ranks = Ranks(Far(), 2)
+    for call in (ranks.require_staging, lambda: ranks.order(1, "init")):
+        with pytest.raises(StagingUnavailable, match=r"rank 1 .*on one host"):
+            call()
+    assert ranks.notices() == [{}, {}]
+    ranks.close()
+
+
+@pytest.mark.parametrize("kind", [Kind(), Kind(is_ordered=False)])
+def test_orders_go_out_whether_or_not_their_replies_are_read(kind):
+    class Reply:
+        """Upstream's under Ray is never done, and reads no list."""
+
+        def done(self):
+            return kind.is_ordered
+
+        def result(self):
+            raise AttributeError("'list' object has no attribute 'logprobs'")
+
+    class Deaf(Executor):
+        def collective_rpc(self, method, args=(), non_block=False, **_):
+            return Reply() if non_block else super().collective_rpc(method, args)
+
+    ranks = Ranks(Deaf(), 2, kind)
+    for serial in range(20):
+        ranks.order(serial, "begin")
+    ranks.close()
+
+
+@pytest.mark.parametrize("has", ["has_drafter", "has_mtp"])
+@pytest.mark.parametrize(
+    ("is_ordered", "num_ranks", "is_refused"),
+    [(True, 2, False), (False, 1, False), (False, 2, True)],
+)
+def test_a_drafter_that_lags_behind_keeps_updates_out(
+    has, is_ordered, num_ranks, is_refused
+):
+    class Drafting(Executor):
+        def collective_rpc(self, method, args=(), **_):
+            return [{"ok": ATTACHED["ok"] | {has: True}}] * num_ranks
+
+    ranks = Ranks(Drafting(), num_ranks, Kind(is_ordered=is_ordered))
+    assert (ranks.reason is not None) is is_refused
+    assert not is_refused or "drafters read weights" in ranks.reason
+    ranks.close()
 
 
 def test_a_worker_tells_a_lost_set_from_a_flip_that_did_nothing():

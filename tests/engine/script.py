@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ OPTIONS: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
 }
 """Of an `LLM` of a tiny model."""
+LONGEST_S = 400
+"""That a script may take."""
 
 
 def tell(seen: dict[str, Any]) -> None:
@@ -32,16 +36,23 @@ def run_script(
     env: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run `<name>.py` of a room, with `env` beside our own; returns what it told."""
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", f"{room}.{name}", *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | (env or {}),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=400,
-        check=False,
+        start_new_session=True,
     )
-    told = [x for x in done.stdout.splitlines() if x.startswith(RESULT)]
-    assert told, done.stdout[-4000:] + done.stderr[-6000:]
+    try:
+        said, complained = process.communicate(timeout=LONGEST_S)
+    finally:
+        # With the engine's processes, which would outlive one that hangs.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    told = [x for x in said.splitlines() if x.startswith(RESULT)]
+    assert told, said[-4000:] + complained[-6000:]
     seen: dict[str, Any] = json.loads(told[-1].removeprefix(RESULT))
     return seen

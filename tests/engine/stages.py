@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from tests.engine.probe import greedy, outputs_during
+from tests.engine.probe import checksums, greedy, outputs_during
 from tests.engine.script import OPTIONS, tell
 from vllm.inflight.errors import InflightError
 
@@ -44,11 +44,7 @@ def start(folder: str, mode: str, tp_size: int) -> Any:
 
 def state(llm: Any) -> Reply:
     """What is said, and what every rank serves."""
-    told = llm.collective_rpc("inflight_read", args=("checksums", []))
-    return {
-        "tokens": greedy(llm),
-        "ranks": [reply["ok"]["checksums"] for reply in told],
-    }
+    return {"tokens": greedy(llm), "ranks": checksums(llm)}
 
 
 def send(llm: Any, folder: str, **faults: Any) -> Reply:
@@ -62,21 +58,25 @@ def send(llm: Any, folder: str, **faults: Any) -> Reply:
     return {"code": "committed"}
 
 
-def refused(llm: Any, folder: str, tensors: Any) -> dict[str, Reply]:
-    """Updates that one of the stages, or neither, can take."""
+def refused(llm: Any, folder: str, tensors: Any, tp_size: int) -> dict[str, Reply]:
+    """Updates that one of the stages, or neither, can take.
+
+    What goes wrong on one rank alone does on the first of its stage.
+    """
     first = next(n for n in tensors if ".0." in n and n.endswith(MATRICES))
     names = {"first": first, "last": first.replace(".0.", ".1.")}
     told: dict[str, Reply] = {"names": names}
-    for rank, (stage, name) in enumerate(names.items()):
+    for number, (stage, name) in enumerate(names.items()):
         mlp = name.rsplit(".", 2)[0]
+        own, other = (tp_size * of for of in (number, 1 - number))
         for fault, how in {
             f"a tensor of the {stage} stage is missing": {"skip": [name]},
             f"the other stage did not get one of the {stage}": {
                 "skip": [name],
-                "fail_rank": 1 - rank,
+                "fail_rank": other,
             },
             f"NaN for the {stage} stage": {"poison": name},
-            f"rank {rank} breaks off": {"fail_after": 9, "fail_rank": rank},
+            f"the {stage} stage breaks off": {"fail_after": 9, "fail_rank": own},
             f"the {stage} stage is sent too much": {"extra": {f"{mlp}.x": name}},
         }.items():
             told[fault] = send(llm, folder, **how)
@@ -127,6 +127,17 @@ def streams_during(work: Callable[[], Any], llm: Any) -> list[Reply]:
     return told
 
 
+def streams_under_commits(llm: Any, a: str, b: str, num_commits: int) -> list[Reply]:
+    """What requests were told while `b` and `a` were committed in turn."""
+
+    def publish() -> None:
+        for number in range(num_commits):
+            label = "ba"[number % 2]
+            llm.update_weights_from_disk({"a": a, "b": b}[label], label)
+
+    return streams_during(publish, llm)
+
+
 def main(a: str, b: str, mode: str, tp_size: int) -> None:
     llm = start(b, mode, tp_size)
     seen: Reply = {"expected": state(llm)}
@@ -134,7 +145,7 @@ def main(a: str, b: str, mode: str, tp_size: int) -> None:
     llm = start(a, mode, tp_size)
     tensors = load_file(Path(b) / "model.safetensors")
     seen["before"] = state(llm)
-    seen["refused"] = refused(llm, b, tensors)
+    seen["refused"] = refused(llm, b, tensors, tp_size)
     seen["after refusals"] = state(llm)
     seen["label after refusals"] = llm.get_weight_version()
     embedding = next(n for n in tensors if "embed" in n)
@@ -146,12 +157,7 @@ def main(a: str, b: str, mode: str, tp_size: int) -> None:
     seen["after rollback"] = state(llm)
     llm.update_weights_from_disk(a, "a")
 
-    def publish() -> None:
-        for number in range(NUM_COMMITS):
-            label = "ba"[number % 2]
-            llm.update_weights_from_disk({"a": a, "b": b}[label], label)
-
-    seen["streams"] = streams_during(publish, llm)
+    seen["streams"] = streams_under_commits(llm, a, b, NUM_COMMITS)
     seen["after many commits"] = state(llm)
 
     def tear() -> None:

@@ -57,7 +57,10 @@ def simulated_core(
         "num_gpu_blocks_override": num_blocks,
         "enforce_eager": True,
         "additional_config": {"inflight": inflight or {}},
-        "distributed_executor_backend": executor,
+        # For one of Ray's, vLLM would ask for Ray itself.
+        "distributed_executor_backend": (
+            SimulatedExecutor if executor.uses_ray else executor
+        ),
     }
     if executor.drafts:
         defaults["speculative_config"] = {

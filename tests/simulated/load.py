@@ -6,6 +6,7 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, prompt
+from tests.simulated.graph import Graph
 from tests.simulated.worker import Drafting, Windowed
 
 LABELS = {0: "default", 1: "one", 2: "two"}
@@ -17,6 +18,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "async": {"is_async": True},
     "async, in process": {"is_async": True, "kind": EngineCore},
     "pipeline": {"pipeline_parallel_size": 2},
+    "pipeline, Ray's graph": {"pipeline_parallel_size": 2, "executor": Graph},
     "two groups, sliding window": {"executor": Windowed},
     "drafts": {"executor": Drafting},
 }

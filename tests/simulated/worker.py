@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -54,7 +54,7 @@ class Memory:
     slots: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
 
 
-class SimulatedExecutor(Executor):
+class SimulatedExecutor(UniProcExecutor):
     """Executes by the book: every slot that is read must hold what it should."""
 
     supports_pp = True
@@ -84,10 +84,10 @@ class SimulatedExecutor(Executor):
     def execute_model(self, scheduled: SchedulerOutput, non_block: bool = False) -> Any:
         self.result = self._forward(scheduled)
         answer = None if scheduled.total_num_scheduled_tokens else self.result
-        return _done(answer) if non_block else answer
+        return done(answer) if non_block else answer
 
     def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
-        return _done(self.result) if non_block else self.result
+        return done(self.result) if non_block else self.result
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         if not self.proposals:
@@ -189,9 +189,12 @@ class SimulatedExecutor(Executor):
     ) -> Any:
         ranks = self.parallel_config.world_size
         answer = getattr(self, f"_{method}", lambda *_: None)(*args)
-        return _done([answer] * ranks) if non_block else [answer] * ranks
+        return done([answer] * ranks) if non_block else [answer] * ranks
 
     def check_health(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
         pass
 
     def _get_kv_cache_spec(self) -> dict[str, Any]:
@@ -256,7 +259,7 @@ def next_token(weights: int, text: list[int]) -> int:
     return mixed % 199
 
 
-def _done(value: Any) -> Future[Any]:
+def done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future

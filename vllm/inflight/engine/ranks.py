@@ -9,7 +9,16 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine.executors import (
+    InFlight,
+    Kind,
+    kind_of,
+    lagging_drafter,
+    wait_for_steps,
+)
 from vllm.inflight.errors import (
+    ConfigError,
     EngineFault,
     InflightError,
     StagingUnavailable,
@@ -27,21 +36,26 @@ stands still when there is none; steps read what is before their own."""
 class Ranks:
     """All TP × PP ranks of one engine."""
 
-    def __init__(self, executor: Any, num_ranks: int) -> None:
+    def __init__(self, executor: Any, num_ranks: int, kind: Kind | None = None) -> None:
         self._executor = executor
+        self._kind = kind = kind or Kind()
         self.count = num_ranks
         self._board = Board.create(num_ranks)
         self._unread: list[Any] = []
         """Futures of the replies to orders, the oldest first."""
         self._notices: list[dict[str, Any]] = []
         self._read_at: tuple[int, ...] | None = None
+        self.reason = kind.refusal
+        """Why no version can be staged here; None if one can."""
+        replies: list[dict[str, Any]] = []
         try:
-            replies = self._call("inflight_attach", self._board.path, num_ranks)
+            if self.reason is None:
+                replies = self._attached(num_ranks)
         finally:
             self._board.unlink()
-        self.reason: str | None = next(
-            (reply["reason"] for reply in replies if reply["reason"]), None
-        )
+        self._hears = bool(replies)
+        """Whether orders reach the ranks, and what they make of them comes back."""
+        reasons = [reply["reason"] for reply in replies if reply["reason"]]
         self.nbytes = sum(reply["bytes"] for reply in replies)
         self.is_reversible = all(reply["is_reversible"] for reply in replies)
         """Whether a commit leaves the version served before on every rank."""
@@ -50,6 +64,39 @@ class Ranks:
         has_drafter = any(reply.get("has_drafter") for reply in replies)
         self.has_drafter = has_drafter and not self.has_mtp
         """Whether a drafter is staged with the model, whose tensors are its own."""
+        if has_drafter or self.has_mtp:
+            reasons.append(lagging_drafter(kind, num_ranks))
+        self.reason = next(filter(None, [self.reason, *reasons]), None)
+
+    @classmethod
+    def of(cls, core: Any) -> Ranks:
+        """The ranks of an engine core.
+
+        Raises:
+            ConfigError: it was told where to keep a second set, and cannot have one.
+
+        """
+        executor = core.model_executor
+        num_ranks = core.vllm_config.parallel_config.world_size
+        ranks = cls(executor, num_ranks, kind_of(executor))
+        staging = InflightConfig.of(core.vllm_config).staging
+        if (reason := ranks.reason) is not None and staging in ("device", "host"):
+            ranks.close()
+            raise ConfigError(f"--inflight-staging {staging} cannot be had: {reason}")
+        return ranks
+
+    def _attached(self, num_ranks: int) -> list[dict[str, Any]]:
+        """What the ranks can do, or nothing if not all of them see the board."""
+        replies = self._raw("inflight_attach", self._board.path, num_ranks)
+        for rank, reply in enumerate(replies):
+            if "error" in reply:
+                self.reason = (
+                    f"rank {rank} cannot open the engine's notice board, a file in the "
+                    f"shared memory of its host ({reply['error']}); all ranks of an "
+                    "engine have to be on one host, in one container"
+                )
+                return []
+        return [reply["ok"] for reply in replies]
 
     def require_staging(self) -> None:
         """Raise `StagingUnavailable` if these weights cannot be updated in flight."""
@@ -58,8 +105,25 @@ class Ranks:
                 f"weights of this engine cannot be updated in flight: {self.reason}"
             )
 
+    def wait_for_steps(self, in_flight: InFlight | None) -> None:
+        """Wait for the steps in flight, if what is called next could overtake them.
+
+        Raises:
+            EngineFault: one has failed.
+
+        """
+        if not self._kind.is_ordered:
+            wait_for_steps(in_flight)
+
     def order(self, serial: int, order: str, payload: Any = None) -> None:
-        """Give every rank an order; does not wait for it to be carried out."""
+        """Give every rank an order; does not wait for it to be carried out.
+
+        Raises:
+            StagingUnavailable: nobody would hear of what becomes of it.
+
+        """
+        if not self._hears:
+            self.require_staging()
         self._unread = [reply for reply in self._unread if not reply.done()]
         if len(self._unread) >= MOST_UNREAD:
             # Nobody steps, so nobody else reads; then nothing is in flight either.
@@ -67,7 +131,8 @@ class Ranks:
         reply = self._executor.collective_rpc(
             "inflight_order", args=(serial, order, payload), non_block=True
         )
-        self._unread.append(reply)
+        if self._kind.is_ordered:
+            self._unread.append(reply)  # of others, Ray keeps as many as there are
 
     def cancel(self, serial: int) -> None:
         """Make every rank stop working on update `serial`."""

@@ -101,6 +101,7 @@ def _load_everywhere(original: Any) -> Any:
 
         require_allowed(lora_request, self.vllm_config)
         # In a turn of its own: whoever is scheduled from here on has the new one.
+        self.inflight_gate.ranks.wait_for_steps(self.batch_queue)
         if not load_everywhere(self.model_executor, lora_request):
             added: bool = original(self, lora_request)
             return added

@@ -36,14 +36,6 @@ class Answers:
         return getattr(self._queue, name)
 
 
-def _with_answers(original: Any) -> Any:
-    def _init_executor(self: Any) -> None:
-        original(self)
-        self.response_mqs = [Answers(queue) for queue in self.response_mqs]
-
-    return _init_executor
-
-
 def _asked(original: Any) -> Any:
     def collective_rpc(
         self: Any,
@@ -56,6 +48,9 @@ def _asked(original: Any) -> Any:
         kv_output_aggregator: Any = None,
         ec_output_aggregator: Any = None,
     ) -> Any:
+        # An executor derived from upstream's, as Ray's is, makes queues of its own.
+        if not all(isinstance(each, Answers) for each in self.response_mqs):
+            self.response_mqs = [Answers(queue) for queue in self.response_mqs]
         future = original(
             self,
             method,
@@ -94,13 +89,6 @@ def _all_or_left(read: Any, answers: list[Answers]) -> Any:
 _EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 
 PATCHES = [
-    Patch(
-        target=f"{_EXECUTOR}._init_executor",
-        expects=("self",),
-        why="answers that nobody waits for any longer are thrown away",
-        remove_when="upstream's answers say which call they belong to",
-        around=_with_answers,
-    ),
     Patch(
         target=f"{_EXECUTOR}.collective_rpc",
         expects=(

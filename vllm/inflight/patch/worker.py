@@ -83,8 +83,14 @@ def _own_scales(original: Any) -> Any:
 
 def _load_with_shadow(original: Any) -> Any:
     def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
+        import torch
+
         from vllm.inflight import upstream
 
+        if self.device.type == "cpu":
+            # Upstream asks the system for AMX in no worker. On a CPU that has it, one
+            # in a process of its own would die at its first step.
+            torch.cpu._init_amx()
         token = _loading.set(self)
         try:
             original(self, load_dummy_weights=load_dummy_weights)
