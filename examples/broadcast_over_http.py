@@ -2,8 +2,9 @@
 
 python -m examples.broadcast_over_http
 
-The client and the source are upstream's; only the backend's name is ours. Each
-`send_weights` is one update: staged while the server answers, then committed.
+The source and the factory are upstream's; the backend is ours, and so is the client,
+which knows keys, labels and typed errors. Each `send_weights` is one update: staged
+while the server answers, then committed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import tempfile
 
 import torch
 from vllm.distributed.weight_transfer.base import ModuleSource
-from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from examples.serve_over_http import say, served
 from examples.tiny_model import Trainer, make_checkpoint
+from vllm.inflight.trainer import ServerClient
 from vllm.inflight.wire.trainer import GlooTrainerInitInfo, NcclTrainerInitInfo
 
 NUM_GPUS = torch.cuda.device_count()
@@ -32,21 +33,22 @@ def main() -> None:
         if NUM_GPUS:
             torch.cuda.set_device(NUM_GPUS - 1)  # the server takes the first
             trainer.model.cuda()
-        with served(folder, InitInfo.backend) as url:
+        with served(folder, InitInfo.backend) as url, ServerClient(url) as client:
             sender = WeightTransferTrainerFactory.trainer_init(
                 InitInfo(
                     rank=0,
                     master_address="127.0.0.1",
                     master_port=0,  # any that is free
-                    world_size=2,  # this trainer, and a server of one worker
+                    world_size=1 + client.get_world_size(),
                 ),
-                client=HTTPVLLMWeightSyncClient(url),
+                client=client,
                 source=ModuleSource(trainer.model),
             )
             say(url)
             for _ in range(3):
                 loss = trainer.train(num_steps=20)
                 print(f"step {trainer.step}: loss {loss:.2f}")
+                client.announce(f"step-{trainer.step}", step=trainer.step)
                 sender.send_weights()
                 say(url)
             sender.shutdown()

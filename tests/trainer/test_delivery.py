@@ -25,7 +25,7 @@ from vllm.inflight.errors import (
     PauseConflict,
     WeightsMismatch,
 )
-from vllm.inflight.trainer import Publisher, engines
+from vllm.inflight.trainer import Publisher, server
 
 
 @pytest.mark.parametrize("fault", [DROP, LOSE, STARTING])
@@ -43,7 +43,7 @@ def test_a_call_whose_reply_is_lost_is_made_again_under_the_same_id(
 
 
 def test_a_call_that_is_not_answered_in_time_is_made_again(engine, monkeypatch):
-    monkeypatch.setattr(engines, "REPLY_S", 0.1)
+    monkeypatch.setattr(server, "REPLY_S", 0.1)
     engine.delays[START] = 0.25
     to = publisher(engine, timeout_s=1.5)
     with to, pytest.raises(EngineUnreachable):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -16,7 +18,7 @@ from tests.trainer.stand_in import (
     weights,
 )
 from tests.waiting import until
-from vllm.inflight.errors import UpdateBusy
+from vllm.inflight.errors import UpdateBusy, WeightsMismatch
 from vllm.inflight.trainer import Outcome
 
 
@@ -34,6 +36,48 @@ def test_waiting_for_a_busy_engine_ends_with_the_patience(engine):
     engine.begin_elsewhere()
     with publisher(engine, timeout_s=0.5) as to, pytest.raises(UpdateBusy):
         to.publish()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What the trainer's side logs; vLLM's logging keeps it from pytest."""
+    lines: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, listener = logging.getLogger("vllm.inflight.trainer"), Listener()
+    logger.addHandler(listener)
+    yield lines
+    logger.removeHandler(listener)
+
+
+def test_a_failure_that_nobody_asks_for_is_logged_before_the_publisher_closes(
+    engine, logged
+):
+    engine.faults[UPDATE] = [WeightsMismatch("unknown: a.weight")] * 2
+    with publisher(engine) as to:
+        to.publish("step-7", block=False)
+    (line,) = logged
+    assert "'step-7'" in line and "unknown: a.weight" in line
+    assert WeightsMismatch.remedy in line
+    with publisher(engine) as to, pytest.raises(WeightsMismatch):
+        to.publish("step-8")  # raised, and so not logged as well
+    assert len(logged) == 1
+
+
+def test_a_publisher_that_has_closed_has_told_every_future(engine):
+    told = threading.Event()
+
+    def slowly(_: Future[Outcome]) -> None:
+        time.sleep(0.3)
+        told.set()
+
+    engine.delays[START] = 0.1
+    with publisher(engine) as to:
+        to.publish(block=False).add_done_callback(slowly)
+    assert told.is_set()
 
 
 def test_a_busy_engine_is_skipped(engine):

@@ -18,9 +18,10 @@ from vllm.inflight.errors import (
     UnknownUpdate,
     WrongPhase,
 )
-from vllm.inflight.trainer.engines import Engine, Reply
+from vllm.inflight.trainer.engines import Engine, blamed, retold
 from vllm.inflight.trainer.parcel import Parcel
 from vllm.inflight.trainer.patience import FIRST_DELAY_S, Patience
+from vllm.inflight.trainer.server import Reply
 from vllm.inflight.update import Manifest, Phase
 
 Progress = Callable[[str, int, int], None]
@@ -134,7 +135,7 @@ class Delivery:
                     self._patience.end()
                     # Who answers late must not begin after it was aborted.
                     wait(futures, GRACE_S)
-                    raise _blamed(error, engine)
+                    raise blamed(error, engine)
             return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=False)
@@ -165,7 +166,7 @@ class _Retreat:
             return
         left = self._delivery.retreat()
         if left and isinstance(error, InflightError):
-            _retold(error, "; ".join([error.message, *left]))
+            retold(error, "; ".join([error.message, *left]))
         elif left:
             error.add_note("; ".join(left))
 
@@ -183,17 +184,3 @@ def received_bytes(report: Reply) -> int:
 def _settled(futures: Sequence[Future[Reply]], timeout_s: float | None) -> bool:
     done, others = wait(futures, timeout_s, FIRST_EXCEPTION)
     return not others or any(future.exception() for future in done)
-
-
-def _blamed(error: BaseException, engine: Engine) -> BaseException:
-    if isinstance(error, InflightError):
-        error.add_note(error.remedy)
-        return _retold(error, f"{engine.name}: {error.message}")
-    error.add_note(f"from engine {engine.name}")
-    return error
-
-
-def _retold(error: InflightError, message: str) -> InflightError:
-    error.message = message
-    error.args = (message,)
-    return error

@@ -11,28 +11,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import httpx
-
-from vllm.inflight.config import admin_key
-from vllm.inflight.errors import (
-    ConfigError,
-    EngineFault,
-    EngineUnreachable,
-    InflightError,
-)
-from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S, Patience
-
-Reply = dict[str, Any]
-
-REPLY_S = 60.0
-"""Longest wait for one reply before the call is made again."""
-
-PASSING = (502, 503, 504)
-"""What a proxy, or a server that is starting, answers in its place."""
+from vllm.inflight.errors import ConfigError, EngineUnreachable, InflightError
+from vllm.inflight.trainer.patience import Patience
+from vllm.inflight.trainer.server import HttpEngine, Reply, control_key
 
 
 class Engine(Protocol):
@@ -72,89 +56,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Let connections go; the engine itself runs on."""
         ...
-
-
-class HttpEngine:
-    """A `vllm serve` somewhere."""
-
-    def __init__(self, url: str, key: str | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"an engine's URL begins with http://, got {url!r}")
-        self.name = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=self.name, headers=headers)
-
-    def start(self, body: Reply, patience: Patience) -> Reply:
-        """Open an update."""
-        return self._ask("POST", "/start_weight_update", patience, body)
-
-    def update(self, body: Reply, patience: Patience) -> Reply:
-        """Have a chunk received."""
-        return self._ask("POST", "/update_weights", patience, body)
-
-    def finish(self, body: Reply, patience: Patience) -> Reply:
-        """Verify and commit; with mode `wait` the reply may take long."""
-        return self._ask(
-            "POST", "/finish_weight_update", patience, body, patience.timeout_s
-        )
-
-    def abort(self, update_id: str, patience: Patience) -> Reply:
-        """Give an update up."""
-        body = {"update_id": update_id}
-        return self._ask("POST", "/abort_weight_update", patience, body)
-
-    def rollback(self, patience: Patience) -> Reply:
-        """Serve the version before again."""
-        return self._ask("POST", "/rollback_weights", patience, {}, is_repeated=False)
-
-    def status(self, update_id: str, patience: Patience) -> Reply:
-        """Where an update stands."""
-        return self._ask("GET", f"/weight_update/{update_id}", patience)
-
-    def info(self, patience: Patience) -> Reply:
-        """What is served."""
-        return self._ask("GET", "/weight_info", patience)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
-
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        patience: Patience,
-        body: Reply | None = None,
-        reply_s: float | None = None,
-        *,
-        is_repeated: bool = True,
-    ) -> Reply:
-        delay = FIRST_DELAY_S
-        while True:
-            try:
-                timeout = max(0.05, min(reply_s or REPLY_S, patience.left()))
-                response = self._client.request(
-                    method, path, json=body, timeout=timeout
-                )
-                known = _decoded(response)
-                if known is not None:
-                    return known
-                trouble = f"HTTP {response.status_code}"
-                if response.status_code not in PASSING:
-                    raise EngineFault(
-                        f"{method} {path} was answered by {trouble} "
-                        f"{response.text[:200]!r}; is this a vLLM with vllm-inflight?"
-                    )
-            except httpx.TransportError as error:
-                trouble = f"{type(error).__name__} {error}".strip()
-            if not is_repeated:
-                raise EngineUnreachable(f"no reply to {method} {path} ({trouble})")
-            if not patience.pause(delay):
-                raise EngineUnreachable(
-                    f"no answer to {method} {path} within {patience.timeout_s:g} s "
-                    f"({trouble})"
-                )
-            delay = min(2 * delay, LAST_DELAY_S)
 
 
 class LocalEngine:
@@ -263,7 +164,7 @@ def connect(
     given = list(engines) if several else [engines]
     if not given:
         raise ConfigError("there is no engine to publish to")
-    key = api_key or admin_key() or os.environ.get("VLLM_API_KEY")
+    key = control_key(api_key)
     found: list[Engine] = []
     for index, one in enumerate(given):
         if isinstance(one, str):
@@ -278,20 +179,17 @@ def connect(
     return found
 
 
-def _decoded(response: httpx.Response) -> Reply | None:
-    """The reply of a control route; None if it is somebody else's answer.
+def blamed(error: BaseException, engine: Engine) -> BaseException:
+    """The error, with the engine's name in its message and its remedy beside it."""
+    if isinstance(error, InflightError):
+        error.add_note(error.remedy)
+        return retold(error, f"{engine.name}: {error.message}")
+    error.add_note(f"from engine {engine.name}")
+    return error
 
-    Raises:
-        InflightError: the error that the reply names.
 
-    """
-    try:
-        body = response.json()
-    except ValueError:
-        return None
-    error = body.get("error") if isinstance(body, dict) else None
-    if isinstance(error, dict) and isinstance(error.get("code"), str):
-        raise InflightError.from_dict(error)
-    if response.is_success and isinstance(body, dict):
-        return body
-    return None
+def retold(error: InflightError, message: str) -> InflightError:
+    """The error, with another message."""
+    error.message = message
+    error.args = (message,)
+    return error

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,19 +17,31 @@ class Outcome:
     version: str | None
     """The label it is served under; None if it was skipped and had none."""
     step: int | None = None
+    """The trainer's step number, as `publish` was given it."""
     skipped: bool = False
     """Whether it gave way, to a busy engine or to a newer publish."""
     update_id: str | None = None
+    """Of the update, as `/weight_update/{update_id}` knows it; None if skipped."""
     epochs: Mapping[str, int] = field(default_factory=dict)
     """By engine: the epoch in which it serves this version."""
     digest: str | None = None
+    """Of the version: 32 hex digits; None if skipped, or not known."""
     num_bytes: int = 0
+    """Of all tensors that were sent."""
     gap_ms: float | None = None
-    """Longest time an engine spent on the switch between two steps."""
+    """Longest time an engine spent on the switch between two steps, in milliseconds."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """`snapshot`, `transfer`, `commit`, and `total` since publish was called."""
+    """`snapshot`, `transfer`, `commit`, and `total` since `publish` was called."""
 
     @property
     def epoch(self) -> int | None:
         """The epoch of the first engine."""
         return next(iter(self.epochs.values()), None)
+
+
+def note_failure(version: str | None, future: Future[Outcome]) -> None:
+    """Log a publish that failed: nobody may ever ask its future."""
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        remedy = getattr(error, "remedy", "")
+        logger.error("publish of %r failed: %r. %s", version, error, remedy)

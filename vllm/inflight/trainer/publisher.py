@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -23,7 +24,7 @@ from vllm.inflight.names import matcher
 from vllm.inflight.trainer import source as sources
 from vllm.inflight.trainer.delivery import Delivery, Progress
 from vllm.inflight.trainer.engines import LocalEngine, connect
-from vllm.inflight.trainer.outcome import Outcome
+from vllm.inflight.trainer.outcome import Outcome, note_failure
 from vllm.inflight.trainer.parcel import Parcel, sweep
 from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S, Patience
 from vllm.inflight.trainer.queue import ON_BUSY, Job, Queue
@@ -58,22 +59,23 @@ class Publisher:
             engines: URLs of servers, or an `LLM`, or an `AsyncLLM`; one or a list.
             source: a module, a state dict, an iterable of (name, tensor), or a
                 callable that returns one of these; read anew at every publish.
-            name_map: from the names of the source to those of the model.
+            name_map: from the names of the source to those of the model: a dict, or
+                a function of a name.
             api_key: of the control routes; by default `VLLM_INFLIGHT_ADMIN_KEY`,
                 then `VLLM_API_KEY` of the environment.
             wire: `shm` hands tensors over in shared memory, on one host; `disk`
                 in a file of `directory`, which the engines see at the same path.
-            directory: for wire `disk`.
+            directory: of wire `disk`, and of that only.
             digests: whether the engines shall check the content of every tensor.
             min_interval_s: least seconds from one commit to the next update.
             on_busy: while another update is under way, here or in an engine:
                 `wait` for it, `skip` this publish, or be replaced by the `latest`.
             deadline_s: seconds that the engines give an update; their default
                 if None.
-            timeout_s: longest time to go on trying, per publish.
-            progress: called from the publisher's thread with a phase (`snapshot`,
+            timeout_s: seconds to go on trying, per publish.
+            progress: called from the publisher's thread, with a phase (`snapshot`,
                 `transfer`, `commit`), bytes done and bytes in all.
-            loop: the event loop of an `AsyncLLM`, by default the running one.
+            loop: the event loop of an `AsyncLLM`; the running one if None.
 
         Raises:
             ConfigError: an argument is not what it has to be.
@@ -150,14 +152,17 @@ class Publisher:
                 have changed: the other parameters keep what is served.
             base_version: refuse unless this is the label that is served; keeps a
                 subset off an engine that has been started anew.
-            block: whether to wait and return the `Outcome`; else a
-                `concurrent.futures.Future` of it.
+            block: whether to wait for the commit.
+
+        Returns:
+            The `Outcome`, or with `block=False` a `concurrent.futures.Future` of it.
 
         Raises:
             ConfigError: a subset, and a publish may give way: what it brings would
                 be missing from every later one.
-            InflightError: what an engine refused (for `block=False`, from the
-                future). No engine serves the version then.
+            InflightError: what an engine refused. No engine serves the version then.
+                With `block=False` the future raises it, and a line is logged.
+            OSError: there is no room for a snapshot.
 
         """
         self._keep_off_the_loop()
@@ -184,7 +189,10 @@ class Publisher:
                 job.subset, job.base_version = patterns, base_version
                 self._queue.put(job)
                 future = job.future
-        return future.result() if block else future
+        if block:
+            return future.result()
+        future.add_done_callback(partial(note_failure, version))
+        return future
 
     def close(self) -> None:
         """Finish what was published, then let the engines go. Idempotent."""

@@ -104,6 +104,11 @@ class Queue:
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: self.is_idle)
+            thread = self._thread
+        # The last job is over and its future may not have been told: without that, its
+        # failure would go unheard in a process that ends now.
+        if thread not in (None, threading.current_thread()):
+            thread.join()
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
