@@ -96,13 +96,29 @@ def test_a_cancelled_update_stays_cancelled(board):
     other.close()
 
 
+def test_a_stage_can_name_all_tensors_of_another_one_of_a_large_model(board):
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{which}_proj.{kind}"
+        for layer in range(30, 61)
+        for expert in range(256)
+        for which in ("gate", "up", "down")
+        for kind in ("weight", "weight_scale_inv")
+    ]
+    notice = {"state": "staged", "unfilled": names}
+    board.post(1, notice)
+    assert board.read(1) == notice
+    board.post(1, {"state": "open"})
+    assert board.read(1) == {"state": "open"}
+
+
 def test_a_notice_that_does_not_fit_is_refused_and_the_last_one_stays(board):
     board.post(0, {"state": "open"})
     with pytest.raises(ValueError, match="does not fit"):
-        board.post(0, {"text": "x" * PAGE_BYTES})
+        board.post(0, {"text": os.urandom(PAGE_BYTES).hex()})
     assert board.read(0) == {"state": "open"}
-    board.post(0, {"text": "x" * (PAGE_BYTES - 32)})
-    assert len(board.read(0)["text"]) == PAGE_BYTES - 32
+    text = os.urandom(PAGE_BYTES // 2 - 2048).hex()
+    board.post(0, {"text": text})
+    assert board.read(0) == {"text": text}
 
 
 @settings(max_examples=50)

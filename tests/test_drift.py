@@ -1,11 +1,12 @@
 """Drift: the sample tells how far all of a version has moved."""
 
+import gc
 import math
 
 import pytest
 import torch
 
-from vllm.inflight.stage.drift import SIZE, Sampler, _stacked, drift
+from vllm.inflight.stage.drift import SIZE, Sampler, drift
 
 LARGE, SMALL = "model.layers.0.mlp.up_proj.weight", "model.layers.0.norm.weight"
 OTHER, TOP = "model.layers.11.norm.weight", "model.norm.weight"
@@ -45,15 +46,15 @@ def test_what_stays_where_it_is_can_be_sampled_at_the_end():
                 tensor.add_(step)  # what comes later is of the same version
         expected = samples(named)
         found = sampler.samples()
-        assert found.keys() == expected.keys()
-        for name, sample in expected.items():
-            assert torch.equal(found[name], sample), name
+        assert found.places.keys() == expected.places.keys() == named.keys()
+        for name in named:
+            assert torch.equal(found[name], expected[name]), name
 
 
 def test_samples_are_kept_on_the_engines_device_wherever_they_came_from():
     sampler = Sampler(device=torch.device("meta"))
     sampler.add(list(version().items()))
-    assert {row.device.type for row in sampler.samples().values()} == {"meta"}
+    assert {block.device.type for block in sampler.samples().blocks} == {"meta"}
 
 
 def moved(named, share: float, seed: int = 7):
@@ -124,7 +125,8 @@ def test_a_sample_is_small_and_of_any_kind_of_tensor():
 def test_tensors_of_any_size_are_sampled_together():
     sizes = (SIZE - 1, SIZE, SIZE + 1, 3 * SIZE)
     taken = samples({f"{n}.weight": torch.randn(n) for n in sizes})
-    assert [len(row) for row in taken.values()] == [SIZE - 1, SIZE, SIZE, SIZE]
+    found = [len(taken[f"{n}.weight"]) for n in sizes]
+    assert found == [SIZE - 1, SIZE, SIZE, SIZE]
 
 
 def test_a_sample_outlives_the_memory_it_was_taken_from():
@@ -137,18 +139,49 @@ def test_a_sample_outlives_the_memory_it_was_taken_from():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_leaves_the_drift_unknown(value: float) -> None:
-    old = {"a.0.w": torch.ones(8), "a.1.w": torch.ones(8)}
-    new = {"a.0.w": torch.full((8,), value), "a.1.w": torch.full((8,), 2.0)}
+    old = samples({"a.0.w": torch.ones(8), "a.1.w": torch.ones(8)})
+    new = samples({"a.0.w": torch.full((8,), value), "a.1.w": torch.full((8,), 2.0)})
     assert drift(old, new) == {"overall": None, "layers": {"a.0": None, "a.1": 1.0}}
     assert drift(new, old)["overall"] is None
 
 
-def test_rows_that_lie_one_behind_the_other_are_not_copied():
-    rows = torch.arange(12.0).view(3, 4)
-    one, two, three = rows.unbind()
-    assert _stacked([one, two, three]).data_ptr() == rows.data_ptr()
-    for chosen in ([one, two, three], [three, two, one], [one, three], [two, two]):
-        assert torch.equal(_stacked(chosen), torch.stack(chosen))
-    other = torch.ones(4)
-    assert torch.equal(_stacked([two, other]), torch.stack([two, other]))
-    assert _stacked([rows[:, :0][0]] * 2).shape == (2, 0)
+@pytest.mark.parametrize("first", ["a.0.w", "b.7.w", "c.w"])
+def test_versions_that_came_in_another_order_are_compared_by_name(first):
+    named = {f"{m}.{n}.w": torch.full((8,), n + 1.0) for m in "ab" for n in range(40)}
+    named["c.w"] = torch.ones(5)
+    other = {first: named[first]} | dict(reversed(named.items()))
+    other["b.7.w"] = named["b.7.w"] * 2
+    layers = drift(samples(named), samples(other))["layers"]
+    assert layers.pop("b.7") == 1.0
+    assert set(layers.values()) == {0.0}
+    assert len(layers) == 80
+
+
+def test_samples_of_a_part_lie_over_those_of_a_version():
+    old, new = version(), moved(version(), 0.1)
+    base, part = samples(old), samples({LARGE: new[LARGE], TOP: new[TOP]})
+    whole = part.over(base)
+    for name, tensor in (old | {LARGE: new[LARGE], TOP: new[TOP]}).items():
+        assert torch.equal(whole[name], samples({name: tensor})[name]), name
+    assert set(drift(base, whole)["layers"]) == {*drift(base, base)["layers"]}
+    assert whole.only(lambda name: name != TOP).places.keys() == old.keys() - {TOP}
+
+
+def test_parts_over_parts_keep_no_memory_that_nothing_is_left_of():
+    whole = samples(version())
+    most = len(whole.blocks) + len(samples({TOP: torch.ones(5000)}).blocks)
+    for step in range(9):
+        part = samples({TOP: torch.full((5000,), float(step))})
+        whole = part.over(whole)
+        assert len(whole.blocks) <= most
+    assert torch.equal(whole[TOP], samples({TOP: torch.full((5000,), 8.0)})[TOP])
+
+
+def test_what_is_kept_of_many_tensors_is_few_objects_to_a_collection():
+    named = {f"layers.{n}.w": torch.ones(4) for n in range(3000)}
+    gc.collect()
+    before = len(gc.get_objects())
+    taken = samples(named)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100
+    assert len(taken.places) == 3000

@@ -3,6 +3,7 @@
 Intake and plan as on a GPU, on memory of the host.
 """
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests.second_set import Model, Sets, shows, version
 from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.ops import Digest
 from vllm.inflight.stage import intake
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.inspection import Inspection
@@ -132,3 +134,16 @@ def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):
     sets.shadow.spares = ("head.weight",)
     with pytest.raises(WeightsMismatch, match="nothing was sent of the subset"):
         sets.stage([("head.weight", torch.ones(2))], ("head.*",))
+
+
+def test_what_is_kept_of_a_tensor_is_nothing_to_a_collection_of_garbage():
+    named = version(1)
+    inspection = Inspection(Manifest(), {}, (), asks_loader=True, allow_nonfinite=False)
+    for name, tensor in named.items():
+        assert inspection.admits(name, tensor)
+        assert inspection.judge(name, Digest(1, 2), 0)
+    kept = inspection.facts()
+    for _ in range(3):  # one for each of the tuples in a tuple
+        gc.collect()
+    assert set(kept) == set(named)
+    assert not any(gc.is_tracked(facts) for facts in kept.values())

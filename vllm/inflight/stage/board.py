@@ -6,9 +6,10 @@ file in /dev/shm, unlinked as soon as every rank has opened it, so nothing is
 left behind however a process ends.
 
 Layout: 64 bytes of header (u64 serial of the last cancelled update), then one
-slot per rank: u64 sequence, then two pages of u32 length + JSON. The page named
-by the sequence's lowest bit is whole; the other one is where the rank writes
-next, so a rank that is killed in the middle of a post leaves the last one whole.
+slot per rank: u64 sequence, then two pages of u32 length + JSON, packed by zlib if
+it is long. The page named by the sequence's lowest bit is whole; the other one is
+where the rank writes next, so a rank that is killed in the middle of a post leaves
+the last one whole.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ import os
 import struct
 import tempfile
 import threading
+import zlib
 from typing import Any
 
 HEADER_BYTES = 64
-PAGE_BYTES = 1 << 17
+PAGE_BYTES = 1 << 18
+LONG_BYTES = 1 << 14
+"""From here on a notice is packed: a pipeline stage names all tensors of the others,
+which are many and much alike."""
 SLOT_BYTES = HEADER_BYTES + 2 * PAGE_BYTES
 _U64 = struct.Struct("<Q")
 _U32 = struct.Struct("<I")
@@ -70,6 +75,8 @@ class Board:
     def post(self, rank: int, notice: dict[str, Any]) -> None:
         """Replace the notice of `rank`; only that rank's process calls this."""
         text = json.dumps(notice).encode()
+        if len(text) > LONG_BYTES:
+            text = zlib.compress(text, 1)
         if len(text) > PAGE_BYTES - _U32.size:
             raise ValueError(f"notice of {len(text)} bytes does not fit the board")
         with self._lock:
@@ -88,7 +95,13 @@ class Board:
             (length,) = _U32.unpack_from(self._map, page)
             text = self._map[page + _U32.size : page + _U32.size + length]
             if self._sequence(rank) == sequence:
-                return json.loads(text) if text else {}
+                break
+        if not text:
+            return {}
+        notice: dict[str, Any] = json.loads(
+            text if text.startswith(b"{") else zlib.decompress(text)
+        )
+        return notice
 
     def read_all(self) -> list[dict[str, Any]]:
         """The latest notices of all ranks, in rank order."""

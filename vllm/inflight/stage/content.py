@@ -14,8 +14,12 @@ from vllm.inflight import ops
 from vllm.inflight.stage.drift import Samples
 from vllm.inflight.update import DRAFT
 
-Facts = tuple[str, tuple[int, ...], ops.Digest]
-"""Dtype, shape, content."""
+Facts = tuple[str, tuple[int, ...], tuple[int, int]]
+"""Dtype, shape, and the two halves of the digest of the content.
+
+Tuples of what holds nothing else are soon left alone by collections of garbage, which
+objects of our own never are; of ten thousand tensors that would be felt.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,8 @@ class Content:
         """Without what is a drafter's: that decides no token, and is in no digest."""
         if not any(name.startswith(DRAFT) for name in self.facts):
             return self
-        return Content(
-            {n: facts for n, facts in self.facts.items() if not n.startswith(DRAFT)},
-            {n: taken for n, taken in self.samples.items() if not n.startswith(DRAFT)},
-        )
+        facts = {n: of for n, of in self.facts.items() if not n.startswith(DRAFT)}
+        return Content(facts, self.samples.only(facts.__contains__))
 
     def over(self, base: Content | None) -> Content | None:
         """The whole version that is `base` with these tensors instead of its own.
@@ -46,4 +48,4 @@ class Content:
         """
         if base is None:
             return None
-        return Content({**base.facts, **self.facts}, {**base.samples, **self.samples})
+        return Content({**base.facts, **self.facts}, self.samples.over(base.samples))

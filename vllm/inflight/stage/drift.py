@@ -14,7 +14,8 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -30,9 +31,44 @@ lends 0.12 GB for it, what counts is to make few calls."""
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 Pair = tuple[str, torch.Tensor]
-Samples = Mapping[str, torch.Tensor]
-"""Checkpoint name → at most `SIZE` elements, in the tensor's dtype, on the engine's
-device: of all that staging for a GPU does, comparing them on the CPU took longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What is kept of one version, on the engine's device.
+
+    On a GPU they stay there: of all that staging does, comparing them on the CPU took
+    longest. And with a tensor for each of them, of a model with many experts, there
+    would be ten thousand objects more for every collection of garbage to look through.
+    """
+
+    blocks: Sequence[torch.Tensor]
+    """Each `[rows, size]`: a row is at most `SIZE` elements, in its tensor's dtype."""
+    places: Mapping[str, tuple[int, int]]
+    """Checkpoint name → its block, and the row there."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        block, row = self.places[name]
+        return self.blocks[block][row]
+
+    def only(self, wanted: Callable[[str], bool]) -> Samples:
+        """Those with the names wanted."""
+        places = {name: at for name, at in self.places.items() if wanted(name)}
+        return Samples(self.blocks, places)
+
+    def over(self, base: Samples) -> Samples:
+        """These, and those of `base` that have other names."""
+        first = len(base.blocks)
+        own = {name: (first + block, row) for name, (block, row) in self.places.items()}
+        places = {**base.places, **own}
+        # A block that nothing is left of goes.
+        kept = sorted({block for block, _ in places.values()})
+        number = {block: n for n, block in enumerate(kept)}
+        blocks = [*base.blocks, *self.blocks]
+        return Samples(
+            [blocks[block] for block in kept],
+            {name: (number[block], row) for name, (block, row) in places.items()},
+        )
 
 
 class Sampler:
@@ -96,13 +132,13 @@ class Sampler:
             known += names
             parts.append(rows)
         self._taken.clear()
-        return {
-            name: row
-            for names, parts in alike.values()
-            for name, row in zip(
-                names, torch.cat(parts).to(self._device).unbind(), strict=True
-            )
+        places = {
+            name: (block, row)
+            for block, (names, _) in enumerate(alike.values())
+            for row, name in enumerate(names)
         }
+        blocks = [torch.cat(parts).to(self._device) for _, parts in alike.values()]
+        return Samples(blocks, places)
 
 
 def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
@@ -113,18 +149,25 @@ def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
     """
     if old is None:
         return None
-    # Those of one size together: few and large calls leave the interpreter to others.
-    alike: dict[object, list[str]] = {}
-    for name, after in new.items():
-        before = old.get(name)
-        if before is not None and before.shape == after.shape:
-            alike.setdefault((after.shape, after.dtype, before.dtype), []).append(name)
+    # Few and large calls leave the interpreter to others.
+    alike: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+    for name, (now_in, now_at) in new.places.items():
+        if (place := old.places.get(name)) is not None:
+            was_in, was_at = place
+            alike.setdefault((was_in, now_in), []).append((name, was_at, now_at))
     compared: list[str] = []
     squares: list[torch.Tensor] = []
-    for names in (part for group in alike.values() for part in _parts(group, new)):
-        was, now = (_stacked([of[n] for n in names]).float() for of in (old, new))
-        compared += names
-        squares.append(torch.stack([now - was, was]).square().sum(2))
+    for (was_in, now_in), group in alike.items():
+        blocks = old.blocks[was_in], new.blocks[now_in]
+        if blocks[0].shape[1] != blocks[1].shape[1]:
+            continue  # of another size now
+        for part in _parts(group, blocks[1]):
+            names, *rows = zip(*part, strict=True)
+            was, now = (
+                _rows(block, at).float() for block, at in zip(blocks, rows, strict=True)
+            )
+            compared += names
+            squares.append(torch.stack([now - was, was]).square().sum(2))
     moved: Counter[str] = Counter()
     lengths: Counter[str] = Counter()
     if squares:
@@ -141,23 +184,21 @@ def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
     }
 
 
-def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:
-    """`torch.stack`, without a copy of those that lie one behind the other anyway."""
+def _rows(block: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """These rows of a block; as they usually are, one behind the other, no copy."""
     first, last = rows[0], rows[-1]
-    begin, step = first.data_ptr(), first.nbytes
-    is_one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    if step and is_one and first.is_contiguous():
-        places = range(begin, begin + step * len(rows), step)
-        if all(row.data_ptr() == at for row, at in zip(rows, places, strict=True)):
-            return first.as_strided((len(rows), len(first)), (len(first), 1))
-    return torch.stack(rows)
+    if list(rows) == list(range(first, last + 1)):
+        return block[first : last + 1]
+    return block[torch.tensor(rows, device=block.device)]
 
 
-def _parts(names: list[str], samples: Samples) -> Iterator[list[str]]:
+def _parts(
+    group: list[tuple[str, int, int]], block: torch.Tensor
+) -> Iterator[list[tuple[str, int, int]]]:
     """As many at once as it takes least time for."""
-    at_once = AT_ONCE if samples[names[0]].is_cpu else AT_ONCE_ON_GPU
-    for first in range(0, len(names), at_once):
-        yield names[first : first + at_once]
+    at_once = AT_ONCE if block.is_cpu else AT_ONCE_ON_GPU
+    for first in range(0, len(group), at_once):
+        yield group[first : first + at_once]
 
 
 def _ratio(moved: float, length: float) -> float | None:

@@ -12,6 +12,7 @@ import torch
 from vllm.inflight import ops
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.names import matcher
+from vllm.inflight.stage.content import Facts
 from vllm.inflight.stage.refusal import refusal, require_matches
 from vllm.inflight.stage.shadow import Known
 from vllm.inflight.update import Manifest
@@ -21,9 +22,6 @@ PLAIN = {"bfloat16", "float16", "float32", "float64"}
 
 NO_SUCH = (KeyError, AttributeError, ValueError)
 """What loaders raise that do not know a name."""
-
-Facts = dict[str, tuple[str, tuple[int, ...], ops.Digest]]
-"""Tensor name → dtype, shape and digest."""
 
 
 class Inspection:
@@ -176,12 +174,12 @@ class Inspection:
             absent += [n for n in self._announced() if n not in absent]
         return refusal(self._unknown, self._wrong, absent, self._known)
 
-    def facts(self) -> Facts:
+    def facts(self) -> dict[str, Facts]:
         """What was admitted, with its content."""
         return {
-            name: (dtype, shape, self._digests[name])
+            name: (dtype, shape, (digest.a, digest.b))
             for name, (shape, dtype) in self._entries.items()
-            if name in self._digests
+            if (digest := self._digests.get(name)) is not None
         }
 
     def _announced(self) -> list[str]:
