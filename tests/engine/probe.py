@@ -26,6 +26,12 @@ def greedy(llm: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def checksums(llm: Any) -> list[dict[str, str]]:
+    """The digest of every parameter that is served, of each rank."""
+    replies = llm.collective_rpc("inflight_read", args=("checksums", []))
+    return [reply["ok"]["checksums"] for reply in replies]
+
+
 def outputs_during(
     work: Callable[[], Any], llm: Any, count: int, sampling: Iterator[SamplingParams]
 ) -> list[Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.mixtures import MLP, mixed, part
-from tests.engine.probe import greedy
+from tests.engine.probe import checksums, greedy
 from tests.engine.script import OPTIONS, tell
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
@@ -39,8 +39,7 @@ def main(old: str, new: str, options: dict[str, Any]) -> None:
 
     def state(llm: Any) -> Any:
         """What is said, and what every rank serves."""
-        told = llm.collective_rpc("inflight_read", args=("checksums", []))
-        return greedy(llm), [reply["ok"]["checksums"] for reply in told]
+        return greedy(llm), checksums(llm)
 
     def send(llm: Any, **faults: Any) -> Any:
         """What became of an update by the transport "other": an error, if one did."""

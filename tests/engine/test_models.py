@@ -105,32 +105,30 @@ def test_a_layer_that_hides_weights_is_named() -> None:
     assert "'packed'" in reason
 
 
+@pytest.mark.parametrize("method", ["medusa", "dflash"])
+def test_other_drafters_with_weights_are_refused_by_their_method(method: str) -> None:
+    config = {"speculative_config": SimpleNamespace(method=method)}
+    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | config))
+    assert reason is not None
+    assert f"method {method!r}" in reason
+
+
 @pytest.mark.parametrize(
-    ("device", "method"),
-    [("cpu", "medusa"), ("cpu", "dflash"), ("cuda", "mtp")],
+    ("device", "kind"), [("cpu", "DeepSeekMTPModel"), ("cuda", "Glm4MoeMTPModel")]
 )
-def test_other_drafters_with_weights_are_refused_by_their_method(
-    device: str, method: str
+def test_mtp_layers_of_other_architectures_are_refused_by_name(
+    device: str, kind: str
 ) -> None:
     config = {
-        "speculative_config": SimpleNamespace(method=method),
+        "speculative_config": SimpleNamespace(
+            method="mtp", draft_model_config=SimpleNamespace(architectures=[kind])
+        ),
         "device_config": SimpleNamespace(device_type=device),
     }
     reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | config))
-    assert reason is not None
-    assert f"on {device}" in reason and f"method {method!r}" in reason
-
-
-def test_mtp_layers_of_other_architectures_are_refused_by_name() -> None:
-    config = SimpleNamespace(
-        method="mtp",
-        draft_model_config=SimpleNamespace(architectures=["DeepSeekMTPModel"]),
-    )
-    drafting = {"speculative_config": config}
-    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | drafting))
     assert reason == (
         "a drafter with weights is configured, and its MTP layers are of a kind that "
-        "has not been exchanged yet (DeepSeekMTPModel)"
+        f"has not been exchanged on {device} yet ({kind})"
     )
 
 

@@ -38,10 +38,10 @@ Folder = Callable[[int, str | None], Path]
 
 @pytest.fixture(scope="module")
 def folder(checkpoint: Callable[..., Path]) -> Folder:
-    """`folder(seed, kind)`: a tiny checkpoint of that kind; None is bf16."""
+    """`folder(seed, kind, **shape)`: a tiny checkpoint of that kind; None is bf16."""
 
-    def make(seed: int, kind: str | None) -> Path:
-        plain = checkpoint(seed)
+    def make(seed: int, kind: str | None, **shape: Any) -> Path:
+        plain = checkpoint(seed, **shape)
         return plain if kind is None else quantise(plain, Path(f"{plain}-{kind}"), kind)
 
     return make
@@ -84,6 +84,27 @@ def test_quantised_weights_equal_a_fresh_engine_after_every_commit_and_rollback(
     options: dict[str, Any],
 ) -> None:
     old, new = folder(0, kind), folder(1, kind)
+    fresh = greedy(start(new, **options))
+    commits_and_rollbacks(start(old, **options), old, new, fresh)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("int8", {}),
+        pytest.param("fp8-channel", {}, marks=pytest.mark.slow),
+        pytest.param(None, ONLINE, marks=pytest.mark.slow),
+        pytest.param("int4", {}, marks=(WIDE, pytest.mark.slow)),
+    ],
+    ids=["int8", "fp8", "fp8-online", "int4"],
+)
+def test_biases_beside_quantised_weights_come_with_them(
+    start: Callable[..., Any],
+    folder: Folder,
+    kind: str | None,
+    options: dict[str, Any],
+) -> None:
+    old, new = (folder(seed, kind, family="qwen2") for seed in (0, 1))
     fresh = greedy(start(new, **options))
     commits_and_rollbacks(start(old, **options), old, new, fresh)
 

@@ -56,6 +56,9 @@ class Digest:
     def __sub__(self, other: Digest) -> Digest:
         return Digest((self.a - other.a) % 2**64, (self.b - other.b) % 2**64)
 
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.a, self.b))
+
     def hex(self) -> str:
         """32 hex digits: `a`, then `b`."""
         return f"{self.a:016x}{self.b:016x}"
@@ -128,9 +131,12 @@ def count_nonfinite(
 
 
 def manifest_digest(
-    entries: Iterable[tuple[str, str, Sequence[int], Digest]],
+    entries: Iterable[tuple[str, str, Sequence[int], Iterable[int]]],
 ) -> str:
-    """32 hex digits over (name, dtype, shape, digest) of every tensor, any order."""
+    """32 hex digits over (name, dtype, shape, digest) of every tensor, any order.
+
+    A digest is a `Digest`, or the two numbers of one.
+    """
     state = hashlib.blake2b(MANIFEST_PREFIX, digest_size=16)
     last = None
     for name, dtype, shape, content in sorted(entries, key=lambda e: e[0].encode()):
@@ -138,7 +144,7 @@ def manifest_digest(
             raise ValueError(f"tensor {name!r} is in the manifest twice")
         last = name
         state.update(_form(name, dtype, tuple(shape)))
-        state.update(struct.pack("<QQ", content.a, content.b))
+        state.update(struct.pack("<QQ", *content))
     return state.hexdigest()
 
 

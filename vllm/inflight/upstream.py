@@ -101,6 +101,13 @@ NAMES = {
     "KVConnectorBase_V1": (
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
     ),
+    "UniProcExecutor": "vllm.v1.executor.uniproc_executor:UniProcExecutor",
+    "ExecutorWithExternalLauncher": (
+        "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher"
+    ),
+    "MultiprocExecutor": "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
+    "RayDistributedExecutor": "vllm.v1.executor.ray_executor:RayDistributedExecutor",
+    "resolve_obj_by_qualname": "vllm.utils.import_utils:resolve_obj_by_qualname",
     "WeightVersionSpan": "vllm.outputs:WeightVersionSpan",
     "envs": "vllm:envs",
     # front end

@@ -31,29 +31,25 @@ OF_CONFIGURATION = ("alibi_slopes",)
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
 
-WITH_WEIGHTS = {
-    "cpu": ("draft_model", "eagle", "eagle3", "mtp"),
-    "cuda": ("draft_model", "eagle", "eagle3"),
-}
-"""Drafters that are a second tree beside their model's (see tandem.py), by the device
-on which they were seen to equal a fresh engine."""
+WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "mtp")
+"""Drafters that are a second tree beside their model's (see tandem.py)."""
 
-MTP = ("MiMoMTPModel", "Glm4MoeMTPModel")
-"""Architectures of MTP layers that were seen to; upstream makes one method of all."""
+MTP = {"cpu": ("MiMoMTPModel", "Glm4MoeMTPModel"), "cuda": ("MiMoMTPModel",)}
+"""Architectures of MTP layers, by the device on which they were seen to equal a fresh
+engine; upstream makes one method of all."""
 
 
 def config_obstacle(vllm_config: Any) -> str | None:
     """What in an engine's configuration rules an exchange out; None if nothing."""
     device = vllm_config.device_config.device_type
     drafting = vllm_config.speculative_config
-    seen = WITHOUT_WEIGHTS + WITH_WEIGHTS.get(device, ())
+    seen = WITHOUT_WEIGHTS + WITH_WEIGHTS
     if drafting is not None and drafting.method not in seen:
         return (
             "a drafter with weights is configured, of a kind that has not been "
-            f"exchanged on {device} yet (--speculative-config, "
-            f"method {drafting.method!r})"
+            f"exchanged yet (--speculative-config, method {drafting.method!r})"
         )
-    if (reason := _beside_drafter(vllm_config)) is not None:
+    if (reason := _beside_drafter(vllm_config, device)) is not None:
         return f"a drafter with weights is configured, and {reason}"
     if getattr(vllm_config, "ec_transfer_config", None) is not None:
         return "encoder outputs of other engines are read (--ec-transfer-config)"
@@ -70,7 +66,7 @@ def config_obstacle(vllm_config: Any) -> str | None:
     return None
 
 
-def _beside_drafter(vllm_config: Any) -> str | None:
+def _beside_drafter(vllm_config: Any, device: str) -> str | None:
     """What has not been exchanged where a drafter is flipped with its model."""
     drafting = vllm_config.speculative_config
     if drafting is None or drafting.method in WITHOUT_WEIGHTS:
@@ -80,10 +76,10 @@ def _beside_drafter(vllm_config: Any) -> str | None:
     draft_config = drafting.draft_model_config
     if drafting.method == "mtp":
         kinds = draft_config.architectures
-        if set(kinds).isdisjoint(MTP):
+        if set(kinds).isdisjoint(MTP.get(device, ())):
             return (
-                "its MTP layers are of a kind that has not been exchanged yet "
-                f"({', '.join(kinds)})"
+                f"its MTP layers are of a kind that has not been exchanged on {device} "
+                f"yet ({', '.join(kinds)})"
             )
         if draft_config.model != vllm_config.model_config.model:
             return f"its MTP layers are not its model's own ({draft_config.model})"
