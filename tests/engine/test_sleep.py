@@ -170,6 +170,22 @@ def test_after_level_2_nothing_is_served_until_a_whole_version_has_come(
     assert refused(sleeper, "rollback") == "nothing_to_roll_back"
 
 
+def test_with_an_extension_its_own_calls_fill_the_weights_and_no_others(
+    sleeper: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = sleeper.model_executor.driver_worker.worker
+    parallel = sleeper.vllm_config.parallel_config
+    monkeypatch.setattr(parallel, "worker_extension_cls", "somebody.Extension")
+    monkeypatch.setattr(worker, "load_as_we_do", lambda: None, raising=False)
+    sleeper.sleep(2)
+    sleeper.wake_up(["weights"])
+    for method in ("synchronize_device", "get_kv_cache_spec"):
+        sleeper.collective_rpc(method)
+        assert call(sleeper, "info")["weights"] == "gone"
+    sleeper.collective_rpc("load_as_we_do")
+    assert call(sleeper, "info")["weights"] == "live"
+
+
 @pytest.mark.parametrize("way", ["reload_weights", lambda worker: None])
 def test_whoever_fills_the_weights_without_an_update_ends_the_wait_too(
     sleeper: EngineCore, way: Any

@@ -240,12 +240,12 @@ def test_an_arena_that_is_full_is_torchs_out_of_memory():
     assert "addresses" in caught.value.__notes__[-1]
 
 
-def test_expandable_segments_are_refused(arena):
+def test_expandable_segments_are_refused():
     configure = torch._C._accelerator_setAllocatorSettings
     configure("expandable_segments:True")
     try:
         with pytest.raises(ConfigError, match="expandable_segments"):
-            arena.loading().__enter__()
+            Arena.open(torch.device("cuda"))
     finally:
         configure("expandable_segments:False")
 

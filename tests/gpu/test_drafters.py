@@ -112,8 +112,7 @@ def test_model_and_mtp_layers_equal_a_fresh_engines(
     name: str,
 ) -> None:
     kind = MTP_KINDS[name]
-    admitted = (*swappable.WITH_WEIGHTS["cuda"], MTP["method"])
-    monkeypatch.setitem(swappable.WITH_WEIGHTS, "cuda", admitted)
+    monkeypatch.setitem(swappable.MTP, "cuda", swappable.MTP["cpu"])
     folders = {
         labels: make_mtp(tmp_path / f"{labels}", kind, *labels, hidden=256)
         for labels in itertools.product((0, 1), (5, 6))

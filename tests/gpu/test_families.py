@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.mixtures import mixed, part
-from tests.engine.probe import commits_and_rollbacks, greedy
+from tests.engine.probe import checksums, commits_and_rollbacks, greedy
 from tests.engine.test_media import (  # noqa: F401 (tests, run here on a GPU)
     engine,
     fresh,
@@ -47,11 +47,15 @@ def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
         options["additional_config"] = {"gdn_prefill_backend": "triton"}
     odd = FAMILIES[family].odd
     before, after = (checkpoint(seed, family=family) for seed in (0, 1))
-    expected = greedy(start(after, **options))
+    llm = start(after, **options)
+    expected, whole = greedy(llm), checksums(llm)
     mixture = mixed(before, after, odd, tmp_path / "mixed")
     expected_mixture = greedy(start(mixture, **options))
     llm = start(before, **options)
     commits_and_rollbacks(llm, before, after, expected)
+    llm.update_weights_from_disk(str(after), "after")
+    assert checksums(llm) == whole
+    llm.rollback_weights()
     some = part(after, odd, tmp_path / "part")
     llm.update_weights_from_disk(some, "odd", subset=odd)
     assert greedy(llm) == expected_mixture

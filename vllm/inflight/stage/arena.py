@@ -32,12 +32,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.errors import (
-    ArenaFault,
-    ArenaTorn,
-    ConfigError,
-    OutOfDeviceMemory,
-)
+from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError, OutOfDeviceMemory
 
 HOST_RESERVE_BYTES = 1 << 30
 RESERVES_PER_MEMORY = 4
@@ -56,7 +51,12 @@ class Arena:
 
     @classmethod
     def open(cls, device: torch.device, reserve_bytes: int | None = None) -> Arena:
-        """An empty arena, to hold at most `reserve_bytes` in its whole life."""
+        """An empty arena, to hold at most `reserve_bytes` in its whole life.
+
+        Raises:
+            ConfigError: torch would not take its segments from it.
+
+        """
         core = ops._core()
         number, enough = -1, HOST_RESERVE_BYTES
         if device.type == "cuda":
@@ -65,6 +65,8 @@ class Arena:
             number = device.index
             number = torch.cuda.current_device() if number is None else number
             device = torch.device("cuda", number)
+            snapshot: Any = torch.cuda.memory._snapshot()
+            refuse_expandable_segments(snapshot["allocator_settings"])
         with _translated(device):
             return cls(device, core, core.arena_open(number, reserve_bytes or enough))
 
@@ -87,8 +89,6 @@ class Arena:
             if self.device.type == "cpu":
                 yield
                 return
-            snapshot: Any = torch.cuda.memory._snapshot()
-            refuse_expandable_segments(snapshot["allocator_settings"])
             self._core.arena_fill(self._handle)
             with torch.cuda.device(self.device):
                 pool = torch.cuda.MemPool(_allocator(self._core.__file__).allocator())

@@ -20,7 +20,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError, InflightError
+from vllm.inflight.errors import ArenaTorn, ConfigError, InflightError
 from vllm.inflight.stage import swappable
 from vllm.inflight.stage.arena import Arena
 
@@ -70,7 +70,7 @@ def settle_in(load: Callable[[], torch.nn.Module], vllm_config: Any) -> torch.nn
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         arena = Arena.open(device)
-    except (RuntimeError, ArenaFault) as error:
+    except (RuntimeError, InflightError) as error:
         return _report(load(), Residence(None, str(error)), staging)
     try:
         with arena.loading():

@@ -128,6 +128,8 @@ class Shadow:
             twins.put_twins(self.live, self.module, self._twin)
         elif InflightConfig.of(vllm_config).staging == "host":
             twins.put_twins(self.live, self.module, twins.make_pinned)
+        elif InflightConfig.of(vllm_config).staging == "device":
+            self.reason = reason  # there it is pages or nothing
         else:
             try:
                 twins.put_twins(self.live, self.module, twins.make_copy)
