@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm.inflight.patch.executor import Answers, _asked
+from vllm.inflight.patch.executor import _asked
 
 
 class Queue:
@@ -28,7 +28,7 @@ class Executor:
 
     def __init__(self) -> None:
         self.ranks = [Queue(), Queue()]
-        self.response_mqs = [Answers(rank) for rank in self.ranks]
+        self.response_mqs = list(self.ranks)
         self.ask = _asked(Executor._collective_rpc).__get__(self)
 
     def _collective_rpc(

@@ -1,8 +1,14 @@
 """Metrics: what engines counted, in Prometheus' text form."""
 
+import asyncio
+import time
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
+from tests.door import Engine, served
+from vllm.inflight.api import metrics as route
 from vllm.inflight.engine.counts import Counts
 from vllm.inflight.outputs.metrics import exposition
 from vllm.inflight.update import PauseMode
@@ -25,7 +31,11 @@ REST = {
 
 def values(engines):
     """Every sample, by its name and labels."""
-    text = exposition(engines).decode()
+    return samples(exposition(dict(enumerate(engines))).decode())
+
+
+def samples(text):
+    """The same of a text that is there."""
     return {
         (
             sample.name.removeprefix("vllm:inflight_"),
@@ -58,6 +68,35 @@ def test_every_engine_tells_its_own():
 
 def test_an_unknown_drift_is_left_out():
     assert ("drift", "0") not in values([Counts().to_dict() | REST | {"drift": None}])
+
+
+def test_engines_that_hang_or_fail_are_left_out(monkeypatch):
+    monkeypatch.setattr(route, "PATIENCE_S", 0.2)
+
+    async def hanging():
+        await asyncio.sleep(60)
+
+    async def failing():
+        raise RuntimeError("gone")
+
+    async def refusing():
+        return {"error": {"code": "engine_fault", "message": "torn"}}
+
+    async def well():
+        return {"ok": Counts().to_dict() | REST}
+
+    class Four(Engine):
+        def call_utility_each(self, name, method, body):
+            assert (name, method) == ("inflight", "metrics")
+            return [hanging(), failing(), refusing(), well()]
+
+    began = time.monotonic()
+    text = TestClient(served(Four())).get("/metrics").text
+    assert time.monotonic() - began < 10
+    ours = text[text.index("vllm:inflight_") - len("# HELP ") :]
+    seen = samples(ours)
+    assert seen["epoch", "3"] == 3
+    assert {labels[1] for labels in seen if labels[0] == "epoch"} == {"3"}
 
 
 def test_a_pause_counts_in_the_mode_it_ends_in(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from argparse import Namespace
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from tests.certificates import self_signed
 from tests.door import Engine
 from vllm.inflight.api import port
 from vllm.inflight.api.routes import ROUTES, InflightEndpoints
@@ -50,16 +52,25 @@ def test_with_a_port_of_their_own_the_main_one_has_none_of_the_routes(route):
     assert door.request(route[0], path).status_code == 404
 
 
-async def asked(given: Namespace, engine: Engine, path: str, **how: Any) -> Any:
+async def asked(
+    given: Namespace,
+    engine: Engine,
+    path: str,
+    *,
+    scheme: str = "http",
+    trusts: ssl.SSLContext | bool = True,
+    **how: Any,
+) -> Any:
     """What a server answers at its control port; None if nobody listens there."""
     _, plugin = attached(given)
     await plugin.init_state(engine, None, given)
     number = given.additional_config["inflight"]["port"]
     try:
-        async with httpx.AsyncClient(timeout=10) as client:
+        async with httpx.AsyncClient(timeout=10, verify=trusts) as client:
+            url = f"{scheme}://127.0.0.1:{number}{path}"
             for _ in range(20):
                 with suppress(httpx.ConnectError):
-                    return await client.get(f"http://127.0.0.1:{number}{path}", **how)
+                    return await client.get(url, **how)
                 await asyncio.sleep(0.05)
     finally:
         if (serving := getattr(plugin, "_serving", None)) is not None:
@@ -79,6 +90,20 @@ async def test_they_ask_for_the_key_there():
     headers = {"Authorization": "Bearer k"}
     reply = await asked(given, Engine(), "/weight_info", headers=headers)
     assert reply.status_code == 200
+
+
+async def test_the_servers_certificate_is_that_of_the_control_port_too(tmp_path):
+    certificate, key = self_signed(tmp_path)
+    tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    trusts = ssl.create_default_context(cafile=str(certificate))
+    given = args(free_port(), **tls)
+    reply = await asked(given, Engine(), "/weight_info", scheme="https", trusts=trusts)
+    assert reply.json()["weight_version"] == "v"
+    # Who does not know the certificate sees no server, and nothing is told in clear.
+    given = args(free_port(), **tls)
+    assert await asked(given, Engine(), "/weight_info", scheme="https") is None
+    with pytest.raises(httpx.RemoteProtocolError):
+        await asked(args(free_port(), **tls), Engine(), "/weight_info")
 
 
 async def test_what_generates_is_not_there():

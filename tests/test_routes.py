@@ -86,6 +86,14 @@ def test_a_body_that_cannot_be_read_is_refused(raw):
         ("/update_weight_version", {}),
         ("/pause_generation", {"flush_cache": "yes"}),
         ("/pause", {"clear_cache": 1}),
+        ("/pause", {"mode": "keep", "lease": 60}),
+        ("/pause", {"mode": 3}),
+        ("/resume", {"onwer": "trainer"}),
+        ("/pause_generation", {"mode": "retract", "leases_s": 60}),
+        ("/pause_generation", {"onwer": "trainer"}),
+        ("/continue_generation", {"onwer": "trainer"}),
+        ("/update_weights", {"update_info": {}, "updateid": "u"}),
+        ("/abort_weight_update", {"updateid": "u"}),
         ("/start_draft_weight_update", {"manifest": [1]}),
         ("/start_draft_weight_update", {"manifest": 0}),
     ],
@@ -198,6 +206,62 @@ def test_query_and_path_are_fields_too():
     assert door.get("/weight_update/u").json()["update_id"] == "u"
     assert door.post("/pause?mode=keep&clear_cache=false").json()["status"] == "paused"
     assert engine.asked == ["status", "pause"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/pause?mode=keep&clear_cache=false",
+        "/pause?wait_for_inflight_requests=false&clear_cache=true",
+        "/resume?owner=trainer",
+        "/abort_weight_update?update_id=u",
+    ],
+)
+def test_what_upstreams_clients_send_is_known(path):
+    assert client().post(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation"])
+@pytest.mark.parametrize("ids", [None, "r"])
+def test_what_sglang_puts_into_every_request_is_known(path, ids):
+    body = {"rid": ids, "http_worker_ipc": None}
+    assert client().post(path, json=body).status_code == 200
+
+
+def test_the_older_way_to_ask_for_a_pause_that_waits():
+    sent: list[Any] = []
+
+    class Noting(Engine):
+        async def call_utility_all_async(
+            self, name: str, method: str, body: Any
+        ) -> Any:
+            sent.append(body["mode"])
+            return await super().call_utility_all_async(name, method, body)
+
+    door = client(Noting())
+    for older in ("true", "false"):
+        door.post(f"/pause?wait_for_inflight_requests={older}")
+    assert sent == ["wait", "abort"]
+
+
+def test_upstreams_pause_flushes_in_upstreams_modes_alone():
+    sent: list[Any] = []
+
+    class Noting(Engine):
+        async def call_utility_all_async(
+            self, name: str, method: str, body: Any
+        ) -> Any:
+            sent.append((body["mode"], body["flush_cache"]))
+            return await super().call_utility_all_async(name, method, body)
+
+    door = client(Noting())
+    for mode in ("abort", "wait", "keep", "in_place", "retract"):
+        door.post(f"/pause?mode={mode}")
+    door.post("/pause?mode=keep&clear_cache=false")
+    assert sent == [
+        *(("abort", True), ("wait", True), ("retract", True)),
+        *(("in_place", False), ("retract", False), ("keep", False)),
+    ]
 
 
 def test_an_error_of_the_engine_keeps_its_status():

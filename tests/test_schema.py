@@ -62,9 +62,8 @@ SAMPLES = {
     "serialized_named_tensors": ["a"],
 }
 UNCHECKED = {
-    *("/pause", "/resume", "/init_weight_transfer_engine", "/update_weights"),
-    *("/abort_weight_update", "/receive_weight_update", "/init_actor_update_group"),
-    *("/pause_generation", "/continue_generation"),
+    *("/init_weight_transfer_engine", "/receive_weight_update"),
+    "/init_actor_update_group",
 }
 """Upstream's and PipelineRL's, in which other fields are left alone."""
 

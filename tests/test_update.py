@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.inflight import errors
 from vllm.inflight.errors import BY_CODE, EngineFault, InflightError, Malformed
 from vllm.inflight.update import (
     ACTIVE,
@@ -239,6 +240,25 @@ def test_an_error_keeps_its_type_and_its_facts_on_the_way(kind):
     assert got.to_dict() == sent.to_dict()
     assert 400 <= kind.status < 600
     assert kind.remedy.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("sent", "facts"),
+    [
+        (errors.OutOfDeviceMemory("no room", missing_bytes=7 << 30), "missing_bytes"),
+        (errors.TooManyUpdates("slower", retry_after_s=3), "retry_after_s"),
+        (errors.ArenaFault("no", call="cuMemMap", driver_code=2), "call driver_code"),
+    ],
+)
+def test_what_an_error_knows_beside_its_message_comes_along(sent, facts):
+    got = InflightError.from_dict(json.loads(json.dumps(sent.to_dict())))
+    for fact in facts.split():
+        assert getattr(got, fact) == getattr(sent, fact)
+
+
+def test_a_fact_that_an_error_cannot_have_is_passed_over():
+    got = InflightError.from_dict({"code": "malformed", "message": "", "call": "x"})
+    assert not hasattr(got, "call")
 
 
 def test_an_error_of_an_unknown_kind_stays_readable():

@@ -102,6 +102,16 @@ def test_control_routes_that_do_not_open_come_with_the_way_in(status, remedy):
     assert remedy in (finding.remedy or "")
 
 
+def test_routes_on_a_port_of_their_own_are_told_from_none():
+    none = healthy() | {"/weight_info": {"status": 404, "body": {}}}
+    elsewhere = none | {"/metrics": ok('vllm:inflight_epoch{engine="0"} 3.0')}
+    for closed, what in ((none, "there are none"), (elsewhere, "of their own")):
+        finding = found(closed)["control routes"]
+        assert what in finding.found
+        assert "--inflight-port" in (finding.remedy or "")
+    assert "without vLLM in-flight" not in (finding.remedy or "")
+
+
 def test_an_update_that_grows_is_a_note():
     more = [{"bytes": 900}, {"bytes": 300}]
     finding = found(updating(), updating(ranks=more))["update"]

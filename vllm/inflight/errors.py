@@ -37,6 +37,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+OWN_FACTS = "retry_after_s", "missing_bytes", "call", "driver_code"
+FACTS = "phase", "update_id", *OWN_FACTS
 MAX_TENSORS_LISTED, MAX_NAME_CHARS, MAX_MESSAGE_CHARS = 64, 256, 8192
 """Of an error that crosses processes: what it names may come from anybody."""
 
@@ -74,17 +76,15 @@ class InflightError(Exception):
             named = self.tensors[:MAX_TENSORS_LISTED]
             body["tensors"] = [name[:MAX_NAME_CHARS] for name in named]
             body["num_tensors"] = len(self.tensors)
-        if self.phase is not None:
-            body["phase"] = self.phase
-        if self.update_id is not None:
-            body["update_id"] = self.update_id
-        return body
+        told = {name: vars(self).get(name) for name in FACTS}
+        return body | {name: fact for name, fact in told.items() if fact is not None}
 
     @staticmethod
     def from_dict(body: dict[str, Any]) -> InflightError:
         """The error that `to_dict` described; an unknown code stays readable."""
         kind = BY_CODE.get(body.get("code", ""), EngineFault)
-        facts = {k: body[k] for k in ("tensors", "phase", "update_id") if k in body}
+        own = (name for name in OWN_FACTS if hasattr(kind, name))
+        facts = {k: body[k] for k in ("tensors", *FACTS[:2], *own) if k in body}
         return kind(body.get("message", "unknown error"), **facts)
 
 
@@ -290,7 +290,7 @@ class EngineUnreachable(InflightError):
 
     code = "engine_unreachable"
     status = 504
-    remedy = "See whether the engine runs; nothing is half-published."
+    remedy = "See whether the engine runs; GET /weight_info tells what each serves."
 
 
 def _leaves(kind: type[InflightError]) -> list[type[InflightError]]:

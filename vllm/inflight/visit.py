@@ -39,9 +39,16 @@ OBSTACLES = {
     ),
     404: (
         "there are none",
-        "This vLLM runs without vLLM in-flight: `vllm-inflight doctor` there says why.",
+        "If the server was started with --inflight-port, ask that port. Else this vLLM "
+        "runs without vLLM in-flight: `vllm-inflight doctor` there says why.",
     ),
 }
+ELSEWHERE = (
+    "they answer on a port of their own",
+    "Ask the port of --inflight-port, on the server's host unless --inflight-host says "
+    "otherwise.",
+)
+"""Where the routes are not, and the metrics of updates are."""
 
 
 def visit(url: str, key: str | None, apart_s: float) -> list[Finding]:
@@ -126,6 +133,8 @@ def _obstacle(found: Look, path: str) -> Finding | None:
     if status == 200 and isinstance(body, dict):
         return None
     what, remedy = OBSTACLES.get(status, (f"{path} says {status}", RESTART))
+    if status == 404 and "vllm:inflight_" in str(found["/metrics"].get("body")):
+        what, remedy = ELSEWHERE
     return Finding(name, what, State.WRONG, remedy)
 
 

@@ -37,6 +37,16 @@ GENERATING = frozenset(
         "/v1/audio/translations",
         "/invocations",
         "/generate",
+        # Of models that pool.
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/v1/embeddings",
+        "/v2/embed",
     }
 )
 """Paths of POST that make an engine compute; a test compares it with the server's."""

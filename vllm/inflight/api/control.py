@@ -14,6 +14,15 @@ from vllm.inflight.api import rate
 from vllm.inflight.api.door import Door, Reply
 from vllm.inflight.errors import EngineFault, InflightError, Malformed
 
+ADDED = (
+    *("num_running", "num_waiting", "num_aborted", "num_retracted"),
+    *("bytes", "parameters", "dropped"),
+)
+"""What is counted in a reply, or has counts in it: of several engines the sum is told.
+
+Not among them are numbers that every engine has alike: an epoch, the leases that ended.
+"""
+
 
 class Control:
     """What can be asked of the engines behind one door."""
@@ -233,7 +242,7 @@ class Control:
 def _merged(envelopes: list[Reply]) -> Reply:
     """One engine's reply; of several, the first's with all under `engines`.
 
-    Raises the first engine's error, if any has one.
+    Counts are those of all together. Raises the first engine's error, if any has one.
     """
     for index, envelope in enumerate(envelopes):
         if "error" in envelope:
@@ -244,4 +253,23 @@ def _merged(envelopes: list[Reply]) -> Reply:
     replies: list[Reply] = [envelope["ok"] for envelope in envelopes]
     if len(replies) == 1:
         return replies[0]
-    return replies[0] | {"engines": replies}
+    sums = {
+        name: _added([reply[name] for reply in replies])
+        for name in ADDED
+        if all(name in reply for reply in replies)
+    }
+    return replies[0] | sums | {"engines": replies}
+
+
+def _added(found: list[Any]) -> Any:
+    """The sum of counts, of each of those in an object; what else it is, the first.
+
+    None if one has none: not all of them did it then.
+    """
+    first = found[0]
+    if None in found:
+        return None
+    if isinstance(first, dict):
+        return {n: _added([each[n] for each in found if n in each]) for n in first}
+    is_count = isinstance(first, int) and not isinstance(first, bool)
+    return sum(found) if is_count else first

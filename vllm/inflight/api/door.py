@@ -45,6 +45,23 @@ class AsyncDoor:
         finally:
             asking.cancel()
 
+    async def call_each(
+        self, method: str, body: dict[str, Any], patience_s: float
+    ) -> list[Reply]:
+        """The same, for what one engine can tell without the others.
+
+        Of one that gives no answer within `patience_s`, the envelope is an error.
+        """
+        calls = self._client.call_utility_each("inflight", method, body)
+        waits = (asyncio.wait_for(call, patience_s) for call in calls)
+        answers = await asyncio.gather(*waits, return_exceptions=True)
+        return [
+            {"error": {"message": repr(each)}}
+            if isinstance(each, BaseException)
+            else each
+            for each in answers
+        ]
+
 
 class SyncDoor:
     """From `LLM`: to a core in this process, or in one of its own."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.inflight.errors import Malformed
+
+Default = TypeVar("Default", bool, None)
 
 
 class Fields:
@@ -27,7 +29,7 @@ class Fields:
             raise Malformed(f"the body needs the field {name!r}")
         return value
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, default: Default) -> bool | Default:
         """`true` or `false`; a query parameter says it as text."""
         value = self.take(name)
         if isinstance(value, str):
@@ -69,10 +71,6 @@ class Fields:
     def default(self, name: str, value: Any) -> None:
         """Say it for the caller, who has not."""
         self._left.setdefault(name, value)
-
-    def rest(self) -> dict[str, Any]:
-        """What was not taken."""
-        return dict(self._left)
 
     def only(self, *names: str) -> dict[str, Any]:
         """Those of `names` that are there; raises if anything else is left."""

@@ -35,12 +35,28 @@ def _field(request: Any, name: str) -> Any:
 
 
 async def init_weight_transfer_engine(self: Any, request: Any) -> None:
-    """Connect the configured transport; in the staging thread, tokens flow on."""
+    """Connect the configured transport; in the staging thread, tokens flow on.
+
+    Args:
+        self: the engine.
+        request: `{"init_info": …}` of the backend, or upstream's request.
+
+    Raises:
+        NoTransport: no backend is configured.
+        UpdateBusy: an update is under way, or another trainer is being joined.
+        TransferFault: the trainer did not come.
+
+    """
     await control_of(self).init_transport(_field(request, "init_info"))
 
 
 async def shutdown_weight_transfer_engine(self: Any) -> None:
-    """Release the trainer's connection."""
+    """Release the trainer's connection.
+
+    Raises:
+        UpdateBusy: an update is under way.
+
+    """
     await control_of(self).shutdown_transport()
 
 
@@ -56,6 +72,12 @@ async def start_weight_update(self: Any, **options: Any) -> Reply:
     Returns:
         `{"update_id", "phase"}`.
 
+    Raises:
+        UpdateBusy: another update is under way.
+        VersionConflict: `base_version` is not what is served.
+        NoTransport: no backend is configured.
+        StagingUnavailable: this model has no second set of weights.
+
     """
     return await control_of(self).start(**options)
 
@@ -64,6 +86,17 @@ async def start_draft_weight_update(self: Any, **options: Any) -> Reply:
     """Open an update of the drafter alone; see `start_weight_update`.
 
     Tensors come under the names of the drafter's own checkpoint.
+
+    Args:
+        self: the engine.
+        **options: those of `start_weight_update`.
+
+    Returns:
+        `{"update_id", "phase"}`.
+
+    Raises:
+        Conflict: there is no drafter, or it is MTP layers of the model.
+
     """
     manifest = options.pop("manifest", None)
     if manifest is None:
@@ -80,7 +113,25 @@ async def update_weights(
     chunk: int | None = None,
     owner: str | None = None,
 ) -> Reply:
-    """Have a chunk received into the second set; returns when every rank has it."""
+    """Have a chunk received into the second set; returns when every rank has it.
+
+    Args:
+        self: the engine.
+        request: `{"update_info": …}` of the backend, or upstream's request.
+        update_id: of `start_weight_update`; the one under way if None.
+        chunk: its number from 0; a chunk with a number is received once.
+        owner: the one that `start_weight_update` was given.
+
+    Returns:
+        `{"update_id", "phase", "bytes", "parameters"}`.
+
+    Raises:
+        WeightsMismatch: tensors are not the model's; `tensors` names them.
+        TransferFault: the bytes stopped coming.
+        DeadlineExceeded: the update took longer than `deadline_s`.
+        WrongPhase: no update is open.
+
+    """
     return await control_of(self).update(
         _field(request, "update_info"), update_id, chunk, owner
     )
@@ -96,6 +147,15 @@ async def finish_weight_update(
         weight_version: the label, if `start_weight_update` gave none.
         **options: `mode`, `flush_cache`, `expect_version`, `expect_digest`,
             `update_id` and `owner` of `POST /finish_weight_update`.
+
+    Returns:
+        `weight_version`, `epoch`, `digest` (hex), `gap_ms`, `seconds` and more of
+        `POST /finish_weight_update`.
+
+    Raises:
+        WeightsMismatch: tensors are missing or not as announced; `tensors` names them.
+        VersionConflict: another label was given, or `expect_version` is not served.
+        WrongPhase: no update is open.
 
     """
     return await control_of(self).finish(weight_version, **options)
@@ -122,6 +182,14 @@ async def update_weights_from_disk(
             served. `draft_path` is where a drafter's checkpoint is, for the same
             update. `expect_digest` is the digest of the version that it has to make.
 
+    Returns:
+        That of `finish_weight_update`.
+
+    Raises:
+        Forbidden: it is outside of `--inflight-allowed-paths`.
+        WeightsMismatch: it is not a whole checkpoint of this model.
+        UpdateBusy: another update is under way.
+
     """
     return await control_of(self).from_disk(path, weight_version, mode=mode, **options)
 
@@ -129,80 +197,85 @@ async def update_weights_from_disk(
 async def abort_weight_update(
     self: Any, update_id: str | None = None, owner: str | None = None
 ) -> Reply:
-    """Give an update up; what is served does not change."""
+    """Give an update up; what is served does not change.
+
+    Args:
+        self: the engine.
+        update_id: which; the one under way if None.
+        owner: the one that `start_weight_update` was given.
+
+    Returns:
+        `{"update_id", "phase"}`.
+
+    Raises:
+        WrongPhase: it is committed, or there is none.
+        UnknownUpdate: it is not remembered.
+
+    """
     return await control_of(self).abort(update_id, owner)
 
 
 async def rollback_weights(
     self: Any, to_version: str | None = None, *, mode: str = "in_place"
 ) -> Reply:
-    """Serve the version served before again, as fast as a commit."""
+    """Serve the version served before again, as fast as a commit.
+
+    Args:
+        self: the engine.
+        to_version: refuse unless this is the label of the version before.
+        mode: what happens to running requests.
+
+    Returns:
+        That of `POST /rollback_weights`.
+
+    Raises:
+        NothingToRollBack: the version before is not held any more.
+        VersionConflict: `to_version` is not that version.
+        UpdateBusy: an update is under way.
+
+    """
     return await control_of(self).rollback(to_version, mode=mode)
 
 
 async def restore_weights(self: Any) -> Reply:
-    """Serve what was served before the restart, by `--inflight-journal`."""
+    """Serve what was served before the restart, by `--inflight-journal`.
+
+    Returns:
+        That of `POST /restore_weights`.
+
+    Raises:
+        Conflict: there is no journal, no file, or something was committed meanwhile.
+
+    """
     return await restore(control_of(self))
 
 
 async def weight_update_status(self: Any, update_id: str | None = None) -> Reply:
-    """Phase, bytes staged and outcome of an update, or of all remembered."""
+    """Phase, bytes staged and outcome of an update, or of all remembered.
+
+    Args:
+        self: the engine.
+        update_id: which; all that are remembered if None.
+
+    Returns:
+        That of `GET /weight_update/{update_id}`; of all, `{"active", "outcomes"}`.
+
+    Raises:
+        UnknownUpdate: it is not remembered.
+
+    """
     return await control_of(self).status(update_id)
 
 
 async def weight_info(self: Any) -> Reply:
-    """Version, digest and epoch that are served, and the version before."""
-    return await control_of(self).info()
+    """Version, digest and epoch that are served, and the version before.
 
-
-async def pause_generation(
-    self: Any,
-    *,
-    mode: str = "abort",
-    clear_cache: bool | None = None,
-    flush_cache: bool | None = None,
-    lease_s: float | None = None,
-    owner: str | None = None,
-) -> Reply:
-    """Pause between two steps; modes `in_place` (`keep`), `retract`, `abort`, `wait`.
-
-    `clear_cache` is upstream's argument with upstream's effect and default
-    (true): `keep` with it retracts and flushes. `flush_cache` is ours.
-
-    Args:
-        lease_s: seconds after which decoding goes on unless the same call is made
-            again; 0 for never, None for `--inflight-pause-lease-s`.
-        owner: whose pause it is; another owner can then neither change nor end it.
+    Returns:
+        `weight_version`, `epoch`, `digest`, `step`, `previous` and more of
+        `GET /weight_info`.
 
     """
-    if flush_cache is None:
-        flush_cache = True if clear_cache is None else clear_cache
-        if mode == "keep" and flush_cache:
-            mode = "retract"
-    renderer = getattr(self, "renderer", None)
-    if flush_cache and renderer is not None:
-        if hasattr(self, "llm_engine"):  # an `LLM` has no event loop to await in
-            renderer.clear_mm_cache()
-        else:
-            await renderer.clear_mm_cache_async()
-    return await control_of(self).pause(
-        mode, flush_cache=flush_cache, lease_s=lease_s, owner=owner
-    )
-
-
-async def is_paused(self: Any) -> bool:
-    """Whether decoding stands still, in whatever mode."""
-    return bool((await control_of(self).paused())["is_paused"])
-
-
-async def continue_generation(self: Any, owner: str | None = None) -> Reply:
-    """Go on after a pause; going on twice is going on once."""
-    return await control_of(self).resume(owner)
-
-
-async def resume_generation(self: Any) -> None:
-    """Upstream's name for `continue_generation`."""
-    await control_of(self).resume()
+    return await control_of(self).info()
 
 
 def blocking(method: Any) -> Any:

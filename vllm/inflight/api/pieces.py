@@ -58,12 +58,13 @@ async def take(
         await control.abort(update_id)
         return {"message": "no parameter of this model is filled by these tensors"}
     if any(part["complete"] < part["total"] for part in parts):
-        done, total = parts[0]["complete"], parts[0]["total"]
+        every = progress["parameters"]
+        done, total = every["complete"], every["total"]
         return {
             "message": f"staged: {done} of {total} parameters are complete, and the "
             "version is served when all are",
             "update_id": update_id,
-            "parameters": parts[0],
+            "parameters": every,
         }
     reply = await control.finish(label, update_id=update_id, **commit)
     return reply | {"message": "weights updated"}

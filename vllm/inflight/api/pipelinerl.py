@@ -33,7 +33,20 @@ async def receive(control: Control, request: Any) -> Reply:
 
 
 async def pause_and_update(self: Any, request: Any) -> Reply:
-    """PipelineRL's method: receive and serve a version; nothing has to be paused."""
+    """PipelineRL's method: receive and serve a version; nothing has to be paused.
+
+    Args:
+        self: the engine.
+        request: PipelineRL's `WeightUpdateRequest`, or its dict.
+
+    Returns:
+        That of `finish_weight_update`.
+
+    Raises:
+        WeightsMismatch: tensors are missing or not the model's.
+        TransferFault: the bytes stopped coming.
+
+    """
     return await receive(control_of(self), request)
 
 

@@ -21,10 +21,11 @@ from vllm.inflight.api.admission import Admission
 from vllm.inflight.api.body import parse, read
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
+from vllm.inflight.api.fields import Fields
 from vllm.inflight.api.journal import restore, restore_at_start
 from vllm.inflight.api.methods import control_of, start_draft_weight_update
-from vllm.inflight.api.methods import pause_generation as pause_engine
 from vllm.inflight.api.metrics import metrics
+from vllm.inflight.api.pausing import pause_generation as pause_engine
 from vllm.inflight.api.schema import FINISHING, OPENING, ROLLING_BACK, described
 from vllm.inflight.errors import InflightError, Malformed, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
@@ -38,34 +39,27 @@ def _control(engine: Any) -> Control:
 
 async def _pause(engine: Any, body: dict[str, Any]) -> Reply:
     """Upstream's `/pause?mode=&clear_cache=`, with all our modes."""
-    clear = body.get("clear_cache", True)
-    if isinstance(clear, str):  # a query parameter
-        clear = {"true": True, "1": True, "false": False, "0": False}.get(clear.lower())
-    if not isinstance(clear, bool):
-        raise Malformed("clear_cache must be true or false")
-    reply: Reply = await pause_engine(
-        engine, mode=body.get("mode", "abort"), clear_cache=clear
-    )
+    fields = Fields(body)
+    # What clients of vLLM before there were modes send for `wait`.
+    if fields.flag("wait_for_inflight_requests", False):
+        fields.default("mode", "wait")
+    mode, clear = fields.text("mode", "abort"), fields.flag("clear_cache", None)
+    fields.only()
+    reply: Reply = await pause_engine(engine, mode=mode, clear_cache=clear)
     return reply | {"status": "paused"}
 
 
 async def _pause_generation(engine: Any, body: dict[str, Any]) -> Reply:
-    mode = body.get("mode", "abort")
-    flush = body.get("flush_cache", False)
-    if not isinstance(flush, bool):
-        raise Malformed("flush_cache must be true or false")
-    return await pause_engine(
-        engine,
-        mode=mode,
-        flush_cache=flush,
-        lease_s=body.get("lease_s"),
-        owner=body.get("owner"),
-    )
+    fields = Fields(body)
+    mode, flush = fields.take("mode"), fields.flag("flush_cache", False)
+    asked = fields.only("lease_s", "owner")
+    return await pause_engine(engine, mode=mode, flush_cache=flush, **asked)
 
 
 async def _resume(engine: Any, body: dict[str, Any]) -> Reply:
     """Go on after a pause."""
-    return await _control(engine).resume(body.get("owner")) | {"status": "resumed"}
+    asked = Fields(body).only("owner")
+    return await _control(engine).resume(**asked) | {"status": "resumed"}
 
 
 async def _is_paused(engine: Any, body: dict[str, Any]) -> Reply:
@@ -97,9 +91,11 @@ async def _start_draft(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _update(engine: Any, body: dict[str, Any]) -> Reply:
     """Have a chunk received; answered when every rank has it."""
-    info = _needed(body, "update_info")
-    facts = (body.get(name) for name in ("update_id", "chunk", "owner"))
-    return await _control(engine).update(info, *facts)
+    fields = Fields(body)
+    info = fields.needed("update_info")
+    return await _control(engine).update(
+        info, **fields.only("update_id", "chunk", "owner")
+    )
 
 
 async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
@@ -109,7 +105,7 @@ async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _abort(engine: Any, body: dict[str, Any]) -> Reply:
     """Give an update up; what is served does not change."""
-    return await _control(engine).abort(body.get("update_id"), body.get("owner"))
+    return await _control(engine).abort(**Fields(body).only("update_id", "owner"))
 
 
 async def _rollback(engine: Any, body: dict[str, Any]) -> Reply:
@@ -175,7 +171,8 @@ class InflightEndpoints:
     """The endpoint plugin that attaches the routes; see upstream's interface."""
 
     name = "inflight"
-    required_tasks = ("generate",)
+    required_tasks = None
+    """Any: what embeds is updated as what generates is."""
 
     def attach_router(self, app: FastAPI) -> None:
         """Add our routes; upstream then lets them replace its own."""

@@ -37,6 +37,10 @@ OLDER_MODES = {
 }
 """Drafts of SGLang's pause called its modes so."""
 
+OF_EVERY_REQUEST = ("rid", "http_worker_ipc")
+"""In every request of SGLang's, whatever it asks for: clients that send one of its
+dataclasses send these with it. They are for its own processes, and ignored here."""
+
 
 async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) -> Reply:
     """SGLang's modes, older spellings of them, and ours; its default is `abort`."""
@@ -48,8 +52,10 @@ async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) ->
         fields.default("mode", "wait")
     if fields.flag("online", False) or body.get("mode") == "online":
         raise Malformed("online: an update needs no pause here; leave this call out")
-    fields.default("flush_cache", fields.flag("flush_cache", False))
-    asked = fields.rest()
+    for name in OF_EVERY_REQUEST:
+        fields.take(name)
+    flush = fields.flag("flush_cache", False)
+    asked = fields.only("mode", "lease_s", "owner") | {"flush_cache": flush}
     mode = asked.get("mode", "abort")
     asked["mode"] = OLDER_MODES.get(mode, mode) if isinstance(mode, str) else mode
     control = control_of(engine)
@@ -65,8 +71,11 @@ async def continue_generation(
     """Go on; a version that is still incomplete is given up, and named in a 422."""
     fields = Fields(body)
     fields.flag("torch_empty_cache", True)
+    for name in OF_EVERY_REQUEST:
+        fields.take(name)
+    asked = fields.only("owner")
     missing = await pieces.close(control_of(engine))
-    reply = await resume(engine, fields.rest())
+    reply = await resume(engine, asked)
     if missing is not None:
         missing.message += "; decoding goes on with the weights before"
         raise missing

@@ -46,7 +46,7 @@ class Gate:
         self._core = core
         self._config = InflightConfig.of(config)
         self.num_ranks = config.parallel_config.world_size
-        self.ranks = Ranks(core.model_executor, self.num_ranks)
+        self.ranks = Ranks.of(core)
         self.served = Served(core, self.ranks)
         self.updates = Updates(core, self.ranks, self.served, self._ended)
         self.in_process = not hasattr(core, "input_queue")

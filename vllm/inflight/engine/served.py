@@ -113,6 +113,7 @@ class Served:
         moved_by: Update | None,
     ) -> dict[str, Any]:
         started = time.perf_counter()
+        self._ranks.wait_for_steps(self._core.batch_queue)
         numbers = self._epoch, self._cache_epoch, self._moved
         self._left = numbers, self.version, self.update, self._recipe, self._before
         scheduler = self._core.scheduler

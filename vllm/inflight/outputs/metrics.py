@@ -6,7 +6,7 @@ the same, and nothing is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -44,15 +44,18 @@ KINDS = {
 }
 
 
-def exposition(engines: list[dict[str, Any]]) -> bytes:
-    """The text of all metrics; `engines` are the replies to the call `metrics`."""
+def exposition(engines: Mapping[int, dict[str, Any]]) -> bytes:
+    """The text of all metrics; `engines` are the replies to the call `metrics`.
+
+    Under the number of its engine, since not every engine may have replied.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(engines))
     return generate_latest(registry)
 
 
 class _Families:
-    def __init__(self, engines: list[dict[str, Any]]) -> None:
+    def __init__(self, engines: Mapping[int, dict[str, Any]]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
@@ -65,7 +68,7 @@ class _Families:
             "The version served, as labels.",
             labels=[ENGINE, "version", "digest"],
         )
-        for number, engine in enumerate(self._engines):
+        for number, engine in self._engines.items():
             labels = [str(number), engine["weight_version"], engine["digest"] or ""]
             info.add_metric(labels, 1)
         yield info
@@ -76,27 +79,27 @@ class _Families:
             "How far the last commit moved the weights, as a share of their length.",
             labels=[ENGINE],
         )
-        for number, engine in enumerate(self._engines):
+        for number, engine in self._engines.items():
             if engine["drift"] is not None:
                 drift.add_metric([str(number)], engine["drift"])
         yield drift
         for name, help_text in GAUGES.items():
             gauge = GaugeMetricFamily(f"{PREFIX}{name}", help_text, labels=[ENGINE])
-            for number, engine in enumerate(self._engines):
+            for number, engine in self._engines.items():
                 gauge.add_metric([str(number)], float(engine[name]))
             yield gauge
 
     def _counters(self) -> Iterator[Metric]:
         for name, (key, help_text) in COUNTERS.items():
             counter = CounterMetricFamily(f"{PREFIX}{name}", help_text, labels=[ENGINE])
-            for number, engine in enumerate(self._engines):
+            for number, engine in self._engines.items():
                 counter.add_metric([str(number)], engine[key])
             yield counter
         for name, (key, label, help_text) in KINDS.items():
             counter = CounterMetricFamily(
                 f"{PREFIX}{name}", help_text, labels=[ENGINE, label]
             )
-            for number, engine in enumerate(self._engines):
+            for number, engine in self._engines.items():
                 for kind, value in sorted(engine[key].items()):
                     counter.add_metric([str(number), kind], value)
             yield counter
@@ -107,7 +110,7 @@ class _Families:
             "How long the turn took in which an engine switched versions.",
             labels=[ENGINE],
         )
-        for number, engine in enumerate(self._engines):
+        for number, engine in self._engines.items():
             edges = [*map(str, GAP_EDGES_MS), "+Inf"]
             total, buckets = 0, []
             for edge, count in zip(edges, engine["gaps"], strict=True):

@@ -6,7 +6,7 @@ import inspect
 import os
 from typing import Any
 
-from vllm.inflight.api import methods, pipelinerl
+from vllm.inflight.api import methods, pausing, pipelinerl
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Patch
@@ -47,7 +47,8 @@ def _with_routes(original: Any) -> Any:
         from vllm.inflight.api.routes import InflightEndpoints
 
         plugins = list(original(supported_tasks))
-        if supported_tasks and "generate" in supported_tasks:
+        # Whatever the model is for; the server that only renders has no engine.
+        if set(supported_tasks or ()) - {"render"}:
             plugins.append(InflightEndpoints())
         return plugins
 
@@ -103,8 +104,7 @@ _ASYNC = "vllm.v1.engine.async_llm:AsyncLLM"
 _LLM = "vllm.entrypoints.llm:LLM"
 _OFFLINE = "vllm.entrypoints.common.offline:OfflineInferenceMixin"
 
-# Method → upstream's parameters on (AsyncLLM, LLM); None where upstream has none.
-_METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
+METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.init_weight_transfer_engine: (("self", "request"), ("self", "request")),
     methods.shutdown_weight_transfer_engine: (("self",), ("self",)),
     methods.start_weight_update: (("self",), ("self",)),
@@ -114,10 +114,10 @@ _METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
         ("self", "weight_version"),
         ("self", "weight_version"),
     ),
-    methods.pause_generation: (("self", "mode", "clear_cache"), None),
-    methods.resume_generation: (("self",), None),
-    methods.is_paused: (("self",), None),
-    methods.continue_generation: (None, None),
+    pausing.pause_generation: (("self", "mode", "clear_cache"), None),
+    pausing.resume_generation: (("self",), None),
+    pausing.is_paused: (("self",), None),
+    pausing.continue_generation: (None, None),
     methods.update_weights_from_disk: (None, None),
     methods.abort_weight_update: (None, None),
     methods.rollback_weights: (None, None),
@@ -126,6 +126,7 @@ _METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.weight_info: (None, None),
     pipelinerl.pause_and_update: (None, None),
 }
+"""Method → upstream's parameters on (AsyncLLM, LLM); None where upstream has none."""
 
 
 def _instead(method: Any) -> Any:
@@ -134,7 +135,7 @@ def _instead(method: Any) -> Any:
 
 def _method_patches() -> list[Patch]:
     patches = []
-    for method, expected in _METHODS.items():
+    for method, expected in METHODS.items():
         for owner, expects in zip((_ASYNC, _LLM), expected, strict=True):
             made = method if owner == _ASYNC else methods.blocking(method)
             patches.append(

@@ -56,6 +56,17 @@ def _send_locked(original: Any) -> Any:
     return _send_input
 
 
+def _one_by_one(_: None) -> Any:
+    def call_utility_each(self: Any, method: str, *args: Any) -> list[Any]:
+        """A coroutine for each engine, of which each can be waited for by itself."""
+        return [
+            self._call_utility_async(method, *args, engine=engine)
+            for engine in self.core_engines
+        ]
+
+    return call_utility_each
+
+
 _CLIENT = "vllm.v1.engine.core_client"
 
 PATCHES = [
@@ -113,5 +124,12 @@ PATCHES = [
         why="updates come from another thread while generate() runs",
         remove_when="upstream makes SyncMPClient safe for threads",
         around=_send_locked,
+    ),
+    Patch(
+        target=f"{_CLIENT}:AsyncMPClient.call_utility_each",
+        expects=None,
+        why="an engine that is silent does not keep the others' metrics back",
+        remove_when="upstream calls a utility of one engine of several",
+        around=_one_by_one,
     ),
 ]

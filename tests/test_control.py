@@ -1,0 +1,79 @@
+"""Several engines behind one door: what is told of all of them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.inflight.api.control import Control
+
+PAUSED = {
+    "paused": True,
+    "mode": "retract",
+    "num_running": 0,
+    "num_waiting": 5,
+    "num_aborted": 0,
+    "num_retracted": 3,
+    "seconds": 0.5,
+    "owner": None,
+    "dropped": {"blocks": 4, "connector": None, "encoder_outputs": 1},
+}
+RECEIVED = {
+    "update_id": "u",
+    "phase": "staging",
+    "bytes": 100,
+    "parameters": {"total": 7, "begun": 6, "complete": 5},
+}
+
+
+class Two:
+    """A door to two engines, which answer what they were given."""
+
+    def __init__(self, *replies: dict[str, Any]) -> None:
+        self.replies = replies
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"ok": reply} for reply in self.replies]
+
+
+async def test_requests_of_all_engines_are_counted():
+    second = PAUSED | {"num_waiting": 7, "num_retracted": 6, "seconds": 0.25}
+    second["dropped"] = {"blocks": 2, "connector": None, "encoder_outputs": 0}
+    reply = await Control(Two(PAUSED, second)).pause("retract")
+    assert reply["engines"] == [PAUSED, second]
+    assert (reply["num_waiting"], reply["num_retracted"]) == (12, 9)
+    assert (reply["num_running"], reply["num_aborted"]) == (0, 0)
+    assert reply["dropped"] == {"blocks": 6, "connector": None, "encoder_outputs": 1}
+    # No counts: the first engine's.
+    assert (reply["paused"], reply["seconds"], reply["owner"]) == (True, 0.5, None)
+
+
+async def test_if_one_engine_has_dropped_nothing_that_is_not_told_as_done_by_all():
+    for replies in ((PAUSED, PAUSED | {"dropped": None}), (PAUSED, PAUSED)):
+        reply = await Control(Two(*replies)).pause("retract")
+        assert (reply["dropped"] is None) == (replies[1]["dropped"] is None)
+        reply = await Control(Two(*reversed(replies))).pause("retract")
+        assert (reply["dropped"] is None) == (replies[1]["dropped"] is None)
+
+
+async def test_what_all_engines_received_is_added_up():
+    reply = await Control(Two(RECEIVED, RECEIVED)).update({})
+    assert reply["bytes"] == 200
+    assert reply["parameters"] == {"total": 14, "begun": 12, "complete": 10}
+    assert (reply["update_id"], reply["phase"]) == ("u", "staging")
+
+
+async def test_what_one_engine_does_not_tell_is_left_as_the_first_tells_it():
+    over = {"update_id": "u", "phase": "aborted"}
+    reply = await Control(Two(RECEIVED, over)).update({})
+    assert reply["bytes"] == 100
+    assert reply["engines"] == [RECEIVED, over]
+
+
+async def test_of_one_engine_its_own_reply_is_told():
+    assert await Control(Two(PAUSED)).pause("retract") == PAUSED
+
+
+async def test_leases_that_ended_and_epochs_are_no_counts():
+    state = {"is_paused": False, "leases_expired": 1, "epoch": 4}
+    reply = await Control(Two(state, state)).paused()
+    assert (reply["leases_expired"], reply["epoch"]) == (1, 4)
