@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from docs import signatures
+from docs.tables import code, first_line, table
 from vllm.inflight import cli, patch
 from vllm.inflight.api.flags import GROUP, add_flags
 from vllm.inflight.api.routes import ROUTES
@@ -37,26 +38,6 @@ ENVIRONMENT = {
     doors.ALLOW_RUST_ENV: f"Start with {doors.RUST_ENV} set, although that front "
     "end has none of our routes.",
 }
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table; a `|` inside a cell is escaped."""
-    titles = list(header)
-    lines = [titles, ["---"] * len(titles), *map(list, rows)]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
-        for line in lines
-    )
-
-
-def first_line(text: str | None) -> str:
-    """The first paragraph of a docstring, in one line."""
-    return " ".join(inspect.cleandoc(text or "").split("\n\n")[0].split())
-
-
-def code(text: object) -> str:
-    """`text` in code quotes."""
-    return f"`{text}`"
 
 
 def flags() -> str:
@@ -213,6 +194,11 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "http.md": [routes],
     "patches.md": [patches],
     "pausing.md": [pauses],
+    "python.md": [
+        *(signatures.publisher, signatures.publish, signatures.outcome),
+        *(signatures.client, signatures.announce, signatures.client_methods),
+        signatures.engine_methods,
+    ],
     "reliability.md": [upstream_faults],
 }
 """Page → what is generated into it, each in a block of its own name."""
