@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -139,6 +140,7 @@ def transfer(engine: Any, sender: Sender, named: dict[str, torch.Tensor]) -> Non
 
 def open_things() -> tuple[int, set[str]]:
     """Open files, and the names of all threads of ours."""
+    gc.collect()  # what earlier tests left may close at any moment, else
     ours = {t.name for t in threading.enumerate() if t.name.startswith("inflight")}
     return len(os.listdir("/proc/self/fd")), ours
 
