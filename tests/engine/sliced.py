@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.probe import greedy
+from tests.engine.probe import checksums, greedy
 from tests.engine.script import OPTIONS, tell
 from tests.engine.sync_client import gloo_trainer
 from tests.sliced_source import SlicedSource
@@ -37,9 +37,7 @@ def start(folder: Path) -> Any:
 
 def state(llm: Any) -> Any:
     """What both ranks say and serve, and under which label."""
-    told = llm.collective_rpc("inflight_read", args=("checksums", []))
-    served = [reply["ok"]["checksums"] for reply in told]
-    return [greedy(llm), served, llm.get_weight_version()]
+    return [greedy(llm), checksums(llm), llm.get_weight_version()]
 
 
 def refusal(attempt: Any) -> Any:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.serving import Server
 from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.finding import State
+from vllm.inflight.visit import visit
 
 pytestmark = pytest.mark.engine
 
@@ -48,6 +50,7 @@ def test_an_update_goes_through_the_control_port_alone(
     text = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
     asked = {"Authorization": f"Bearer {API_KEY}"}
     said = httpx.post(server.url + "/v1/completions", json=text, headers=asked)
+    assert said.status_code == 200, said.text
     (choice,) = said.json()["choices"]
     assert choice["weight_versions"][0]["epoch"] == reply.json()["epoch"]
 
@@ -61,6 +64,13 @@ def test_the_servers_own_port_has_no_control_route(
         headers = {"Authorization": f"Bearer {key}"}
         reply = httpx.request(route[0], server.url + path, headers=headers)
         assert reply.status_code in (401, 404), reply.text
+
+
+def test_the_doctor_says_which_port_to_ask(server: Server) -> None:
+    findings = visit(server.url, KEY, 0.1)
+    (finding,) = (each for each in findings if each.name == "control routes")
+    assert "of their own" in finding.found
+    assert {each.state for each in visit(server.control, KEY, 0.1)} == {State.GOOD}
 
 
 def test_the_control_port_does_not_generate(control: httpx.Client) -> None:

@@ -3,6 +3,7 @@
 Pause, retract and commit are theirs, so they work for whoever drives a core.
 """
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -217,8 +218,8 @@ def test_a_failure_that_would_not_fit_the_board_is_told_and_not_waited_for(
     verdict = Intake.verdict
 
     def verdict_of_a_stage(self: Intake) -> Any:
-        # As of a stage of a large model, whose other tensors are for other stages.
-        self.unfilled += [f"model.layers.{n}.mlp.experts.0" for n in range(9216)]
+        # As of a stage of a model whose other tensors have nothing in common.
+        self.unfilled += [os.urandom(48).hex() for _ in range(9216)]
         return verdict(self)
 
     monkeypatch.setattr(Intake, "verdict", verdict_of_a_stage)

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from tests.engine.probe import prompts
+from tests.serving import Server
 from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.finding import State
+from vllm.inflight.visit import visit
 
 pytestmark = pytest.mark.engine
 
@@ -44,3 +47,38 @@ def test_an_encoder_embeds_and_refuses_what_its_loader_collects_first(
     with pytest.raises(WeightsMismatch, match="no parameter is filled by"):
         llm.update_weights_from_disk(str(new), "new")
     assert embedded(llm) == before
+
+
+def test_a_server_that_embeds_is_updated_and_paused_over_http(
+    start: Callable[..., Any], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    old, new = (checkpoint(seed, family="qwen2") for seed in (0, 1))
+    (prompt, *_) = prompts(6)
+    (output,) = start(new, **POOLING).embed([prompt], use_tqdm=False)
+    flags = (
+        *("--runner", "pooling", "--max-model-len", "512"),
+        *("--inflight-when-paused", "reject"),
+        *("--inflight-journal", str(tmp_path / "served.json")),
+    )
+    body = {"model": "tiny", "input": prompt["prompt_token_ids"]}
+    update = {"path": str(new), "weight_version": "new"}
+    with Server(old, *flags) as server:
+        (before,) = server.post("/v1/embeddings", body)["data"]
+        assert server.client.get("/weight_info").json()["epoch"] == 0
+        assert server.post("/update_weights_from_disk", update)["success"]
+        (after,) = server.post("/v1/embeddings", body)["data"]
+        assert after["embedding"] == output.outputs.embedding
+        findings = visit(server.url, None, 0.1)
+        assert {finding.state for finding in findings} == {State.GOOD}
+        server.post("/rollback_weights")
+        assert server.post("/v1/embeddings", body)["data"] == [before]
+        assert before["embedding"] != after["embedding"]
+        server.post("/pause_generation", {"mode": "in_place", "lease_s": 60})
+        refused = server.client.post("/v1/embeddings", json=body)
+        assert refused.status_code == 503
+        assert "Retry-After" in refused.headers
+        server.post("/continue_generation")
+        server.post("/update_weights_from_disk", update)
+    with Server(old, *flags) as server:
+        assert server.client.get("/weight_info").json()["weight_version"] == "new"
+        assert server.post("/v1/embeddings", body)["data"] == [after]

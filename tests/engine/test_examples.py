@@ -57,9 +57,9 @@ def test_upstreams_trainer_interface_and_a_server_over_http():
     said = re.findall(r"\['(\S+)'\] '(.*)'", shown)
     assert [label for label, _ in said] == [
         "default",
-        "update-1",
-        "update-2",
-        "update-3",
+        "step-20",
+        "step-40",
+        "step-60",
     ]
     assert LEARNED not in said[0][1]
     assert LEARNED in said[-1][1]

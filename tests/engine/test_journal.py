@@ -1,5 +1,6 @@
 """An engine that is started again serves what was served before, if files have it."""
 
+import json
 import os
 import shutil
 import signal
@@ -75,6 +76,32 @@ def test_a_folder_that_was_written_over_does_not_pass_for_what_it_held(
         llm.restore_weights()
     assert served(llm) == before
     assert llm.weight_update_status()["active"] is None
+
+
+def test_a_later_folder_that_was_written_over_leaves_the_one_before_it_served(
+    restart: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    new: Path,
+    tmp_path: Path,
+) -> None:
+    note = tmp_path / "served.json"
+    llm = restart()
+    llm.update_weights_from_disk(str(new), "new")
+    whole = served(llm)
+    mlp = part(checkpoint(2), MLP, tmp_path / "mlp")
+    llm.update_weights_from_disk(mlp, "mixed", subset=MLP)
+    until(lambda: '"mixed"' in note.read_text())
+    part(checkpoint(3), MLP, tmp_path / "mlp")
+    llm = restart()
+    with pytest.raises(WeightsMismatch, match="expect_digest is"):
+        llm.restore_weights()
+    assert served(llm) == ("update-1", *whole[1:])
+    until(lambda: '"update-1"' in note.read_text())
+    (step,) = json.loads(note.read_text())["recipe"]
+    assert step["path"] == str(new)
+    llm = restart()
+    assert llm.restore_weights()["weight_version"] == "update-1"
+    assert served(llm) == ("update-1", *whole[1:])
 
 
 def test_what_came_over_a_wire_is_refused_by_name(

@@ -154,6 +154,36 @@ def test_a_request_may_ask_whose_kv_it_read(llm: Any, new: Path) -> None:
     assert not hasattr(lived(llm, SamplingParams(**GREEDY))[0], "kv_versions")
 
 
+@pytest.mark.parametrize(
+    ("asked", "mode", "num_retracted", "num_aborted", "is_dropped"),
+    [
+        ("in_place", "in_place", 0, 0, False),
+        ("retract", "retract", 2, 0, False),
+        # Upstream's own drop the caches, as they do there.
+        ("keep", "retract", 2, 0, True),
+        ("abort", "abort", 0, 2, True),
+    ],
+)
+def test_a_pause_that_says_no_more_than_its_mode(
+    llm: Any,
+    asked: str,
+    mode: str,
+    num_retracted: int,
+    num_aborted: int,
+    is_dropped: bool,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def paused() -> None:
+        seen.update(llm.pause_generation(mode=asked))
+        llm.continue_generation()
+
+    lived(llm, SamplingParams(**GREEDY), paused)
+    assert seen["mode"] == mode
+    assert (seen["num_retracted"], seen["num_aborted"]) == (num_retracted, num_aborted)
+    assert (seen["dropped"] is not None) == is_dropped
+
+
 # ------------------------------------------- engines of their own, from here on
 def test_arrivals_are_refused_where_that_is_configured(
     start: Callable[..., Any], old: Path

@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from tests.checkpoint_source import CheckpointSource
 from tests.wire.peers import HOST
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.trainer.engines import HttpEngine
+from vllm.inflight.trainer.server import HttpEngine
 from vllm.inflight.wire.trainer import GlooTrainerInitInfo
 
 # Forked off a server that has imported everything, each is there at once.
