@@ -122,6 +122,12 @@ FAMILIES: dict[str, Family] = STATE_SPACES | {
         fields={"q_lora_rank": 48, "topk_method": "noaux_tc", **LATENT},
         odd=("*.e_score_correction_bias", "*.kv_b_proj.weight"),
     ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        f"{MLA}; {CORRECTED}",
+        fields={"q_lora_rank": 48, **LATENT},
+        odd=("*.e_score_correction_bias", "*.kv_b_proj.weight"),
+    ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         "experts in one tensor, written past their loaders; sinks",
@@ -185,3 +191,12 @@ SEEING = {"Blip2ForConditionalGeneration": "a vision tower, also on its own"}
 UNPROVED = ("bert", "bloom", "qwen3_next", "jamba", "falcon_mamba")
 """The first is refused, the second is for other tests, the third has none in a process
 with others; vLLM's CPU build has no kernel for the first Mamba."""
+
+
+def cpu_options(family: str) -> dict[str, str]:
+    """Options of an engine of a family, on a CPU.
+
+    On one with AMX latent attention packs weights of its own, and is refused.
+    """
+    is_latent = MLA in FAMILIES[family].particular
+    return {"attention_backend": "CPU_MLA"} if is_latent else {}

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.model_loader.mtp_validation import (
+    is_mtp_completeness_check_enabled,
+)
 from vllm.model_executor.models.utils import WeightsMapper
 
 from tests.second_set import Model, Sets, shadow_of, shows, version
@@ -27,11 +30,14 @@ class Predictor(Model):
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={MTP: ""})
 
     def load_weights(self, weights) -> None:
-        super().load_weights(
+        own = [
             (name.removeprefix(MTP), tensor)
             for name, tensor in weights
             if name.startswith((MTP, "embed."))
-        )
+        ]
+        if len(own) < len(version(0)) and is_mtp_completeness_check_enabled():
+            raise ValueError("weights missing from checkpoint")  # as DeepSeek's does
+        super().load_weights(own)
 
 
 class Tandems(Sets):
@@ -163,6 +169,19 @@ def test_a_block_in_an_mtp_layer_has_the_names_of_its_checkpoint():
     ):
         assert both.sent_name(f"draft.{inside}") == sent
         assert both.sent_name(inside) == inside, "a name of the model's"
+
+
+def test_a_block_that_its_checkpoint_has_as_well_keeps_its_name():
+    """Ernie's, whose loader renames by a mapper."""
+
+    class Draft(torch.nn.Module):
+        hf_to_vllm_mapper = WeightsMapper(
+            orig_to_new_substr={"model.mtp_block.0.": "model.layers.2.mtp_block."}
+        )
+
+    both = Tandem(torch.nn.Module(), Draft(), is_mtp=True)
+    inside = "draft.model.layers.2.mtp_block.mlp.weight"
+    assert both.sent_name(inside) == "model.mtp_block.0.mlp.weight"
 
 
 def test_an_arena_that_cannot_flip_takes_the_others_back(arenas):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,7 @@ class MtpKind:
         joint: its matrix for an embedding and a hidden state side by side.
         copies: what it has again of the model's: embedding and head.
         model: patterns of all that is the model's.
+        block: below `layer`, where that is which is like a layer of the model.
 
     """
 
@@ -100,8 +101,22 @@ class MtpKind:
     joint: str
     copies: Mapping[str, str]
     model: tuple[str, ...]
+    block: str = ""
 
 
+GLM = MtpKind(
+    family="glm4_moe",
+    config={},
+    alike="model.layers.1.",
+    layer="model.layers.2.",
+    norms=("enorm", "hnorm", "shared_head.norm"),
+    joint="eh_proj.weight",
+    copies={
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        "shared_head.head.weight": "lm_head.weight",
+    },
+    model=("model.layers.[01].*", "model.[en]*", "lm_head.*"),
+)
 MTP_KINDS = {
     "mimo": MtpKind(
         family="qwen2",
@@ -113,18 +128,19 @@ MTP_KINDS = {
         copies={},
         model=("model.[!m]*", "lm_head.*"),
     ),
-    "glm": MtpKind(
-        family="glm4_moe",
+    "glm": GLM,
+    "deepseek": replace(GLM, family="deepseek_v3"),
+    "glm-lite": replace(GLM, family="glm4_moe_lite"),
+    "ernie": MtpKind(
+        family="ernie4_5_moe",
         config={},
-        alike="model.layers.1.",
-        layer="model.layers.2.",
-        norms=("enorm", "hnorm", "shared_head.norm"),
-        joint="eh_proj.weight",
-        copies={
-            "embed_tokens.weight": "model.embed_tokens.weight",
-            "shared_head.head.weight": "lm_head.weight",
-        },
-        model=("model.layers.[01].*", "model.[en]*", "lm_head.*"),
+        alike="model.layers.0.",
+        layer="model.mtp_",
+        norms=("emb_norm.0", "hidden_norm.0"),
+        joint="linear_proj.0.weight",
+        copies={},
+        model=("model.layers.*", "model.[en]*", "lm_head.*"),
+        block="block.0.",
     ),
 }
 
@@ -140,13 +156,14 @@ def make_mtp(
     tensors = load_file(folder / "model.safetensors")
     width = config["hidden_size"]
     alike = {n: t for n, t in tensors.items() if n.startswith(kind.alike)}
-    shapes = {n.removeprefix(kind.alike): t.shape for n, t in alike.items()}
+    alike = {kind.block + n.removeprefix(kind.alike): t for n, t in alike.items()}
+    shapes = {name: tensor.shape for name, tensor in alike.items()}
     shapes |= {f"{norm}.weight": (width,) for norm in kind.norms}
     shapes[kind.joint] = (width, 2 * width)
     random = torch.Generator().manual_seed(mtp_seed)
     for name, shape in shapes.items():
         drawn = 0.3 * torch.randn(shape, generator=random) + ("norm" in name)
-        like = alike.get(kind.alike + name, tensors["model.norm.weight"])
+        like = alike.get(name, tensors["model.norm.weight"])
         tensors[kind.layer + name] = drawn.to(like.dtype)
     for name, copied in kind.copies.items():
         tensors[kind.layer + name] = tensors[copied].clone()

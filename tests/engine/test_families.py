@@ -9,7 +9,7 @@ import pytest
 from tests.engine.census import census
 from tests.engine.mixtures import mixed, part, said
 from tests.engine.probe import greedy
-from tests.families import FAMILIES, UNPROVED
+from tests.families import FAMILIES, UNPROVED, cpu_options
 
 pytestmark = pytest.mark.engine
 
@@ -34,8 +34,7 @@ def test_a_family_equals_a_fresh_engine_after_commits_rollbacks_and_a_subset(
     family: str,
 ) -> None:
     odd = FAMILIES[family].odd
-    # On a CPU with AMX latent attention packs weights of its own, and is refused.
-    options = {"attention_backend": "CPU_MLA"} if "deepseek" in family else {}
+    options = cpu_options(family)
     old, new = (checkpoint(seed, family=family) for seed in (0, 1))
     fresh, everything = told(start(new, **options))
     fresh_mixture = said(start(mixed(old, new, odd, tmp_path / "mixed"), **options))

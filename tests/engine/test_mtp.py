@@ -18,13 +18,13 @@ from tests.engine.sync_client import gloo_trainer
 from tests.engine.test_drafters import shares
 from tests.engine.test_pause_features import GREEDY as LONG
 from tests.engine.test_pause_features import lived
+from tests.families import cpu_options
 from tests.tiny_drafters import MTP, MTP_KINDS, MtpKind, make_mtp
 from vllm.inflight import ops
 from vllm.inflight.errors import Conflict, StagingUnavailable, WeightsMismatch
 
 pytestmark = pytest.mark.engine
 
-OPTIONS = {"dtype": "float32", "speculative_config": MTP}
 Labels = tuple[str, str]
 """Of the weights of a model, and of its MTP layers."""
 
@@ -35,8 +35,11 @@ Labels = tuple[str, str]
         ("mimo", False),
         pytest.param(("mimo", True), marks=pytest.mark.slow),
         pytest.param(("glm", False), marks=pytest.mark.slow),
+        pytest.param(("deepseek", False), marks=pytest.mark.slow),
+        pytest.param(("glm-lite", False), marks=pytest.mark.slow),
+        pytest.param(("ernie", False), marks=pytest.mark.slow),
     ],
-    ids=["mimo", "mimo-tied", "glm"],
+    ids=["mimo", "mimo-tied", "glm", "deepseek", "glm-lite", "ernie"],
 )
 def model(request: pytest.FixtureRequest) -> tuple[str, bool]:
     """Its kind, and whether its head is tied to its embedding."""
@@ -47,6 +50,15 @@ def model(request: pytest.FixtureRequest) -> tuple[str, bool]:
 @pytest.fixture(scope="module")
 def kind(model: tuple[str, bool]) -> MtpKind:
     return MTP_KINDS[model[0]]
+
+
+@pytest.fixture(scope="module")
+def options(kind: MtpKind) -> dict[str, Any]:
+    return {
+        "dtype": "float32",
+        "speculative_config": MTP,
+        **cpu_options(kind.family),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +81,11 @@ def checkpoints(
 
 @pytest.fixture(scope="module")
 def said(
-    start: Callable[..., Any], checkpoints: dict[Labels, Path]
+    start: Callable[..., Any], options: Any, checkpoints: dict[Labels, Path]
 ) -> dict[Labels, Drafted]:
     """What engines say that start on them."""
     return {
-        labels: drafted(start(folder, **OPTIONS))
+        labels: drafted(start(folder, **options))
         for labels, folder in checkpoints.items()
     }
 
@@ -81,13 +93,14 @@ def said(
 @pytest.fixture(scope="module")
 def engine(
     start: Callable[..., Any],
+    options: Any,
     said: dict[Labels, Drafted],
     checkpoints: dict[Labels, Path],
 ) -> Any:
     return start(
         checkpoints["old", "old"],
         weight_transfer_config=WeightTransferConfig(backend="inflight_gloo"),
-        **OPTIONS,
+        **options,
     )
 
 
@@ -193,7 +206,7 @@ def test_what_a_trainer_sends_once_is_served_by_both(
 
 
 @pytest.mark.parametrize(
-    "end", ["", "mlp.", "self_attn.k_proj.", None], ids=["all", "mlp", "k", "norm"]
+    "end", [None, "", "mlp.", "self_attn.k"], ids=["norm", "all", "mlp", "k"]
 )
 def test_a_source_without_mtp_tensors_is_refused_by_their_names(
     llm: Any,
@@ -203,7 +216,7 @@ def test_a_source_without_mtp_tensors_is_refused_by_their_names(
     kind: MtpKind,
     end: str | None,
 ) -> None:
-    gone = kind.layer + (kind.norms[1] if end is None else end)
+    gone = kind.layer + (kind.norms[1] if end is None else kind.block + end)
     kept = {n: tensor for n, tensor in tensors.items() if not n.startswith(gone)}
     save_file(kept, tmp_path / "model.safetensors")
     with pytest.raises(WeightsMismatch, match=f"missing: {kind.layer}") as refused:
@@ -225,9 +238,10 @@ def test_what_a_layer_cannot_take_is_refused_by_name(
     name: str,
     shape: tuple[int, ...],
 ) -> None:
-    tensors[kind.layer + name] = torch.ones(shape).bfloat16()
+    odd = kind.layer + kind.block + name
+    tensors[odd] = torch.ones(shape).bfloat16()
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsMismatch, match=kind.layer + name):
+    with pytest.raises(WeightsMismatch, match=odd):
         llm.update_weights_from_disk(str(tmp_path), "odd")
     assert drafted(llm) == said["old", "old"]
 
@@ -266,6 +280,7 @@ def test_the_digest_is_the_checkpoints(
 
 def test_a_whole_update_is_all_that_a_restart_reads(
     start: Callable[..., Any],
+    options: Any,
     checkpoints: dict[Labels, Path],
     said: dict[Labels, Drafted],
     old: str,
@@ -273,7 +288,7 @@ def test_a_whole_update_is_all_that_a_restart_reads(
     tmp_path: Path,
 ) -> None:
     note = {"inflight": {"journal": str(tmp_path / "served.json")}}
-    options = OPTIONS | {"additional_config": note}
+    options = options | {"additional_config": note}
     llm = start(Path(old), **options)
     llm.start_weight_update(transport="local")
     llm.update_weights({"update_info": {"path": str(checkpoints["new", "old"])}})

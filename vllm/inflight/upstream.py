@@ -46,6 +46,9 @@ NAMES = {
     "default_weight_loader": (
         "vllm.model_executor.model_loader.weight_utils:default_weight_loader"
     ),
+    "disable_mtp_completeness_check": (
+        "vllm.model_executor.model_loader.mtp_validation:disable_mtp_completeness_check"
+    ),
     "QuantizeMethodBase": (
         "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase"
     ),

@@ -34,7 +34,16 @@ WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "mtp")
 """Drafters that are a second tree beside their model's (see tandem.py)."""
 
-MTP = {"cpu": ("MiMoMTPModel", "Glm4MoeMTPModel"), "cuda": ("MiMoMTPModel",)}
+MTP = {
+    "cpu": (
+        "MiMoMTPModel",
+        "Glm4MoeMTPModel",
+        "Glm4MoeLiteMTPModel",
+        "DeepSeekMTPModel",
+        "ErnieMTPModel",
+    ),
+    "cuda": ("MiMoMTPModel",),
+}
 """Architectures of MTP layers, by the device on which they were seen to equal a fresh
 engine; upstream makes one method of all."""
 
