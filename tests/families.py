@@ -19,6 +19,7 @@ LATENT = {
     "topk_group": 1,
     **EXPERTS,
 }
+BY_TRANSFORMERS = "vLLM has it by way of transformers"
 MLA = "latent attention: two weights that loading derives"
 
 FAMILIES: dict[str, Family] = STATE_SPACES | {
@@ -93,7 +94,7 @@ FAMILIES: dict[str, Family] = STATE_SPACES | {
     ),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM",
-        "vLLM has it by way of transformers",
+        BY_TRANSFORMERS,
         fields={"head_dim": None, "num_key_value_heads": None},
         odd=("*.bias",),
     ),
@@ -182,6 +183,64 @@ FAMILIES: dict[str, Family] = STATE_SPACES | {
         "Exaone4ForCausalLM",
         "norms behind the layers",
         fields={"num_hidden_layers": 4, "sliding_window": WINDOW},
+    ),
+    "exaone_moe": Family(
+        "ExaoneMoeForCausalLM",
+        f"sliding and global layers; {CORRECTED}",
+        fields={
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            **EXPERTS,
+        },
+        odd=("*.e_score_correction_bias", "*norm*"),
+    ),
+    "llama4": Family(
+        "Llama4ForCausalLM",
+        "attention in chunks, layers without positions, one expert and a shared one",
+        config="Llama4TextConfig",
+        fields={
+            "num_hidden_layers": 4,
+            "attention_chunk_size": WINDOW,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+        },
+        odd=("*.router.weight",),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        "norms of all queries and keys, experts",
+        fields={"head_dim": None, "num_experts": 4, "num_experts_per_tok": 2},
+        odd=("*.gate.weight", "*norm*"),
+    ),
+    "granite_moe": Family(
+        "GraniteMoeForCausalLM",
+        "experts, fused in its checkpoint",
+        fields={"head_dim": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+        odd=("*.router.*",),
+    ),
+    "hunyuan_moe": Family(
+        "HunYuanMoEV1ForCausalLM",
+        BY_TRANSFORMERS + "; experts",
+        fields={"num_experts": 4, "moe_topk": 2},
+    ),
+    "hunyuan": Family("HunYuanDenseV1ForCausalLM", BY_TRANSFORMERS),
+    "seed_oss": Family(
+        "SeedOssForCausalLM", BY_TRANSFORMERS + "; biases", odd=("*.bias",)
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        BY_TRANSFORMERS + "; layers without positions",
+        fields={"head_dim": None},
+    ),
+    "ministral3": Family("Ministral3ForCausalLM", "the text of Mistral 3"),
+    "ernie4_5": Family("Ernie4_5ForCausalLM", "rotary embeddings of pairs"),
+    "gemma": Family("GemmaForCausalLM", "a scaled embedding", embedding=0.05),
+    "nemotron": Family(
+        "NemotronForCausalLM", "norms to which one is added, a squared ReLU"
     ),
 }
 

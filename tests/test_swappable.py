@@ -117,3 +117,12 @@ def test_latent_attention_is_refused_over_quantised_weights(monkeypatch):
     assert reason(layer) is None
     monkeypatch.setattr(layer.kv_b_proj, "quant_method", object(), raising=False)
     assert "over quantised weights" in derived.obstacle(layer)
+
+
+def test_a_parameter_that_its_loader_made_is_refused_by_name():
+    """As vLLM's models by way of transformers make a bias of their head."""
+    live, second = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
+    assert swappable.difference(live, second) is None
+    second[0].bias = None
+    reason = "layer 0 gains or loses the parameters ['bias'] after loading"
+    assert swappable.difference(live, second) == reason

@@ -166,17 +166,22 @@ def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
             continue
         if quantised.has_cache_scales(a):
             continue
-        if a._parameters.keys() != b._parameters.keys():
-            odd = sorted(a._parameters.keys() ^ b._parameters.keys())
+        # One that is None was registered as not there; a loader may fill it even so.
+        if odd := sorted(_filled(a) ^ _filled(b)):
             return f"layer {name} gains or loses the parameters {odd} after loading"
-        for key, param in a._parameters.items():
-            twin = b._parameters[key]
-            # The CPU build takes packed weights out of their parameters.
-            if param is None or twin is None or param.is_cpu:
-                continue
+        for key in sorted(_filled(a)):
+            param, twin = a._parameters[key], b._parameters[key]
+            assert param is not None
+            assert twin is not None
+            if param.is_cpu:
+                continue  # that build takes packed weights out of their parameters
             if _form(param) != _form(twin):
                 return f"the layout of {name}.{key} changes after loading"
     return None
+
+
+def _filled(layer: torch.nn.Module) -> set[str]:
+    return {key for key, param in layer._parameters.items() if param is not None}
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
