@@ -63,6 +63,9 @@ NAMES = {
         "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
     ),
     "is_quantized_kv_cache": "vllm.utils.torch_utils:is_quantized_kv_cache",
+    "FusedMMInputNorm": (
+        "vllm.model_executor.layers.fusion.mm_input_norm:FusedMMInputNorm"
+    ),
     "MLAAttention": ("vllm.model_executor.layers.attention.mla_attention:MLAAttention"),
     "BaseLayerWithLoRA": "vllm.lora.layers:BaseLayerWithLoRA",
     # weight transfer
