@@ -1,7 +1,7 @@
 """Models that see: what it takes to make one tiny, and what is particular of it.
 
-Those with a processor of videos want torchvision, which the CPU set-up leaves out: they
-are run by `make test-vision`.
+Most want torchvision, which the CPU set-up leaves out: they are run by `make
+test-vision`, and BLIP-2 and Idefics 3 by `make test-slow` as well.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ class Seeing:
         publish: its checkpoint as those are that are published, which vLLM reads,
             of what transformers has saved.
         tower: patterns of the tensors that pictures alone go through.
-        wants_torchvision: whether its processor does.
+        wants_torchvision: whether its processor does, or vLLM's code of it.
 
     """
 
@@ -177,6 +177,7 @@ SEEING = {
         processor=llava,
         vision={"model_type": "clip_vision_model", **TOWER},
         publish=used,
+        wants_torchvision=True,
     ),
     "gemma3_mm": Seeing(
         "Gemma3ForConditionalGeneration",
@@ -199,6 +200,7 @@ SEEING = {
         },
         prompt="<start_of_image>what?",
         publish=older,
+        wants_torchvision=True,
     ),
     "idefics3": Seeing(
         "Idefics3ForConditionalGeneration",
