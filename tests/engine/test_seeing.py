@@ -56,8 +56,8 @@ def test_a_tower_that_an_engine_leaves_out_may_come_with_the_rest(
     start: Callable[..., Any], tmp_path: Path
 ) -> None:
     blind = {"limit_mm_per_prompt": {"image": 0}}
-    tower = SEEING["blip2"].tower
-    old, new = (make_seeing(tmp_path / str(seed), seed) for seed in (0, 1))
+    tower = SEEING["idefics3"].tower
+    old, new = (make_seeing(tmp_path / str(seed), seed, "idefics3") for seed in (0, 1))
     fresh = said(start(new, **blind))
     llm = start(old, **blind)
     before = said(llm)
