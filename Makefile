@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-slow test-ray test-gpu test-upstream-faults lint fmt soak fuzz bench docs sizes upstream clean
+.PHONY: help setup build demo test test-slow test-ray test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench docs sizes upstream clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -78,6 +78,13 @@ test-ray: setup build/ray ## engines whose ranks are Ray's
 
 build/ray: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@ ray==2.60.0 msgpack==1.2.4
+
+test-vision: setup build/torchvision ## models that see, whose processors want torchvision
+	PYTHONPATH=$(CURDIR)/build/torchvision $(PY) -m pytest -m slow tests/engine/test_seeing.py
+
+build/torchvision: # beside the environment: nothing else needs it
+	$(PY) -m pip install --quiet --no-deps --target $@ torchvision==0.28.0
+	cat tests/torchvision_ops.py >> $@/torchvision/extension.py
 
 # Of the command line only: bash has a variable SECONDS of its own, maybe exported.
 SOAK_S := $(if $(findstring command,$(origin SECONDS)),$(SECONDS),1200)

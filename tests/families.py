@@ -244,9 +244,6 @@ FAMILIES: dict[str, Family] = STATE_SPACES | {
     ),
 }
 
-SEEING = {"Blip2ForConditionalGeneration": "a vision tower, also on its own"}
-"""Made by tiny_vision.py."""
-
 UNPROVED = ("bert", "bloom", "qwen3_next", "jamba", "falcon_mamba")
 """The first is refused, the second is for other tests, the third has none in a process
 with others; vLLM's CPU build has no kernel for the first Mamba."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
 
 from tests.engine.test_models import CONFIG
 from vllm.inflight.stage import buffers, derived, swappable
@@ -55,6 +56,24 @@ def test_a_buffer_that_its_layer_reads_at_every_step_becomes_a_parameter():
     assert [name for name, _ in layer.named_parameters()] == ["layer_scalar"]
     assert layer.layer_scalar.data_ptr() == place
     assert reason(layer) is None
+
+
+class Pixels(FusedMMInputNorm):
+    """What a tower does to pixels first, without an engine's choice of how."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.register_buffer("weight", torch.ones(3))
+
+
+def test_how_pixels_are_normalised_is_of_the_configuration_of_a_processor():
+    assert reason(Pixels()) is None
+
+
+def test_what_a_step_clears_again_keeps_no_version():
+    features = [torch.zeros(8, 4)]
+    assert reason(layer_with(deepstack_input_embeds=features)) is None
+    assert "'other_embeds'" in reason(layer_with(other_embeds=features))
 
 
 def test_a_norm_without_a_weight_keeps_no_version():

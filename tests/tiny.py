@@ -4,7 +4,9 @@ Nothing is downloaded. The weights are drawn wide, so that two seeds disagree
 about nearly every token, and token `b` of the tokenizer is byte `b`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -38,8 +40,28 @@ def make_checkpoint(
 
     """
     tokenizer = make_tokenizer()
+    fields = common_fields(
+        tokenizer, hidden=hidden, layers=layers, vocab=vocab, tied=tied
+    )
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = draw_wide(FAMILIES[family].make(**fields).to(torch.bfloat16))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def common_fields(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden: int = 128,
+    layers: int = 2,
+    vocab: int | None = None,
+    tied: bool = False,
+) -> dict[str, Any]:
+    """What the configurations of tiny models have in common."""
     heads = hidden // HEAD_DIM
-    fields = dict(
+    return dict(
         vocab_size=vocab or len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -54,15 +76,14 @@ def make_checkpoint(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        model = FAMILIES[family].make(**fields).to(torch.bfloat16)
-        for param in (*model.parameters(), *filled_buffers(model)):
-            if param.dim() == 1 or not param.any():  # norms are ones, biases zeros
-                param.data += 0.2 * torch.randn_like(param)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+
+
+def draw_wide(model: torch.nn.Module) -> Any:
+    """Move what every new model begins with: norms are ones, biases zeros."""
+    for param in (*model.parameters(), *filled_buffers(model)):
+        if param.dim() == 1 or not param.any():
+            param.data += 0.2 * torch.randn_like(param)
+    return model
 
 
 def filled_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -75,8 +96,13 @@ def filled_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """256 bytes, then `SPECIALS`, and a chat template."""
+def make_tokenizer(named: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """256 bytes, then `SPECIALS`, and a chat template.
+
+    Args:
+        named: more of them, by the attributes that they are to be found under.
+
+    """
     tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
@@ -88,6 +114,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=SPECIALS[0],
         pad_token=SPECIALS[3],
         model_max_length=2048,
+        extra_special_tokens=dict(named or {}),
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

@@ -12,6 +12,8 @@ import torch
 
 PASSED_OVER = {"_modules", "kv_cache", "training", "unique_name", "name_or_path"}
 """Layers come by themselves; KV is no weight; some names are of an engine."""
+COUNTS = {"_hits", "_total"}
+"""How often a cache was asked, which is of an engine, too."""
 DEEPEST = 5
 PLAIN = bool, int, float, str, type(None)
 
@@ -42,7 +44,7 @@ def _of(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Found]:
     elif id(value) not in seen and depth < DEEPEST:
         seen.add(id(value))
         for key, inner in _inner(value):
-            if key in PASSED_OVER:
+            if key in PASSED_OVER | COUNTS:
                 continue
             yield from _of(f"{path}.{key}", inner, seen, depth + 1)
 

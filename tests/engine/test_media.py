@@ -5,17 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 
 from tests.engine.mixtures import mixed, part
+from tests.engine.pictures import described
 from tests.engine.probe import greedy
-from tests.tiny_vision import TOWER, make_seeing, picture
+from tests.seeing import SEEING
+from tests.tiny_vision import make_seeing
 from vllm.inflight.api.door import run_sync
 from vllm.inflight.api.methods import control_of
 
 pytestmark = pytest.mark.engine
 
-SAMPLING = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+TOWER = SEEING["blip2"].tower
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +44,6 @@ def fresh(
 @pytest.fixture(scope="module")
 def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
     return start(old)
-
-
-def described(llm: Any) -> list[list[int]]:
-    """What is said of three pictures, the same every time."""
-    prompts = [
-        {"prompt": "what?", "multi_modal_data": {"image": picture(n)}} for n in range(3)
-    ]
-    outputs = llm.generate(prompts, SAMPLING, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def encoded(llm: Any) -> set[str]:

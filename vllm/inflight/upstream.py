@@ -66,6 +66,10 @@ NAMES = {
         "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
     ),
     "is_quantized_kv_cache": "vllm.utils.torch_utils:is_quantized_kv_cache",
+    "StageMissingLayer": "vllm.model_executor.models.utils:StageMissingLayer",
+    "FusedMMInputNorm": (
+        "vllm.model_executor.layers.fusion.mm_input_norm:FusedMMInputNorm"
+    ),
     "MLAAttention": ("vllm.model_executor.layers.attention.mla_attention:MLAAttention"),
     "BaseLayerWithLoRA": "vllm.lora.layers:BaseLayerWithLoRA",
     # weight transfer

@@ -85,6 +85,8 @@ def _part(module: torch.nn.Module, live: torch.nn.Module) -> None:
         return hollow[id(layer)]
 
     for layer in list(module.modules()):
+        if id(layer) in shared:
+            continue  # what is inside it is the live tree's
         for name, child in layer._modules.items():
             if child is not None and id(child) in shared:
                 layer._modules[name] = stand_in(child)

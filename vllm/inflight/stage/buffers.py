@@ -35,6 +35,8 @@ def adopt(model: torch.nn.Module) -> None:
 
 def filled(layer: torch.nn.Module) -> Iterator[str]:
     """Buffers of `layer` that a checkpoint may fill, and no update would."""
+    if isinstance(layer, upstream.FusedMMInputNorm):
+        return  # mean and deviation of pixels, from the processor's configuration
     for key in layer._buffers.keys() - layer._non_persistent_buffers_set:
         tensor = layer._buffers[key]
         # No checkpoint has names like vLLM's own, `_k_scale` and others.

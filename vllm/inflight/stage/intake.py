@@ -18,6 +18,7 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.errors import Cancelled, InflightError, WeightsMismatch
+from vllm.inflight.stage.absent import is_absent
 from vllm.inflight.stage.audit import Audit, Pair
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.coverage import Coverage
@@ -140,7 +141,7 @@ class Intake:
                     self._renamed.update(param for param, _ in entry.filled)
                 else:
                     yield name, tensor
-                    if coverage.num_loads == before:
+                    if coverage.num_loads == before and not self._is_absent(name):
                         self.unfilled.append(name)
                 if self._shadow.plan is not None and name not in self._tried:
                     self._shadow.plan.keep(name, entry)
@@ -151,6 +152,10 @@ class Intake:
                 self._proof.loaded()
             self._progress(self.num_bytes, self._inspection.num_seen)
         current.clear()
+
+    def _is_absent(self, name: str) -> bool:
+        """Whether it comes with the rest, and this engine has no use for it."""
+        return not self._manifest.subset and is_absent(self._module, name)
 
     def _accepted(self, batch: list[Pair]) -> list[Pair]:
         """Those of a batch that may go on, under the model's names."""

@@ -28,6 +28,13 @@ IMPLEMENTATION = "impl"
 OF_CONFIGURATION = ("alibi_slopes",)
 """Tensors there that no checkpoint has."""
 
+LOOKED_AT = ("_parameters", "_buffers", "_modules", PACKED, UNPACKED)
+"""Attributes of layers that are exchanged, or looked at by themselves."""
+
+OF_A_STEP = ("deepstack_input_embeds",)
+"""Attributes that a step fills with what it has seen, reads, and clears (Qwen3-VL): no
+version is in them between two steps."""
+
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
 
@@ -194,7 +201,7 @@ def hidden_tensors(layer: torch.nn.Module) -> Iterator[str]:
     Those of the object that attention goes by are among them.
     """
     for name, value in vars(layer).items():
-        if name in ("_parameters", "_buffers", "_modules", PACKED, UNPACKED):
+        if name in LOOKED_AT or name in OF_A_STEP:
             continue
         if name == "weight" and not getattr(layer, "has_weight", True):
             continue  # a norm without one multiplies by ones, if at all

@@ -1,0 +1,72 @@
+"""Models that see: after every commit and rollback, what a fresh engine says of text
+and of pictures.
+
+Where torchvision is not installed, the tests of those that want it are skipped.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.census import census
+from tests.engine.mixtures import mixed, part, said
+from tests.engine.pictures import described
+from tests.engine.test_families import differing
+from tests.seeing import SEEING
+from tests.tiny_vision import make_seeing
+from vllm.inflight.errors import WeightsMismatch
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_model_that_sees_equals_a_fresh_engine_after_commits_rollbacks_and_a_tower(
+    start: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    if SEEING[name].wants_torchvision and find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    tower = SEEING[name].tower
+    old, new = (make_seeing(tmp_path / str(seed), seed, name) for seed in (0, 1))
+    llm = start(new)
+    (fresh, seen), everything = (said(llm), described(llm, name)), census(llm)
+    llm = start(mixed(old, new, tower, tmp_path / "mixed"))
+    mixture = said(llm), described(llm, name)
+    llm = start(old)
+    before = said(llm), described(llm, name)
+    assert before[1] not in (seen, mixture[1])
+    assert before[0][0] == mixture[0][0]  # text is not for the tower
+    some = part(new, tower, tmp_path / "part")
+    for _ in range(3):
+        llm.update_weights_from_disk(str(new), "new")
+        assert (said(llm), described(llm, name)) == (fresh, seen)
+        llm.rollback_weights()
+        assert (said(llm), described(llm, name)) == before
+        llm.update_weights_from_disk(some, "tower", subset=tower)
+        assert (said(llm), described(llm, name)) == mixture
+        llm.rollback_weights()
+    llm.update_weights_from_disk(str(new), "new")
+    assert (said(llm), described(llm, name)) == (fresh, seen)
+    assert differing(census(llm), everything) == set()
+
+
+def test_a_tower_that_an_engine_leaves_out_may_come_with_the_rest(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    blind = {"limit_mm_per_prompt": {"image": 0}}
+    tower = SEEING["idefics3"].tower
+    old, new = (make_seeing(tmp_path / str(seed), seed, "idefics3") for seed in (0, 1))
+    fresh = said(start(new, **blind))
+    llm = start(old, **blind)
+    before = said(llm)
+    for _ in range(2):
+        llm.update_weights_from_disk(str(new), "new")
+        assert said(llm) == fresh
+        llm.rollback_weights()
+        assert said(llm) == before
+    with pytest.raises(WeightsMismatch, match="no parameter is filled by"):
+        some = part(new, tower, tmp_path / "part")
+        llm.update_weights_from_disk(some, "tower", subset=tower)
+    assert said(llm) == before

@@ -1,0 +1,16 @@
+"""A second tree of a model shares no layer with the first, and takes none from it."""
+
+import torch
+
+from vllm.inflight.stage import blueprint
+
+
+def test_a_layer_that_upstream_shares_is_left_as_it_is_with_what_is_inside():
+    inside, weight = torch.nn.Identity(), torch.nn.Linear(2, 2)
+    rotary = torch.nn.ModuleDict({"turn": inside})
+    live = torch.nn.ModuleDict({"rotary": rotary, "proj": weight})
+    second = torch.nn.ModuleDict({"rotary": rotary, "proj": torch.nn.Linear(2, 2)})
+    blueprint._part(second, live)
+    assert rotary["turn"] is inside
+    assert {id(m) for m in second.modules()}.isdisjoint(map(id, live.modules()))
+    assert dict(second.named_modules()).keys() == dict(live.named_modules()).keys()
