@@ -248,6 +248,9 @@ UNPROVED = ("bert", "bloom", "qwen3_next", "jamba", "falcon_mamba")
 """The first is refused, the second is for other tests, the third has none in a process
 with others; vLLM's CPU build has no kernel for the first Mamba."""
 
+WANT_TORCHVISION = ("qwen3_5", "qwen3_5_moe")
+"""vLLM reads their classes in a file of models that see."""
+
 
 def cpu_options(family: str) -> dict[str, str]:
     """Options of an engine of a family, on a CPU.

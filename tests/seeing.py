@@ -25,6 +25,7 @@ from tests.processors import (
     transposed,
     used,
 )
+from tests.state_spaces import GATED, LINEAR, SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +102,27 @@ def a_qwen(stem: str, particular: str, *, patch: int, **more: Any) -> Seeing:
             "vision_start_token_id": "<|vision_start|>",
             "vision_end_token_id": "<|vision_end|>",
         },
-        processor=qwen(stem.removesuffix("Moe"), patch),
+        processor=qwen(stem.removesuffix("Moe").replace("3_5", "3VL"), patch),
         vision={**LAYERS, "depth": 2, "num_heads": 4, "patch_size": patch, **more},
         text=text,
         prompt="<|vision_start|><|image_pad|><|vision_end|>what?",
         side=8 * patch,
-        publish=transposed if stem.endswith("Moe") else dict,
+        publish=transposed if stem == "Qwen3VLMoe" else dict,
         tower=("visual.*" if stem.startswith("Qwen2") else "model.visual.*",),
         wants_torchvision=True,
     )
 
 
 QWEN3 = {"out_hidden_size": 128, "num_position_embeddings": 16}
+LINEAR_TEXT = {
+    **LINEAR,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 3, 3],
+    },
+}
 DEEP = "features of several layers of the tower, kept for a step"
 
 SEEING = {
@@ -168,6 +178,20 @@ SEEING = {
         patch=16,
         deepstack_visual_indexes=[0, 1],
         text={"num_experts": 4, "norm_topk_prob": True, **EXPERTS},
+        **QWEN3,
+    ),
+    "qwen3_5": a_qwen(
+        "Qwen3_5",
+        f"{GATED}; positions of three axes",
+        patch=16,
+        text=LINEAR_TEXT,
+        **QWEN3,
+    ),
+    "qwen3_5_moe": a_qwen(
+        "Qwen3_5Moe",
+        f"{GATED}; positions of three axes; shared experts",
+        patch=16,
+        text=LINEAR_TEXT | SHARED,
         **QWEN3,
     ),
     "llava": Seeing(

@@ -12,6 +12,18 @@ STATES = ("*.conv1d.*", "*.A_log", "*.D", "*.dt_bias")
 FIRST_STATES = ("*.conv1d.*", "*.A_log", "*.D", "*.dt_proj.*")
 """What is odd in Mamba's second version, and in its first."""
 
+GATED = "layers of linear and of full attention, gated"
+LINEAR = {
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 64, **EXPERTS}
+LINEAR_STATES = ("*.conv1d.*", "*.A_log", "*.dt_bias")
+
 STATE_SPACES: dict[str, Family] = {
     "mamba2": Family(
         "Mamba2ForCausalLM",
@@ -115,18 +127,22 @@ STATE_SPACES: dict[str, Family] = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        "layers of linear and of full attention, gated; shared experts",
-        fields={
-            "head_dim": 64,
-            "num_hidden_layers": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "num_experts": 4,
-            "shared_expert_intermediate_size": 64,
-            **EXPERTS,
-        },
-        odd=("*.conv1d.*", "*.A_log", "*.dt_bias"),
+        f"{GATED}; shared experts",
+        fields=LINEAR | SHARED,
+        odd=LINEAR_STATES,
+    ),
+    "qwen3_5": Family(
+        "Qwen3_5ForCausalLM",
+        GATED,
+        config="Qwen3_5TextConfig",
+        fields=LINEAR,
+        odd=LINEAR_STATES,
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        f"{GATED}; shared experts",
+        config="Qwen3_5MoeTextConfig",
+        fields=LINEAR | SHARED,
+        odd=LINEAR_STATES,
     ),
 }

@@ -18,6 +18,7 @@ from typing import Any
 from tests.engine.mixtures import part
 from tests.engine.probe import checksums, greedy
 from tests.engine.script import OPTIONS, tell
+from vllm.inflight.update import DRAFT
 
 
 def start(case: dict[str, Any], version: int) -> Any:
@@ -39,11 +40,16 @@ def start(case: dict[str, Any], version: int) -> Any:
 
 def state(llm: Any) -> dict[str, Any]:
     """What is said, and what every rank serves of the model and of its drafter."""
-    return {
-        "tokens": greedy(llm),
-        "model": checksums(llm),
-        "drafter": llm.collective_rpc("tests_drafter"),
-    }
+    served = checksums(llm)
+    of_drafter = [
+        {name: digest for name, digest in rank.items() if name.startswith(DRAFT)}
+        for rank in served
+    ]
+    of_model = [
+        {name: digest for name, digest in rank.items() if not name.startswith(DRAFT)}
+        for rank in served
+    ]
+    return {"tokens": greedy(llm), "model": of_model, "drafter": of_drafter}
 
 
 def send(llm: Any, path: str, *, alone: bool, **faults: Any) -> Any:

@@ -16,6 +16,7 @@ from tests.engine.test_pause_features import GREEDY as LONG
 from tests.engine.test_pause_features import lived
 from tests.tiny_drafters import METHODS, drafting, make_drafter
 from vllm.inflight.errors import Conflict, WeightsMismatch
+from vllm.inflight.update import DRAFT
 
 pytestmark = pytest.mark.engine
 
@@ -125,6 +126,34 @@ def test_upstreams_session_for_the_drafter_is_a_transaction(
     llm.finish_weight_update("drafter-2")
     assert drafted(llm) == said["old", "new"]
     assert llm.get_weight_version() == "drafter-2"
+
+
+def test_what_is_read_has_the_drafter_as_well(
+    llm: Any, new: Path, drafters: dict[str, Path]
+) -> None:
+    core = llm.llm_engine.engine_core.engine_core
+    before = read(llm)
+    llm.update_weights_from_disk(None, "drafter", draft_path=str(drafters["new"]))
+    after = read(llm)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed
+    assert changed == {name for name in before if name.startswith(DRAFT)}
+    assert read(llm, is_target=True) == {
+        name: digest for name, digest in after.items() if name not in changed
+    }
+    tensors = load_file(drafters["new"] / "model.safetensors")
+    (name,) = (name for name in tensors if name.endswith("mlp.down_proj.weight"))
+    (inside,) = (name for name in changed if name.endswith("mlp.down_proj.weight"))
+    rows = call(core, "rows", name=inside, num_rows=3)["rows"]
+    assert rows == tensors[name][:3].float().tolist()
+
+
+def read(llm: Any, **selected: Any) -> dict[str, str]:
+    (rank,) = call(llm.llm_engine.engine_core.engine_core, "checksums", **selected)[
+        "ranks"
+    ]
+    found: dict[str, str] = rank["checksums"]
+    return found
 
 
 def test_the_digest_is_the_models(

@@ -1,6 +1,7 @@
 """Families of models: after every commit and rollback, what a fresh engine says."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from tests.engine.census import census
 from tests.engine.mixtures import mixed, part, said
 from tests.engine.probe import greedy
-from tests.families import FAMILIES, UNPROVED, cpu_options
+from tests.families import FAMILIES, UNPROVED, WANT_TORCHVISION, cpu_options
 
 pytestmark = pytest.mark.engine
 
@@ -33,6 +34,8 @@ def test_a_family_equals_a_fresh_engine_after_commits_rollbacks_and_a_subset(
     tmp_path: Path,
     family: str,
 ) -> None:
+    if family in WANT_TORCHVISION and find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
     odd = FAMILIES[family].odd
     options = cpu_options(family)
     old, new = (checkpoint(seed, family=family) for seed in (0, 1))

@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.checkpoint_source import CheckpointSource
+from tests.engine.bare_core import call
 from tests.engine.drafted import Drafted, drafted
 from tests.engine.mixtures import declared, part
 from tests.engine.sync_client import gloo_trainer
@@ -174,6 +175,16 @@ def test_a_subset_is_of_either_or_of_both(
     assert drafted(llm) == said["new", "old"]
     llm.update_weights_from_disk(old, "all", subset=[*names, layer])
     assert drafted(llm) == said["old", "old"]
+
+
+def test_its_tensors_are_read_by_the_names_they_come_under(
+    llm: Any, new: str, tensors: dict[str, torch.Tensor], kind: MtpKind
+) -> None:
+    llm.update_weights_from_disk(new, "new")
+    core = llm.llm_engine.engine_core.engine_core
+    for end in (kind.joint, f"{kind.block}self_attn.o_proj.weight"):
+        rows = call(core, "rows", name=kind.layer + end, num_rows=3)["rows"]
+        assert rows == tensors[kind.layer + end][:3].float().tolist()
 
 
 def test_requests_live_through_a_commit(llm: Any, new: str) -> None:

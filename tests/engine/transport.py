@@ -25,8 +25,6 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from vllm.inflight import ops
-
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -115,16 +113,6 @@ class Extension:
 
     def tests_probe(self) -> Any:
         return None
-
-    def tests_drafter(self: Any) -> dict[str, int]:
-        """The digest of every parameter that is the drafter's alone, on this rank."""
-        shared = {id(param) for param in self.get_model().parameters()}
-        named = {
-            name: param
-            for name, param in self.get_draft_model().named_parameters()
-            if id(param) not in shared
-        }
-        return dict(zip(named, ops.digest(list(named.values())), strict=True))
 
     def tests_make_room(self: Any) -> None:
         """What compiling does on the way: upstream's CPU build makes the buffers that

@@ -115,7 +115,7 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
     fields = Fields(body)
     action = fields.text("action", "checksum")
     fields.flag("allow_quant_error", False)
-    fields.one_of("selector", (None, "all", "target"))
+    selector = fields.one_of("selector", (None, "all", "target"))
     skipped = fields.take("skip_tensor_list") or []
     fields.only()
     if skipped and not _are_ids(skipped):
@@ -125,7 +125,10 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
             f"action {action!r} is not offered: it would write into live weights, or "
             "keep a copy of them; 'checksum' tells what to compare"
         )
-    replies = await control_of(engine).ask("checksums", skip=skipped)
+    is_target = selector == "target"
+    replies = await control_of(engine).ask(
+        "checksums", skip=skipped, is_target=is_target
+    )
     ranks = [rank for reply in replies for rank in reply["ranks"]]
     every = "".join(rank["per_gpu_checksum"] for rank in ranks)
     return {

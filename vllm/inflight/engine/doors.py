@@ -82,10 +82,12 @@ def checksums(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         gate: of the engine.
-        body: `skip`, parts of names that are left out.
+        body: `skip`, parts of names that are left out, and `is_target`, whether the
+            drafter is.
 
     """
-    ranks = _read(gate, "checksums", body.get("skip") or [])
+    skipped, is_target = body.get("skip") or [], bool(body.get("is_target"))
+    ranks = _read(gate, "checksums", skipped, is_target)
     return {"ranks": ranks, "epoch": gate.version.epoch}
 
 

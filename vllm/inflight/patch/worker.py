@@ -17,23 +17,15 @@ def _is_on(vllm_config: Any) -> bool:
 _loading: ContextVar[Any] = ContextVar("worker that loads its model", default=None)
 
 
-def _drafter(worker: Any) -> Any:
-    """The drafter of a worker that has loaded its models, if it has weights."""
-    runner = getattr(worker, "model_runner", None)
-    drafter: Any = getattr(runner, "get_draft_model", lambda: None)()
-    if not hasattr(drafter, "parameters"):
-        return None  # one that looks drafts up
-    return drafter if next(drafter.parameters(), None) is not None else None
-
-
 def _create_on_shadow(original: Any) -> Any:
     def create_engine(
         cls: Any, config: Any, vllm_config: Any, device: Any, model: Any
     ) -> Any:
         if _is_on(vllm_config):
             from vllm.inflight.stage.shadow import shadow_of
+            from vllm.inflight.stage.tandem import drafter_of
 
-            shadow = shadow_of(model, vllm_config, device, _drafter(_loading.get()))
+            shadow = shadow_of(model, vllm_config, device, drafter_of(_loading.get()))
             model = shadow.module if shadow.module is not None else model
         return original(cls, config, vllm_config, device, model)
 
@@ -101,10 +93,12 @@ def _load_with_shadow(original: Any) -> Any:
         from vllm.inflight.commit.flip import flip_of
         from vllm.inflight.stage.shadow import shadow_of
         from vllm.inflight.stage.stager import Stager
+        from vllm.inflight.stage.tandem import drafter_of
 
         with upstream.set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
-            shadow = shadow_of(model, self.vllm_config, self.device, _drafter(self))
+            drafter = drafter_of(self)
+            shadow = shadow_of(model, self.vllm_config, self.device, drafter)
         staging = InflightConfig.of(self.vllm_config).staging
         if shadow.reason is not None and staging != "auto":
             raise ConfigError(

@@ -15,7 +15,7 @@ import torch
 
 from vllm.inflight import names, upstream
 from vllm.inflight.stage import direct
-from vllm.inflight.stage.tandem import Tandem
+from vllm.inflight.stage.tandem import sent_names
 
 PACKED_ONCE = "CPU"
 """The name of the kernels that upstream packs weights for at their first load only."""
@@ -88,4 +88,4 @@ def tensor_names(module: torch.nn.Module, param: str) -> list[str]:
     if found is None:
         fused = getattr(module, "packed_modules_mapping", {}) or {}
         found = names.checkpoint_names(param, fused)
-    return [module.sent_name(n) for n in found] if isinstance(module, Tandem) else found
+    return sent_names(module, found)

@@ -22,6 +22,8 @@ from vllm.inflight.stage.derived import is_derived
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.stage.swappable import PACKED
+from vllm.inflight.stage.tandem import sent_names, served_by
+from vllm.inflight.update import DRAFT
 
 SLAB = 1024
 """Columns of a packed weight that are read at a time."""
@@ -29,11 +31,22 @@ SLAB = 1024
 Pair = tuple[str, torch.Tensor]
 
 
-def checksums(worker: Any, skipped: Sequence[str]) -> dict[str, Any]:
-    """The digest of every parameter of this rank, in its own shard and layout."""
+def checksums(
+    worker: Any, skipped: Sequence[str], is_target: bool = False
+) -> dict[str, Any]:
+    """The digest of every parameter of this rank, in its own shard and layout.
+
+    Args:
+        worker: of this rank.
+        skipped: parts of names that are left out.
+        is_target: leave the drafter out, whose parameters are under `draft.`.
+
+    """
     found: dict[str, ops.Digest] = {}
     with torch.no_grad():
-        for name, tensor in served(worker.model_runner.get_model()):
+        for name, tensor in served(served_by(worker)):
+            if is_target and name.startswith(DRAFT):
+                continue
             if any(part in name for part in skipped):
                 continue
             if tensor.is_cuda:
@@ -66,7 +79,8 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
 
     Args:
         worker: of this rank.
-        name: as the checkpoint calls it, or as the engine does.
+        name: as the checkpoint calls it, or as the engine does; a drafter's begins
+            with `draft.`.
         num_rows: how many are wanted of the whole tensor.
 
     Returns:
@@ -75,7 +89,7 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
         `stage`'s ranks lie side by side: 0, 1, or None where every rank has the whole.
 
     """
-    model = worker.model_runner.get_model()
+    model = served_by(worker)
     fused = getattr(model, "packed_modules_mapping", {}) or {}
     layer: Any
     for path, layer in layers(model):
@@ -86,7 +100,7 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
                 return {"is_quantised": True}
         for key, param in layer._parameters.items():
             param_name = f"{path}.{key}" if path else key
-            shards = checkpoint_names(param_name, fused)
+            shards = sent_names(model, checkpoint_names(param_name, fused))
             if param is None or name not in (param_name, *shards):
                 continue
             number = shards.index(name) if name in shards else None

@@ -26,7 +26,7 @@ from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.blueprint import blueprint_of
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.residence import residence_of
-from vllm.inflight.stage.tandem import Tandem, share, trees
+from vllm.inflight.stage.tandem import Tandem, has_mtp, share, trees
 from vllm.inflight.wire.assembly import Home
 
 ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)
@@ -282,7 +282,7 @@ def shadow_of(
 ) -> Shadow:
     """The shadow of `live` and its drafter, built at the first call."""
     if live not in _shadows:
-        is_mtp = getattr(vllm_config.speculative_config, "method", None) == "mtp"
+        is_mtp = has_mtp(vllm_config)
         root = live if draft is None else Tandem(live, draft, is_mtp=is_mtp)
         _shadows[live] = Shadow(root, vllm_config, device)
     return _shadows[live]

@@ -99,6 +99,36 @@ class Tandem(torch.nn.Module):
         return name
 
 
+def drafter_of(worker: Any) -> Any:
+    """The drafter of a worker that has loaded its models, if it has weights."""
+    runner = getattr(worker, "model_runner", None)
+    drafter: Any = getattr(runner, "get_draft_model", lambda: None)()
+    if not hasattr(drafter, "parameters"):
+        return None  # one that looks drafts up
+    return drafter if next(drafter.parameters(), None) is not None else None
+
+
+def served_by(worker: Any) -> torch.nn.Module:
+    """The model of a worker; with its drafter, if that has weights."""
+    model: torch.nn.Module = worker.model_runner.get_model()
+    drafter = drafter_of(worker)
+    if drafter is None:
+        return model
+    return Tandem(model, drafter, is_mtp=has_mtp(worker.vllm_config))
+
+
+def has_mtp(vllm_config: Any) -> bool:
+    """Whether the drafter of an engine is layers of its model's checkpoint."""
+    return getattr(vllm_config.speculative_config, "method", None) == "mtp"
+
+
+def sent_names(root: torch.nn.Module, names: list[str]) -> list[str]:
+    """As what tensors come that have these names in the tree."""
+    if not isinstance(root, Tandem):
+        return names
+    return [root.sent_name(name) for name in names]
+
+
 def trees(root: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     """The models that a tree consists of: one, or a model and its drafter."""
     return (root.target, root.draft) if isinstance(root, Tandem) else (root,)
