@@ -15,6 +15,7 @@ from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.remainder import carry
+from vllm.inflight.stage.spares import Spares
 from vllm.inflight.stage.stager import Stager
 from vllm.inflight.stage.twins import make_copy, put_twins
 from vllm.inflight.update import Manifest
@@ -136,7 +137,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         required={n: p.shape for n, p in second.named_parameters()},
         known_names={},
         asks_loader=True,
-        spares=(),
+        spares=Spares(),
         is_reversible=True,
         plan=(plan := Plan()),
         place=plan.place,

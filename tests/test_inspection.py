@@ -15,6 +15,7 @@ from vllm.inflight.ops import Digest
 from vllm.inflight.stage import intake
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.inspection import Inspection
+from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
 
 STRANGE = "a bias by another name"
@@ -131,14 +132,16 @@ def test_what_is_announced_and_may_yet_come_is_not_called_missing(sets):
 
 
 def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):
-    sets.shadow.spares = ("head.weight",)
+    sets.shadow.spares = Spares(endings=("head.weight",))
     with pytest.raises(WeightsMismatch, match="nothing was sent of the subset"):
         sets.stage([("head.weight", torch.ones(2))], ("head.*",))
 
 
 def test_what_is_kept_of_a_tensor_is_nothing_to_a_collection_of_garbage():
     named = version(1)
-    inspection = Inspection(Manifest(), {}, (), asks_loader=True, allow_nonfinite=False)
+    inspection = Inspection(
+        Manifest(), {}, Spares(), asks_loader=True, allow_nonfinite=False
+    )
     for name, tensor in named.items():
         assert inspection.admits(name, tensor)
         assert inspection.judge(name, Digest(1, 2), 0)

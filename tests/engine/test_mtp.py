@@ -12,7 +12,6 @@ from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.checkpoint_source import CheckpointSource
-from tests.engine.bare_core import call
 from tests.engine.drafted import Drafted, drafted
 from tests.engine.mixtures import declared, part
 from tests.engine.sync_client import gloo_trainer
@@ -22,7 +21,7 @@ from tests.engine.test_pause_features import lived
 from tests.families import cpu_options
 from tests.tiny_drafters import MTP, MTP_KINDS, MtpKind, make_mtp
 from vllm.inflight import ops
-from vllm.inflight.errors import Conflict, StagingUnavailable, WeightsMismatch
+from vllm.inflight.errors import Conflict, WeightsMismatch
 
 pytestmark = pytest.mark.engine
 
@@ -177,16 +176,6 @@ def test_a_subset_is_of_either_or_of_both(
     assert drafted(llm) == said["old", "old"]
 
 
-def test_its_tensors_are_read_by_the_names_they_come_under(
-    llm: Any, new: str, tensors: dict[str, torch.Tensor], kind: MtpKind
-) -> None:
-    llm.update_weights_from_disk(new, "new")
-    core = llm.llm_engine.engine_core.engine_core
-    for end in (kind.joint, f"{kind.block}self_attn.o_proj.weight"):
-        rows = call(core, "rows", name=kind.layer + end, num_rows=3)["rows"]
-        assert rows == tensors[kind.layer + end][:3].float().tolist()
-
-
 def test_requests_live_through_a_commit(llm: Any, new: str) -> None:
     def update() -> None:
         llm.update_weights_from_disk(new, "new")
@@ -308,11 +297,3 @@ def test_a_whole_update_is_all_that_a_restart_reads(
     llm = start(Path(old), **options)
     assert llm.restore_weights()["weight_version"] == "new"
     assert drafted(llm) == said["new", "new"]
-
-
-def test_mtp_layers_of_another_checkpoint_are_refused(
-    start: Callable[..., Any], old: str, new: str
-) -> None:
-    llm = start(Path(old), dtype="float32", speculative_config=MTP | {"model": new})
-    with pytest.raises(StagingUnavailable, match="are not its model's own"):
-        llm.update_weights_from_disk(old, "no")

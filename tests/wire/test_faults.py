@@ -27,6 +27,7 @@ from tests.wire.peers import (
 )
 from vllm.inflight.errors import Cancelled, EngineFault, TransferFault, WeightsMismatch
 from vllm.inflight.stage.intake import Intake
+from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.watch import in_background
@@ -160,7 +161,7 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         required={name: tensor.shape for name, tensor in named.items()},
         known_names={n: (list(t.shape), "float32") for n, t in named.items()},
         asks_loader=False,
-        spares=(),
+        spares=Spares(),
         plan=None,
         tables={},
         views={},

@@ -15,6 +15,7 @@ from vllm.inflight.names import matcher
 from vllm.inflight.stage.content import Facts
 from vllm.inflight.stage.refusal import refusal, require_matches
 from vllm.inflight.stage.shadow import Known
+from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
 
 PLAIN = {"bfloat16", "float16", "float32", "float64"}
@@ -30,7 +31,7 @@ class Inspection:
     Args:
         manifest: what was announced.
         known: the names that the model's parameters have in a checkpoint.
-        spares: ends of names that may come and are of no use.
+        spares: what may come and is of no use.
         asks_loader: whether the model's loader alone can tell what a name is.
         allow_nonfinite: whether NaN and Inf are served.
 
@@ -40,7 +41,7 @@ class Inspection:
         self,
         manifest: Manifest,
         known: Known,
-        spares: tuple[str, ...],
+        spares: Spares,
         *,
         asks_loader: bool,
         allow_nonfinite: bool,
@@ -103,7 +104,7 @@ class Inspection:
             return False
         # The shape is known to the loaders, for every shard; they refuse.
         expected = self._known.get(name, (None, None))[1] or dtype
-        is_spare = name.endswith(self._spares)
+        is_spare = name in self._spares
         if dtype != expected and not is_spare and not {dtype, expected} <= PLAIN:
             self._wrong[name] = f"it is {dtype}, the model's is {expected}"
             return False
@@ -153,7 +154,7 @@ class Inspection:
         if not (subset := self._manifest.subset):
             return
         require_matches(subset, {**self._known, **self._entries})
-        if all(name.endswith(self._spares) for name in self._digests):
+        if all(name in self._spares for name in self._digests):
             raise WeightsMismatch(
                 f"nothing was sent of the subset {', '.join(subset[:8])}",
                 tensors=subset,

@@ -18,7 +18,6 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.errors import Cancelled, InflightError, WeightsMismatch
-from vllm.inflight.stage.absent import is_absent
 from vllm.inflight.stage.audit import Audit, Pair
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.coverage import Coverage
@@ -127,7 +126,7 @@ class Intake:
                 raise Cancelled("the update was aborted")
             with undirected():
                 fresh = self._replay(self._accepted(batch))
-            fresh = [p for p in fresh if not p[0].endswith(self._shadow.spares)]
+            fresh = [pair for pair in fresh if not self._is_spare(pair[0])]
             if fresh:
                 coverage.stand_behind()
             while fresh:
@@ -141,7 +140,7 @@ class Intake:
                     self._renamed.update(param for param, _ in entry.filled)
                 else:
                     yield name, tensor
-                    if coverage.num_loads == before and not self._is_absent(name):
+                    if coverage.num_loads == before:
                         self.unfilled.append(name)
                 if self._shadow.plan is not None and name not in self._tried:
                     self._shadow.plan.keep(name, entry)
@@ -153,9 +152,12 @@ class Intake:
             self._progress(self.num_bytes, self._inspection.num_seen)
         current.clear()
 
-    def _is_absent(self, name: str) -> bool:
-        """Whether it comes with the rest, and this engine has no use for it."""
-        return not self._manifest.subset and is_absent(self._module, name)
+    def _is_spare(self, name: str) -> bool:
+        """Whether it may come, and this engine has no use for it."""
+        spares = self._shadow.spares
+        if name in spares:
+            return True
+        return not self._manifest.subset and spares.has_left_out(name)
 
     def _accepted(self, batch: list[Pair]) -> list[Pair]:
         """Those of a batch that may go on, under the model's names."""

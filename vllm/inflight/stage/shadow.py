@@ -26,12 +26,9 @@ from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.blueprint import blueprint_of
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.residence import residence_of
+from vllm.inflight.stage.spares import Spares
 from vllm.inflight.stage.tandem import Tandem, has_mtp, share, trees
 from vllm.inflight.wire.assembly import Home
-
-ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)
-HEAD = "lm_head.weight"
-"""Buffers of older checkpoints; a head, tied to the embedding or of no use."""
 
 Known = dict[str, tuple[list[int] | None, str | None]]
 
@@ -52,11 +49,7 @@ class Shadow:
         self.live = live
         self.device = device
         self.model_config = vllm_config.model_config
-        is_tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
-        is_headless = is_tied or self.model_config.runner_type == "pooling"
-        self.spares = (*ROTARY, HEAD) if is_headless else ROTARY
-        self.spares += quantised.unused_scales(live)
-        """Ends of names that are in many checkpoints and of no use to a loader."""
+        self.spares = Spares.of(live, self.model_config)
         self._is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         self.module: torch.nn.Module | None = None
         self.quantised: set[str] = set()

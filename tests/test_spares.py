@@ -1,0 +1,58 @@
+"""What an engine was built without may come with an update of all the rest."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.models.utils import StageMissingLayer, WeightsMapper
+
+from vllm.inflight.stage.spares import Spares
+
+
+def spares_of(model: torch.nn.Module, **text: int) -> Spares:
+    config = SimpleNamespace(
+        hf_config=SimpleNamespace(),
+        hf_text_config=SimpleNamespace(**text),
+        runner_type="generate",
+    )
+    return Spares.of(model, config)
+
+
+def test_tensors_of_a_tower_that_was_not_built_are_known_by_their_checkpoints_names():
+    model = torch.nn.Module()
+    model.visual = StageMissingLayer("image")
+    model.proj = torch.nn.Linear(2, 2)
+    spares = spares_of(model)
+    assert spares.has_left_out("visual.blocks.0.weight")
+    assert not spares.has_left_out("visuals.weight")
+    assert not spares.has_left_out("proj.weight")
+    assert not spares.has_left_out("model.visual.blocks.0.weight")
+    model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"model.": ""})
+    assert spares_of(model).has_left_out("model.visual.blocks.0.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_mtp"),
+    [
+        ("mtp.fc.weight", True),
+        ("mtp.layers.0.mlp.down_proj.weight", True),
+        ("model.mtp_layers.0.input_proj.weight", True),
+        ("model.mtp_block.0.self_attn.q_proj.weight", True),
+        ("model.layers.2.eh_proj.weight", True),
+        ("model.language_model.layers.2.eh_proj.weight", True),
+        ("model.layers.1.mlp.down_proj.weight", False),
+        ("model.layers.3.mlp.down_proj.weight", False),
+        ("model.layers.20.mlp.down_proj.weight", False),
+        ("vision_tower.layers.2.mlp.down_proj.weight", False),
+        ("model.mtpx.weight", False),
+    ],
+)
+def test_mtp_layers_are_spares_where_nobody_drafts_with_them(name: str, is_mtp: bool):
+    model = torch.nn.Module()
+    for field in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        spares = spares_of(model, num_hidden_layers=2, **{field: 1})
+        assert spares.has_left_out(name) == is_mtp
+    assert not spares_of(model, num_hidden_layers=2).has_left_out(name)
+    model.is_mtp = True
+    spares = spares_of(model, num_hidden_layers=2, num_nextn_predict_layers=1)
+    assert not spares.has_left_out(name)

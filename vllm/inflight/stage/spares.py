@@ -1,0 +1,92 @@
+"""Spares: what comes with many checkpoints, and is of no use to an engine.
+
+Buffers of older checkpoints, a head that is tied to the embedding. And what the engine
+was built without: towers, if it is to see nothing (`--language-model-only`, or limits
+of 0), MTP layers, if it does not draft with them. Upstream's loaders pass over all of
+it; an update may bring it, and nothing of it is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.stage import quantised
+from vllm.inflight.stage.tandem import trees
+
+ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)
+HEAD = "lm_head.weight"
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Fields of configurations that say how many MTP layers there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spares:
+    """The spares of one model, by their names in a checkpoint.
+
+    Attributes:
+        endings: of names that may come with any update.
+        towers: prefixes, under the model's names, of what it was built without.
+        mtp: matches the names of MTP layers that nobody drafts with.
+        mapper: from a checkpoint's names to the model's; None if they are the same.
+
+    """
+
+    endings: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
+    mtp: re.Pattern[str] | None = None
+    mapper: Any = None
+
+    @classmethod
+    def of(cls, live: torch.nn.Module, model_config: Any) -> Self:
+        """Those of a model, and its drafter if it has one."""
+        is_tied = getattr(model_config.hf_config, "tie_word_embeddings", False)
+        is_headless = is_tied or model_config.runner_type == "pooling"
+        towers = tuple(
+            f"{path}."
+            for path, layer in live.named_modules()
+            if isinstance(layer, upstream.StageMissingLayer)
+        )
+        is_mtp = getattr(live, "is_mtp", False)
+        return cls(
+            endings=(
+                *ROTARY,
+                *((HEAD,) if is_headless else ()),
+                *quantised.unused_scales(live),
+            ),
+            towers=towers,
+            mtp=None if is_mtp else mtp_names(model_config.hf_text_config),
+            mapper=getattr(trees(live)[0], "hf_to_vllm_mapper", None),
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name.endswith(self.endings)
+
+    def has_left_out(self, name: str) -> bool:
+        """Whether it is of a part that may come with all the rest, and not alone."""
+        if self.mtp is not None and self.mtp.match(name):
+            return True
+        if not self.towers:
+            return False
+        mapped = self.mapper.apply_list([name]) if self.mapper else [name]
+        return any(path.startswith(self.towers) for path in mapped)
+
+
+def mtp_names(config: Any) -> re.Pattern[str] | None:
+    """How the tensors of MTP layers are named; None if a model has none.
+
+    By themselves (`mtp.fc.weight`, `model.mtp_block.0.*`), or as layers behind the
+    model's last. No more of these than there are: the checkpoint of a deeper model is
+    none of this one.
+    """
+    num_mtp = next((n for f in MTP_LAYERS if (n := getattr(config, f, None))), 0)
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if not num_mtp or num_layers is None:
+        return None
+    numbers = "|".join(str(num_layers + n) for n in range(num_mtp))
+    prefix = r"(?:model\.|language_model\.)*"
+    return re.compile(rf"{prefix}(?:mtp(?:_\w+)?|layers\.(?:{numbers}))\.")
