@@ -180,14 +180,14 @@ SEEING = {
         text={"num_experts": 4, "norm_topk_prob": True, **EXPERTS},
         **QWEN3,
     ),
-    "qwen3_5": a_qwen(
+    "qwen3_5_vl": a_qwen(
         "Qwen3_5",
         f"{GATED}; positions of three axes",
         patch=16,
         text=LINEAR_TEXT,
         **QWEN3,
     ),
-    "qwen3_5_moe": a_qwen(
+    "qwen3_5_vl_moe": a_qwen(
         "Qwen3_5Moe",
         f"{GATED}; positions of three axes; shared experts",
         patch=16,

@@ -9,6 +9,6 @@ every process that imports it: vLLM looks at a model's class in one of its own.
 import torch
 
 if not hasattr(torch.ops.torchvision, "nms"):
-    declared = torch.library.Library("torchvision", "FRAGMENT")
+    schema = "(Tensor dets, Tensor scores, float iou) -> Tensor"
     for operator in "nms", "qnms":
-        declared.define(f"{operator}(Tensor dets, Tensor scores, float iou) -> Tensor")
+        torch.library.define(f"torchvision::{operator}", schema)

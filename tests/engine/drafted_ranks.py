@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.mixtures import part
-from tests.engine.probe import checksums, greedy
+from tests.engine.probe import checksums, greedy, outcome
 from tests.engine.script import OPTIONS, tell
 from vllm.inflight.update import DRAFT
 
@@ -52,21 +52,6 @@ def state(llm: Any) -> dict[str, Any]:
     return {"tokens": greedy(llm), "model": of_model, "drafter": of_drafter}
 
 
-def send(llm: Any, path: str, *, alone: bool, **faults: Any) -> Any:
-    """What became of an update by the transport "other": an error, if one did."""
-    from vllm.inflight.errors import InflightError, WeightsMismatch
-
-    llm.start_draft_weight_update() if alone else llm.start_weight_update()
-    try:
-        llm.update_weights({"update_info": {"path": path, **faults}})
-        llm.finish_weight_update("new")
-    except WeightsMismatch as error:
-        return error.tensors
-    except InflightError as error:
-        return error.code
-    return "committed"
-
-
 def main(case: dict[str, Any]) -> None:
     drafters, new = case["drafters"], case["models"][1]
     both = [
@@ -82,7 +67,7 @@ def main(case: dict[str, Any]) -> None:
     path, alone, name = (drafters or case["models"])[1], bool(drafters), case["drafter"]
     for rank in (0, 1):
         seen[f"rank {rank}"] = [
-            send(llm, path, alone=alone, fail_rank=rank, **fault)
+            outcome(llm, path, alone=alone, fail_rank=rank, **fault)
             for fault in ({"reshape": name}, {"poison": name}, {"skip": [name]})
         ]
     seen["after faults"] = state(llm)

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
+from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.wire.watch import in_background
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -30,6 +31,27 @@ def checksums(llm: Any) -> list[dict[str, str]]:
     """The digest of every parameter that is served, of each rank."""
     replies = llm.collective_rpc("inflight_read", args=("checksums", []))
     return [reply["ok"]["checksums"] for reply in replies]
+
+
+def outcome(llm: Any, path: str, *, alone: bool = False, **faults: Any) -> Any:
+    """What became of an update by the transport "other": an error, if one did.
+
+    Args:
+        llm: the engine.
+        path: of what is sent.
+        alone: whether it is the drafter's.
+        **faults: of that transport.
+
+    """
+    llm.start_draft_weight_update() if alone else llm.start_weight_update()
+    try:
+        llm.update_weights({"update_info": {"path": path, **faults}})
+        llm.finish_weight_update("new")
+    except WeightsMismatch as error:
+        return error.tensors
+    except InflightError as error:
+        return error.code
+    return "committed"
 
 
 def outputs_during(

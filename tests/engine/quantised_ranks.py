@@ -9,11 +9,12 @@ import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.engine.mixtures import MLP, mixed, part
-from tests.engine.probe import checksums, greedy
+from tests.engine.probe import checksums, greedy, outcome
 from tests.engine.script import OPTIONS, tell
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
@@ -23,8 +24,6 @@ SCALE = f"{WEIGHT}_scale"
 def main(old: str, new: str, options: dict[str, Any]) -> None:
     from vllm import LLM
     from vllm.config.weight_transfer import WeightTransferConfig
-
-    from vllm.inflight.errors import InflightError, WeightsMismatch
 
     def start(folder: str) -> Any:
         llm = LLM(
@@ -41,18 +40,7 @@ def main(old: str, new: str, options: dict[str, Any]) -> None:
         """What is said, and what every rank serves."""
         return greedy(llm), checksums(llm)
 
-    def send(llm: Any, **faults: Any) -> Any:
-        """What became of an update by the transport "other": an error, if one did."""
-        llm.start_weight_update()
-        try:
-            llm.update_weights({"update_info": {"path": new, **faults}})
-            llm.finish_weight_update("new")
-        except WeightsMismatch as error:
-            return error.tensors
-        except InflightError as error:
-            return error.code
-        return "committed"
-
+    send = partial(outcome, path=new)
     fresh = start(new)
     seen: dict[str, Any] = {"expected": state(fresh), "commits": [], "others": []}
     fresh.llm_engine.engine_core.shutdown()
