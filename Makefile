@@ -8,6 +8,9 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 # Where the CPU build of torch is, besides pip's own sources
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# Tests run in so many processes side by side, each with files and a core of its own
+LANES ?= 2
+
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 
@@ -49,8 +52,9 @@ build: | $(VENV)/.installed-$(DEVICE) ## the native core again, after a change i
 demo: setup ## weights change while tokens flow: pictures and a report in out/demo/
 	PYTHONPATH=$(CURDIR)/tests/calm $(PY) -m examples.demo
 
+test: export OMP_NUM_THREADS := 1
 test: setup lint ## lint, then every test that needs no GPU
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
 
 test-gpu: setup ## the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu

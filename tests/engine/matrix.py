@@ -200,7 +200,6 @@ def main(kind: str, tp: str, dp: str, old: str, new: str) -> None:
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = (
-        "0" if sys.argv[2:4] == ["1", "1"] else "0|1"
-    )
+    if sys.argv[2:4] != ["1", "1"]:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     main(*sys.argv[1:])

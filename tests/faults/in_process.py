@@ -269,6 +269,7 @@ def main(old: str, new: str, *names: str) -> None:
 if __name__ == "__main__":
     is_two = TWO_RANKS in sys.argv[3:]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if is_two else "0"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if is_two else "0"
+    if is_two:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     assert all(Path(folder).is_dir() for folder in sys.argv[1:3])
     main(*sys.argv[1:])
