@@ -52,7 +52,6 @@ build: | $(VENV)/.installed-$(DEVICE) ## the native core again, after a change i
 demo: setup ## weights change while tokens flow: pictures and a report in out/demo/
 	PYTHONPATH=$(CURDIR)/tests/calm $(PY) -m examples.demo
 
-test: export OMP_NUM_THREADS := 1
 test: setup lint ## lint, then every test that needs no GPU
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
 

@@ -12,6 +12,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT / "tests" / "calm"), str(ROOT), os.environ.get("PYTHONPATH", "")]
 ).rstrip(os.pathsep)
 
+# One core decodes, the other is free for what stages: the models are tiny. Tests that
+# run side by side decode on different ones, and nobody waits for threads to meet.
+LANE = os.environ.get("PYTEST_XDIST_WORKER", "")
+CORES = sorted(os.sched_getaffinity(0))
+CORE = CORES[int(LANE.removeprefix("gw") or 0) % len(CORES)]
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(CORE)
+if LANE:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 # A busy machine is no reason to fail.
 settings.register_profile(
     "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]

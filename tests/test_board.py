@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.shared_memory import names, nothing_came
 from tests.waiting import until
 from vllm.inflight.stage import board as module
 from vllm.inflight.stage.board import PAGE_BYTES, Board, board_bytes
@@ -208,11 +209,11 @@ def test_a_board_without_room_is_refused_before_a_rank_dies_of_it(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
-    known = set(Path("/dev/shm").glob("vllm-inflight-board-*"))
+    known = names()
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="no space left"):
         Board.create(2)
-    assert set(Path("/dev/shm").glob("vllm-inflight-board-*")) <= known
+    nothing_came(known)
 
 
 def test_a_board_has_the_size_it_says():

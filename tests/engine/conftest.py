@@ -10,11 +10,6 @@ import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# One core decodes, the other is free for what stages: the models are tiny. Tests that
-# run side by side decode on different ones.
-CORES = sorted(os.sched_getaffinity(0))
-LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(CORES[LANE % len(CORES)])
 
 import gc
 from collections.abc import Callable, Iterator

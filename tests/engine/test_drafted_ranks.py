@@ -18,12 +18,11 @@ from tests.tiny_drafters import (
 )
 from vllm.inflight.update import drafters
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-QUICK = ("eagle",)
+CASES = ("eagle", "draft_model", "eagle3", "mimo", "glm", "deepseek", "ernie")
 INSIDE = "model.layers.0.mlp.down_proj.weight"
 """What a matrix of such a head is called, once it is loaded."""
-SLOW = ("draft_model", "eagle3", "mimo", "glm", "deepseek", "ernie")
 
 
 def with_drafters(
@@ -60,10 +59,7 @@ def with_mtp(root: Path, name: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
-)
+@pytest.fixture(scope="module", params=CASES)
 def seen(
     request: pytest.FixtureRequest,
     checkpoint: Callable[..., Path],

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.shared_memory import names, nothing_came
 from vllm.inflight.errors import InflightError
 
 pytestmark = pytest.mark.engine
@@ -27,10 +27,6 @@ def held() -> tuple[int, int, int]:
     return process.memory_info().rss, process.num_fds(), len(threads)
 
 
-def boards() -> set[str]:
-    return {n for n in os.listdir("/dev/shm") if n.startswith("vllm-inflight-board")}
-
-
 def settle() -> None:
     """Wait until the threads of the last update have ended."""
     for thread in threading.enumerate():
@@ -42,9 +38,9 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
     folders = [checkpoint(seed, hidden=256) for seed in (0, 1)]
-    known = boards()
+    known = names()
     llm = start(folders[0])
-    assert boards() == known, "the board's name outlived the start"
+    nothing_came(known)
 
     def update(count: int) -> None:
         for index in range(count):

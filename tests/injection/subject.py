@@ -1,6 +1,5 @@
 """The engine that faults are injected into, and all that has to hold after each."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from vllm import SamplingParams
 from tests.engine.probe import prompts
 from tests.injection.cells import Cell
 from tests.injection.points import STALL_S, Trap
+from tests.shared_memory import names
 from vllm.inflight.errors import InflightError
 from vllm.inflight.wire.watch import in_background
 
@@ -52,6 +52,7 @@ class Subject:
             self._truth[label] = self._served()[1:]
         assert self._truth["new"][0] == expected, "it does not serve what a fresh one"
         assert self._truth["old"] != self._truth["new"]
+        self._others = names()
         self._held = self._holds()
 
     def survives(self, cell: Cell) -> None:
@@ -98,7 +99,7 @@ class Subject:
 
     def leaves_nothing(self) -> None:
         """No thread, descriptor, shared memory or temporary file more than before."""
-        ends = time.monotonic() + 10
+        ends = time.monotonic() + SLACK_S
         while self._holds() != self._held and time.monotonic() < ends:
             time.sleep(0.02)
         assert self._holds() == self._held
@@ -141,14 +142,9 @@ class Subject:
             "threads": threads,
             "descriptors": [each.num_fds() for each in every],
             "kernel threads": [each.num_threads() for each in every[1:]],
-            "shared memory": left_in_shared_memory(),
+            "shared memory": names() - self._others,
         }
 
 
 def is_ours(name: str) -> bool:
     return name.startswith("inflight")
-
-
-def left_in_shared_memory() -> set[str]:
-    """Names of ours in /dev/shm."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("vllm-inflight")}

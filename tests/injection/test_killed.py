@@ -16,8 +16,8 @@ import pytest
 from tests.engine.test_server import generate, stream
 from tests.injection.cells import KILLS, POINTS, kills
 from tests.injection.points import Trap
-from tests.injection.subject import left_in_shared_memory
 from tests.serving import Server
+from tests.shared_memory import names, nothing_came
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine
@@ -57,7 +57,7 @@ def says(server: Server, got: list[Any]) -> None:
 def test_what_a_killed_process_leaves_is_nothing(
     server: Server, trap: Trap, new: Path, point: str, victim: str
 ) -> None:
-    known = left_in_shared_memory()
+    known = names()
     expected = generate(server, max_tokens=NUM_TOKENS)["token_ids"]
     family = [psutil.Process(server.pid)]
     family += family[0].children(recursive=True)
@@ -74,7 +74,7 @@ def test_what_a_killed_process_leaves_is_nothing(
         speaking.result(timeout=60)
     assert trap.disarm(), "the point was not reached"
     until(lambda: not any(map(lives, family)), "a process lives on")
-    assert left_in_shared_memory() <= known
+    nothing_came(known)
     choices = [choice for chunk in got for choice in chunk.get("choices", ())]
     said = [token for choice in choices for token in choice["token_ids"] or ()]
     spans = [span for choice in choices for span in choice["weight_versions"]]

@@ -5,7 +5,6 @@ first half is for allocators and caches to find their level.
 """
 
 import asyncio
-import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,10 +12,9 @@ from pathlib import Path
 
 import psutil
 
-MIB = 1 << 20
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "vllm-inflight-"
+from tests import shared_memory
 
+MIB = 1 << 20
 INTERVAL_S = 1.0
 
 LIMITS = {
@@ -47,7 +45,7 @@ class Pulse:
     def __init__(self) -> None:
         self._root = psutil.Process()
         self._began = time.monotonic()
-        self._others = set(_shared())
+        self._others = shared_memory.names()
         self.beats: list[Beat] = []
         self._resident: dict[str, list[tuple[float, float]]] = {}
         """Process → (seconds, MiB) at each beat."""
@@ -76,7 +74,7 @@ class Pulse:
 
     def left_behind(self) -> set[str]:
         """Names in shared memory that came during the run and are nobody else's."""
-        names = set(_shared()) - self._others
+        names = shared_memory.names() - self._others
         return names - self._open_elsewhere() if names else names
 
     def _open_elsewhere(self) -> set[str]:
@@ -125,7 +123,3 @@ def _slope(points: list[tuple[float, float]]) -> float:
     mean_y = sum(y for _, y in points) / count
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-
-
-def _shared() -> list[str]:
-    return [n for n in os.listdir(SHARED_MEMORY) if n.startswith(PREFIX)]
