@@ -7,8 +7,8 @@ thread that yields may still keep others of its core waiting: on two cores, requ
 clients stood still for seconds, as long as anything decoded, without this package too.
 A sleep of no length lets go of the core for about 50 µs.
 
-Importing is not collecting. A quarter of the ten seconds in which vLLM is imported, by
-each process of each engine, are collections that find next to nothing.
+Importing is not collecting. A tenth to a quarter of the ten seconds in which vLLM is
+imported, by each process of each engine, are collections that find next to nothing.
 """
 
 import gc
