@@ -53,7 +53,7 @@ demo: setup ## weights change while tokens flow: pictures and a report in out/de
 	PYTHONPATH=$(CURDIR)/tests/calm $(PY) -m examples.demo
 
 test: setup lint ## lint, then every test that needs no GPU
-	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
 
 test-gpu: setup ## the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu
