@@ -7,13 +7,17 @@ import torch
 from vllm.model_executor.models.utils import StageMissingLayer, WeightsMapper
 
 from vllm.inflight.stage.spares import Spares
+from vllm.inflight.stage.tandem import Tandem
 
 
-def spares_of(model: torch.nn.Module, **text: int) -> Spares:
+def spares_of(
+    model: torch.nn.Module, hf: dict[str, bool] | None = None, **text: int
+) -> Spares:
     config = SimpleNamespace(
-        hf_config=SimpleNamespace(),
+        hf_config=SimpleNamespace(**(hf or {})),
         hf_text_config=SimpleNamespace(**text),
         runner_type="generate",
+        word_embeddings_untied_by_checkpoint=False,
     )
     return Spares.of(model, config)
 
@@ -56,3 +60,27 @@ def test_mtp_layers_are_spares_where_nobody_drafts_with_them(name: str, is_mtp: 
     model.is_mtp = True
     spares = spares_of(model, num_hidden_layers=2, num_nextn_predict_layers=1)
     assert not spares.has_left_out(name)
+
+
+def test_what_the_models_own_mapper_drops_may_come_with_all_the_rest():
+    model = torch.nn.Module()
+    model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"mtp.": None})
+    assert spares_of(model).has_left_out("mtp.fc.weight")
+    assert not spares_of(model).has_left_out("model.norm.weight")
+    model.is_mtp = True  # it is the drafter's
+    assert not spares_of(model).has_left_out("mtp.fc.weight")
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_a_drafter_may_have_a_head_though_its_models_is_tied(has_own: bool):
+    target, draft = torch.nn.Module(), torch.nn.Module()
+    target.embed_tokens = torch.nn.Embedding(4, 2)
+    draft.lm_head = torch.nn.Linear(2, 4, bias=False)
+    if not has_own:
+        draft.lm_head.weight = target.embed_tokens.weight
+    spares = spares_of(Tandem(target, draft), hf={"tie_word_embeddings": True})
+    assert "lm_head.weight" in spares and spares.is_tied("lm_head.weight")
+    assert ("draft.lm_head.weight" in spares) != has_own
+    assert not spares.is_tied("draft.lm_head.weight")
+    assert "draft.t2d" in spares and "draft.d2t" not in spares
+    assert "draft.t2d" not in spares_of(target)

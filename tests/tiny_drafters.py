@@ -30,7 +30,8 @@ def make_drafter(folder: Path, seed: int, model: Path, method: str) -> Path:
     """Write a random drafter for the Llama model at `model` into `folder`.
 
     An `eagle` head has neither an embedding nor a head of its own, one of `eagle3` has
-    a head; vLLM then shares the model's. A `draft_model` has both.
+    a head, for every second token; vLLM then shares the model's. A `draft_model` has
+    both.
     """
     config = json.loads((model / "config.json").read_text())
     hidden, size = config["hidden_size"], config["intermediate_size"]
@@ -60,18 +61,22 @@ def make_drafter(folder: Path, seed: int, model: Path, method: str) -> Path:
         shapes |= {"hidden_norm": (hidden,), "input_layernorm": (hidden,)}
         shapes = {f"midlayer.{name}": shape for name, shape in shapes.items()}
         shapes |= {"norm": (hidden,), "fc": (hidden, 2 * hidden)}
-        shapes["lm_head"] = (config["vocab_size"], hidden)
+        shapes["lm_head"] = (config["vocab_size"] // 2, hidden)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{name}.weight": (0.3 * torch.randn(shape, generator=random)).bfloat16()
         for name, shape in shapes.items()
     }
+    if method == "eagle3":
+        tensors["d2t"] = torch.arange(config["vocab_size"] // 2)  # from i to 2 i
+        tensors["t2d"] = torch.arange(config["vocab_size"]) % 2 == 0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     kind = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}[method]
     config |= {"architectures": [kind], "num_hidden_layers": 1}
     if method == "eagle3":  # it sees what comes into each of the model's two layers
         config["eagle_aux_hidden_state_layer_ids"] = [0, 1]
         config["num_aux_hidden_states"] = 2
+        config["draft_vocab_size"] = config["vocab_size"] // 2
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

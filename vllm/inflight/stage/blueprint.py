@@ -15,6 +15,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage import buffers
+from vllm.inflight.stage.layers import layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Blueprint:
             )
             buffers.adopt(module)
             _part(module, live)
+        _tie(module, live)
         return module.eval()
 
 
@@ -63,6 +65,20 @@ def blueprint_of(model: torch.nn.Module, vllm_config: Any) -> Blueprint:
     """What `model` was built from; by default, what its engine is configured with."""
     default = Blueprint(vllm_config, vllm_config.model_config)
     return _blueprints.get(model, default)
+
+
+def _tie(module: torch.nn.Module, live: torch.nn.Module) -> None:
+    """Let the layers of `module` share what those of `live` share.
+
+    A checkpoint may have a head though its model is configured with a tied one. Then
+    upstream builds it untied, and ties it when both have come and are equal.
+    """
+    built, shared = dict(layers(module)), dict[int, torch.nn.Parameter]()
+    for name, layer in layers(live):
+        for key, param in layer._parameters.items():
+            second = built[name]._parameters.get(key) if name in built else None
+            if param is not None and second is not None:
+                built[name]._parameters[key] = shared.setdefault(id(param), second)
 
 
 def _part(module: torch.nn.Module, live: torch.nn.Module) -> None:

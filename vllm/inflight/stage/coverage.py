@@ -173,7 +173,8 @@ class Coverage:
         """Leave the tree as it was."""
         vars(self._module).pop("load_weights", None)
         # Upstream keeps these tensors for the next reload, loaders and all.
-        for tensor, loader in self._watching:
+        # One that is tied was stood behind twice.
+        for tensor, loader in reversed(self._watching):
             if loader is None:
                 del tensor.weight_loader
             else:

@@ -145,6 +145,16 @@ class Inspection:
             f"{dtype}: {str(error) or type(error).__name__}"
         )
 
+    def compare_heads(self) -> None:
+        """A tied head has no place of its own: what comes of it is the embedding."""
+        facts = self.facts()
+        for name in filter(self._spares.is_tied, facts):
+            if not any(facts[n] == facts[name] for n in facts if n != name):
+                self._wrong[name] = (
+                    "it is tied to the embedding here, and is not what came as that; "
+                    "an engine that is started from these weights can serve both"
+                )
+
     def require_subset(self) -> None:
         """Raise `WeightsMismatch` if nothing came of a subset, or it names what is not.
 

@@ -271,6 +271,7 @@ class Intake:
             self._shadow.plan = None  # they would not come if all else were replayed
         for param in sorted(self._renamed & self.coverage.refilled):
             inspection.note_wrong(param, "it is filled by tensors of two names")
+        inspection.compare_heads()
         missing = self.coverage.short(self._due())
         if missing or inspection.objects:
             raise self._mismatch(missing, is_end=True)

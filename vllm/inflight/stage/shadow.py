@@ -12,6 +12,7 @@ range of the arena, or where there is none, in memory that a commit copies from.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -219,8 +220,11 @@ class Shadow:
                 with torch.no_grad(), quantised.put_aside(self.module):
                     for param in self.module.parameters():
                         param.zero_()
+                    # Zeros are alike, and a head like its embedding would be tied.
+                    config = copy.copy(self.model_config)
+                    config.word_embeddings_untied_by_checkpoint = False
                     upstream.process_weights_after_loading(
-                        self.module, self.model_config, self.device
+                        self.module, config, self.device
                     )
                 self._processed = True
             experts.forget_kernels(self.module)

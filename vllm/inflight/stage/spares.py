@@ -1,9 +1,9 @@
 """Spares: what comes with many checkpoints, and is of no use to an engine.
 
-Buffers of older checkpoints, a head that is tied to the embedding. And what the engine
-was built without: towers, if it is to see nothing (`--language-model-only`, or limits
-of 0), MTP layers, if it does not draft with them. Upstream's loaders pass over all of
-it; an update may bring it, and nothing of it is kept.
+Buffers of older checkpoints, a head that is tied to the embedding, what a drafter was
+trained with. And what the engine was built without: towers, if it is to see nothing
+(`--language-model-only`, or limits of 0), MTP layers, if it does not draft with them.
+An update may bring it, and nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage import quantised
-from vllm.inflight.stage.tandem import trees
+from vllm.inflight.stage.layers import parameters
+from vllm.inflight.stage.tandem import Tandem, trees
+from vllm.inflight.update import DRAFT
 
 ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)
 HEAD = "lm_head.weight"
+FROM_TARGET = "draft.t2d"
+"""Which tokens of the model a drafter has; its loader reads the opposite, `d2t`."""
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields of configurations that say how many MTP layers there are."""
 
@@ -30,22 +34,34 @@ class Spares:
 
     Attributes:
         endings: of names that may come with any update.
+        headless: prefixes of the model, and of its drafter, that have no head, or one
+            that is another layer's weight.
+        has_tied_head: whether the model's is, and is the embedding.
         towers: prefixes, under the model's names, of what it was built without.
         mtp: matches the names of MTP layers that nobody drafts with.
         mapper: from a checkpoint's names to the model's; None if they are the same.
+        is_mtp: whether what the mapper drops is for the drafter.
 
     """
 
     endings: tuple[str, ...] = ()
+    headless: tuple[str, ...] = ()
+    has_tied_head: bool = False
     towers: tuple[str, ...] = ()
     mtp: re.Pattern[str] | None = None
     mapper: Any = None
+    is_mtp: bool = False
 
     @classmethod
     def of(cls, live: torch.nn.Module, model_config: Any) -> Self:
         """Those of a model, and its drafter if it has one."""
+        heads = [n for n, *_ in parameters(live) if n.endswith(HEAD)]
+        drafts = [name for name in heads if name.startswith(DRAFT)]
         is_tied = getattr(model_config.hf_config, "tie_word_embeddings", False)
+        # Upstream has found the two to be one; see blueprint.py.
+        is_tied |= model_config.word_embeddings_untied_by_checkpoint and heads == drafts
         is_headless = is_tied or model_config.runner_type == "pooling"
+        has_draft_head = bool(drafts) or not isinstance(live, Tandem)
         towers = tuple(
             f"{path}."
             for path, layer in live.named_modules()
@@ -55,24 +71,37 @@ class Spares:
         return cls(
             endings=(
                 *ROTARY,
-                *((HEAD,) if is_headless else ()),
+                *((FROM_TARGET,) if isinstance(live, Tandem) else ()),
                 *quantised.unused_scales(live),
             ),
+            headless=(
+                *(("",) if is_headless else ()),
+                *(() if has_draft_head else (DRAFT,)),
+            ),
+            has_tied_head=is_tied,
             towers=towers,
             mtp=None if is_mtp else mtp_names(model_config.hf_text_config),
             mapper=getattr(trees(live)[0], "hf_to_vllm_mapper", None),
+            is_mtp=is_mtp,
         )
 
     def __contains__(self, name: str) -> bool:
+        if name.endswith(HEAD):
+            return (DRAFT if name.startswith(DRAFT) else "") in self.headless
         return name.endswith(self.endings)
+
+    def is_tied(self, name: str) -> bool:
+        """Whether it is the model's head, which is the embedding."""
+        is_head = name.endswith(HEAD) and not name.startswith(DRAFT)
+        return self.has_tied_head and is_head
 
     def has_left_out(self, name: str) -> bool:
         """Whether it is of a part that may come with all the rest, and not alone."""
         if self.mtp is not None and self.mtp.match(name):
             return True
-        if not self.towers:
-            return False
         mapped = self.mapper.apply_list([name]) if self.mapper else [name]
+        if not mapped:
+            return not self.is_mtp
         return any(path.startswith(self.towers) for path in mapped)
 
 

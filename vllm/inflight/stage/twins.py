@@ -47,7 +47,7 @@ def put_twins(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> Non
     twins: dict[int, torch.nn.Parameter] = {}
     for (_, a), (_, b) in zip(layers(live), layers(module), strict=True):
         for key, param in a._parameters.items():
-            built = b._parameters[key]
+            built = b._parameters.get(key)
             if param is None or built is None or is_quantised(b):
                 continue
             if id(param) not in twins:  # tied layers share one object
