@@ -26,6 +26,7 @@ from vllm.inflight.errors import (
     WrongPhase,
 )
 from vllm.inflight.trainer import ServerClient
+from vllm.inflight.trainer.server import HttpEngine
 
 INIT = "/init_weight_transfer_engine"
 
@@ -125,6 +126,39 @@ def test_an_update_that_its_trainer_left_does_not_keep_the_next_one_out(engine, 
     left, sent = (body["update_id"] for body in engine.bodies(START))
     assert [body["update_id"] for body in engine.bodies(ABORT)] == [left]
     assert engine.bodies(FINISH)[0]["update_id"] == sent
+
+
+def test_letting_go_ends_what_failed_first(engine, client, monkeypatch):
+    """Else the refusal would hide why the trainer lets go."""
+    monkeypatch.setattr(
+        HttpEngine, "shutdown_transport", lambda *_: engine.begin_elsewhere()
+    )
+    client.start_weight_update()
+    client.shutdown_weight_transfer_engine()
+    assert len(engine.bodies(ABORT)) == 1
+
+
+def test_a_client_that_is_closed_leaves_no_update_under_way(engine):
+    with ServerClient(engine.url) as client:
+        client.start_weight_update()
+    client.close()
+    assert len(engine.bodies(ABORT)) == 1
+    with ServerClient(engine.url) as next_one:
+        send(next_one, num_chunks=0)
+    assert len(engine.bodies(ABORT)) == 1
+    assert engine.version["epoch"] == 1
+
+
+def test_closing_does_not_wait_for_a_server_that_is_gone(engine, monkeypatch):
+    monkeypatch.setattr("vllm.inflight.trainer.client.CLOSING_S", 0.2)
+    engine.faults[ABORT] = [DROP] * 100
+    with (
+        pytest.raises(ZeroDivisionError),
+        ServerClient(engine.url) as client,
+    ):
+        client.start_weight_update()
+        raise ZeroDivisionError
+    assert engine.bodies(ABORT)
 
 
 def test_an_update_of_another_trainer_is_left_alone(engine, client):

@@ -23,6 +23,9 @@ from vllm.inflight.trainer.patience import Patience
 from vllm.inflight.trainer.server import HttpEngine, Reply, control_key
 from vllm.inflight.update import PauseMode, check_label, check_subset
 
+CLOSING_S = 5.0
+"""Longest wait for a server when a client is closed."""
+
 
 class ServerClient:
     """Brings what a trainer of vLLM's interface sends to one server.
@@ -119,12 +122,13 @@ class ServerClient:
         self._ask(self._engine.init_transport, init_info)
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Have the server's workers leave.
+        """Have the server's workers leave; an update of this client that failed ends.
 
         Raises:
             InflightError: what the server refused.
 
         """
+        self._end_what_failed()
         self._ask(self._engine.shutdown_transport)
 
     def start_weight_update(self) -> None:
@@ -223,7 +227,15 @@ class ServerClient:
         return self._ask(self._engine.info)
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the connections; an open update of this client ends. Idempotent.
+
+        A server that does not answer is not waited for: it ends the update itself, at
+        its deadline.
+        """
+        if self._is_open:
+            self._is_open = False
+            with suppress(InflightError):
+                self._engine.abort(self._update_id, Patience(CLOSING_S))
         self._engine.close()
 
     def __enter__(self) -> ServerClient:
@@ -231,7 +243,7 @@ class ServerClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close it, and end what is open."""
         self.close()
 
     def _end_what_failed(self) -> None:
