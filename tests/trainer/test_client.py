@@ -103,6 +103,27 @@ def test_a_call_whose_reply_was_lost_is_made_again(engine, client, path, fault):
     assert engine.version["epoch"] == 1
 
 
+@pytest.mark.parametrize("announced", [None, "step-8"])
+def test_a_commit_whose_reply_never_came_is_found_out_about(
+    engine, client, monkeypatch, announced
+):
+    client.announce("step-7")
+    monkeypatch.setattr(client, "_timeout_s", 0.3)
+    engine.faults[FINISH] = [LOSE] * 100
+    with pytest.raises(EngineUnreachable):
+        send(client)
+    assert client.committed is None and engine.version["weight_version"] == "step-7"
+    engine.faults.clear()
+    monkeypatch.undo()
+    if announced is not None:
+        client.announce(announced)
+    client.start_weight_update()
+    assert client.committed is not None
+    assert client.committed["weight_version"] == "step-7"
+    client.finish_weight_update()
+    assert engine.version["weight_version"] == (announced or "update-2")
+
+
 def test_to_join_is_asked_for_once(engine, client):
     """Made twice, the second call would be refused as busy."""
     engine.faults[INIT] = [LOSE]

@@ -66,6 +66,7 @@ class ServerClient:
         self._is_open = False
         self._num_chunks = 0
         self.announce()
+        self._opened = self._opening
 
     def announce(
         self,
@@ -80,6 +81,8 @@ class ServerClient:
 
         It holds until an update is committed, so one that was refused can be sent
         again; the version after that is named by the server unless this is called.
+        Of a commit whose reply was lost the client learns at its next `init`, `start`
+        or `shutdown`.
 
         Args:
             version: the label to serve it under; the server names it if None.
@@ -142,7 +145,7 @@ class ServerClient:
         """
         self._end_what_failed()
         self._update_id, self._num_chunks = uuid.uuid4().hex, 0
-        self._is_open = True
+        self._is_open, self._opened = True, self._opening
         self._ask(self._engine.start, {"update_id": self._update_id, **self._opening})
 
     def update_weights(
@@ -184,9 +187,7 @@ class ServerClient:
         """
         body: Reply = {"update_id": self._update_id, "mode": self._mode}
         body |= {} if weight_version is None else {"weight_version": weight_version}
-        self.committed = self._ask(self._engine.finish, body)
-        self._is_open = False
-        self.announce()
+        self._committed(self._ask(self._engine.finish, body))
 
     def abort_weight_update(self) -> None:
         """Give this client's last update up; what is served does not change.
@@ -249,9 +250,19 @@ class ServerClient:
     def _end_what_failed(self) -> None:
         """An update whose trainer gave up would keep the next one out as busy."""
         if self._is_open:
-            with suppress(UnknownUpdate, WrongPhase):
-                self.abort_weight_update()
+            with suppress(UnknownUpdate):
+                try:
+                    self.abort_weight_update()
+                except WrongPhase:  # it was committed, and the reply was lost
+                    report = self._ask(self._engine.status, self._update_id)
+                    self._committed(report["result"])
             self._is_open = False
+
+    def _committed(self, reply: Reply) -> None:
+        self.committed = reply
+        self._is_open = False
+        if self._opening is self._opened:  # else another was announced meanwhile
+            self.announce()
 
     def _ask(self, call: Callable[..., Reply], *arguments: Any) -> Reply:
         try:
