@@ -21,6 +21,7 @@ from vllm.inflight.errors import (
     ConfigError,
     EngineUnreachable,
     Malformed,
+    UnknownUpdate,
     UpdateBusy,
     WeightsMismatch,
     WrongPhase,
@@ -187,6 +188,8 @@ def test_an_update_of_another_trainer_is_left_alone(engine, client):
     for _ in range(2):
         with pytest.raises(UpdateBusy):
             client.start_weight_update()
+    with pytest.raises(UnknownUpdate):
+        client.abort_weight_update()
     engine.end_elsewhere()
     send(client)
     assert engine.version["epoch"] == 1

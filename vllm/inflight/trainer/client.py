@@ -192,11 +192,13 @@ class ServerClient:
     def abort_weight_update(self) -> None:
         """Give this client's last update up; what is served does not change.
 
-        A client that has begun none ends the one that is under way, so that a trainer
-        which is started again can end what the one before it has left.
+        A client that has started none ends the one that is under way, so that a trainer
+        which is started again can end what the one before it has left. A start that was
+        refused counts: what it ran into may be another trainer's.
 
         Raises:
             WrongPhase: it is committed, or there is none.
+            UnknownUpdate: its start was refused.
             InflightError: whatever else the server refused.
 
         """
