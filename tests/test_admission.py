@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
@@ -10,7 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.door import Engine, served
-from vllm.inflight.api.admission import admit
+from vllm.inflight.api.admission import GENERATING, admit
 from vllm.inflight.errors import EnginePaused
 from vllm.inflight.outputs.seen import Seen, record
 from vllm.inflight.outputs.spans import VersionSpan
@@ -83,6 +86,17 @@ async def test_an_async_llm_raises_what_the_server_answers():
     with pytest.raises(EnginePaused, match="retract") as raised:
         await admit(Pausing("reject", {}))
     assert raised.value.retry_after_s == 1
+
+
+def test_every_path_that_generates_is_one_of_upstreams():
+    """By its sources: some of the routes need packages that may not be there."""
+    (folder,) = find_spec("vllm.entrypoints").submodule_search_locations
+    declared = {
+        path
+        for file in Path(folder).rglob("*.py")
+        for path in re.findall(r'\.post\(\s*"([^"]+)"', file.read_text())
+    }
+    assert GENERATING - declared == set()
 
 
 # ------------------------------------------------------------------------ headers

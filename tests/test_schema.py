@@ -46,6 +46,22 @@ def test_a_field_that_is_needed_is_missed_by_name(
     assert any(name in refused.json()["message"] for name in NEEDED[path])
 
 
+@pytest.mark.parametrize(
+    ("path", "untold"),
+    [
+        ("/pause", set()),
+        ("/weights_checker", set()),
+        ("/continue_generation", {"http_worker_ipc"}),
+    ],
+)
+def test_what_a_route_takes_is_told(
+    client: TestClient, path: str, untold: set[str]
+) -> None:
+    message = client.post(path, json={"nonsense": 1}).json()["message"]
+    taken = set(message.partition("this route takes ")[2].split(", "))
+    assert taken - untold == FIELDS[path].keys()
+
+
 SAMPLES = {
     "init_info": {},
     "update_info": {},

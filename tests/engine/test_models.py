@@ -57,9 +57,20 @@ def test_a_tied_head_in_the_checkpoint_is_not_a_tensor_too_many(
 def test_staging_off_refuses_updates_and_serves(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
-    llm = start(checkpoint(0), additional_config={"inflight": {"staging": "off"}})
+    inflight = {"staging": "off", "update_deadline_s": 5}
+    llm = start(
+        checkpoint(0),
+        weight_transfer_config=WeightTransferConfig(backend="other"),
+        additional_config={"inflight": inflight},
+    )
     with pytest.raises(StagingUnavailable, match="off"):
         llm.update_weights_from_disk(str(checkpoint(1)))
+    for connect in (
+        lambda: llm.init_weight_transfer_engine({"init_info": {}}),
+        llm.shutdown_weight_transfer_engine,
+    ):
+        with pytest.raises(StagingUnavailable, match="off"):
+            connect()
     assert len(greedy(llm)) == 8
 
 

@@ -14,6 +14,7 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, call, prompt, publish, stage
+from tests.engine.user_extension import Extension
 from vllm.inflight.errors import EngineAsleep
 
 pytestmark = pytest.mark.engine
@@ -170,20 +171,30 @@ def test_after_level_2_nothing_is_served_until_a_whole_version_has_come(
     assert refused(sleeper, "rollback") == "nothing_to_roll_back"
 
 
-def test_with_an_extension_its_own_calls_fill_the_weights_and_no_others(
-    sleeper: EngineCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = sleeper.model_executor.driver_worker.worker
+@pytest.fixture
+def extended(sleeper: EngineCore) -> Iterator[EngineCore]:
+    """A core with a user's worker extension, put where upstream puts it."""
     parallel = sleeper.vllm_config.parallel_config
-    monkeypatch.setattr(parallel, "worker_extension_cls", "somebody.Extension")
-    monkeypatch.setattr(worker, "load_as_we_do", lambda: None, raising=False)
-    sleeper.sleep(2)
-    sleeper.wake_up(["weights"])
+    worker = type(sleeper.model_executor.driver_worker.worker)
+    bases = worker.__bases__
+    parallel.worker_extension_cls = "tests.engine.user_extension.Extension"
+    if Extension not in bases:
+        worker.__bases__ = (*bases, Extension)
+    yield sleeper
+    worker.__bases__ = bases
+    parallel.worker_extension_cls = ""
+
+
+def test_with_an_extension_its_own_calls_fill_the_weights_and_no_others(
+    extended: EngineCore,
+) -> None:
+    extended.sleep(2)
+    extended.wake_up(["weights"])
     for method in ("synchronize_device", "get_kv_cache_spec"):
-        sleeper.collective_rpc(method)
-        assert call(sleeper, "info")["weights"] == "gone"
-    sleeper.collective_rpc("load_as_we_do")
-    assert call(sleeper, "info")["weights"] == "live"
+        extended.collective_rpc(method)
+        assert call(extended, "info")["weights"] == "gone"
+    assert extended.collective_rpc("tests_double", args=(21,)) == [42]
+    assert call(extended, "info")["weights"] == "live"
 
 
 @pytest.mark.parametrize("way", ["reload_weights", lambda worker: None])

@@ -21,11 +21,13 @@ from vllm.inflight.errors import (
     ConfigError,
     EngineUnreachable,
     Malformed,
+    UnknownUpdate,
     UpdateBusy,
     WeightsMismatch,
     WrongPhase,
 )
 from vllm.inflight.trainer import ServerClient
+from vllm.inflight.trainer.server import HttpEngine
 
 INIT = "/init_weight_transfer_engine"
 
@@ -102,6 +104,27 @@ def test_a_call_whose_reply_was_lost_is_made_again(engine, client, path, fault):
     assert engine.version["epoch"] == 1
 
 
+@pytest.mark.parametrize("announced", [None, "step-8"])
+def test_a_commit_whose_reply_never_came_is_found_out_about(
+    engine, client, monkeypatch, announced
+):
+    client.announce("step-7")
+    monkeypatch.setattr(client, "_timeout_s", 0.3)
+    engine.faults[FINISH] = [LOSE] * 100
+    with pytest.raises(EngineUnreachable):
+        send(client)
+    assert client.committed is None and engine.version["weight_version"] == "step-7"
+    engine.faults.clear()
+    monkeypatch.undo()
+    if announced is not None:
+        client.announce(announced)
+    client.start_weight_update()
+    assert client.committed is not None
+    assert client.committed["weight_version"] == "step-7"
+    client.finish_weight_update()
+    assert engine.version["weight_version"] == (announced or "update-2")
+
+
 def test_to_join_is_asked_for_once(engine, client):
     """Made twice, the second call would be refused as busy."""
     engine.faults[INIT] = [LOSE]
@@ -127,11 +150,46 @@ def test_an_update_that_its_trainer_left_does_not_keep_the_next_one_out(engine, 
     assert engine.bodies(FINISH)[0]["update_id"] == sent
 
 
+def test_letting_go_ends_what_failed_first(engine, client, monkeypatch):
+    """Else the refusal would hide why the trainer lets go."""
+    monkeypatch.setattr(
+        HttpEngine, "shutdown_transport", lambda *_: engine.begin_elsewhere()
+    )
+    client.start_weight_update()
+    client.shutdown_weight_transfer_engine()
+    assert len(engine.bodies(ABORT)) == 1
+
+
+def test_a_client_that_is_closed_leaves_no_update_under_way(engine):
+    with ServerClient(engine.url) as client:
+        client.start_weight_update()
+    client.close()
+    assert len(engine.bodies(ABORT)) == 1
+    with ServerClient(engine.url) as next_one:
+        send(next_one, num_chunks=0)
+    assert len(engine.bodies(ABORT)) == 1
+    assert engine.version["epoch"] == 1
+
+
+def test_closing_does_not_wait_for_a_server_that_is_gone(engine, monkeypatch):
+    monkeypatch.setattr("vllm.inflight.trainer.client.CLOSING_S", 0.2)
+    engine.faults[ABORT] = [DROP] * 100
+    with (
+        pytest.raises(ZeroDivisionError),
+        ServerClient(engine.url) as client,
+    ):
+        client.start_weight_update()
+        raise ZeroDivisionError
+    assert engine.bodies(ABORT)
+
+
 def test_an_update_of_another_trainer_is_left_alone(engine, client):
     engine.begin_elsewhere()
     for _ in range(2):
         with pytest.raises(UpdateBusy):
             client.start_weight_update()
+    with pytest.raises(UnknownUpdate):
+        client.abort_weight_update()
     engine.end_elsewhere()
     send(client)
     assert engine.version["epoch"] == 1

@@ -30,13 +30,12 @@ GENERATING = frozenset(
         "/v1/responses",
         "/v1/messages",
         "/v1/systemone",
-        "/v2/chat",
+        "/cohere/v2/chat",
         "/inference/v1/generate",
         "/generative_scoring",
         "/v1/audio/transcriptions",
         "/v1/audio/translations",
         "/invocations",
-        "/generate",
         # Of models that pool.
         "/pooling",
         "/classify",
@@ -49,7 +48,7 @@ GENERATING = frozenset(
         "/v2/embed",
     }
 )
-"""Paths of POST that make an engine compute; a test compares it with the server's."""
+"""Paths of POST that make an engine compute; tests compare them with upstream's."""
 
 _is_admitted: ContextVar[bool] = ContextVar("inflight_is_admitted", default=False)
 

@@ -42,6 +42,7 @@ async def init_weight_transfer_engine(self: Any, request: Any) -> None:
         request: `{"init_info": …}` of the backend, or upstream's request.
 
     Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
         NoTransport: no backend is configured.
         UpdateBusy: an update is under way, or another trainer is being joined.
         TransferFault: the trainer did not come.
@@ -54,6 +55,7 @@ async def shutdown_weight_transfer_engine(self: Any) -> None:
     """Release the trainer's connection.
 
     Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
         UpdateBusy: an update is under way.
 
     """

@@ -53,16 +53,21 @@ PAUSING: dict[str, Schema] = {
     "flush_cache": FLAG,
     "lease_s": {"type": "number", "minimum": 0},
     "owner": NAME,
+    "rid": TEXT,
 }
 TAGS: dict[str, Schema] = {
     "tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}
 }
 
 FIELDS: dict[str, dict[str, Schema]] = {
-    "/pause": {"mode": MODE, "clear_cache": FLAG},
+    "/pause": {
+        "mode": MODE,
+        "clear_cache": FLAG,
+        "wait_for_inflight_requests": FLAG,
+    },
     "/resume": {"owner": NAME},
     "/pause_generation": PAUSING,
-    "/continue_generation": {"owner": NAME},
+    "/continue_generation": {"owner": NAME, "torch_empty_cache": FLAG, "rid": TEXT},
     "/init_weight_transfer_engine": {"init_info": OBJECT},
     "/start_weight_update": OPENING,
     "/start_draft_weight_update": OPENING,
@@ -115,7 +120,10 @@ FIELDS: dict[str, dict[str, Schema]] = {
     "/abort_request": {"rid": TEXT, "abort_all": FLAG},
     "/abort_requests": {"request_ids": NAMES},
     "/get_weights_by_name": {"name": TEXT, "truncate_size": COUNT},
-    "/weights_checker": {"action": TEXT, "skip_tensor_list": NAMES},
+    "/weights_checker": {
+        **{"action": TEXT, "skip_tensor_list": NAMES},
+        **{"selector": {"enum": ["all", "target"]}, "allow_quant_error": FLAG},
+    },
     "/weight_checker": {"action": TEXT, "baseline": OBJECT},
     "/release_memory_occupation": TAGS,
     "/resume_memory_occupation": TAGS,

@@ -92,23 +92,22 @@ class Sleep:
         Where weights are gone, a call of the user's own is taken for what fills them:
         nobody here can tell, and whoever sleeps at level 2 has some way to do it.
         """
-        is_filling = method == "reload_weights" or self._is_own(method)
+        is_reload = method == "reload_weights"
         if method in WORKER_CALLS:
-            self.check_weights(is_whole=is_filling)
+            self.check_weights(is_whole=is_reload)
         replies = call()
-        if is_filling and self.weights == "gone":
+        if self.weights == "gone" and (is_reload or self._is_own(method)):
             self._gate.served.replaced()
             self.filled()
         return replies
 
     def _is_own(self, method: Any) -> bool:
         """Whether a call of the workers is the user's, and not upstream's or ours."""
-        parallel = self._core.vllm_config.parallel_config
-        if not isinstance(method, str) or not parallel.worker_extension_cls:
-            return not isinstance(method, str)
-        # An extension may not have what a worker has, as upstream makes sure.
-        worker = upstream.resolve_obj_by_qualname(parallel.worker_cls)
-        return not hasattr(worker, method)
+        if not isinstance(method, str):
+            return True
+        # The worker's class tells nothing: with one rank it has what the extension has.
+        name = self._core.vllm_config.parallel_config.worker_extension_cls
+        return bool(name) and hasattr(upstream.resolve_obj_by_qualname(name), method)
 
     def fall(self, level: int, fall: Callable[[], Any]) -> Any:
         """Fall asleep by `fall`, when no rank is at work on a second set any more.

@@ -220,9 +220,8 @@ class Updates:
 
     def transport(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
         """Connect or disconnect a transport, in the staging thread."""
-        if body.get("transport") == "groups":
-            self._ranks.require_staging()
-        else:
+        self._ranks.require_staging()  # else nobody would carry the order out
+        if body.get("transport") != "groups":
             self._require_transport()
         if (active := self.ledger.active) is not None:
             raise UpdateBusy(

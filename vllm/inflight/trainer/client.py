@@ -23,6 +23,9 @@ from vllm.inflight.trainer.patience import Patience
 from vllm.inflight.trainer.server import HttpEngine, Reply, control_key
 from vllm.inflight.update import PauseMode, check_label, check_subset
 
+CLOSING_S = 5.0
+"""Longest wait for a server when a client is closed."""
+
 
 class ServerClient:
     """Brings what a trainer of vLLM's interface sends to one server.
@@ -63,6 +66,7 @@ class ServerClient:
         self._is_open = False
         self._num_chunks = 0
         self.announce()
+        self._opened = self._opening
 
     def announce(
         self,
@@ -77,6 +81,8 @@ class ServerClient:
 
         It holds until an update is committed, so one that was refused can be sent
         again; the version after that is named by the server unless this is called.
+        Of a commit whose reply was lost the client learns at its next `init`, `start`
+        or `shutdown`.
 
         Args:
             version: the label to serve it under; the server names it if None.
@@ -119,12 +125,13 @@ class ServerClient:
         self._ask(self._engine.init_transport, init_info)
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Have the server's workers leave.
+        """Have the server's workers leave; an update of this client that failed ends.
 
         Raises:
             InflightError: what the server refused.
 
         """
+        self._end_what_failed()
         self._ask(self._engine.shutdown_transport)
 
     def start_weight_update(self) -> None:
@@ -138,7 +145,7 @@ class ServerClient:
         """
         self._end_what_failed()
         self._update_id, self._num_chunks = uuid.uuid4().hex, 0
-        self._is_open = True
+        self._is_open, self._opened = True, self._opening
         self._ask(self._engine.start, {"update_id": self._update_id, **self._opening})
 
     def update_weights(
@@ -180,18 +187,18 @@ class ServerClient:
         """
         body: Reply = {"update_id": self._update_id, "mode": self._mode}
         body |= {} if weight_version is None else {"weight_version": weight_version}
-        self.committed = self._ask(self._engine.finish, body)
-        self._is_open = False
-        self.announce()
+        self._committed(self._ask(self._engine.finish, body))
 
     def abort_weight_update(self) -> None:
         """Give this client's last update up; what is served does not change.
 
-        A client that has begun none ends the one that is under way, so that a trainer
-        which is started again can end what the one before it has left.
+        A client that has started none ends the one that is under way, so that a trainer
+        which is started again can end what the one before it has left. A start that was
+        refused counts: what it ran into may be another trainer's.
 
         Raises:
             WrongPhase: it is committed, or there is none.
+            UnknownUpdate: its start was refused.
             InflightError: whatever else the server refused.
 
         """
@@ -223,7 +230,15 @@ class ServerClient:
         return self._ask(self._engine.info)
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the connections; an open update of this client ends. Idempotent.
+
+        A server that does not answer is not waited for: it ends the update itself, at
+        its deadline.
+        """
+        if self._is_open:
+            self._is_open = False
+            with suppress(InflightError):
+                self._engine.abort(self._update_id, Patience(CLOSING_S))
         self._engine.close()
 
     def __enter__(self) -> ServerClient:
@@ -231,15 +246,25 @@ class ServerClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close it, and end what is open."""
         self.close()
 
     def _end_what_failed(self) -> None:
         """An update whose trainer gave up would keep the next one out as busy."""
         if self._is_open:
-            with suppress(UnknownUpdate, WrongPhase):
-                self.abort_weight_update()
+            with suppress(UnknownUpdate):
+                try:
+                    self.abort_weight_update()
+                except WrongPhase:  # it was committed, and the reply was lost
+                    report = self._ask(self._engine.status, self._update_id)
+                    self._committed(report["result"])
             self._is_open = False
+
+    def _committed(self, reply: Reply) -> None:
+        self.committed = reply
+        self._is_open = False
+        if self._opening is self._opened:  # else another was announced meanwhile
+            self.announce()
 
     def _ask(self, call: Callable[..., Reply], *arguments: Any) -> Reply:
         try:
