@@ -62,11 +62,23 @@ def _load_straight(original: Any) -> Any:
     return reload
 
 
+def _for_the_same_threads(original: Any) -> Any:
+    def create(*args: Any, **kwargs: Any) -> Any:
+        from vllm.inflight.stage.packing import as_at_first
+
+        with as_at_first():
+            return original(*args, **kwargs)
+
+    return create
+
+
 def _own_scales(original: Any) -> Any:
+    pack = _for_the_same_threads(original)
+
     def create(weight: Any, weight_scales: Any, *args: Any, **kwargs: Any) -> Any:
         # It reads them by address: they must not be a parameter, which changes hands.
         scales = weight_scales.clone()
-        handler = original(weight, scales, *args, **kwargs)
+        handler = pack(weight, scales, *args, **kwargs)
         handler.scales = scales
         return handler
 
@@ -217,9 +229,22 @@ PATCHES = [
             "use_azp",
             "primitive_cache_size",
         ),
-        why="a packed int8 weight keeps its scales, whichever set it is in",
-        remove_when="upstream's handler owns its scales",
+        why=(
+            "a packed int8 weight keeps its scales, whichever set it is in; its form "
+            "is that of the first of its size"
+        ),
+        remove_when="upstream's handler owns its scales, and knows its form",
         around=_own_scales,
+    ),
+    Patch(
+        target="vllm._custom_ops:create_onednn_mm",
+        expects=("weight", "primitive_cache_size"),
+        why=(
+            "oneDNN packs for a number of threads, and multiplies in the form of the "
+            "first matrix of a size; what a staging thread packs has to have that"
+        ),
+        remove_when="upstream's handler multiplies in the form it has packed",
+        around=_for_the_same_threads,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.load_model",

@@ -17,12 +17,13 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.stage.packing import set_threads
 
 LONGEST_REST_S = 0.25
 """What is owed beyond it is rested after later tensors; a cancelled job ends soon."""
@@ -114,9 +115,6 @@ class Pace:
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):
                 os.sched_setaffinity(0, free_cores())
-        # Upstream's CPU workers replace the public name by a refusal. The number is
-        # the calling thread's own, on Linux.
-        set_threads: Callable[[int], None] = torch._C.set_num_threads
         set_threads(1)
         self._last = _clocks()
         yield
