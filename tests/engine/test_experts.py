@@ -20,7 +20,10 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("mixtral", {}), ("qwen3_moe", {"enforce_eager": False})],
+    [
+        ("mixtral", {}),
+        pytest.param("qwen3_moe", {"enforce_eager": False}, marks=pytest.mark.slow),
+    ],
     ids=["mixtral", "qwen3_moe-compiled"],
 )
 def test_experts_equal_a_fresh_engine_after_every_commit_and_rollback(

@@ -63,11 +63,11 @@ def llm(start: Callable[..., Any], int8: tuple[Path, Path]) -> Any:
     ("kind", "options"),
     [
         ("int8", {}),
-        ("int8", COMPILED),
+        pytest.param("int8", COMPILED, marks=pytest.mark.slow),
         ("fp8-channel", {}),
         ("fp8-channel", COMPILED),
         (None, ONLINE),
-        (None, ONLINE | COMPILED),
+        pytest.param(None, ONLINE | COMPILED, marks=pytest.mark.slow),
         pytest.param("int4", {}, marks=WIDE),
         pytest.param("int4", COMPILED, marks=(WIDE, pytest.mark.slow)),
     ],
