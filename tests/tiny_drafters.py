@@ -68,8 +68,9 @@ def make_drafter(folder: Path, seed: int, model: Path, method: str) -> Path:
         for name, shape in shapes.items()
     }
     if method == "eagle3":
-        tensors["d2t"] = torch.arange(config["vocab_size"] // 2)  # from i to 2 i
-        tensors["t2d"] = torch.arange(config["vocab_size"]) % 2 == 0
+        odd = seed % 2  # from i to 2 i, or the token after that
+        tensors["d2t"] = torch.arange(config["vocab_size"] // 2) + odd
+        tensors["t2d"] = torch.arange(config["vocab_size"]) % 2 == odd
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     kind = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}[method]
     config |= {"architectures": [kind], "num_hidden_layers": 1}
