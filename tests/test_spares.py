@@ -11,12 +11,16 @@ from vllm.inflight.stage.tandem import Tandem
 
 
 def spares_of(
-    model: torch.nn.Module, hf: dict[str, bool] | None = None, **text: int
+    model: torch.nn.Module,
+    hf: dict[str, bool | None] | None = None,
+    *,
+    pools: bool = False,
+    **text: int,
 ) -> Spares:
     config = SimpleNamespace(
         hf_config=SimpleNamespace(**(hf or {})),
         hf_text_config=SimpleNamespace(**text),
-        runner_type="generate",
+        runner_type="pooling" if pools else "generate",
         word_embeddings_untied_by_checkpoint=False,
     )
     return Spares.of(model, config)
@@ -66,7 +70,8 @@ def test_what_the_models_own_mapper_drops_may_come_with_all_the_rest():
     model = torch.nn.Module()
     model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"mtp.": None})
     assert spares_of(model).has_left_out("mtp.fc.weight")
-    assert not spares_of(model).has_left_out("model.norm.weight")
+    unset = {"tie_word_embeddings": None}
+    assert not spares_of(model, hf=unset).has_left_out("model.norm.weight")
     model.is_mtp = True  # it is the drafter's
     assert not spares_of(model).has_left_out("mtp.fc.weight")
 
@@ -84,3 +89,8 @@ def test_a_drafter_may_have_a_head_though_its_models_is_tied(has_own: bool):
     assert not spares.is_tied("draft.lm_head.weight")
     assert "draft.t2d" in spares and "draft.d2t" not in spares
     assert "draft.t2d" not in spares_of(target)
+
+
+def test_a_model_that_pools_has_no_head_to_be_compared():
+    spares = spares_of(torch.nn.Module(), hf={"tie_word_embeddings": True}, pools=True)
+    assert "lm_head.weight" in spares and not spares.is_tied("lm_head.weight")

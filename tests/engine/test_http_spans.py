@@ -59,6 +59,8 @@ def folders(checkpoint: Callable[..., Path]) -> list[Path]:
 @pytest.fixture(scope="module")
 def server(folders: list[Path]) -> Iterator[Server]:
     with Server(folders[0]) as running:
+        # Fourteen choices, beside other tests, and two versions in the middle of them.
+        running.client.timeout = 180
         yield running
 
 

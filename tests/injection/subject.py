@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from tests.engine.probe import prompts
 from tests.injection.cells import Cell
 from tests.injection.points import STALL_S, Trap
-from tests.shared_memory import names
+from tests.shared_memory import names, nothing_came
 from vllm.inflight.errors import InflightError
 from vllm.inflight.wire.watch import in_background
 
@@ -52,7 +52,7 @@ class Subject:
             self._truth[label] = self._served()[1:]
         assert self._truth["new"][0] == expected, "it does not serve what a fresh one"
         assert self._truth["old"] != self._truth["new"]
-        self._others = names()
+        self._known = names()
         self._held = self._holds()
 
     def survives(self, cell: Cell) -> None:
@@ -99,10 +99,11 @@ class Subject:
 
     def leaves_nothing(self) -> None:
         """No thread, descriptor, shared memory or temporary file more than before."""
-        ends = time.monotonic() + SLACK_S
+        ends = time.monotonic() + 10
         while self._holds() != self._held and time.monotonic() < ends:
             time.sleep(0.02)
         assert self._holds() == self._held
+        nothing_came(self._known)
 
     def _update(self, cell: Cell) -> str:
         opening: dict[str, Any] = {"update_id": str(cell)}
@@ -142,7 +143,6 @@ class Subject:
             "threads": threads,
             "descriptors": [each.num_fds() for each in every],
             "kernel threads": [each.num_threads() for each in every[1:]],
-            "shared memory": names() - self._others,
         }
 
 

@@ -147,6 +147,8 @@ class Inspection:
 
     def compare_heads(self) -> None:
         """A tied head has no place of its own: what comes of it is the embedding."""
+        if not self._spares.has_tied_head:
+            return
         facts = self.facts()
         for name in filter(self._spares.is_tied, facts):
             if not any(facts[n] == facts[name] for n in facts if n != name):

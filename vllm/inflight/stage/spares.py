@@ -57,10 +57,11 @@ class Spares:
         """Those of a model, and its drafter if it has one."""
         heads = [n for n, *_ in parameters(live) if n.endswith(HEAD)]
         drafts = [name for name in heads if name.startswith(DRAFT)]
-        is_tied = getattr(model_config.hf_config, "tie_word_embeddings", False)
-        # Upstream has found the two to be one; see blueprint.py.
-        is_tied |= model_config.word_embeddings_untied_by_checkpoint and heads == drafts
-        is_headless = is_tied or model_config.runner_type == "pooling"
+        is_tied = getattr(model_config.hf_config, "tie_word_embeddings", False) or (
+            # Upstream has found the two to be one; see blueprint.py.
+            model_config.word_embeddings_untied_by_checkpoint and heads == drafts
+        )
+        is_pooling = model_config.runner_type == "pooling"
         has_draft_head = bool(drafts) or not isinstance(live, Tandem)
         towers = tuple(
             f"{path}."
@@ -75,10 +76,10 @@ class Spares:
                 *quantised.unused_scales(live),
             ),
             headless=(
-                *(("",) if is_headless else ()),
+                *(("",) if is_tied or is_pooling else ()),
                 *(() if has_draft_head else (DRAFT,)),
             ),
-            has_tied_head=is_tied,
+            has_tied_head=bool(is_tied) and not is_pooling,
             towers=towers,
             mtp=None if is_mtp else mtp_names(model_config.hf_text_config),
             mapper=getattr(trees(live)[0], "hf_to_vllm_mapper", None),
