@@ -20,7 +20,7 @@ ENV = "TESTS_INJECTION"
 NUM_TENSORS = 25
 """Of the model that is updated."""
 AT = {"first byte": 1, "mid-stream": NUM_TENSORS // 2, "last byte": NUM_TENSORS}
-STALL_S = 1.6
+STALL_S = 4.0
 DAY_S = 86_400.0
 
 _clock = time.time
@@ -104,7 +104,7 @@ def happen(point: str, places: set[str]) -> str | None:
     if fault == "stall":
         time.sleep(STALL_S)
     if fault == "long stall":
-        time.sleep(20 * STALL_S)
+        time.sleep(8 * STALL_S)
     if fault == "clock jump":
         # Until it is disarmed; in every module that asks for the time of day.
         jumped = lambda: _clock() + (DAY_S if trap().is_armed else 0.0)  # noqa: E731
