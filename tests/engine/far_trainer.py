@@ -6,7 +6,6 @@ test's process, on an `LLM`.
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -19,14 +18,11 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from benchmarks.gpu_trainer import Client
 from tests.engine.probe import greedy
+from tests.nursery import nursery
 from tests.sliced_source import Entry, SlicedSource
 from tests.wire.peers import HOST
 from vllm.inflight.wire.trainer import ShardMeta
 from vllm.inflight.wire.watch import in_background
-
-# Forked off a server that has imported everything, each is there at once.
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload([__name__])
 
 
 class Weights(WeightSource):
@@ -147,8 +143,8 @@ class FarTrainer:
         **options: Any,
     ) -> None:
         self._llm = llm
-        self._pipe, theirs = context.Pipe()
-        self.silent = context.Event()
+        self._pipe, theirs = nursery.Pipe()
+        self.silent = nursery.Event()
         """Set when half of an update was sent and no more will be."""
         common = {"rank": 0, **options}
         if not backend.endswith("ipc"):
@@ -159,7 +155,7 @@ class FarTrainer:
             }
         gpu %= max(1, torch.cuda.device_count())
         arguments = (theirs, self.silent, backend, gpu, str(folder), num_slices, common)
-        self._process = context.Process(target=run, args=arguments, daemon=True)
+        self._process = nursery.Process(target=run, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 

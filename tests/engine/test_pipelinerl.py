@@ -8,11 +8,13 @@ import pytest
 from pydantic import BaseModel
 from vllm.v1.engine.core import EngineCore
 
+from tests.engine.bare_core import call
 from tests.engine.core_door import Door, said
 from tests.engine.probe import greedy
 from tests.engine.script import run_script
 from tests.engine.torch_trainer import HOST, TorchTrainer, facts, training
 from tests.engine.user_extension import CALLED
+from vllm.inflight.errors import Conflict, InflightError
 
 pytestmark = pytest.mark.engine
 
@@ -91,6 +93,64 @@ def test_a_request_that_announces_too_little_changes_nothing(
     status, message = door.refused("/receive_weight_update", **asked)
     assert (status, "lm_head.weight" in message) == (422, True)
     assert (said(door.core), door.label) == (before, "old")
+
+
+@pytest.mark.parametrize("by_http", [True, False])
+def test_broadcasts_of_a_refused_request_are_never_read_as_the_next_ones(
+    door: Door, trainer: TorchTrainer, folders: dict[str, Path], by_http: bool
+) -> None:
+    before = said(door.core)
+    door.core.collective_rpc("init_actor_update_group", args=joining(trainer))
+    names = facts(folders["old"])["names"]
+
+    def refused(version: int) -> str:
+        asked = request(folders["new"], version).model_dump()
+        if by_http:
+            return door.refused("/receive_weight_update", **asked)[1]
+        with pytest.raises(InflightError) as raised:
+            door.core.collective_rpc("receive_weight_update", args=(asked,))
+        return str(raised.value)
+
+    call(door.core, "begin", transport="local")
+    trainer.begin(folders["old"], names)
+    assert "is staging" in refused(1)
+    call(door.core, "abort")
+    trainer.begin(folders["new"], names)
+    assert "group 'actor' has ended" in refused(2)
+    assert (said(door.core), door.label) == (before, "old")
+
+
+@pytest.mark.parametrize("by_http", [True, False])
+def test_a_refused_commit_costs_neither_the_group_nor_the_next_version(
+    door: Door,
+    trainer: TorchTrainer,
+    folders: dict[str, Path],
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    by_http: bool,
+) -> None:
+    core = door.core
+    core.collective_rpc("init_actor_update_group", args=joining(trainer))
+    served = core.inflight_gate.served
+
+    def once(*update: Any) -> None:
+        monkeypatch.undo()
+        raise Conflict("not now")
+
+    monkeypatch.setattr(served, "advance", once)
+    names = facts(folders["new"])["names"]
+    asked = request(folders["new"], 1).model_dump()
+    trainer.begin(folders["new"], names)
+    if by_http:
+        assert "not now" in door.refused("/receive_weight_update", **asked)[1]
+    else:
+        with pytest.raises(InflightError, match="not now"):
+            core.collective_rpc("receive_weight_update", args=(asked,))
+    assert call(core, "status")["active"] is None
+    asked["version"] = 2
+    trainer.begin(folders["new"], names)
+    core.collective_rpc("receive_weight_update", args=(asked,))
+    assert (said(core), door.label) == (expected, "2")
 
 
 @pytest.mark.parametrize(

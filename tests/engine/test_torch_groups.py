@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.bare_core import Streams, add, prompt
+from tests.engine.bare_core import Streams, add, call, prompt
 from tests.engine.core_door import Door, said
 from tests.engine.torch_trainer import TorchTrainer, facts, training
 from tests.waiting import until
@@ -113,12 +113,46 @@ def test_a_trainer_that_dies_leaves_what_is_served_and_the_next_one_joins(
         rest = facts(folders["new"], told["names"][5:])
         status, message = door.refused(RECEIVE, **rest)
         assert (status, "group has ended" in message) == (500, True), message
+        assert "init_weight_transfer_engine" not in message
     assert said(door.core) == before
     with training() as second:
         join(door, second)
         second.begin(folders["new"], told["names"])
         door.post(RECEIVE, **told)
         assert said(door.core) == expected
+
+
+def test_broadcasts_whose_announcement_was_refused_are_never_read_as_later_ones(
+    door: Door, trainer: TorchTrainer, folders: dict[str, Path], expected: Any
+) -> None:
+    before = said(door.core)
+    told = facts(folders["old"])
+    call(door.core, "begin", transport="local")
+    trainer.begin(folders["old"], told["names"])
+    status, message = door.refused(RECEIVE, **told, weight_version="d1")
+    assert (status, f"have left group {trainer.name!r}" in message) == (409, True)
+    call(door.core, "abort")
+    trainer.begin(folders["new"], told["names"])
+    status, message = door.refused(RECEIVE, **told, weight_version="d2")
+    assert (status, "has ended" in message) == (500, True), message
+    assert "init_weight_transfer_engine" not in message
+    assert (said(door.core), door.label) == (before, "old")
+    with training() as second:
+        join(door, second)
+        second.begin(folders["new"], told["names"])
+        door.post(RECEIVE, **told)
+        assert said(door.core) == expected
+
+
+def test_a_late_word_of_what_the_group_before_missed_leaves_the_new_one_good(
+    door: Door, trainer: TorchTrainer, folders: dict[str, Path], expected: Any
+) -> None:
+    missed = {"group_name": trainer.name, "announcement": "of the one before"}
+    call(door.core, "miss", **missed, age_s=3600.0)
+    told = facts(folders["new"])
+    trainer.begin(folders["new"], told["names"])
+    door.post(RECEIVE, **told)
+    assert said(door.core) == expected
 
 
 def test_tokens_flow_while_a_version_is_broadcast(

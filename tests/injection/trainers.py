@@ -1,6 +1,5 @@
 """Trainers in processes of their own, over HTTP, which a test may kill."""
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -10,14 +9,11 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from tests.checkpoint_source import CheckpointSource
+from tests.nursery import nursery
 from tests.wire.peers import HOST
 from vllm.inflight.trainer import Publisher
 from vllm.inflight.trainer.server import HttpEngine
 from vllm.inflight.wire.trainer import GlooTrainerInitInfo
-
-# Forked off a server that has imported everything, each is there at once.
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload([__name__])
 
 BUCKET_BYTES = 1 << 14
 """Small, so that half an update is many buckets."""
@@ -68,6 +64,6 @@ def _die(*_: Any) -> Any:
 
 def start(way: str, url: str, folder: Path, *, dies: bool = False) -> Any:
     """A trainer that has been started, as a process."""
-    trainer = context.Process(target=run, args=(way, url, folder, dies), daemon=True)
+    trainer = nursery.Process(target=run, args=(way, url, folder, dies), daemon=True)
     trainer.start()
     return trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,21 @@ def other() -> Iterator[StandIn]:
     """A second one."""
     with StandIn() as stand_in:
         yield stand_in
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What the trainer's side logs; vLLM's logging keeps it from pytest."""
+    lines: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, listener = logging.getLogger("vllm.inflight.trainer"), Listener()
+    logger.addHandler(listener)
+    yield lines
+    logger.removeHandler(listener)
 
 
 def parcels(folder: Path = SHARED_MEMORY) -> set[Path]:

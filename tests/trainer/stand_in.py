@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from vllm.inflight.api.rate import Rate
 from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.errors import (
@@ -62,6 +63,7 @@ class StandIn:
         delays: seconds by which every reply of a path is late.
         held: paths whose replies wait for an event.
         known: names of the model, if it is to refuse others.
+        rate: how often an update may begin; it is asked first, as in the server.
         served: the tensors that were committed last.
 
     """
@@ -72,6 +74,7 @@ class StandIn:
         self.delays: dict[str, float] = {}
         self.held: dict[str, threading.Event] = {}
         self.known: set[str] | None = None
+        self.rate = Rate(0)
         self.served: dict[str, torch.Tensor] = {}
         self.key: str | None = None
         self.version: dict[str, Any] = {"weight_version": "default", "epoch": 0}
@@ -153,6 +156,7 @@ class StandIn:
     def _route(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         update_id = body.get("update_id")
         if path == START:
+            self.rate.spend("trainer")
             update, is_new = self._ledger.begin(body, 60.0)
             if is_new:
                 self._ledger.move(update, Phase.STAGING)
@@ -225,7 +229,8 @@ class StandIn:
             "digest": "0" * 32,
             "step": update.step,
         }
-        update.result = self.version | {"gap_ms": 0.5, "mode": body["mode"]}
+        mode = body.get("mode", "in_place")
+        update.result = self.version | {"gap_ms": 0.5, "mode": mode}
         return update.result
 
 

@@ -32,7 +32,9 @@ class Sync:
         self.calls.append(("update", (request, chunk)))
         return {"update_id": update_id, "phase": "staging"}
 
-    def finish_weight_update(self, *, update_id: str, mode: str) -> dict[str, Any]:
+    def finish_weight_update(
+        self, *, update_id: str, mode: str | None = None
+    ) -> dict[str, Any]:
         self.calls.append(("finish", mode))
         return {"weight_version": "v", "epoch": 1, "digest": "d", "gap_ms": 0.1}
 

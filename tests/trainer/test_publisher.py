@@ -149,6 +149,31 @@ def test_an_error_in_the_progress_callback_gives_the_update_up(engine):
     assert (engine.bodies(FINISH), len(engine.bodies(ABORT))) == ([], 1)
 
 
+def test_an_error_that_is_kept_keeps_no_snapshot(engine):
+    def fail(phase: str, *_: int) -> None:
+        raise KeyError(phase)
+
+    with (
+        publisher(engine, progress=fail) as to,
+        pytest.raises(KeyError, match="snapshot") as kept,
+    ):
+        to.publish()
+    assert kept.tb is not None and parcels() == set()
+    assert engine.calls == []
+
+
+def test_an_error_in_the_progress_callback_after_the_commit_is_logged(engine, logged):
+    def fail(phase: str, *_: int) -> None:
+        if phase == "commit":
+            raise RuntimeError("no such widget")
+
+    with publisher(engine, progress=fail) as to:
+        outcome = to.publish("v")
+    assert (outcome.version, outcome.epoch) == ("v", 1)
+    assert engine.version["weight_version"] == "v"
+    assert len([line for line in logged if "no such widget" in line]) == 1
+
+
 # ---------------------------------------------------------------------- the door
 def test_the_key_is_the_one_given_or_that_of_the_environment(engine, monkeypatch):
     for key, admin, api, sent in (
@@ -175,12 +200,22 @@ def test_the_key_is_the_one_given_or_that_of_the_environment(engine, monkeypatch
         ({"engines": "localhost:8000"}, "begins with http://"),
         ({"engines": ["http://a", "http://a/"]}, "named twice"),
         ({"engines": object()}, "not an engine with vllm-inflight"),
+        ({"engines": "http://[::1"}, "URL"),
+        ({"engines": "http://a..b"}, "URL"),
+        ({"engines": f"http://{'a' * 64}.b"}, "URL"),
+        ({"engines": "http://xn--zz"}, "URL"),
+        ({"engines": "https://:80"}, "names no host"),
+        ({"api_key": "s3crét"}, "no header"),
+        ({"api_key": "s3cret\n"}, "no header"),
+        ({"api_key": " s3cret"}, "blanks around"),
+        ({"api_key": "s3cret "}, "blanks around"),
     ],
 )
 def test_a_wrong_argument_is_named_at_once(options, named):
     given = {"engines": "http://127.0.0.1:1", "source": weights()} | options
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as refused:
         Publisher(**given)
+    assert "s3cr" not in str(refused.value)
 
 
 def test_a_wrong_mode_or_label_is_refused_before_anything_is_sent(engine):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -18,7 +16,8 @@ from tests.trainer.stand_in import (
     weights,
 )
 from tests.waiting import until
-from vllm.inflight.errors import UpdateBusy, WeightsMismatch
+from vllm.inflight.api.rate import Rate
+from vllm.inflight.errors import TooManyUpdates, UpdateBusy, WeightsMismatch
 from vllm.inflight.trainer import Outcome
 
 
@@ -38,19 +37,37 @@ def test_waiting_for_a_busy_engine_ends_with_the_patience(engine):
         to.publish()
 
 
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """What the trainer's side logs; vLLM's logging keeps it from pytest."""
-    lines: list[str] = []
+def limited(left: int) -> Rate:
+    """One update a second, after `left` at once."""
+    rate = Rate(60)
+    for _ in range(60 - left):
+        rate.spend("trainer")
+    return rate
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
 
-    logger, listener = logging.getLogger("vllm.inflight.trainer"), Listener()
-    logger.addHandler(listener)
-    yield lines
-    logger.removeHandler(listener)
+@pytest.mark.parametrize("on_busy", ["wait", "latest"])
+def test_who_waits_for_a_busy_engine_keeps_to_its_rate(engine, on_busy):
+    engine.rate = limited(left=2)
+    engine.begin_elsewhere()
+    with publisher(engine, on_busy=on_busy) as to:
+        future = to.publish("v", block=False)
+        until(lambda: len(engine.bodies(START)) > 2)
+        engine.end_elsewhere()
+        assert future.result().version == "v"
+    # It came back when it was told to, and not before.
+    assert len(engine.bodies(START)) <= 5
+
+
+def test_an_engine_that_takes_no_update_yet_is_not_a_busy_one(engine):
+    engine.rate = limited(left=0)
+    with publisher(engine, on_busy="skip") as to:
+        assert to.publish("v").version == "v"
+
+
+def test_what_comes_too_late_by_the_rate_is_not_waited_for(engine):
+    engine.faults[START] = [TooManyUpdates("in a minute", retry_after_s=60)]
+    with publisher(engine, timeout_s=20) as to, pytest.raises(TooManyUpdates):
+        to.publish("v")
 
 
 def test_a_failure_that_nobody_asks_for_is_logged_before_the_publisher_closes(

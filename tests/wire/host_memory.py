@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -16,7 +18,8 @@ class HostMemory:
     device_type = "cpu"
 
     def __init__(self) -> None:
-        self.num_settled = 0
+        self.settled: list[set[torch.device]] = []
+        self.at_hand: torch.device | None = None
         self._extents: dict[int, int] = {}
         self._shown: list[torch.Tensor] = []  # nothing else gets their addresses
         self.exported: dict[bytes, int] = {}
@@ -31,8 +34,14 @@ class HostMemory:
             storage = tensor.untyped_storage()
             self._extents[storage.data_ptr()] = storage.nbytes()
 
-    def settle(self) -> None:
-        self.num_settled += 1
+    def settle(self, devices: Iterable[torch.device]) -> None:
+        self.settled.append(set(devices))
+
+    @contextmanager
+    def at(self, device: torch.device) -> Iterator[None]:
+        self.at_hand = device
+        yield
+        self.at_hand = None
 
     def extent(self, address: int) -> Extent:
         for base, size in self._extents.items():
@@ -41,6 +50,7 @@ class HostMemory:
         raise TransferFault(f"no allocation at {address}")
 
     def export(self, address: int) -> bytes:
+        assert self.at_hand is not None, "of whichever device is the current one"
         handle = address.to_bytes(HANDLE_BYTES, "big")
         self.exported[handle] = address
         return handle

@@ -34,7 +34,12 @@ def test_an_engine_is_one_of_upstreams_and_can_be_told_of_a_cancellation(cls):
         ({"bucket_bytes": 1000}, "bucket_bytes must be a multiple of 256"),
         ({"bucket_bytes": 0}, "bucket_bytes must be a multiple of 256"),
         ({"num_buckets": 0}, "num_buckets must be positive"),
-        ({"timeout_s": 0}, "timeout_s must be positive"),
+        ({"num_buckets": 2.5}, "num_buckets must be a whole number"),
+        ({"master_port": 70000}, "master_port must be 1 to 65535"),
+        ({"master_port": 0}, "master_port must be 1 to 65535"),
+        ({"timeout_s": 0}, "timeout_s must be above 0"),
+        ({"timeout_s": "5"}, "timeout_s must be above 0"),
+        ({"timeout_s": float("inf")}, "timeout_s must be above 0 and at most 86400"),
         ({"target_bucket_ms": -1}, "target_bucket_ms must be positive"),
         ({"packed": False}, "packed=False is not offered"),
         ({"colour": "red"}, "colour"),
@@ -68,6 +73,8 @@ class Client:
         self.worker = worker
         self.calls: list[str] = []
         self.refusal: Exception | None = None
+        self.is_late = False
+        """Whether it refuses what it has received."""
 
     def init_weight_transfer_engine(self, init_info):
         self.calls.append("init")
@@ -79,10 +86,12 @@ class Client:
 
     def update_weights(self, update_info):
         self.calls.append("update")
-        if self.refusal is not None:
+        if self.refusal is not None and not self.is_late:
             raise self.refusal
         info = self.worker.parse_update_info(json.loads(json.dumps(update_info)))
         self.worker.receive_weights(info)
+        if self.refusal is not None:
+            raise self.refusal
 
     def finish_weight_update(self, weight_version=None):
         self.calls.append("finish")
@@ -125,10 +134,12 @@ def test_upstreams_trainer_drives_it(client, module):
     assert digests(loaded.items()) == digests(module.named_parameters())
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 def test_an_engines_refusal_is_what_the_trainer_raises_and_the_next_update_works(
-    client, module
+    client, module, is_late
 ):
     sending = begin(client, module)
+    client.is_late = is_late
     client.refusal = LookupError("not now")
     with pytest.raises(LookupError, match="not now"):
         sending.send_weights()

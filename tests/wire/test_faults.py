@@ -95,7 +95,7 @@ def test_a_cancelled_update_lets_go_at_once_and_the_interpreter_goes_on(worker):
     cancelled.set()
     with pytest.raises(Cancelled):
         receiving.result(timeout=60)
-    assert time.monotonic() - asked < 0.2
+    assert time.monotonic() - asked < SOON_S
     # Gloo's own thread is still waiting; nobody waits for it.
     for _ in range(20):
         before = time.monotonic()
@@ -166,6 +166,8 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         tables={},
         views={},
         behind=set(),
+        quantised=set(),
+        origin=(),
     )
     entries = [
         {"name": n, "shape": list(t.shape), "dtype": "float32"}

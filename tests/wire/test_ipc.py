@@ -198,6 +198,13 @@ def test_exports_that_cannot_be_read_are_refused_by_name(
         worker(memory).parse_update_info(info)
 
 
+def test_a_tensor_without_a_handle_is_refused(memory: HostMemory) -> None:
+    info = lent({"a": torch.randn(40)}, memory)
+    info["exports"] |= {"handles": [], "bases": []}
+    with pytest.raises(Malformed, match="there is no handle 0"):
+        receive(worker(memory), info)
+
+
 def test_tensors_without_elements_need_no_memory(memory: HostMemory) -> None:
     named = {"nothing": torch.empty(0, 3)}
     engine = worker(memory)

@@ -11,6 +11,7 @@ import torch
 from tests.wire.host_memory import HostMemory
 from tests.wire.peers import digests, tensors
 from tests.wire.test_ipc import receive, worker
+from vllm.inflight.errors import WrongPhase
 from vllm.inflight.wire.ipc import IpcEngine
 from vllm.inflight.wire.ipc_trainer import IpcTrainer, IpcTrainerInitInfo
 
@@ -93,8 +94,8 @@ def test_all_that_a_source_has_arrives(
     assert digests(loaded.items()) == digests(named.items())
     num_calls = client.calls.count("update")
     assert client.calls == ["start", *["update"] * num_calls, "finish"]
-    # What a call lends was computed by then.
-    assert memory.num_settled == num_calls
+    # What a call lends was computed by then, wherever it lies.
+    assert memory.settled == [{torch.device("cpu")}] * num_calls
     full = [name for name, tensor in named.items() if tensor.nbytes]
     if chunk_bytes == 1:
         assert num_calls >= len(full)
@@ -110,7 +111,7 @@ def test_the_first_chunk_is_ready_before_an_update_is_opened(
     class Watching(Five):
         def start_weight_update(self) -> None:
             super().start_weight_update()
-            seen.append(memory.num_settled)
+            seen.append(len(memory.settled))
 
     trainer(Source(named), Watching(worker(memory)), memory).send_weights()
     assert seen == [1]
@@ -144,6 +145,21 @@ def test_a_source_that_fails_leaves_no_update_open(
     lender.send_weights()
     loaded = client.engine.model.loaded
     assert digests(loaded.items()) == digests(named.items())
+
+
+def test_an_abort_that_is_refused_does_not_take_the_place_of_what_failed(
+    memory: HostMemory, named: Tensors
+) -> None:
+    class Refusing(Five):
+        def abort_weight_update(self) -> None:
+            super().abort_weight_update()
+            raise WrongPhase("there is no update")
+
+    client = Refusing(worker(memory))
+    source = Source(named, fails_after=len(named) // 2)
+    with pytest.raises(RuntimeError, match="gathering failed"):
+        trainer(source, client, memory, chunk_bytes=1).send_weights()
+    assert client.calls[-1] == "abort"
 
 
 def test_a_client_of_upstreams_gets_the_error_itself(

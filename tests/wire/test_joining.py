@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from tests.wire.peers import (
     host,
     init_info,
     open_sender,
+    process,
 )
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
 from vllm.inflight.wire.group import open_group
@@ -86,8 +91,37 @@ def test_joining_can_be_cancelled(worker):
     cancelled.set()
     with pytest.raises(Cancelled):
         joining.result(timeout=60)
-    assert time.monotonic() - asked < 0.2
+    assert time.monotonic() - asked < SOON_S
     meeting.end("is over")
+
+
+def stopping(pipe: Any) -> None:
+    """Host a store on which no terms are left; stop for good when told so."""
+    store = torch.distributed.TCPStore(
+        HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    pipe.send(store.port)
+    pipe.recv()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_trainer_that_is_stopped_keeps_nobody_for_longer_than_its_time(
+    worker, is_cancelled
+):
+    cancelled = threading.Event()
+    worker.cancelled = cancelled.is_set
+    timeout_s = 60.0 if is_cancelled else 3.0
+    with process(stopping) as trainer:
+        port = trainer.pipe.recv()
+        joining = in_background(lambda: join(worker, port, timeout_s=timeout_s))
+        time.sleep(1.0)  # for the worker to be at the terms
+        trainer.pipe.send("stop")
+        time.sleep(0.5)
+        if is_cancelled:
+            cancelled.set()
+        with pytest.raises(Cancelled if is_cancelled else TransferFault):
+            joining.result(timeout=SOON_S)
 
 
 def test_workers_who_do_not_come_are_waited_for_only_so_long():

@@ -2,18 +2,22 @@
 
 import base64
 import errno
+import io
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from vllm.inflight.errors import EngineFault
+from vllm.inflight.errors import EngineFault, Malformed
 from vllm.inflight.wire import spool as room
 from vllm.inflight.wire.local import SHARED_MEMORY
 from vllm.inflight.wire.spool import spooled
@@ -49,6 +53,81 @@ def spool() -> list[dict[str, list[float]]]:
 def test_the_files_are_there_as_long_as_they_are_read(prefix):
     assert spool() == [{"a": [1.0, 1.0]}] * 2
     assert left(prefix) == []
+
+
+def bucket(names: list[str]) -> str:
+    parts = [
+        {"name": name, "shape": [1], "dtype": "uint8", "start_idx": i, "end_idx": i + 1}
+        for i, name in enumerate(names)
+    ]
+    whole = {"flattened_tensor": torch.arange(len(names), dtype=torch.uint8)}
+    return base64.b64encode(save(whole, {"metadata": json.dumps(parts)})).decode()
+
+
+def pickled(names: list[str]) -> str:
+    pairs = [(name, torch.ones(1)) for name in names]
+    return base64.b64encode(pickle.dumps(pairs)).decode()
+
+
+@pytest.mark.parametrize("low", [2, 3, 4, 5])
+def test_a_safetensors_file_that_begins_and_ends_like_a_pickle_is_one(low):
+    length = low << 8 | 0x80  # of the header: the first two bytes of a pickle
+    data = save({"a": torch.tensor([1, 2, ord(".")], dtype=torch.uint8)})
+    header = data[8 : 8 + int.from_bytes(data[:8], "little")].ljust(length)
+    file = length.to_bytes(8, "little") + header + data[-3:]
+    assert len(file) == length + 11
+    entry = base64.b64encode(file).decode()
+    with spooled([entry], None, allow_pickle=False) as (name,):
+        assert load_file(SHARED_MEMORY / name)["a"].tolist() == [1, 2, ord(".")]
+
+
+@pytest.mark.parametrize(
+    ("made", "load_format"), [(bucket, "flattened_bucket"), (pickled, None)]
+)
+def test_a_name_that_comes_twice_in_one_entry_is_refused(made, load_format):
+    with spooled([made(["a", "b"])], load_format, allow_pickle=True) as (name,):
+        assert load_file(SHARED_MEMORY / name).keys() == {"a", "b"}
+    with (
+        pytest.raises(Malformed, match=r"\[0\]: 'model\.a' comes twice"),
+        spooled([made(["model.a", "b", "model.a"])], load_format, allow_pickle=True),
+    ):
+        pass
+
+
+def storage_of_a_gpu() -> bytes:
+    """Of two numbers, as a trainer pickles it that holds them there."""
+    storage = torch.storage.TypedStorage(
+        wrap_storage=torch.ones(2).untyped_storage(),
+        dtype=torch.float32,
+        _internal=True,
+    )
+    data = io.BytesIO()
+    torch.save(storage, data, _use_new_zipfile_serialization=False)
+    here, there = (
+        b"X" + len(place).to_bytes(4, "little") + place for place in (b"cpu", b"cuda:0")
+    )
+    assert here in data.getvalue()
+    return data.getvalue().replace(here, there)
+
+
+class Reduced:
+    """Pickled as a call."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        function, *arguments = self.call
+        return function, tuple(arguments)
+
+
+def test_pickled_tensors_of_a_gpu_are_read_on_the_cpu():
+    storage = Reduced(torch.storage._load_from_bytes, storage_of_a_gpu())
+    facts = (storage, 0, (2,), (1,), False, OrderedDict())
+    pairs = [("a", Reduced(torch._utils._rebuild_tensor_v2, *facts))]
+    entry = base64.b64encode(pickle.dumps(pairs)).decode()
+    with spooled([entry], None, allow_pickle=True) as (name,):
+        assert load_file(SHARED_MEMORY / name)["a"].tolist() == [1.0, 1.0]
 
 
 def test_without_room_the_reason_is_told_and_nothing_stays(prefix, monkeypatch):

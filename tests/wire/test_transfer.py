@@ -21,6 +21,7 @@ from tests.wire.peers import (
     transfer,
     update,
 )
+from vllm.inflight.errors import Malformed
 from vllm.inflight.wire.assembly import Home
 from vllm.inflight.wire.watch import in_background
 
@@ -177,4 +178,15 @@ def test_large_tensors_are_received_where_they_end_up(worker):
         transfer(worker, sender, version(seed))
         assert digests(worker.model.loaded.items()) == digests(version(seed).items())
         assert worker.model.in_place == {"longer_than_two_buckets", "large"}
+    sender.group.close()
+
+
+@pytest.mark.parametrize("shape", [[10**18], [2**40, 2**40]])
+def test_an_announcement_of_absurd_size_is_refused_by_name_at_once(worker, shape):
+    sender = connect(worker)
+    told = {"names": ["small", "vast"], "dtype_names": ["float32"] * 2}
+    info = worker.parse_update_info(told | {"shapes": [[3], shape]})
+    receiving = in_background(lambda: worker.receive_weights(info))
+    with pytest.raises(Malformed, match="'vast'"):
+        receiving.result(timeout=1)
     sender.group.close()

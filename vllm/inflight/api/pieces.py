@@ -66,7 +66,7 @@ async def take(
             "update_id": update_id,
             "parameters": every,
         }
-    reply = await control.finish(label, update_id=update_id, **commit)
+    reply = await control.finish_or_abort(update_id, label, **commit)
     return reply | {"message": "weights updated"}
 
 
@@ -82,9 +82,8 @@ async def close(control: Control) -> InflightError | None:
     if update_id is None:
         return None
     try:
-        await control.finish(update_id=update_id)
+        await control.finish_or_abort(update_id)
     except InflightError as error:
-        await control.abort(update_id)
         return error
     return None
 

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.methods import control_of
-from vllm.inflight.engine.pipelinerl import announced, group, plain
+from vllm.inflight.engine.pipelinerl import GROUP, announced, group, plain
 from vllm.inflight.errors import Malformed
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Reply]]
@@ -26,10 +26,11 @@ async def receive_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def receive(control: Control, request: Any) -> Reply:
     """The same, from a request in any of the forms in which it travels."""
-    label, info = announced(plain(request))
-    started = await control.start(transport="groups", weight_version=label)
-    await control.update(info, started["update_id"], chunk=0)
-    return await control.finish(update_id=started["update_id"])
+    async with control.announced(GROUP) as announcement:
+        label, info = announced(plain(request), announcement)
+        started = await control.start(transport="groups", weight_version=label)
+        await control.update(info, started["update_id"], chunk=0)
+        return await control.finish_or_abort(started["update_id"])
 
 
 async def pause_and_update(self: Any, request: Any) -> Reply:

@@ -91,7 +91,7 @@ async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
     keep_pause = fields.flag("keep_pause", False)
     control = control_of(engine)
     commit = await commit_options(engine, control, fields)
-    options = fields.only(*OPENING, "subset", "draft_path", "expect_digest")
+    options = fields.described(OPENING, "subset", "draft_path", "expect_digest")
     if step:
         manifest = options.setdefault("manifest", {"format": 1})
         if isinstance(manifest, dict):
@@ -179,21 +179,24 @@ async def destroy_weights_update_group(engine: Any, body: dict[str, Any]) -> Rep
 async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> Reply:
     """Receive what the trainer broadcasts now: `names`, `dtypes` and `shapes` of it."""
     fields = Fields(body)
-    bucket = fields.one_of("load_format", (None, "flattened_bucket"))
-    dtypes = fields.needed("dtypes")
-    info = {
-        "names": fields.needed("names"),
-        "dtype_names": [_plain(d) for d in dtypes] if _is_list(dtypes) else dtypes,
-        "shapes": fields.needed("shapes"),
-        "group_name": fields.text("group_name", GROUP),
-        "flattened": bucket is not None,
-    }
     control = control_of(engine)
-    commit = await commit_options(engine, control, fields)
-    label = fields.only("weight_version").get("weight_version")
-    reply = await pieces.take(
-        control, "groups", info, label=label, can_repeat=False, commit=commit
-    )
+    group = fields.text("group_name", GROUP)
+    async with control.announced(group) as announcement:
+        bucket = fields.one_of("load_format", (None, "flattened_bucket"))
+        dtypes = fields.needed("dtypes")
+        info = {
+            "names": fields.needed("names"),
+            "dtype_names": [_plain(d) for d in dtypes] if _is_list(dtypes) else dtypes,
+            "shapes": fields.needed("shapes"),
+            "group_name": group,
+            "flattened": bucket is not None,
+            "announcement": announcement,
+        }
+        commit = await commit_options(engine, control, fields)
+        label = fields.only("weight_version").get("weight_version")
+        reply = await pieces.take(
+            control, "groups", info, label=label, can_repeat=False, commit=commit
+        )
     return _ok(reply, reply["message"])
 
 

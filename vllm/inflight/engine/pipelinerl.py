@@ -45,8 +45,17 @@ def group(
     }
 
 
-def announced(request: Any) -> tuple[str, dict[str, Any]]:
-    """The label of a `WeightUpdateRequest`, and what it says will be broadcast."""
+def announced(request: Any, announcement: str) -> tuple[str, dict[str, Any]]:
+    """The label of a `WeightUpdateRequest`, and what it says will be broadcast.
+
+    Args:
+        request: plain.
+        announcement: an id of this call.
+
+    Raises:
+        Malformed: it is no such request, or of slices.
+
+    """
     if not _is_request(request):
         raise Malformed("the request needs 'version' and the list 'parameters_info'")
     version, infos = request.get("version"), request["parameters_info"]
@@ -65,6 +74,7 @@ def announced(request: Any) -> tuple[str, dict[str, Any]]:
         "dtype_names": [str(info["dtype"]).removeprefix("torch.") for info in infos],
         "shapes": [info["shape"] for info in infos],
         "group_name": GROUP,
+        "announcement": announcement,
     }
 
 

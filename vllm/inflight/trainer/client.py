@@ -56,7 +56,8 @@ class ServerClient:
             timeout_s: seconds to go on trying, per call.
 
         Raises:
-            ConfigError: the URL does not begin with http:// or https://.
+            ConfigError: the URL does not begin with http:// or https://, or it or the
+                key cannot be sent.
 
         """
         self._engine = HttpEngine(url, control_key(api_key))
@@ -73,7 +74,7 @@ class ServerClient:
         version: str | None = None,
         *,
         step: int | None = None,
-        mode: str = "in_place",
+        mode: str | None = None,
         subset: Sequence[str] | None = None,
         base_version: str | None = None,
     ) -> None:
@@ -88,7 +89,7 @@ class ServerClient:
             version: the label to serve it under; the server names it if None.
             step: the trainer's step number, which `/weight_info` then tells.
             mode: what happens to running requests at the commit: `in_place`,
-                `retract`, `abort` or `wait`.
+                `retract`, `abort` or `wait`; by default the engine says.
             subset: patterns (`*`, `?`, `[…]`) of the model's names, if only these
                 will be sent: the other parameters keep what is served.
             base_version: refuse unless this is the label that is served.
@@ -97,7 +98,7 @@ class ServerClient:
             Malformed: the label, the mode or a pattern is not what it has to be.
 
         """
-        mode = PauseMode.parse(mode).value
+        mode = None if mode is None else PauseMode.parse(mode).value
         manifest: Reply = {"format": 1}
         manifest |= {} if step is None else {"step": operator.index(step)}
         if patterns := check_subset(subset):
@@ -185,7 +186,8 @@ class ServerClient:
             InflightError: whatever else the server refused.
 
         """
-        body: Reply = {"update_id": self._update_id, "mode": self._mode}
+        body: Reply = {"update_id": self._update_id}
+        body |= {} if self._mode is None else {"mode": self._mode}
         body |= {} if weight_version is None else {"weight_version": weight_version}
         self._committed(self._ask(self._engine.finish, body))
 

@@ -79,9 +79,10 @@ class Delivery:
             if self._progress is not None:
                 self._progress("transfer", parcel.num_bytes, parcel.num_bytes)
 
-    def commit(self, *, mode: str) -> list[Reply]:
+    def commit(self, *, mode: str | None) -> list[Reply]:
         """Switch every engine; returns their replies, in order."""
-        body: Reply = {"update_id": self.update_id, "mode": mode}
+        body: Reply = {"update_id": self.update_id}
+        body |= {} if mode is None else {"mode": mode}
         with _Retreat(self):
             replies = self._all(lambda engine: engine.finish(body, self._patience))
         return replies

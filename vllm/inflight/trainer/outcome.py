@@ -45,3 +45,10 @@ def note_failure(version: str | None, future: Future[Outcome]) -> None:
     if error is not None:
         remedy = getattr(error, "remedy", "")
         logger.error("publish of %r failed: %r. %s", version, error, remedy)
+
+
+def note_unheard(version: str, error: Exception) -> None:
+    """Log what a progress callback raised too late to give the publish up."""
+    logger.error(
+        "%r is served; progress raised %r after that", version, error, exc_info=error
+    )

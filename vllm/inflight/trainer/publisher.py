@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from vllm.inflight.errors import ConfigError, UpdateBusy
+from vllm.inflight.errors import ConfigError, TooManyUpdates, UpdateBusy
 from vllm.inflight.names import matcher
 from vllm.inflight.trainer import source as sources
 from vllm.inflight.trainer.delivery import Delivery, Progress
 from vllm.inflight.trainer.engines import LocalEngine, connect
-from vllm.inflight.trainer.outcome import Outcome, note_failure
+from vllm.inflight.trainer.outcome import Outcome, note_failure, note_unheard
 from vllm.inflight.trainer.parcel import Parcel, sweep
 from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S, Patience
 from vllm.inflight.trainer.queue import ON_BUSY, Job, Queue
@@ -73,8 +73,9 @@ class Publisher:
             deadline_s: seconds that the engines give an update; their default
                 if None.
             timeout_s: seconds to go on trying, per publish.
-            progress: called from the publisher's thread, with a phase (`snapshot`,
-                `transfer`, `commit`), bytes done and bytes in all.
+            progress: called with a phase (`snapshot`, in the thread of `publish`;
+                `transfer` and `commit`, in the publisher's), bytes done and bytes in
+                all. What it raises gives the publish up; after the commit it is logged.
             loop: the event loop of an `AsyncLLM`; the running one if None.
 
         Raises:
@@ -110,7 +111,7 @@ class Publisher:
         self,
         version: str | None = None,
         *,
-        mode: str = "in_place",
+        mode: str | None = None,
         step: int | None = None,
         subset: Sequence[str] | None = None,
         base_version: str | None = None,
@@ -122,7 +123,7 @@ class Publisher:
         self,
         version: str | None = None,
         *,
-        mode: str = "in_place",
+        mode: str | None = None,
         step: int | None = None,
         subset: Sequence[str] | None = None,
         base_version: str | None = None,
@@ -133,7 +134,7 @@ class Publisher:
         self,
         version: str | None = None,
         *,
-        mode: str = "in_place",
+        mode: str | None = None,
         step: int | None = None,
         subset: Sequence[str] | None = None,
         base_version: str | None = None,
@@ -146,7 +147,7 @@ class Publisher:
         Args:
             version: the label to serve it under; the engine names it if None.
             mode: what happens to running requests at the commit: `in_place`,
-                `retract`, `abort` or `wait`.
+                `retract`, `abort` or `wait`; by default the engine says.
             step: the trainer's step number, which `/weight_info` then tells.
             subset: patterns (`*`, `?`, `[…]`) of the model's names, if only these
                 have changed: the other parameters keep what is served.
@@ -166,7 +167,7 @@ class Publisher:
 
         """
         self._keep_off_the_loop()
-        mode = PauseMode.parse(mode).value
+        mode = None if mode is None else PauseMode.parse(mode).value
         version = check_label(version)
         step = None if step is None else operator.index(step)
         patterns = check_subset(subset)
@@ -183,9 +184,12 @@ class Publisher:
                 if patterns:
                     named = ((n, t) for n, t in named if is_declared(n))
                 parcel = Parcel.pack(named, self._directory)
-                self._tell("snapshot", parcel)
-                snapshot_s = time.monotonic() - asked
-                job = Job(parcel, version, mode, step, asked, snapshot_s)
+                try:
+                    self._tell("snapshot", parcel)
+                except BaseException:
+                    parcel.remove()  # whoever keeps the error would keep it
+                    raise
+                job = Job(parcel, version, mode, step, asked, time.monotonic() - asked)
                 job.subset, job.base_version = patterns, base_version
                 self._queue.put(job)
                 future = job.future
@@ -223,7 +227,10 @@ class Publisher:
         staged = time.monotonic()
         replies = delivery.commit(mode=job.mode)
         self._committed = time.monotonic()
-        self._tell("commit", job.parcel)
+        try:
+            self._tell("commit", job.parcel)
+        except Exception as error:
+            note_unheard(replies[0]["weight_version"], error)
         parts = {
             "snapshot": job.snapshot_s,
             "transfer": staged - began,
@@ -265,12 +272,14 @@ class Publisher:
                     deadline_s=self._deadline_s,
                 )
                 return delivery
-            except UpdateBusy:
-                if self._on_busy == "skip":
+            except (UpdateBusy, TooManyUpdates) as error:
+                if self._on_busy == "skip" and isinstance(error, UpdateBusy):
                     return None
-                if patience.left() <= delay:
+                # By a rate, every try that is refused counts.
+                wait_s = max(delay, error.retry_after_s or 0)
+                if patience.left() <= wait_s:
                     raise
-            if self._queue.give_way(delay):
+            if self._queue.give_way(wait_s):
                 return None
             delay = min(2 * delay, LAST_DELAY_S)
 

@@ -25,7 +25,7 @@ class Job:
 
     parcel: Parcel
     version: str | None
-    mode: str
+    mode: str | None
     step: int | None
     asked: float
     """When publish was called, on the monotonic clock, in seconds."""

@@ -8,12 +8,8 @@ from typing import Any
 import httpx
 
 from vllm.inflight.config import admin_key
-from vllm.inflight.errors import (
-    ConfigError,
-    EngineFault,
-    EngineUnreachable,
-    InflightError,
-)
+from vllm.inflight.connection import connect
+from vllm.inflight.errors import EngineFault, EngineUnreachable, InflightError
 from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S, Patience
 
 Reply = dict[str, Any]
@@ -29,11 +25,8 @@ class HttpEngine:
     """A `vllm serve` somewhere."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"an engine's URL begins with http://, got {url!r}")
         self.name = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=self.name, headers=headers)
+        self._client = connect(self.name, key)
 
     def start(self, body: Reply, patience: Patience) -> Reply:
         """Open an update."""

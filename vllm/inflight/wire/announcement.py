@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
-from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.errors import Malformed, WeightsMismatch
 from vllm.inflight.wire.shards import Shard, Whole, put_together
 
 Pair = tuple[str, torch.Tensor]
+
+MOST_BUCKETS = 1 << 20
+"""Of an update: 16 TiB in those of 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,21 @@ class Announcement:
                 "for any number of them",
                 tensors=[name],
             )
+
+    def require_buckets(self, bucket_bytes: int) -> None:
+        """Raise `Malformed` if it would take absurdly many buckets of that size.
+
+        Each is planned before the first comes, and a shape is only a few bytes to send.
+        """
+        total = sum(sizes := self.sizes)
+        if total // bucket_bytes <= MOST_BUCKETS:
+            return
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        raise Malformed(
+            f"{total} bytes are announced, in more than {MOST_BUCKETS} buckets of "
+            f"{bucket_bytes}; the largest is {self.names[largest]!r:.300} with the "
+            f"shape {self.shapes[largest]!r:.300}"
+        )
 
     def checked(self, pairs: Iterable[Pair]) -> Iterator[tuple[int, torch.Tensor]]:
         """The bytes of each tensor of `pairs`, with its index; in order, as announced.

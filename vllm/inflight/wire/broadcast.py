@@ -19,10 +19,11 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import EngineFault, Malformed, TransferFault
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.environment import unpinned
 from vllm.inflight.wire.group import Group, open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
 from vllm.inflight.wire.receiver import Receiver
-from vllm.inflight.wire.watch import Watch
+from vllm.inflight.wire.watch import Watch, check_timeout
 
 
 @dataclass(kw_only=True)
@@ -49,9 +50,12 @@ class BroadcastInitInfo(upstream.WeightTransferInitInfo):
     up to `num_buckets`."""
 
     def __post_init__(self) -> None:
-        for name in ("master_port", "world_size", "bucket_bytes", "rank_offset"):
+        whole = ("master_port", "world_size", "bucket_bytes", "rank_offset")
+        for name in (*whole, "num_buckets"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be a whole number")
+        if not 0 < self.master_port < 1 << 16:
+            raise ValueError(f"master_port must be 1 to 65535, got {self.master_port}")
         if not isinstance(self.master_address, str) or not self.master_address:
             raise ValueError("master_address must be the trainer's, as a string")
         if not self.packed:
@@ -61,7 +65,8 @@ class BroadcastInitInfo(upstream.WeightTransferInitInfo):
                 f"rank_offset must be at least 1, for the trainer is rank 0; "
                 f"got {self.rank_offset}"
             )
-        for name in ("num_buckets", "timeout_s", "target_bucket_ms"):
+        check_timeout(self.timeout_s)
+        for name in ("num_buckets", "target_bucket_ms"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         _ = self.terms
@@ -249,5 +254,4 @@ class NcclEngine(BroadcastEngine):
     device_type = "cuda"
 
     def _environment(self) -> AbstractContextManager[None]:
-        # Upstream sets NCCL variables for its own groups that a trainer has not.
-        return upstream.unpinned_nccl_env()
+        return unpinned()

@@ -9,6 +9,8 @@ GPU's copy engines, which leave every processor to decoding.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,8 +59,12 @@ class Memory(Protocol):
     device_type: str
     """Of the tensors it can lend, as torch names it."""
 
-    def settle(self) -> None:
-        """Wait until what this thread has begun to compute is there."""
+    def settle(self, devices: Iterable[torch.device]) -> None:
+        """Wait until all that this process computes on them by now is there."""
+        ...
+
+    def at(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Let addresses be those of `device`."""
         ...
 
     def extent(self, address: int) -> Extent:
@@ -105,9 +111,16 @@ class CudaMemory:
                 function = getattr(library, name)
                 function.argtypes, function.restype = arguments, ctypes.c_int
 
-    def settle(self) -> None:
-        """Wait for the current stream."""
-        torch.cuda.current_stream().synchronize()
+    def settle(self, devices: Iterable[torch.device]) -> None:
+        """Wait for all streams of these devices."""
+        for device in devices:
+            # Which stream wrote a tensor is not known here: an optimizer's thread has a
+            # current stream of its own, and may gather on another one besides.
+            torch.cuda.synchronize(device)
+
+    def at(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Make it the current device of the calling thread."""
+        return torch.cuda.device(device)
 
     def extent(self, address: int) -> Extent:
         """The allocation that holds `address`."""

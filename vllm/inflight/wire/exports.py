@@ -67,10 +67,11 @@ class Exports:
                 continue
             address = tensor.data_ptr()
             try:
-                base = memory.extent(address).address
-                if base not in allocations:
-                    allocations[base] = len(handles)
-                    handles.append(memory.export(base))
+                with memory.at(tensor.device):
+                    base = memory.extent(address).address
+                    if base not in allocations:
+                        allocations[base] = len(handles)
+                        handles.append(memory.export(base))
             except TransferFault as error:
                 raise ValueError(
                     f"the memory of a tensor on {tensor.device} cannot be given to "
@@ -152,6 +153,8 @@ class Mappings:
             if not size:
                 addresses.append(0)
                 continue
+            if index >= len(extents):
+                raise Malformed(f"there is no handle {index}, only {len(extents)}")
             extent = extents[index]
             if start + size > extent.num_bytes:
                 raise Malformed(

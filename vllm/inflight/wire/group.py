@@ -92,7 +92,4 @@ def open_group(
 
 def lost(reason: str) -> TransferFault:
     """The error of a group that has ended because of `reason`."""
-    return TransferFault(
-        f"the transfer group has ended: {reason}; call init_weight_transfer_engine "
-        "again"
-    )
+    return TransferFault(f"the transfer group has ended: {reason}; connect again")

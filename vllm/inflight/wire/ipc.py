@@ -26,7 +26,7 @@ from vllm.inflight.wire.fetcher import Fetcher
 from vllm.inflight.wire.group import Pending
 from vllm.inflight.wire.meeting import Terms
 from vllm.inflight.wire.receiver import Receiver
-from vllm.inflight.wire.watch import Watch
+from vllm.inflight.wire.watch import Watch, check_timeout
 
 PEERS = 2
 """A worker and its trainer."""
@@ -44,9 +44,11 @@ class IpcInitInfo(upstream.WeightTransferInitInfo):
     """Longest wait for any one bucket."""
 
     def __post_init__(self) -> None:
-        for name in ("num_buckets", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_timeout(self.timeout_s)
+        if type(self.num_buckets) is not int or self.num_buckets < 1:
+            raise ValueError(
+                f"num_buckets must be a whole number, at least 1: {self.num_buckets!r}"
+            )
         _ = self.terms
 
     @property

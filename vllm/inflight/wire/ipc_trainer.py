@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from vllm.inflight import upstream
+from vllm.inflight.errors import InflightError
 from vllm.inflight.wire.announcement import Announcement, Pair
 from vllm.inflight.wire.device_memory import CudaMemory, Memory
 from vllm.inflight.wire.exports import Exports
@@ -93,7 +95,8 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         except BaseException:
             # Nobody else would notice, and the next start would find it open. Clients
             # that have only upstream's four calls leave it to the update's deadline.
-            getattr(self.client, "abort_weight_update", lambda: None)()
+            with suppress(InflightError):  # what failed says more
+                getattr(self.client, "abort_weight_update", lambda: None)()
             raise
         self.client.finish_weight_update()
 
@@ -105,7 +108,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         update_info = Announcement.of(chunk).update_info
         lent = Exports.of([tensor for _, tensor in chunk], self._memory)
         # What made them has to be over before somebody else reads them.
-        self._memory.settle()
+        self._memory.settle({tensor.device for _, tensor in chunk})
         return {**update_info, "exports": lent.plain}, chunk
 
     def _chunks(self) -> Iterator[list[Pair]]:

@@ -125,8 +125,7 @@ class Meeting:
         connecting = in_background(lambda: _store(address, port, watch.timeout_s))
         try:
             meeting.store = store = watch.result(connecting, trainer)
-            watch.until(lambda: store.check([TERMS]), trainer)
-            theirs, meeting._line_port = read_terms(store.get(TERMS))
+            theirs, meeting._line_port = read_terms(said(store, TERMS, watch, trainer))
         except DistError as error:
             raise TransferFault(f"{trainer} does not answer: {error}") from error
         if theirs != asdict(terms):
@@ -156,6 +155,18 @@ class Meeting:
         if self._listener is not None:
             self._listener.close()
         self.store = self._server = None
+
+
+def said(store: Any, key: str, watch: Watch, waiting_for: str) -> bytes:
+    """What the trainer leaves in its store; raises as `watch` does."""
+
+    def ask() -> bytes:
+        watch.until(lambda: store.check([key]), waiting_for)
+        answer: bytes = store.get(key)
+        return answer
+
+    # Torch's client waits for an answer as long as the store's process is stopped.
+    return watch.result(in_background(ask), waiting_for)
 
 
 def read_terms(said: bytes) -> tuple[dict[str, Any], int]:

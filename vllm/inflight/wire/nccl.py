@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -19,7 +19,7 @@ from vllm.inflight.errors import TransferFault
 from vllm.inflight.wire.buckets import LARGE
 from vllm.inflight.wire.group import Pending, lost
 from vllm.inflight.wire.libnccl import UINT8, Library, UniqueId, config
-from vllm.inflight.wire.meeting import Place
+from vllm.inflight.wire.meeting import Place, said
 from vllm.inflight.wire.watch import Watch
 
 UNIQUE_ID = "nccl_id"
@@ -70,6 +70,10 @@ class NcclGroup:
 
     def _connect(self, watch: Watch, max_ctas: int | None) -> None:
         unique = UniqueId.from_buffer_copy(self._agree(watch))
+        with self._environment():
+            self._open(unique, watch, max_ctas)
+
+    def _open(self, unique: UniqueId, watch: Watch, max_ctas: int | None) -> None:
         comm = ctypes.c_void_p()
         settings = config(self._nccl.version, max_ctas=max_ctas)
         with torch.cuda.device(self.device):
@@ -89,8 +93,13 @@ class NcclGroup:
         store = self._meeting.store
         if self._meeting.rank == 0:
             store.set(UNIQUE_ID, self._nccl.unique_id().hex())
-        watch.until(lambda: store.check([UNIQUE_ID]), "the trainer's NCCL id")
-        return bytes.fromhex(store.get(UNIQUE_ID).decode())
+        name = said(store, UNIQUE_ID, watch, "the trainer's NCCL id")
+        return bytes.fromhex(name.decode())
+
+    def _environment(self) -> AbstractContextManager[None]:
+        """Around the opening, once all ranks have agreed; whoever makes a group may
+        have seen to it."""
+        return nullcontext()
 
     def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
         """Begin to send or receive on the wire's stream; see `Group.broadcast`."""

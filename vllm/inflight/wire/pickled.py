@@ -25,9 +25,12 @@ MOST_TIMES = 4
 
 
 def is_pickle(data: bytes) -> bool:
-    """Whether these bytes are a pickle; no safetensors file begins like one."""
-    # A safetensors file begins with the length of its header, 8 bytes.
-    return data[:2] in PROTOCOLS and data[-1:] == b"."
+    """Whether these bytes are a pickle, and no safetensors file."""
+    if data[:2] not in PROTOCOLS or data[-1:] != b".":
+        return False
+    # Such a file begins with the length of its header, which may look the same. To a
+    # pickle's first bytes a length can belong only if they are followed by zeros.
+    return int.from_bytes(data[:8], "little") > len(data) - 8
 
 
 def tensors(data: bytes, where: str) -> Any:
@@ -80,8 +83,9 @@ def _is_pair(item: Any) -> bool:
 
 
 def _storage(data: bytes) -> Any:
-    # What torch itself calls here would unpickle anything that lies inside.
-    return torch.load(io.BytesIO(data), weights_only=True)
+    # What torch itself calls here would unpickle anything that lies inside, and would
+    # take memory of the trainer's GPU here, which is a rank's or is not there.
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 ALLOWED: dict[tuple[str, str], Any] = {

@@ -8,13 +8,17 @@ end.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
+from vllm.inflight.wire.environment import unpinned
 from vllm.inflight.wire.gloo import GlooGroup
 from vllm.inflight.wire.group import Group
+from vllm.inflight.wire.meeting import KNOCK_S
 from vllm.inflight.wire.nccl import NcclGroup
 from vllm.inflight.wire.rendezvous import Rendezvous
-from vllm.inflight.wire.watch import Watch
+from vllm.inflight.wire.watch import LONGEST_S, Watch
 
 FIRST_COMMUNICATOR = "0"
 """Under which torch's NCCL backend leaves the name of its first communicator."""
@@ -22,6 +26,11 @@ FIRST_COMMUNICATOR = "0"
 
 def open_plain(meeting: Rendezvous, device: torch.device, watch: Watch) -> Group:
     """The group of all who have come; with NCCL, when the trainer first broadcasts.
+
+    Args:
+        meeting: joined; used up by this.
+        device: where the buffers of this rank are.
+        watch: bounds each of the steps, but for the wait for that broadcast.
 
     Raises:
         TransferFault: somebody did not connect.
@@ -39,8 +48,14 @@ class _PlainNccl(NcclGroup):
 
     def _agree(self, watch: Watch) -> bytes:
         store = self._meeting.store
-        watch.until(
-            lambda: store.check([FIRST_COMMUNICATOR]), "the trainer's first broadcast"
+        # That may be hours away, and every look wakes a thread beside decoding.
+        watch.lasting(LONGEST_S).until(
+            lambda: store.check([FIRST_COMMUNICATOR]),
+            "the trainer's first broadcast",
+            longest_nap_s=KNOCK_S,
         )
         name: bytes = store.get(FIRST_COMMUNICATOR)
         return name
+
+    def _environment(self) -> AbstractContextManager[None]:
+        return unpinned()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -22,15 +23,14 @@ from vllm.inflight.errors import Malformed, TransferFault
 from vllm.inflight.wire.announcement import Announcement, Pair
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.group import Group, Pending
+from vllm.inflight.wire.membership import Membership
 from vllm.inflight.wire.plain import open_plain
 from vllm.inflight.wire.rendezvous import Rendezvous
 from vllm.inflight.wire.slots import Slots
-from vllm.inflight.wire.watch import Watch, in_background
+from vllm.inflight.wire.watch import Watch, check_timeout, in_background
 
 NUM_SLOTS = 3
-"""Tensors in memory at once: one is loaded while the next two come in."""
-
-LONGEST_S = 86400.0
+"""Most tensors in memory at once: one is loaded while the next two come in."""
 
 
 @dataclass(kw_only=True)
@@ -56,13 +56,7 @@ class GroupInitInfo(upstream.WeightTransferInitInfo):
         for name in ("init_method", "group_name", "backend"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string")
-        if type(self.timeout_s) not in (int, float) or not (
-            0 < self.timeout_s <= LONGEST_S
-        ):
-            raise ValueError(
-                f"timeout_s must be above 0 and at most {LONGEST_S:g}, "
-                f"got {self.timeout_s!r}"
-            )
+        check_timeout(self.timeout_s)
 
 
 @dataclass
@@ -75,6 +69,8 @@ class GroupUpdateInfo(upstream.WeightTransferUpdateInfo):
     group_name: str
     flattened: bool = False
     """All in one tensor of bytes, one behind the other, without gaps."""
+    announcement: str = ""
+    """An id of this call, by which `miss` knows whether it was received."""
     announced: Announcement = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,16 +79,6 @@ class GroupUpdateInfo(upstream.WeightTransferUpdateInfo):
         if not isinstance(self.group_name, str):
             raise ValueError(f"'group_name' must be a string: {self.group_name!r:.80}")
         self.announced = Announcement.parse(self.names, self.dtype_names, self.shapes)
-
-
-@dataclass
-class Membership:
-    """A worker's place in one group."""
-
-    opening: Future[Group]
-    left: threading.Event
-    timeout_s: float
-    slots: Slots
 
 
 class GroupsEngine(StagedEngine):
@@ -118,6 +104,7 @@ class GroupsEngine(StagedEngine):
             TransferFault: not everybody came within `timeout_s`.
 
         """
+        since = time.monotonic()
         self.leave(init_info.group_name)
         backend = init_info.backend
         if backend == "auto":
@@ -127,34 +114,51 @@ class GroupsEngine(StagedEngine):
         parallel = self.parallel_config
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
         watch = Watch(init_info.timeout_s, self._is_cancelled)
-        meeting = Rendezvous.join(
-            backend,
-            init_info.init_method,
-            init_info.rank_offset + index,
-            init_info.world_size,
-            init_info.group_name,
-            watch,
-        )
         where = torch.device("cpu") if backend == "gloo" else self.device
         left = threading.Event()
         # A trainer with NCCL connects at once, or not before its first broadcast; both
         # are met when somebody waits for it beside all else.
-        patience = watch if backend == "gloo" else Watch(LONGEST_S, left.is_set)
-        opening = in_background(lambda: open_plain(meeting, where, patience))
-        if backend == "gloo":
-            watch.result(opening, "gloo to connect all ranks")
+        patience = watch
+        if backend == "nccl":
+            patience = Watch(init_info.timeout_s, left.is_set)
+        meeting: Future[Rendezvous] = Future()
+        opening = in_background(lambda: open_plain(meeting.result(), where, patience))
+        # From now on: what is announced meanwhile, and refused, is of this group.
         self.joined[init_info.group_name] = Membership(
-            opening, left, init_info.timeout_s, _slots(0, where)
+            init_info.group_name,
+            since,
+            opening,
+            left,
+            init_info.timeout_s,
+            Slots(0, 0, where),
         )
+        try:
+            joined = Rendezvous.join(
+                backend,
+                init_info.init_method,
+                init_info.rank_offset + index,
+                init_info.world_size,
+                init_info.group_name,
+                watch,
+            )
+            meeting.set_result(joined)
+            if backend == "gloo":
+                watch.result(opening, "gloo to connect all ranks")
+        except BaseException as error:
+            self.joined.pop(init_info.group_name, None)
+            if not meeting.done():
+                meeting.set_exception(error)
+            raise
 
     def receive_weights(self, update_info: GroupUpdateInfo) -> None:
         """Load what a trainer broadcasts.
 
         If the model refuses a tensor, the rest is received and dropped, so that the
-        group is good for the next update.
+        group is good for the next update. That cancels the update, so a rank which has
+        not received all of it by then leaves the group.
 
         Raises:
-            TransferFault: there is no such group, or it broke.
+            TransferFault: there is no such group, or it broke, now or before.
             Cancelled: the update is not wanted any more; the group is gone.
 
         """
@@ -171,10 +175,13 @@ class GroupsEngine(StagedEngine):
         joined = self.joined.pop(name, None)
         if joined is None:
             return False
-        joined.left.set()
-        if joined.opening.done() and joined.opening.exception() is None:
-            joined.opening.result().close()
+        joined.leave()
         return True
+
+    def miss(self, group_name: str, announcement: str, age_s: float) -> None:
+        """An announcement was refused: unless it was received, its group has ended."""
+        if (joined := self.joined.get(group_name)) is not None:
+            joined.miss(announcement, age_s)
 
     def shutdown(self) -> None:
         """Leave every group."""
@@ -183,12 +190,11 @@ class GroupsEngine(StagedEngine):
 
     def _tensors(self, joined: Membership, info: GroupUpdateInfo) -> Iterator[Pair]:
         watch = Watch(joined.timeout_s, self._is_cancelled)
-        group = watch.result(joined.opening, "the trainer to connect")
         announced = info.announced
         sizes = [sum(announced.sizes)] if info.flattened else announced.sizes
-        if max(sizes, default=0) > joined.slots.num_bytes:
-            joined.slots = _slots(max(sizes), group.device)
-        try:
+        with joined.receiving(info.announcement):
+            group = watch.result(joined.opening, "the trainer to connect")
+            joined.slots.grow(min(NUM_SLOTS, len(sizes)), max(sizes, default=0))
             for number, data in enumerate(_received(group, joined.slots, sizes, watch)):
                 if info.flattened:
                     yield from _cut(announced, data)
@@ -196,16 +202,9 @@ class GroupsEngine(StagedEngine):
                     yield _typed(announced, number, data)
                 del data
             group.follow()
-        except BaseException as error:
-            group.abort(f"stopped receiving: {error or type(error).__name__}")
-            raise
 
     def _is_cancelled(self) -> bool:
         return self.cancelled()
-
-
-def _slots(num_bytes: int, device: torch.device) -> Slots:
-    return Slots(NUM_SLOTS, num_bytes, device)
 
 
 def _received(
@@ -215,7 +214,7 @@ def _received(
     in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
     begun = 0
     for number in range(len(sizes)):
-        while begun < min(len(sizes), number + NUM_SLOTS) and (
+        while begun < min(len(sizes), number + slots.count) and (
             not in_flight or slots.is_free(begun)
         ):
             buffer = slots.take(begun)[: sizes[begun]]

@@ -45,8 +45,12 @@ class Receiver:
             rank: the tensor-parallel rank of this worker, whose own slices it takes
                 where several ranks hold the same.
 
+        Raises:
+            Malformed: it is absurdly large; nothing of it was received.
+
         """
         terms = self.group.terms
+        announced.require_buckets(terms.bucket_bytes)
         buckets = plan(announced.sizes, terms.bucket_bytes, large=self.group.large)
         assembly = Assembly(announced, buckets, self._scratch, rank)
         transfer = _Transfer(self.group, self._slots, self.window, buckets, assembly)

@@ -9,7 +9,7 @@ from vllm.inflight.wire.watch import Watch
 
 
 class Slots:
-    """Some buffers of one size, allocated once, before anything is in flight.
+    """Some buffers of one size, allocated before anything is in flight.
 
     Whoever was handed a view may keep it, as upstream's layerwise reload does until a
     layer is complete; then the buffer is theirs and a new one takes its place.
@@ -20,9 +20,16 @@ class Slots:
         self._make(count, num_bytes)
 
     def grow(self, count: int, num_bytes: int) -> None:
-        """Become `count` buffers of at least that size, if they are not."""
-        if num_bytes > self.num_bytes:
+        """Become `count` buffers of that size, unless there are as many as large.
+
+        They become fewer, or smaller, where there are not as many, or not as large.
+        """
+        if num_bytes > self.num_bytes or count > self.count:
             self._make(count, num_bytes)
+
+    def clear(self) -> None:
+        """Let all buffers go but those that somebody still looks into."""
+        self._make(0, 0)
 
     def is_free(self, index: int) -> bool:
         """Whether nobody looks into slot `index % count`, on any level of views."""
@@ -42,10 +49,13 @@ class Slots:
         return self._buffers[slot]
 
     def _make(self, count: int, num_bytes: int) -> None:
-        self.count = count
-        self.num_bytes = num_bytes
+        # Without the buffers there were: both together may be more than there is room
+        # for, and then there are none.
+        self.count = self.num_bytes = 0
+        self._buffers: list[torch.Tensor] = []
         self._buffers = [self._new(num_bytes) for _ in range(count)]
         self._unused = [_num_uses(buffer) for buffer in self._buffers]
+        self.count, self.num_bytes = count, num_bytes
 
     def _new(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

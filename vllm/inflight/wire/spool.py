@@ -113,12 +113,20 @@ def _file(tensors: dict[str, torch.Tensor], where: str) -> bytes:
 
 def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Tensor]:
     """What is in a bucket, or in a list of pairs."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def add(name: str, tensor: torch.Tensor) -> None:
+        if name in tensors:
+            raise Malformed(f"{where}: {name!r:.300} comes twice")
+        tensors[name] = tensor
+
     if load_format is None:
-        return {name: tensor.contiguous().clone() for name, tensor in whole}
+        for name, tensor in whole:
+            add(name, tensor.contiguous().clone())
+        return tensors
     bucket, parts = whole[BUCKET], whole[PARTS]
     if not isinstance(parts, list):
         raise Malformed(f"{where}: the key {PARTS!r} must hold a list")
-    tensors: dict[str, torch.Tensor] = {}
     left = bucket.numel()
     for part in parts:
         try:
@@ -133,5 +141,5 @@ def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Ten
             raise Malformed(
                 f"{where}: {part!r:.300} is no part of the bucket"
             ) from error
-        tensors[name] = cut
+        add(name, cut)
     return tensors

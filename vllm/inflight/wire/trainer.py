@@ -145,7 +145,13 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         except Cancelled:
             answer.result()
             raise
-        answer.result()
+        try:
+            answer.result()
+        except BaseException as error:
+            # All was sent, but not all need have been received: NCCL lets a trainer go
+            # on before, and what is left in there would be read as the next update.
+            self._sender.group.abort(f"the engine refused the update: {error}")
+            raise
 
     def _connect(self) -> None:
         self.shutdown()

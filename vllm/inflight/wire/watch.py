@@ -10,12 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vllm.inflight.errors import Cancelled, TransferFault
 
 FIRST_NAP_S, LONGEST_NAP_S = 5e-5, 2e-3
 """Naps grow from one to the other: a bucket takes milliseconds, a stall seconds."""
+
+LONGEST_S = 86400.0
+"""A wait of more than a day is none that anybody meant."""
 
 T = TypeVar("T")
 
@@ -25,12 +28,26 @@ def never() -> bool:
     return False
 
 
+def check_timeout(timeout_s: Any) -> None:
+    """Raise `ValueError` unless it is a number of seconds that a wait may last."""
+    is_number = type(timeout_s) in (int, float)
+    if not is_number or not 0 < timeout_s <= LONGEST_S:
+        raise ValueError(
+            f"timeout_s must be above 0 and at most {LONGEST_S:g}, "
+            f"got {timeout_s!r:.80}"
+        )
+
+
 class Watch:
     """How long one wait may last, and who may end it."""
 
     def __init__(self, timeout_s: float, cancelled: Callable[[], bool] = never) -> None:
         self.timeout_s = timeout_s
         self._cancelled = cancelled
+
+    def lasting(self, timeout_s: float) -> Watch:
+        """One that lasts for another time, and that the same may end."""
+        return Watch(timeout_s, self._cancelled)
 
     def until(
         self,
@@ -59,7 +76,7 @@ class Watch:
             if time.monotonic() > ends:
                 raise TransferFault(
                     f"waited {self.timeout_s:g} s for {waiting_for}; when the peers "
-                    "are well, call init_weight_transfer_engine again"
+                    "are well, connect again"
                 )
             time.sleep(nap)
             nap = min(nap * 2, longest_nap_s)
