@@ -16,6 +16,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.engine_core = self
+        self.core_engines = [b"0"]
         self.asked: list[str] = []
         parallel = SimpleNamespace(
             world_size=1, world_size_across_dp=1, data_parallel_size=1
@@ -33,7 +34,7 @@ class Engine:
         facts = {"update_id": "u", "phase": "staging", "is_paused": False}
         facts |= {"active": None, "num_running": 0, "num_waiting": 0, "paused": False}
         facts |= {"num_aborted": 0, "ranks": [], "rows": [], "dropped": {}}
-        facts |= {"found": None, "path": None}
+        facts |= {"found": None, "path": None, "tried": True}
         facts |= {"parameters": {"total": 1, "begun": 1, "complete": 1}}
         return [{"ok": facts | {"weight_version": "v", "epoch": 0}}]
 

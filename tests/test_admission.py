@@ -17,6 +17,7 @@ from vllm.inflight.api.admission import GENERATING, admit
 from vllm.inflight.errors import EnginePaused
 from vllm.inflight.outputs.seen import Seen, record
 from vllm.inflight.outputs.spans import VersionSpan
+from vllm.inflight.patch.api import _admitted
 
 PAUSED = {
     "is_paused": True,
@@ -86,6 +87,32 @@ async def test_an_async_llm_raises_what_the_server_answers():
     with pytest.raises(EnginePaused, match="retract") as raised:
         await admit(Pausing("reject", {}))
     assert raised.value.retry_after_s == 1
+
+
+@pytest.mark.parametrize("method", ["generate", "encode"])
+async def test_what_an_async_llm_raises_reaches_its_caller(method: str):
+    from vllm.exceptions import GracefulHTTPError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class Paused(AsyncLLM):
+        """Has upstream's methods, and no engine of its own."""
+
+        add_request = _admitted(AsyncLLM.add_request)
+        log_requests = False
+
+        def __init__(self) -> None:
+            self.engine_core = Pausing("reject", {"lease_left_s": 12.2})
+            self.vllm_config = self.engine_core.vllm_config
+
+        def shutdown(self, timeout: float | None = None) -> None:
+            """There is nothing to shut down."""
+
+    with pytest.raises(EnginePaused, match="retract") as raised:
+        await anext(getattr(Paused(), method)("a prompt", object(), "r"))
+    assert raised.value.to_dict()["retry_after_s"] == 13
+    # So upstream's own routes answer it, too.
+    assert isinstance(raised.value, GracefulHTTPError)
+    assert raised.value.http_status == 503
 
 
 def test_every_path_that_generates_is_one_of_upstreams():

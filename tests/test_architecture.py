@@ -15,6 +15,7 @@ MAX_LINES = 300
 VOCABULARY = ("__init__", "config", "errors", "update", "names")
 ROOMS = (
     VOCABULARY,
+    ("connection",),
     ("ops", "_digest_reference", "_digest_triton", "_C"),
     ("upstream",),
     ("trainer",),
@@ -116,8 +117,8 @@ def test_the_vocabulary_is_plain_data():
 
 
 def test_the_trainer_room_knows_nothing_of_the_engine():
-    """What runs in a trainer imports the vocabulary and the ops, no more."""
-    allowed = {*VOCABULARY, "ops", "_digest_reference", "_C", "trainer"}
+    """What runs in a trainer imports the vocabulary, connections and ops, no more."""
+    allowed = {*VOCABULARY, "connection", "ops", "_digest_reference", "_C", "trainer"}
     strangers = [
         f"{ids(file)}:{line} imports {module}"
         for file in FILES

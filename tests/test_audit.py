@@ -22,6 +22,8 @@ DTYPES = [
     torch.float64,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e8m0fnu,
     torch.int8,
     torch.int32,
 ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import pytest
+
 from vllm.inflight.api.control import Control
+from vllm.inflight.errors import UpdateBusy
 
 PAUSED = {
     "paused": True,
@@ -30,6 +34,7 @@ class Two:
 
     def __init__(self, *replies: dict[str, Any]) -> None:
         self.replies = replies
+        self.num_engines = len(replies)
 
     async def call(self, method: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"ok": reply} for reply in self.replies]
@@ -77,3 +82,23 @@ async def test_leases_that_ended_and_epochs_are_no_counts():
     state = {"is_paused": False, "leases_expired": 1, "epoch": 4}
     reply = await Control(Two(state, state)).paused()
     assert (reply["leases_expired"], reply["epoch"]) == (1, 4)
+
+
+async def test_a_refused_announcement_is_told_with_its_age_and_says_what_became_of_it():
+    class Heard(Two):
+        async def call(self, method: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+            heard.append((method, body))
+            return await super().call(method, body)
+
+    heard: list[tuple[str, dict[str, Any]]] = []
+    began = time.monotonic()
+    with pytest.raises(UpdateBusy, match=r"is staging; unless all .* left group 'g'"):
+        async with Control(Heard({})).announced("g") as announcement:
+            time.sleep(0.01)
+            raise UpdateBusy("update 'u' is staging")
+    ((method, body),) = heard
+    assert 0.01 <= body.pop("age_s") <= time.monotonic() - began
+    assert (method, body) == (
+        "miss",
+        {"group_name": "g", "announcement": announcement},
+    )

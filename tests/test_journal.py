@@ -1,5 +1,6 @@
 """The note on what is served: how a version is had again, and the file itself."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -8,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.door import Engine, served
+from vllm.inflight.api.routes import InflightEndpoints
 from vllm.inflight.commit.transaction import Update
+from vllm.inflight.engine import doors
 from vllm.inflight.engine.journal import MAX_STEPS, Journal, Recipe, extended
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.update import Version
@@ -137,3 +141,36 @@ def test_a_note_that_cannot_be_written_holds_nothing_up_and_is_told(
     noting.close()
     assert noting.told()["error"] is None
     assert json.loads((folder / "served.json").read_text())["weight_version"] == "v2"
+
+
+class Server(Engine):
+    """One of several API servers before one engine, which has a journal."""
+
+    def __init__(self, index: int, kept: Journal) -> None:
+        super().__init__()
+        self.client_index = index
+        self._gate = SimpleNamespace(served=SimpleNamespace(journal=kept))
+
+    async def call_utility_all_async(self, name: str, method: str, body: Any) -> Any:
+        if method != "journal":
+            return await super().call_utility_all_async(name, method, body)
+        return [{"ok": doors.CALLS["journal"](self._gate, body)}]
+
+    async def start(self) -> None:
+        path = str(self._gate.served.journal.told()["path"])
+        app = served(self, additional_config={"inflight": {"journal": path}})
+        plugin = InflightEndpoints()
+        plugin.attach_router(app)
+        await plugin.init_state(self, None, app.state.args)
+
+
+async def test_no_server_answers_before_the_first_has_restored(tmp_path: Path) -> None:
+    kept = journal(tmp_path / "served.json")
+    second = asyncio.create_task(Server(1, kept).start())
+    await asyncio.sleep(0.3)
+    assert not second.done()
+    await Server(0, kept).start()
+    await asyncio.wait_for(second, 5)
+    # It may have failed: then they answer as well.
+    await asyncio.wait_for(Server(1, kept).start(), 5)
+    kept.close()

@@ -78,7 +78,7 @@ def test_an_update_without_an_id_gets_one_of_its_own():
     assert len(ids) == 3
 
 
-@pytest.mark.parametrize("update_id", [3, ["u"], {"u": 1}, True, "x" * 129])
+@pytest.mark.parametrize("update_id", ["", 0, 3, ["u"], {"u": 1}, True, "x" * 129])
 def test_an_id_that_cannot_be_one_is_refused(update_id):
     with pytest.raises(Malformed, match="update_id"):
         Ledger().begin({"update_id": update_id}, 60.0)

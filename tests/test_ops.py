@@ -29,10 +29,17 @@ def test_nonfinite_values_are_counted_as_torch_does(dtype, size):
     assert ops._nonfinite_reference(tensor) == expected
 
 
-def test_every_fp8_pattern_is_judged():
-    every = torch.arange(256).to(torch.uint8)
-    fp8 = [every.view(torch.float8_e4m3fn), every.view(torch.float8_e5m2)]
-    assert ops.count_nonfinite(fp8) == [2, 8]
+FP8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_every_fp8_pattern_is_judged(dtype):
+    every = torch.arange(256).to(torch.uint8).view(dtype)
+    expected = int((~every.float().isfinite()).sum())
+    assert expected > 0
+    square = every.view(16, 16)
+    assert ops.count_nonfinite([every, square.t()]) == [expected] * 2
+    assert ops._nonfinite_reference(every) == expected
 
 
 def test_nonfinite_values_are_found_in_views_and_by_threads():

@@ -52,6 +52,10 @@ def refusal(reply: Any) -> tuple[int, str]:
         b'"pause"',
         b"\xff\xfe",
         b'{"update_id": "\\ud800"}',
+        b'{"update_id": "\xed\xa0\x80"}',
+        b'{"\xed\xa0\x80": "u"}',
+        '{"update_id": "\\ud800"}'.encode("utf-16"),
+        '{"update_id": "u"}'.encode("utf-16"),
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b'{"a":' + b"[" * 32 + b"]" * 32 + b"}",
@@ -61,7 +65,7 @@ def refusal(reply: Any) -> tuple[int, str]:
         b'{"update_id": 18446744073709551616}',
         b'{"update_id": ' + b"1" * 5000 + b"}",
     ],
-    ids=lambda raw: repr(raw[:12]),
+    ids=lambda raw: repr(raw[:24]),
 )
 def test_a_body_that_cannot_be_read_is_refused(raw):
     engine = Engine()

@@ -184,6 +184,20 @@ def test_a_block_that_its_checkpoint_has_as_well_keeps_its_name():
     assert both.sent_name(inside) == "model.mtp_block.0.mlp.weight"
 
 
+def test_an_mtp_module_that_its_checkpoint_has_as_well_keeps_its_name():
+    """Qwen3-Next's, whose loader renames by itself."""
+
+    class Draft(torch.nn.Module):
+        def is_unused_checkpoint_weight(self, name: str) -> bool:
+            return not name.startswith("mtp.") and "lm_head" not in name
+
+    both = Tandem(torch.nn.Module(), Draft(), is_mtp=True)
+    assert both.sent_name("draft.model.fc.weight") == "mtp.fc.weight"
+    inside = "draft.model.layers.0.mlp.gate.weight"
+    assert both.sent_name(inside) == "mtp.layers.0.mlp.gate.weight"
+    assert both.sent_name("draft.lm_head.weight") == "lm_head.weight"
+
+
 def test_an_arena_that_cannot_flip_takes_the_others_back(arenas):
     sets = Tandems(arenas)
     sets.stage(version(1).items())

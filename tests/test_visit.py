@@ -225,3 +225,53 @@ def test_nobody_at_the_address_is_2_and_no_traceback(capsys):
         look(client)
     assert cli.main(["doctor", "--url", url]) == 2
     assert "cannot be reached" in capsys.readouterr().err
+
+
+KEYS_THAT_CANNOT_BE = ("s3crét", "s3\ncret", " s3cret", "s3cret ", "s3cret\t")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["http://[::1"],
+        ["http://127.0.0.1:70000"],
+        ["localhost:8000"],
+        ["http://a..b"],
+        [f"http://{'a' * 64}.b"],
+        ["http://xn--zz"],
+        ["http://"],
+        *(["http://127.0.0.1:1", "--key", key] for key in KEYS_THAT_CANNOT_BE),
+    ],
+)
+def test_an_address_or_a_key_that_cannot_be_is_2_and_no_traceback(capsys, words):
+    assert cli.main(["doctor", "--url", *words]) == 2
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1 and not told.out
+    assert "cret" not in told.err
+    assert ("the key has" in told.err) == ("--key" in words)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "1e30", "soon"])
+def test_nobody_can_wait_for_less_than_nothing_or_for_ever(capsys, seconds):
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["doctor", "--url", "http://127.0.0.1:1", "--watch", seconds])
+    assert leaving.value.code == 2
+    assert "--watch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"status": 404, "body": {"detail": "Not Found"}},
+        {"status": 404, "body": "404 page not found"},
+        {"status": 502, "body": "<html>" + "bad gateway " * 99},
+        {"problem": "does not answer within 5 s"},
+        ok(["0.32.0"]),
+    ],
+    ids=["an object", "a line", "a page", "none", "a list"],
+)
+def test_a_version_that_is_not_told_is_no_traceback(reply):
+    other = healthy() | {"/version": reply, "/metrics": reply}
+    findings = found(other)
+    assert findings["vLLM"].found == "its version is not told"
+    assert findings["decoding"].found == "0 requests run, 0 wait"

@@ -17,6 +17,7 @@ class CoreClient:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.engine_core = self
+        self.core_engines = [b"0"]
         self.renderer = self
         self.vllm_config = core.vllm_config
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import save
 from starlette.datastructures import Headers
@@ -137,7 +138,7 @@ def joined(given: Any) -> None:
 
 
 def announced(given: Any) -> None:
-    label, told = pipelinerl.announced(pipelinerl.plain(given))
+    label, told = pipelinerl.announced(pipelinerl.plain(given), "an id")
     check_label(label)
     with suppress(ValueError):  # a rank's refusal
         process_group.GroupUpdateInfo(**told)
@@ -205,6 +206,11 @@ def bucket(parts: Any) -> bytes:
     return save(flat, {"metadata": json.dumps(parts)})
 
 
+def sent_on(raw: bytes) -> bytes:
+    """A body as the server sends it on to an engine core."""
+    return msgspec.msgpack.encode(body.parse(raw))
+
+
 JOIN = {
     "init_method": "tcp://127.0.0.1:1",
     "world_size": 2,
@@ -232,7 +238,7 @@ REFUSED = (InflightError, ValueError)
 """What a rank turns into a refusal, where it reads an `init_info` or `update_info`."""
 
 PARSERS: dict[str, Parser] = {
-    "body": Parser([json.dumps(MANIFEST).encode(), b'{"a": [1e5]}'], body.parse),
+    "body": Parser([json.dumps(MANIFEST).encode(), b'{"a": [1e5]}'], sent_on),
     "manifest": Parser([MANIFEST, MANIFEST | {"draft": True}], Manifest.parse),
     "config": Parser([{"port": 1, "verify": "off"}], InflightConfig.parse),
     "key": Parser([b"Bearer k", b"Bearer \xff"], shown),

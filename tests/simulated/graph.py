@@ -1,7 +1,7 @@
-"""A worker whose steps go through a graph, as with Ray: calls overtake them.
+"""Workers that compute nothing before somebody asks for it, as late as can be.
 
-Nothing is computed before somebody asks for it, which is as late as can be. What is
-real here is the class it is derived from, by which the engine knows what to expect.
+Through a graph, as with Ray, calls overtake the steps. What is real there is the class
+it is derived from, by which the engine knows what to expect.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from tests.simulated.worker import SimulatedExecutor, done
 class Step(Future[Any]):
     """The result of a step; it is given once, as Ray gives it."""
 
-    def __init__(self, executor: "Graph") -> None:
+    def __init__(self, executor: "Late") -> None:
         super().__init__()
         self._executor = executor
         self._is_given = False
@@ -30,14 +30,12 @@ class Step(Future[Any]):
         return super().result()
 
 
-class Graph(SimulatedExecutor, RayDistributedExecutor):
-    """Steps wait in the graph, and calls are made at once."""
+class Late(SimulatedExecutor):
+    """Steps wait, one behind the other."""
 
     def _init_executor(self) -> None:
         super()._init_executor()
         self.submitted: deque[tuple[SchedulerOutput, Step]] = deque()
-        self.num_overtaken: list[int] = []
-        """Of every call that changes weights: how many steps it came before."""
         self.is_to_fail = False
 
     def execute_model(self, scheduled: SchedulerOutput, non_block: bool = False) -> Any:
@@ -61,6 +59,24 @@ class Graph(SimulatedExecutor, RayDistributedExecutor):
             step.set_exception(RuntimeError("an actor has died"))
         else:
             step.set_result(self._forward(scheduled))
+
+
+class Queued(Late):
+    """Calls wait in the same queue."""
+
+    def _inflight_flip(self, ranks: Any = None) -> Any:
+        while self.submitted:
+            self.run_one()
+        return super()._inflight_flip(ranks)
+
+
+class Graph(Late, RayDistributedExecutor):
+    """Steps wait in the graph, and calls are made at once."""
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self.num_overtaken: list[int] = []
+        """Of every call that changes weights: how many steps it came before."""
 
     def _inflight_flip(self, ranks: Any = None) -> Any:
         self.num_overtaken.append(len(self.submitted))

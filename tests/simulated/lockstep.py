@@ -145,6 +145,15 @@ class Together:
         answers = self.of_both(lambda core: core.inflight(method, dict(body)), lag_s)
         return [a.result(timeout=20) if isinstance(a, Future) else a for a in answers]
 
+    @property
+    def num_engines(self) -> int:
+        """As a door has it, by which a `Control` may ask both."""
+        return NUM_ENGINES
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+        """Likewise: the answers of both."""
+        return self.control(method, **body)
+
     def finish(self) -> tuple[list[int], list[int]]:
         """Until both are idle; the weights of each forward, of both engines."""
         deadline = time.monotonic() + 30

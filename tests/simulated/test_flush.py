@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.engine.core import EngineCore
 
-from tests.engine.bare_core import call
+from tests.engine.bare_core import Streams, call, prompt, request
 from tests.simulated.core import assert_told_truly, publish_weights, stage_weights
 from tests.simulated.load import LABELS, answered, ask, code, started
 
@@ -21,6 +21,9 @@ class Tier:
     def reset_cache(self) -> bool | None:
         self.times += 1
         return self.answer
+
+    def has_pending_push_work(self) -> bool:
+        return False
 
     def shutdown(self) -> None:
         pass
@@ -69,6 +72,41 @@ def test_a_flush_at_a_commit_retracts_unless_it_says_otherwise(
     assert code(refused) == "pause_conflict"
 
 
+def session(core: EngineCore) -> Streams:
+    """A streaming session that waits for more input, and holds its KV."""
+    made = request("session", prompt(5), max_tokens=3)
+    made.resumable = True
+    core.add_request(*core.preprocess_add_request(made))
+    streams = Streams(core).step(12)
+    assert core.scheduler.kv_holding_waiting
+    return streams
+
+
+def test_a_pause_that_ends_who_holds_kv_can_drop_it(core: EngineCore) -> None:
+    streams = session(core)
+    for mode in ("in_place", "abort"):
+        flushed = ask(core, "pause", mode=mode, flush_cache=True)
+        streams.step(3)
+        if mode == "in_place":
+            assert "streaming session" in answered(flushed)["error"]["message"]
+            assert call(core, "paused")["is_paused"] is False
+    assert answered(flushed)["ok"]["dropped"]["blocks"] > 0
+
+
+def test_a_pause_drops_kv_that_a_step_in_flight_still_holds(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core.scheduler, "defer_block_free", True)  # as with a connector
+    streams = started(core)
+    core.abort_requests(["r0"])
+    assert core.scheduler.deferred_frees
+    flushed = ask(core, "pause", mode="retract", flush_cache=True)
+    streams.step(3)
+    assert answered(flushed)["ok"]["dropped"]["blocks"] >= 6
+    call(core, "resume")
+    streams.run().step(3)
+
+
 @pytest.mark.parametrize(("answer", "told"), [(True, True), (None, False)])
 def test_a_flush_tells_whether_the_connector_has_dropped_its_cache(
     make: Callable[..., EngineCore], answer: bool | None, told: bool
@@ -85,3 +123,19 @@ def test_a_connector_that_cannot_drop_its_cache_is_named(
     core = make()
     core.scheduler.connector = Tier(False)
     assert "Tier" in core.inflight("flush", {})["error"]["message"]
+
+
+def test_a_pause_in_force_is_told_though_the_caches_could_not_be_dropped(
+    make: Callable[..., EngineCore], core: EngineCore
+) -> None:
+    streams = session(core)
+    paused = ask(core, "pause", mode="wait", flush_cache=True)
+    streams.step(3)
+    told = answered(paused)["ok"]
+    assert (told["paused"], told["dropped"]) == (True, None)
+    assert "blocks in use" in told["not_dropped"]
+    bare = make()
+    bare.scheduler.connector = Tier(False)
+    told = call(bare, "pause", mode="retract", flush_cache=True)
+    assert (told["paused"], told["dropped"]) == (True, None)
+    assert "Tier" in told["not_dropped"]

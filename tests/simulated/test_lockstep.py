@@ -1,15 +1,19 @@
 """Engines that step together serve one version at every step, whoever hears first."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.engine import EngineCoreRequestType
 
-from tests.engine.bare_core import call
+from tests.engine.bare_core import add, call, prompt
 from tests.simulated.lockstep import Together, together
+from vllm.inflight.api.control import Control
 from vllm.inflight.engine import lockstep
 from vllm.inflight.engine.lockstep import Lockstep
+from vllm.inflight.errors import PauseConflict
 
 pytestmark = pytest.mark.engine
 
@@ -109,6 +113,86 @@ def test_retraction_and_pauses_go_with_it(both: Together) -> None:
     for core in both.cores:
         for made in core.model_executor.sampled.values():
             assert all(set(s.kv) == {1} for s in made if s.weights == 1)
+
+
+def test_a_pause_that_one_refuses_pauses_none(both: Together) -> None:
+    both.start(0, 1)
+    with pytest.raises(PauseConflict, match="stay in place"):
+        asyncio.run(Control(both).pause("in_place", flush_cache=True))
+    assert not any(r["ok"]["is_paused"] for r in both.control("paused"))
+    first, second = both.finish()
+    assert first == second
+    assert len(both.stamps["r10"]) == 150
+
+
+def slept(both: Together, level: int) -> None:
+    for core in both.cores:
+        core.vllm_config.model_config.enable_sleep_mode = True
+    for asleep in both.of_both(lambda core: core.sleep(level, "keep")):
+        asleep.result(timeout=20)
+
+
+def test_a_commit_where_weights_were_gone_lets_decoding_go_on(both: Together) -> None:
+    slept(both, 2)
+    both.of_both(lambda core: core.wake_up())
+    both.of_both(lambda core: add(core, f"r{core.dp_rank}", prompt(0)))
+    both.stage(1)
+    replies = both.control("commit", LAG_S, weight_version="one")
+    assert [r["ok"]["weight_version"] for r in replies] == ["one", "one"]
+    first, second = both.finish()
+    assert first == second
+    assert both.stamps == {"r0": ["one"] * 40, "r1": ["one"] * 40}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_request_that_comes_before_they_go_on_sets_none_of_them_going(
+    both: Together, level: int
+) -> None:
+    if level == 1:
+        both.control("pause", mode="in_place")
+    slept(both, level)
+    both.of_both(lambda core: core.wake_up())
+    both.ask(0, lambda core: add(core, "r0", prompt(0))).result(timeout=20)
+    # As the coordinator does when it hears of the request.
+    wave = EngineCoreRequestType.START_DP_WAVE, (both.cores[1].current_wave, 0)
+    both.ask(1, lambda core: core._handle_client_request(*wave)).result(timeout=20)
+    assert not any(core.engines_running for core in both.cores)
+    if level == 1:
+        both.control("resume")
+    else:
+        both.stage(1)
+        both.control("commit", LAG_S, weight_version="one")
+    first, second = both.finish()
+    assert first == second
+    assert both.stamps == {"r0": [("default", "one")[level - 1]] * 40}
+
+
+def test_what_drains_under_a_pause_drains_on_after_waking_up(both: Together) -> None:
+    both.start(1, 0)
+    both.of_both(lambda core: core.inflight("pause", {"mode": "wait"}))
+    for asleep in both.of_both(lambda core: core.sleep(0, "keep")):
+        asleep.result(timeout=20)
+    both.of_both(lambda core: core.wake_up())
+    assert all(state["ok"]["is_paused"] for state in both.control("paused"))
+    first, second = both.finish()
+    assert first == second
+    assert len(both.stamps["r0"]) == 150
+
+
+def test_continuing_right_after_waking_up_is_continuing(both: Together) -> None:
+    both.start(1, 1)
+    both.control("pause", mode="in_place")
+    slept(both, 1)
+
+    def wake(core: Any) -> Any:
+        core.wake_up()
+        assert not core.engines_running, "the pause goes on, as it was"
+        return core.inflight("resume", {})
+
+    assert [r["ok"]["paused"] for r in both.of_both(wake)] == [False, False]
+    first, second = both.finish()
+    assert first == second
+    assert [len(told) for told in both.stamps.values()] == [150, 150]
 
 
 def test_an_update_that_ends_disarms_the_one_that_was_asked(both: Together) -> None:

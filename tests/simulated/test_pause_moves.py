@@ -114,6 +114,27 @@ def test_a_pause_leaves_what_is_staged_as_it_is(
     assert call(core, "commit", weight_version="one")["weight_version"] == "one"
 
 
+def test_a_pause_that_cannot_end_yet_keeps_its_lease_and_owner(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = started(core)
+    ask(core, "pause", mode="in_place", lease_s=60, owner="trainer")
+    streams.step(60)
+
+    def not_yet() -> None:
+        raise RuntimeError("not yet")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(core, "resume_scheduler", not_yet)
+        assert "not yet" in core.inflight("resume", {})["error"]["message"]
+    held = call(core, "paused")
+    assert (held["is_paused"], held["owner"]) == (True, "trainer")
+    assert held["lease_left_s"] > 0
+    call(core, "resume")
+    assert call(core, "paused")["owner"] is None
+    streams.run()
+
+
 def test_a_pause_of_upstreams_own_has_a_mode_too(core: EngineCore) -> None:
     streams = started(core)
     core.pause_scheduler("keep", False)

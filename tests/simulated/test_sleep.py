@@ -1,5 +1,6 @@
 """Sleep of an engine with a loop of its own: what runs ends, and nothing begins."""
 
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -109,6 +110,38 @@ def test_the_calls_of_a_pause_leave_a_sleep_alone(core: EngineCore) -> None:
     assert not core.is_scheduler_paused()
 
 
+@pytest.mark.parametrize("what", ["lease", "commit"])
+def test_a_sleep_of_level_0_ends_with_nothing_but_waking_up_or_a_continue(
+    core: EngineCore, what: str
+) -> None:
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(5)
+    if what == "lease":
+        core.inflight("pause", {"mode": "wait", "lease_s": 0.2})
+    else:
+        stage_weights(core, 1)
+        core.inflight("commit", {"mode": "wait"})
+    core.sleep(0, "abort")
+    streams.step(3)
+    time.sleep(0.3)
+    add(core, "arrives", prompt(2))
+    streams.step(5)
+    state = call(core, "paused")
+    assert (state["is_paused"], state["lease_left_s"]) == (True, None)
+    assert state["for_commit"] is False
+    assert "arrives" not in streams.tokens
+    if what == "lease":
+        core.wake_up(["scheduling"])
+    else:
+        call(core, "resume")
+    assert len(streams.run().tokens["arrives"]) == 40
+    # It has ended: the next pause ends with its lease.
+    core.inflight("pause", {"mode": "in_place", "lease_s": 0.1})
+    time.sleep(0.3)
+    streams.step(3)
+    assert call(core, "paused")["is_paused"] is False
+
+
 def test_a_sleep_that_a_rank_refuses_is_taken_back_on_all(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,3 +179,17 @@ def test_where_one_rank_fails_to_sleep_waking_up_is_the_way_on(
     assert call(core, "info")["weights"] == weights
     publish_weights(core, 1, "one")
     assert set(Streams(core).run().stamps["arrives"]) == {"one"}
+
+
+def test_a_sleep_that_is_refused_holds_no_pause_beyond_its_lease(
+    core: EngineCore,
+) -> None:
+    with pytest.raises(ValueError, match="nap"):
+        core.sleep(0, "nap")
+    call(core, "pause", mode="in_place", lease_s=0.05)
+    streams = Streams(core)
+    deadline = time.monotonic() + 20
+    while core.is_scheduler_paused():
+        assert time.monotonic() < deadline, "the lease has run out, and it stands still"
+        streams.step()
+        time.sleep(0.01)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.engine.bare_core import Streams, add, prompt
 from tests.simulated.core import simulated_core
 from tests.simulated.worker import SimulatedExecutor
 from vllm.inflight.api.control import Control
-from vllm.inflight.errors import EngineFault
+from vllm.inflight.errors import EngineFault, PauseConflict
 
 
 class Failing(SimulatedExecutor):
@@ -32,6 +33,7 @@ class Door:
 
     def __init__(self, cores: list[Any]) -> None:
         self._cores = cores
+        self.num_engines = len(cores)
 
     async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
         answers = [core.inflight(method, dict(body)) for core in self._cores]
@@ -85,3 +87,59 @@ def test_one_that_cannot_go_back_is_named(cores: list[Any]) -> None:
     assert served(cores) == [("two", 2), ("one", 1)]
     publish(control, 3, "three")
     assert served(cores) == [("three", 3)] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_if_one_cannot_roll_back_the_other_goes_forth_again(
+    cores: list[Any], failing: int
+) -> None:
+    control = Control(Door(cores))
+    publish(control, 1, "the same")
+    publish(control, 2, "the same")
+    cores[failing].model_executor.refused = (3,)
+    with pytest.raises(EngineFault, match="the test says so"):
+        asyncio.run(control.rollback())
+    assert served(cores) == [("the same", 2)] * 2
+    asyncio.run(control.rollback())
+    assert served(cores) == [("the same", 1)] * 2
+
+
+def test_one_that_cannot_go_forth_again_is_named(cores: list[Any]) -> None:
+    control = Control(Door(cores))
+    publish(control, 1, "one")
+    publish(control, 2, "two")
+    cores[0].model_executor.refused = (4,)
+    cores[1].model_executor.refused = (3,)
+    with pytest.raises(EngineFault, match=r"engines \[0\] of 2 serve the version befo"):
+        asyncio.run(control.rollback())
+    assert served(cores) == [("one", 1), ("two", 2)]
+
+
+def test_a_pause_that_one_refuses_pauses_none(cores: list[Any]) -> None:
+    control = Control(Door(cores))
+    add(cores[1], "r0", prompt(0))
+    streams = Streams(cores[1]).step(3)
+    with pytest.raises(PauseConflict, match="stay in place"):
+        asyncio.run(control.pause("in_place", flush_cache=True, lease_s=60))
+    states = [core.inflight("paused", {})["ok"] for core in cores]
+    assert [state["is_paused"] for state in states] == [False, False]
+    assert [state["lease_left_s"] for state in states] == [None, None]
+    streams.run()
+
+
+@pytest.mark.parametrize("mode", [None, "wait"])
+def test_a_pause_that_one_fails_in_is_taken_back_unless_there_was_one_before(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch, mode: str | None
+) -> None:
+    control = Control(Door(cores))
+    if mode is not None:
+        asyncio.run(control.pause(mode, owner="trainer"))
+
+    def fail() -> None:
+        raise EngineFault("the test says so")
+
+    monkeypatch.setattr(cores[1].scheduler, "inflight_retract", fail)
+    with pytest.raises(EngineFault, match="the test says so"):
+        asyncio.run(control.pause("retract", owner="trainer"))
+    states = [core.inflight("paused", {})["ok"] for core in cores]
+    assert {state["is_paused"] for state in states} == {mode is not None}

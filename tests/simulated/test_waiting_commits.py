@@ -42,6 +42,17 @@ def test_a_commit_that_waits_cannot_be_continued_away(core: EngineCore) -> None:
     assert code(core.inflight("resume", {})) == "pause_conflict"
 
 
+def test_waking_up_an_engine_that_is_awake_lets_nobody_in(core: EngineCore) -> None:
+    streams = started(core)
+    commit = waiting_commit(core)
+    assert core.wake_up() is True
+    add(core, "late", prompt(9))
+    assert call(core, "paused")["for_commit"] is True
+    streams.step(60).run()
+    assert answered(commit)["ok"]["weight_version"] == "one"
+    assert set(streams.stamps["late"]) == {"one"}
+
+
 def test_an_update_that_is_aborted_lets_new_requests_in_again(
     core: EngineCore,
 ) -> None:

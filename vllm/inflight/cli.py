@@ -22,6 +22,8 @@ from vllm.inflight.config import admin_key
 Command = Callable[[argparse.Namespace], int]
 """Does what was asked; returns the exit code."""
 
+LONGEST_S = 86400
+
 LOOKS = {"good": "green", "note": "yellow", "wrong": "bold red"}
 PATCH_LOOKS = {"ok": "green", "added": "green", "changed": "bold red"}
 
@@ -124,12 +126,20 @@ def parser() -> argparse.ArgumentParser:
     )
     examined.add_argument(
         "--watch",
-        type=float,
+        type=seconds,
         default=2.0,
         metavar="SECONDS",
         help="look a second time after these, to see whether an update moves; 2",
     )
     return whole
+
+
+def seconds(text: str) -> float:
+    """What `--watch` may be."""
+    value = float(text)
+    if not 0 <= value <= LONGEST_S:
+        raise argparse.ArgumentTypeError(f"from 0 to {LONGEST_S} seconds, got {text}")
+    return value
 
 
 def _command(commands: Any, run: Command) -> argparse.ArgumentParser:

@@ -267,14 +267,14 @@ class TransferFault(EngineFault):
     """The bytes stopped coming: a peer died, stalled, left or was never there."""
 
     code = "transfer_fault"
-    remedy = "Call init_weight_transfer_engine again; the weights served are unchanged."
+    remedy = "Connect again as at first; the weights served are unchanged."
 
 
 class Cancelled(InflightError):
     """Whoever waited for the bytes of an update does not want them any more."""
 
     code = "cancelled"
-    remedy = "Call init_weight_transfer_engine before the next update over a wire."
+    remedy = "Connect again as at first before the next update over a wire."
 
 
 class DeadlineExceeded(InflightError):

@@ -43,7 +43,7 @@ MOVES: dict[Phase, frozenset[Phase]] = {
     Phase.STAGED: frozenset({Phase.COMMITTED, Phase.ABORTED}),
     Phase.COMMITTED: frozenset({Phase.ROLLED_BACK}),
     Phase.ABORTED: frozenset(),
-    Phase.ROLLED_BACK: frozenset(),
+    Phase.ROLLED_BACK: frozenset({Phase.COMMITTED}),
 }
 """Every legal move of an update; there is no other way to change a phase."""
 

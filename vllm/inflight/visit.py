@@ -14,7 +14,13 @@ from typing import Any
 
 import httpx
 
-from vllm.inflight.errors import EngineAsleep, EngineUnreachable, InflightError
+from vllm.inflight.connection import connect
+from vllm.inflight.errors import (
+    ConfigError,
+    EngineAsleep,
+    EngineUnreachable,
+    InflightError,
+)
 from vllm.inflight.finding import Finding, State
 
 Look = dict[str, dict[str, Any]]
@@ -53,8 +59,11 @@ ELSEWHERE = (
 
 def visit(url: str, key: str | None, apart_s: float) -> list[Finding]:
     """Look at a server twice, `apart_s` seconds apart; raises `EngineUnreachable`."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    with httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S) as client:
+    try:
+        client = connect(url, key, timeout=PATIENCE_S)
+    except ConfigError as error:
+        raise EngineUnreachable(error.message) from None
+    with client:
         first = look(client)
         if not is_updating(first):
             return judge(first, first, 0.0)
@@ -75,7 +84,7 @@ def _asked(client: httpx.Client, path: str) -> dict[str, Any]:
         reply = client.get(path)
     except httpx.TimeoutException:
         return {"problem": f"does not answer within {PATIENCE_S:g} s"}
-    except (httpx.TransportError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         return {"problem": f"cannot be reached: {error}"}
     try:
         body = reply.json()
@@ -121,7 +130,8 @@ def _server(found: Look) -> Finding:
 
 def _release(found: Look) -> Finding:
     body = found["/version"].get("body")
-    return Finding("vLLM", str(body["version"] if isinstance(body, dict) else body))
+    told = body.get("version") if isinstance(body, dict) else None
+    return Finding("vLLM", str(told or "its version is not told"))
 
 
 def _obstacle(found: Look, path: str) -> Finding | None:
@@ -235,7 +245,8 @@ def _pause(name: str, pause: Facts, requests: tuple[int, int]) -> Finding:
 
 def _requests(found: Look, engine: int) -> tuple[int, int]:
     """How many run and wait, from the metrics; zeros where they say nothing."""
-    text = found["/metrics"].get("body")
+    told = found["/metrics"]
+    text = told.get("body") if told.get("status") == 200 else ""
     sums = {"running": 0.0, "waiting": 0.0}
     for sample in _samples(text if isinstance(text, str) else ""):
         what = sample.name.removeprefix("vllm:num_requests_")

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from vllm.inflight import upstream
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.methods import control_of
@@ -51,6 +53,15 @@ GENERATING = frozenset(
 """Paths of POST that make an engine compute; tests compare them with upstream's."""
 
 _is_admitted: ContextVar[bool] = ContextVar("inflight_is_admitted", default=False)
+
+
+class Refused(upstream.GracefulHTTPError, EnginePaused):
+    """`EnginePaused` that upstream hands on: of others it makes an error of its own."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        # Which goes on to the other's.
+        upstream.GracefulHTTPError.__init__(self, message, HTTPStatus(self.status))
+        self.retry_after_s = retry_after_s
 
 
 class Admission:
@@ -103,7 +114,7 @@ async def check(control: Control) -> None:
         return
     modes = ", ".join(sorted({state["mode"] for state in paused}))
     left = [s["lease_left_s"] for s in paused if s["lease_left_s"] is not None]
-    raise EnginePaused(
+    raise Refused(
         f"the engine is paused ({modes}) and takes no requests until it continues",
         retry_after_s=math.ceil(max(left, default=1.0)) or 1,
     )

@@ -45,10 +45,12 @@ def parse(raw: bytes) -> dict[str, Any]:
     if not raw.strip():
         return {}
     try:
+        # Of bytes, json would take UTF-16, and halves of characters.
+        text = raw.decode("utf-8-sig")
         body = json.loads(
-            raw, parse_int=_integer, parse_float=_number, parse_constant=_number
+            text, parse_int=_integer, parse_float=_number, parse_constant=_number
         )
-        if b"\\ud" in raw.lower():
+        if "\\ud" in text.lower():
             # An escape of half a character cannot be said again in a reply.
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

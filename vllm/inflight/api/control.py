@@ -7,21 +7,16 @@ any, and if one engine cannot commit, those that did go back.
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from vllm.inflight.api import rate
 from vllm.inflight.api.door import Door, Reply
+from vllm.inflight.api.envelopes import is_partial, merged
 from vllm.inflight.errors import EngineFault, InflightError, Malformed
-
-ADDED = (
-    *("num_running", "num_waiting", "num_aborted", "num_retracted"),
-    *("bytes", "parameters", "dropped"),
-)
-"""What is counted in a reply, or has counts in it: of several engines the sum is told.
-
-Not among them are numbers that every engine has alike: an epoch, the leases that ended.
-"""
 
 
 class Control:
@@ -79,10 +74,23 @@ class Control:
             "expect_digest": expect_digest,
         }
         envelopes = await self._door.call("commit", body)
-        failed = [i for i, e in enumerate(envelopes) if "error" in e]
-        if failed and len(failed) < len(envelopes):
-            await self._take_back(envelopes, {"update_id": sealed["update_id"]})
-        return _merged(envelopes)
+        if is_partial(envelopes):
+            update = {"update_id": sealed["update_id"]}
+            try:
+                await self._take_back(envelopes, update, "the new version")
+            finally:  # nothing stays staged
+                await self._door.call("abort", update)
+        return merged(envelopes)
+
+    async def finish_or_abort(
+        self, update_id: str, weight_version: str | None = None, **options: Any
+    ) -> Reply:
+        """The same for who made one call of it, and would not know it still staged."""
+        try:
+            return await self.finish(weight_version, update_id=update_id, **options)
+        except InflightError:
+            await self._door.call("abort", {"update_id": update_id})
+            raise
 
     async def from_disk(
         self,
@@ -122,17 +130,12 @@ class Control:
         if started["phase"] == "staging":
             for chunk, info in enumerate(given):
                 await self.update(info, update_id, chunk=chunk)
-        try:
-            return await self.finish(
-                mode=mode,
-                flush_cache=flush_cache,
-                expect_digest=expect_digest,
-                update_id=update_id,
-            )
-        except InflightError:
-            # Who made one call of it would not know that it is still staged.
-            await self._door.call("abort", {"update_id": update_id})
-            raise
+        return await self.finish_or_abort(
+            update_id,
+            mode=mode,
+            flush_cache=flush_cache,
+            expect_digest=expect_digest,
+        )
 
     async def abort(
         self, update_id: str | None = None, owner: str | None = None
@@ -141,10 +144,15 @@ class Control:
         return await self._call("abort", update_id=update_id, owner=owner)
 
     async def rollback(
-        self, to_version: str | None = None, *, mode: str = "in_place"
+        self, to_version: str | None = None, *, mode: str | None = None
     ) -> Reply:
-        """Serve the version served before again."""
-        return await self._call("rollback", to_version=to_version, mode=mode)
+        """Serve the version served before again, on every engine or on none."""
+        mark = {"rollback_id": uuid.uuid4().hex}
+        body = {"to_version": to_version, "mode": mode} | mark
+        envelopes = await self._door.call("rollback", body)
+        if is_partial(envelopes):
+            await self._take_back(envelopes, mark, "the version before")
+        return merged(envelopes)
 
     async def status(self, update_id: str | None = None) -> Reply:
         """Where an update stands, or all that is known."""
@@ -180,10 +188,32 @@ class Control:
         body = {"transport": "groups", "order": "leave", "init_info": name}
         return await self._call("transport", **body)
 
+    @asynccontextmanager
+    async def announced(self, group_name: str) -> AsyncIterator[str]:
+        """Around all that is done for what a trainer broadcasts; an id of its call.
+
+        If it is refused, workers that have not received it leave the group: it would be
+        read as the next announcement's.
+        """
+        announcement, began = uuid.uuid4().hex, time.monotonic()
+        try:
+            yield announcement
+        except InflightError as error:
+            # Its age and not its time: an engine may be on another host.
+            age_s = time.monotonic() - began
+            missed = {"announcement": announcement, "age_s": age_s}
+            await self._door.call("miss", {"group_name": group_name} | missed)
+            error.message += (
+                "; unless all that it announced was received, the workers have left "
+                f"group {group_name!r}"
+            )
+            error.args = (error.message,)
+            raise
+
     async def ask(self, method: str, **body: Any) -> list[Reply]:
         """The reply of every engine; raises the first error, if any has one."""
         envelopes = await self._door.call(method, body)
-        _merged(envelopes)
+        merged(envelopes)
         return [envelope["ok"] for envelope in envelopes]
 
     async def pause(
@@ -195,8 +225,18 @@ class Control:
         owner: str | None = None,
     ) -> Reply:
         """Stop decoding between two steps, or renew the lease on that."""
-        facts = {"mode": mode, "flush_cache": flush_cache}
-        return await self._call("pause", **facts, lease_s=lease_s, owner=owner)
+        facts: Reply = {"mode": mode, "flush_cache": flush_cache}
+        facts |= {"lease_s": lease_s, "owner": owner}
+        if self._door.num_engines == 1:
+            return await self._call("pause", **facts)
+        # First: of engines that step together none has paused until all have, so one
+        # that refused would keep the others from pausing, and from going on.
+        before = await self.ask("pause", **facts, is_trial=True)
+        envelopes = await self._door.call("pause", facts)
+        is_new = not any(reply["paused"] for reply in before)
+        if is_new and any("error" in envelope for envelope in envelopes):
+            await self._door.call("resume", {"owner": owner})
+        return merged(envelopes)
 
     async def flush(self) -> Reply:
         """Drop what is cached; refused while requests hold KV."""
@@ -207,69 +247,31 @@ class Control:
         return await self._call("resume", owner=owner)
 
     async def _call(self, method: str, **body: Any) -> Reply:
-        return _merged(await self._door.call(method, body))
+        return merged(await self._door.call(method, body))
 
     async def _all_or_none(
         self, method: str, body: dict[str, Any], update_id: str | None
     ) -> Reply:
         envelopes = await self._door.call(method, body)
-        failed = [e for e in envelopes if "error" in e]
-        if failed and len(failed) < len(envelopes):
+        if is_partial(envelopes):
             await self._door.call("abort", {"update_id": update_id})
-        return _merged(envelopes)
+        return merged(envelopes)
 
-    async def _take_back(self, envelopes: list[Reply], update: Reply) -> None:
-        """Undo a commit that not every engine could make; nothing stays staged.
+    async def _take_back(self, envelopes: list[Reply], mark: Reply, what: str) -> None:
+        """Undo a switch that not every engine could make.
 
         Raises:
             EngineFault: engines that made it serve it still.
 
         """
-        undone = await self._door.call("undo", update)
-        await self._door.call("abort", update)
-        # Engines that did not commit answer that there is nothing to undo.
+        undone = await self._door.call("undo", mark)
+        # Engines that did not make it answer that there is nothing to undo.
         stuck = [
             i for i, e in enumerate(envelopes) if "ok" in e and "error" in undone[i]
         ]
         if stuck:
             told = "; ".join(undone[i]["error"]["message"] for i in stuck)
             raise EngineFault(
-                f"engines {stuck} of {len(envelopes)} serve the new version and could "
-                f"not be taken back ({told}), the others could not commit it"
+                f"engines {stuck} of {len(envelopes)} serve {what} and could not be "
+                f"taken back ({told}), the others could not switch to it"
             )
-
-
-def _merged(envelopes: list[Reply]) -> Reply:
-    """One engine's reply; of several, the first's with all under `engines`.
-
-    Counts are those of all together. Raises the first engine's error, if any has one.
-    """
-    for index, envelope in enumerate(envelopes):
-        if "error" in envelope:
-            error = InflightError.from_dict(envelope["error"])
-            if len(envelopes) > 1:
-                error.message = f"engine {index} of {len(envelopes)}: {error.message}"
-            raise error
-    replies: list[Reply] = [envelope["ok"] for envelope in envelopes]
-    if len(replies) == 1:
-        return replies[0]
-    sums = {
-        name: _added([reply[name] for reply in replies])
-        for name in ADDED
-        if all(name in reply for reply in replies)
-    }
-    return replies[0] | sums | {"engines": replies}
-
-
-def _added(found: list[Any]) -> Any:
-    """The sum of counts, of each of those in an object; what else it is, the first.
-
-    None if one has none: not all of them did it then.
-    """
-    first = found[0]
-    if None in found:
-        return None
-    if isinstance(first, dict):
-        return {n: _added([each[n] for each in found if n in each]) for n in first}
-    is_count = isinstance(first, int) and not isinstance(first, bool)
-    return sum(found) if is_count else first

@@ -16,6 +16,11 @@ ALIVE_S = 1.0
 class Door(Protocol):
     """How calls reach the engine cores."""
 
+    @property
+    def num_engines(self) -> int:
+        """How many engines answer a call."""
+        ...
+
     async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
         """The envelopes of every engine, in engine order."""
         ...
@@ -26,6 +31,11 @@ class AsyncDoor:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+
+    @property
+    def num_engines(self) -> int:
+        """Changes with elastic expert parallelism."""
+        return len(self._client.core_engines)
 
     async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
         """One utility call per engine, at the same time.
@@ -65,6 +75,8 @@ class AsyncDoor:
 
 class SyncDoor:
     """From `LLM`: to a core in this process, or in one of its own."""
+
+    num_engines = 1
 
     def __init__(self, client: Any) -> None:
         self._client = client

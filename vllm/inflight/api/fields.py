@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from vllm.inflight.api.schema import FLAG, Schema
 from vllm.inflight.errors import Malformed
 
 Default = TypeVar("Default", bool, None)
+Text = TypeVar("Text", str, None)
 
 
 class Fields:
@@ -42,7 +44,7 @@ class Fields:
             raise Malformed(f"{name} must be true or false, got {value!r}")
         return value
 
-    def text(self, name: str, default: str) -> str:
+    def text(self, name: str, default: Text) -> str | Text:
         """A string."""
         value = self.take(name)
         if value is None:
@@ -74,10 +76,20 @@ class Fields:
 
     def only(self, *names: str) -> dict[str, Any]:
         """Those of `names` that are there; raises if anything else is left."""
-        known = [*self._known, *names]
+        known = dict.fromkeys([*self._known, *names])
         for name in self._left:
             if name not in known:
-                raise Malformed(
-                    f"unknown field {name!r}; this route takes {', '.join(known)}"
-                )
+                named = ", ".join(known) or "none"
+                raise Malformed(f"unknown field {name!r}; this route takes {named}")
         return dict(self._left)
+
+    def described(self, schemas: Mapping[str, Schema], *names: str) -> dict[str, Any]:
+        """`only` of `schemas` and `names`; what is a flag by its schema is read as one.
+
+        What else they may be is the engine's to say.
+        """
+        said = {
+            name: self.flag(name, None) for name in schemas if schemas[name] is FLAG
+        }
+        flags = {name: value for name, value in said.items() if value is not None}
+        return self.only(*schemas, *names) | flags

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from vllm.inflight import upstream
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
 from vllm.inflight.errors import Conflict, InflightError
 
 logger = upstream.init_logger(__name__)
+
+POLL_S = 0.1
 
 
 async def restore(control: Control) -> Reply:
@@ -71,3 +75,10 @@ async def restore_at_start(control: Control) -> None:
         logger.error(
             "what was served before the start cannot be served again: %s", error.message
         )
+    await control.ask("journal", tried=True)
+
+
+async def tried(control: Control) -> None:
+    """Until the first server has done `restore_at_start`; for those beside it."""
+    while not (await control.ask("journal"))[0]["tried"]:
+        await asyncio.sleep(POLL_S)

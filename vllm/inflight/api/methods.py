@@ -218,14 +218,14 @@ async def abort_weight_update(
 
 
 async def rollback_weights(
-    self: Any, to_version: str | None = None, *, mode: str = "in_place"
+    self: Any, to_version: str | None = None, *, mode: str | None = None
 ) -> Reply:
     """Serve the version served before again, as fast as a commit.
 
     Args:
         self: the engine.
         to_version: refuse unless this is the label of the version before.
-        mode: what happens to running requests.
+        mode: what happens to running requests; by default nothing (`in_place`).
 
     Returns:
         That of `POST /rollback_weights`.

@@ -50,7 +50,7 @@ async def commit_options(
     # SGLang flushes by default, lest new requests read KV of old weights. A versioned
     # cache sees to that itself, and what old requests still use can stay.
     flush = fields.flag("flush_cache", is_shared)
-    mode = fields.text("mode", "retract" if flush else "in_place")
+    mode = fields.text("mode", "retract") if flush else fields.text("mode", None)
     if fields.flag("abort_all_requests", False):
         mode = "abort"
     if flush and mode == "retract":

@@ -8,7 +8,7 @@ need a key or a caller on this host (auth.py). Every error is
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from vllm.inflight.api.body import parse, read
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
-from vllm.inflight.api.journal import restore, restore_at_start
+from vllm.inflight.api.journal import restore, restore_at_start, tried
 from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.metrics import metrics
 from vllm.inflight.api.pausing import pause_generation as pause_engine
@@ -81,12 +81,12 @@ async def _shutdown(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _start(engine: Any, body: dict[str, Any]) -> Reply:
     """Open an update on every engine, or on none."""
-    return await _control(engine).start(**_only(body, OPENING))
+    return await _control(engine).start(**Fields(body).described(OPENING))
 
 
 async def _start_draft(engine: Any, body: dict[str, Any]) -> Reply:
     """Open an update of the drafter alone."""
-    return await start_draft_weight_update(engine, **_only(body, OPENING))
+    return await start_draft_weight_update(engine, **Fields(body).described(OPENING))
 
 
 async def _update(engine: Any, body: dict[str, Any]) -> Reply:
@@ -100,7 +100,7 @@ async def _update(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
     """Verify, vote, and switch between two steps."""
-    return await _control(engine).finish(**_only(body, FINISHING))
+    return await _control(engine).finish(**Fields(body).described(FINISHING))
 
 
 async def _abort(engine: Any, body: dict[str, Any]) -> Reply:
@@ -110,12 +110,12 @@ async def _abort(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _rollback(engine: Any, body: dict[str, Any]) -> Reply:
     """Serve the version before again, as fast as a commit."""
-    return await _control(engine).rollback(**_only(body, ROLLING_BACK))
+    return await _control(engine).rollback(**Fields(body).described(ROLLING_BACK))
 
 
 async def _restore(engine: Any, body: dict[str, Any]) -> Reply:
     """Serve what was served before the restart, by the journal."""
-    _only(body, ())
+    Fields(body).only()
     return await restore(_control(engine))
 
 
@@ -132,7 +132,7 @@ async def _info(engine: Any, body: dict[str, Any]) -> Reply:
 async def _world_size(engine: Any, body: dict[str, Any]) -> Reply:
     """How many ranks a trainer has to reach."""
     parallel = engine.vllm_config.parallel_config
-    across = str(body.get("include_dp", "true")).lower() != "false"
+    across = Fields(body).flag("include_dp", True)
     return {
         "world_size": parallel.world_size_across_dp if across else parallel.world_size
     }
@@ -192,8 +192,9 @@ class InflightEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Make sure that upstream routes to us: its own routes need no key."""
-        if self._config.journal and port.is_first(engine_client):
-            await restore_at_start(control_of(engine_client))
+        if self._config.journal:
+            is_first = port.is_first(engine_client)
+            await (restore_at_start if is_first else tried)(control_of(engine_client))
         if not self._config.port:
             check_routing(self._app)
         elif port.is_first(engine_client):
@@ -271,11 +272,3 @@ def _needed(body: dict[str, Any], field: str) -> Any:
     if field not in body:
         raise Malformed(f"the body needs the field {field!r}")
     return body[field]
-
-
-def _only(body: dict[str, Any], allowed: Collection[str]) -> dict[str, Any]:
-    for field in body:
-        if field not in allowed:
-            known = ", ".join(allowed) or "none"
-            raise Malformed(f"unknown field {field!r}; this route takes {known}")
-    return {field: body[field] for field in allowed if body.get(field) is not None}

@@ -25,7 +25,7 @@ NAME: Schema = {"type": "string", "minLength": 1}
 MODE: Schema = {"type": "string", "enum": [*(mode.value for mode in PauseMode), "keep"]}
 
 OPENING: dict[str, Schema] = {
-    "update_id": {"type": "string", "maxLength": 128},
+    "update_id": {"type": "string", "minLength": 1, "maxLength": 128},
     "weight_version": LABEL,
     "base_version": LABEL,
     "manifest": OBJECT,

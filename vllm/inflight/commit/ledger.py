@@ -63,29 +63,39 @@ class Ledger:
             self._serial += 1
             return self._serial
 
-    def begin(self, body: dict[str, Any], deadline_s: float) -> tuple[Update, bool]:
-        """Open an update; (update, whether it is new).
+    def begun(self, body: dict[str, Any]) -> Update | None:
+        """The update that was begun with `body`, if there is one.
 
         The same id with the same body is the same update, however it stands.
+
+        Raises:
+            Conflict: its id is that of another update.
+
         """
+        if (update_id := body.get("update_id")) is None:
+            return None
+        if not isinstance(update_id, str) or not 0 < len(update_id) <= 128:
+            raise Malformed("update_id must be a string of 1 to 128 characters")
+        with self._lock:
+            known = self._updates.get(update_id)
+        if known is not None and known.fingerprint != fingerprint(body):
+            raise Conflict(
+                f"update {update_id!r} was begun with another body; "
+                "use a new update_id",
+                phase=known.phase.value,
+                update_id=update_id,
+            )
+        return known
+
+    def begin(self, body: dict[str, Any], deadline_s: float) -> tuple[Update, bool]:
+        """Open an update; (update, whether it is new: see `begun`)."""
+        if (known := self.begun(body)) is not None:
+            return known, False
         update_id = body.get("update_id") or uuid.uuid4().hex
-        if not isinstance(update_id, str) or len(update_id) > 128:
-            raise Malformed("update_id must be a string of at most 128 characters")
         label = check_label(body.get("weight_version"))
         manifest = body.get("manifest")
         parsed = None if manifest is None else Manifest.parse(manifest)
-        mark = fingerprint(body)
         with self._lock:
-            known = self._updates.get(update_id)
-            if known is not None:
-                if known.fingerprint == mark:
-                    return known, False
-                raise Conflict(
-                    f"update {update_id!r} was begun with another body; "
-                    "use a new update_id",
-                    phase=known.phase.value,
-                    update_id=update_id,
-                )
             if (active := self._active()) is not None:
                 raise UpdateBusy(
                     f"update {active.update_id!r} is {active.phase.value}; it must "
@@ -97,7 +107,7 @@ class Ledger:
             update = Update(
                 update_id,
                 self._serial,
-                mark,
+                fingerprint(body),
                 label,
                 parsed,
                 None if parsed is None else parsed.step,
@@ -178,7 +188,8 @@ class Ledger:
             now = update.moved = time.monotonic()
             if phase is Phase.STAGED:
                 update.staged = now
-            if phase in (Phase.COMMITTED, Phase.ABORTED):
+            # One that is served again after two rollbacks had its end before.
+            if phase in (Phase.COMMITTED, Phase.ABORTED) and update.ended is None:
                 update.ended = now
                 update.manifest = None
                 self.ended[phase.value if error is None else error.code] += 1
@@ -186,6 +197,12 @@ class Ledger:
                 error.update_id, error.phase = update.update_id, phase.value
                 update.error = error
             return True
+
+    def turn_back(self, left: Update | None, back: Update | None) -> None:
+        """A rollback from what `left` brought to what `back` did; None: the start."""
+        for update, phase in ((left, Phase.ROLLED_BACK), (back, Phase.COMMITTED)):
+            if update is not None:
+                self.move(update, phase)
 
     def outcomes(self) -> list[dict[str, Any]]:
         """All that is remembered, the newest first."""

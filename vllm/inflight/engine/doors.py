@@ -137,6 +137,14 @@ def source(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def journal(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """What the journal tells; with `tried`, what was found there has been tried."""
+    kept = gate.served.journal
+    kept.tried = kept.tried or bool(body.get("tried"))
+    told: dict[str, Any] = kept.told()
+    return told
+
+
 def _read(gate: Any, what: str, *args: Any) -> list[Any]:
     replies = gate._core.model_executor.collective_rpc(
         "inflight_read", args=(what, *args)
@@ -154,5 +162,6 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "checksums": checksums,
     "rows": rows,
     "source": source,
-    "journal": lambda gate, body: gate.served.journal.told(),
+    "journal": journal,
+    "miss": lambda gate, body: gate.updates.miss(body),
 }

@@ -14,12 +14,13 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import counts, doors
+from vllm.inflight.engine import asked, connectors, counts, doors
 from vllm.inflight.engine.lockstep import Lockstep
 from vllm.inflight.engine.parent import end_with_parent
 from vllm.inflight.engine.pause import Pauses
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.reply import enveloped
+from vllm.inflight.engine.rollback import Rollbacks
 from vllm.inflight.engine.served import Served
 from vllm.inflight.engine.sleep import Sleep
 from vllm.inflight.engine.turn import Turns
@@ -28,12 +29,9 @@ from vllm.inflight.errors import (
     EngineFault,
     InflightError,
     Malformed,
-    NothingToRollBack,
-    UpdateBusy,
     VersionConflict,
-    WrongPhase,
 )
-from vllm.inflight.update import PauseMode, Phase, Version, check_label
+from vllm.inflight.update import Phase, Version, check_label
 
 logger = upstream.init_logger(__name__)
 
@@ -63,6 +61,7 @@ class Gate:
         self.lockstep = Lockstep(core, lambda: self.ranks.reason is None)
         self.turns = Turns(self.rouse)
         self.sleep = Sleep(core, self)
+        self.rollbacks = Rollbacks(core, self)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
         if self.lockstep.is_kept and not self.ranks.is_reversible:
             self.ranks.reason = "engines that step together need a way back"
@@ -88,7 +87,7 @@ class Gate:
 
     def commit(self, body: dict[str, Any]) -> Any:
         """Switch to the staged version; the reply of `/finish_weight_update`."""
-        return self._where_all_meet("commit", lambda: self._commit(body))
+        return self.where_all_meet("commit", lambda: self._commit(body))
 
     def _commit(self, body: dict[str, Any]) -> Any:
         update = self.updates.ledger.require(
@@ -107,10 +106,10 @@ class Gate:
             return update.pending
         self.served.expect(body.get("expect_version"), "expect_version")
         update.expect(body.get("expect_digest"))
-        flush_cache = bool(body.get("flush_cache"))
+        flush_cache = asked.flag(body, "flush_cache")
         # What stays in place keeps its KV, so a flush that names no mode retracts.
-        default = "retract" if flush_cache else "in_place"
-        mode = PauseMode.parse(body.get("mode") or default)
+        usual = connectors.default_mode(self._core.scheduler)
+        mode = asked.mode(body, "retract" if flush_cache else usual)
         self.pauses.check_commit(mode, flush_cache=flush_cache)
 
         def switch() -> dict[str, Any]:
@@ -150,42 +149,6 @@ class Gate:
             update.pending = answer
         return answer
 
-    def rollback(self, body: dict[str, Any]) -> Any:
-        """Serve the version served before again: a commit of the old set."""
-        return self._where_all_meet("rollback", lambda: self._rollback(body))
-
-    def _rollback(self, body: dict[str, Any]) -> Any:
-        before = self._held()
-        if body.get("to_version") not in (None, before.label):
-            raise VersionConflict(
-                f"held for a rollback is {before.label!r}, not {body['to_version']!r}"
-            )
-        mode = PauseMode.parse(body.get("mode") or "in_place")
-        self.pauses.check_commit(mode)
-
-        def switch() -> dict[str, Any]:
-            # Running requests were waited for: others may have come in between.
-            if self._held() is not before:
-                raise VersionConflict("another version was committed meanwhile")
-            left = self.served.update
-            facts = self.lockstep.together(self.served.go_back, self.served.retreat)
-            if left is not None:
-                self.updates.ledger.move(left, Phase.ROLLED_BACK)
-            self.counts.switched(facts)
-            self.counts.num_rollbacks += 1
-            facts |= self.counts.treated(self.pauses.treat(mode))
-            logger.info("rolled back to weights %r", self.version.label)
-            return self.version.to_dict() | facts
-
-        return self.pauses.between_requests(mode, switch)
-
-    def undo(self, body: dict[str, Any]) -> Any:
-        """Take back a commit that other engines could not follow."""
-        update = self.updates.ledger.require(body.get("update_id"), Phase.COMMITTED)
-        if update is not self.served.update:
-            raise WrongPhase(f"update {update.update_id!r} is not what is served")
-        return self.rollback({})
-
     def info(self, body: dict[str, Any]) -> dict[str, Any]:
         """What is served: version, digest, epoch, the version before, and `weights`."""
         del body
@@ -205,20 +168,19 @@ class Gate:
     def pause(self, body: dict[str, Any]) -> Any:
         """Pause in one of the modes of pause.py."""
         return self.pauses.pause(
-            PauseMode.parse(body.get("mode") or "abort"),
-            flush_cache=bool(body.get("flush_cache")),
+            asked.mode(body, "abort"),
+            flush_cache=asked.flag(body, "flush_cache"),
             lease_s=body.get("lease_s"),
             owner=body.get("owner"),
+            is_trial=bool(body.get("is_trial")),
         )
 
-    def resume(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Go on after a pause; going on twice is going on once."""
-        return self.pauses.resume(body.get("owner"))
-
-    def paused(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Whether decoding stands still, and in which mode."""
-        del body
-        return self.pauses.state()
+    def where_all_meet(self, what: str, switch: Callable[[], Any]) -> Any:
+        """Call `switch` now, or where the engines of a lockstep meet."""
+        if not self.lockstep.is_kept:
+            return switch()
+        active = self.updates.ledger.active
+        return self.lockstep.arm((what, active and active.digest), switch)
 
     def close(self) -> None:
         """End the watch and give the board back."""
@@ -234,24 +196,6 @@ class Gate:
         return self.served.version
 
     # --------------------------------------------------------------- helpers
-    def _held(self) -> Version:
-        """The version that a rollback returns to; raises if there is none now."""
-        if (active := self.updates.ledger.active) is not None:
-            raise UpdateBusy(
-                f"update {active.update_id!r} is {active.phase.value}; abort it first",
-                update_id=active.update_id,
-            )
-        if (before := self.served.before) is None:
-            raise NothingToRollBack("the version served before is not held any more")
-        return before
-
-    def _where_all_meet(self, what: str, switch: Callable[[], Any]) -> Any:
-        """`switch` now, or where the engines of a lockstep meet."""
-        if not self.lockstep.is_kept:
-            return switch()
-        active = self.updates.ledger.active
-        return self.lockstep.arm((what, active and active.digest), switch)
-
     def _ended(self, error: InflightError) -> None:
         """An update was aborted: nobody needs to wait for its commit any more."""
 
@@ -285,16 +229,16 @@ _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "receive": lambda gate, body: gate.updates.receive(body),
     "seal": lambda gate, body: gate.updates.seal(body),
     "commit": Gate.commit,
-    "rollback": Gate.rollback,
+    "rollback": lambda gate, body: gate.rollbacks.roll_back(body),
     "abort": lambda gate, body: gate.updates.abort(body),
     "status": lambda gate, body: gate.updates.status(body),
     "info": Gate.info,
     "rename": Gate.rename,
     "transport": lambda gate, body: gate.updates.transport(body),
     "pause": Gate.pause,
-    "resume": Gate.resume,
-    "paused": Gate.paused,
+    "resume": lambda gate, body: gate.pauses.resume(body.get("owner")),
+    "paused": lambda gate, body: gate.pauses.state(),
     "metrics": counts.told,
-    "undo": Gate.undo,
+    "undo": lambda gate, body: gate.rollbacks.undo(body),
     **doors.CALLS,
 }

@@ -72,6 +72,8 @@ class Journal:
         self._model = str(vllm_config.model_config.model)
         self._found: dict[str, Any] | None = None
         """What was served last before this engine was started."""
+        self.tried = False
+        """Whether a server has tried to have that served again."""
         self._error: str | None = None
         self._notes: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(
@@ -88,10 +90,13 @@ class Journal:
             self._notes.put(facts | {"recipe": recipe})
 
     def told(self) -> dict[str, Any]:
-        """`path`, `model`, what was `found` in it, and the `error` of the last note."""
+        """`path`, `model`, what was `found` in it, and the `error` of the last note.
+
+        And whether it was `tried` to serve that again.
+        """
         path = None if self._path is None else str(self._path)
         facts = {"path": path, "model": self._model, "found": self._found}
-        return facts | {"error": self._error}
+        return facts | {"tried": self.tried, "error": self._error}
 
     def close(self) -> None:
         """Write what has been noted, and end."""

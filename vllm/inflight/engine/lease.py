@@ -74,7 +74,7 @@ class Lease:
             if self._timer is not timer:
                 return  # renewed, or over, before this turn came
             logger.warning(
-                "the lease of %r on the pause has run out: decoding goes on", self.owner
+                "the lease of %r on the pause has run out: it is over", self.owner
             )
             try:
                 self._expire()

@@ -45,7 +45,7 @@ class Lockstep:
         self._known: tuple[Any, bool] = (None, False)
         """A group, and whether every engine of it can be updated."""
         self._armed: _Armed | None = None
-        self._owes_vote = False
+        self._owes_vote = self._is_meeting = False
 
     @property
     def _group(self) -> Any:
@@ -90,7 +90,7 @@ class Lockstep:
             armed.answer.set_exception(error)
 
     def meet(self) -> bool:
-        """Meet the others; whether somebody goes on waiting for somebody else.
+        """Meet the others; whether somebody waits for somebody else, or has work now.
 
         Every engine calls it after the same step.
 
@@ -116,7 +116,7 @@ class Lockstep:
             self.disarm(EngineFault("the engines were told to switch differently"))
             return False
         armed, self._armed = self._armed, None
-        self._owes_vote = True
+        self._owes_vote = self._is_meeting = True
         try:
             armed.answer.set_result(armed.switch())
         except Exception as error:
@@ -128,7 +128,43 @@ class Lockstep:
                     "vllm-inflight: a switch of engines that step together broke off "
                     f"after they had agreed on it: {error}"
                 ) from error
-        return False
+        finally:
+            self._is_meeting = False
+        # The switch may let requests go on; upstream's count was before it.
+        is_busy = self._core.scheduler.has_unfinished_requests()
+        return self._extent(int(is_busy))[1] == 1
+
+    def resume(self) -> None:
+        """Have the scheduler go on, also while the engines step.
+
+        Upstream takes those that step for engines that nobody has paused, or not yet.
+        They step under a pause to commit, and where they switch all go on at once.
+        """
+        core = self._core
+        is_going = self._is_meeting
+        if self.is_kept and core.engines_running and not is_going:
+            is_going = not (core.pending_pause or core.ignore_start_dp_wave)
+        if is_going:
+            core.ignore_start_dp_wave = False
+            core.scheduler.set_pause_state(upstream.PauseState.UNPAUSED)
+        else:
+            core.resume_scheduler()
+
+    def settle(self, is_held: bool) -> None:
+        """After waking up together: step if any engine has to, else stand still.
+
+        Upstream ends every pause with it. Where one goes on, a request would wake the
+        other engines, and they would wait for a step of this one. Every engine that
+        stood still calls it.
+
+        Args:
+            is_held: whether this engine may not take new requests yet.
+
+        """
+        core = self._core
+        has_work = core.scheduler.has_unfinished_requests()
+        core.engines_running = self._extent(int(has_work))[1] == 1
+        core.ignore_start_dp_wave = self._extent(int(is_held))[0] == 1
 
     def together(
         self, flip: Callable[[], Reply], take_back: Callable[[], Any]

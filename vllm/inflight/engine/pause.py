@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine import flush, requests
+from vllm.inflight.engine import connectors, doors, flush, requests
 from vllm.inflight.engine.lease import Lease, check_owner, lease_seconds
 from vllm.inflight.errors import PauseConflict
 from vllm.inflight.update import PAUSE_MOVES, PauseMode
@@ -65,10 +65,12 @@ class Pauses:
         flush_cache: bool,
         lease_s: Any = None,
         owner: Any = None,
+        is_trial: bool = False,
     ) -> Any:
         """Pause, make a pause stricter, or renew its lease.
 
-        Replies when the mode has taken effect; once is as good as twice.
+        Replies when the mode has taken effect; once is as good as twice. A trial is
+        refused as the pause would be; else it replies, and does nothing.
         """
         started = time.perf_counter()
         owner, seconds = check_owner(owner), lease_seconds(lease_s, self._lease_s)
@@ -79,10 +81,12 @@ class Pauses:
                 f"the engine is paused {self.mode}; that cannot become {mode.value}: "
                 "what it has let go of does not come back. Continue first"
             )
-        self._check(mode, flush_cache)
+        self._check(mode, flush_cache, is_later=True)
+        if is_trial:
+            return self._reply(started)
         counts = {"num_aborted": 0, "num_retracted": 0}
         if mode is PauseMode.ABORT:
-            counts["num_aborted"] = self._abort_all()
+            counts |= doors.abort_requests(self._gate, {})
         stopped = self._stop(mode)
         self.asked = mode
         self._gate.counts.paused(mode)
@@ -92,9 +96,9 @@ class Pauses:
             # A stricter pause may have come meanwhile, and has done its own part.
             if mode is PauseMode.RETRACT and self.asked is mode:
                 counts["num_retracted"] = self._core.scheduler.inflight_retract()
-            dropped = flush.flush(self._core) if flush_cache else None
+            flushed = self._flushed() if flush_cache else {"dropped": None}
             treated = self._gate.counts.treated(counts)
-            return self._reply(started) | treated | {"dropped": dropped}
+            return self._reply(started) | treated | flushed
 
         return self._then(stopped, settle)
 
@@ -117,9 +121,17 @@ class Pauses:
                 "a commit waits for the other data-parallel engines; continue after "
                 "its reply"
             )
+        self._go_on(is_asked=True)
         self._lease.drop()
-        self._go_on()
+        self._gate.sleep.is_dozing = False
         return self._reply(started)
+
+    def hold(self) -> bool:
+        """Have the scheduler stand as it was asked to; False if nobody has asked."""
+        mode = PauseMode.WAIT if self.asked is None and self._commit else self.asked
+        if mode is not None:
+            self._hold(mode)
+        return mode is not None
 
     def flush(self) -> Reply:
         """Drop every cached block nobody holds; refused while one is held."""
@@ -147,7 +159,8 @@ class Pauses:
     # ------------------------------------------------------------- at a commit
     def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
         """Raise if a commit cannot treat requests as `mode` says, here and now."""
-        self._check(mode, flush_cache)
+        connectors.check_commit(self._core.scheduler, mode)
+        self._check(mode, flush_cache, is_later=False)
         if mode is PauseMode.WAIT and self._gate.lockstep.is_kept:
             raise PauseConflict(
                 "engines that step together do not end their requests together, so "
@@ -170,9 +183,9 @@ class Pauses:
             try:
                 if scheduler.running:
                     raise PauseConflict(
-                        "running requests were paused while the commit waited for "
-                        "them; it is still staged"
+                        "requests were paused while it waited; it is still staged"
                     )
+                connectors.check_commit(scheduler, mode)
                 return switch()
             finally:
                 if self.asked is None:
@@ -199,43 +212,45 @@ class Pauses:
         if mode is PauseMode.RETRACT:
             facts["num_retracted"] = self._core.scheduler.inflight_retract()
         elif mode is PauseMode.ABORT:
-            facts["num_aborted"] = self._abort_all()
-        if flush_cache:
-            try:
-                facts["dropped"] = flush.flush(self._core)
-            except PauseConflict as error:
-                # The weights have changed: this can be told, but not refused any more.
-                facts |= {"dropped": None, "not_dropped": error.message}
-        return facts
+            facts |= doors.abort_requests(self._gate, {})
+        return facts | self._flushed() if flush_cache else facts
 
     # ---------------------------------------------------------------- helpers
-    def _check(self, mode: PauseMode, flush_cache: bool) -> None:
+    def _flushed(self) -> Reply:
+        """Drop the caches where that can be told, but not be refused any more."""
+        try:
+            return {"dropped": flush.flush(self._core)}
+        except PauseConflict as error:
+            return {"dropped": None, "not_dropped": error.message}
+
+    def _check(self, mode: PauseMode, flush_cache: bool, *, is_later: bool) -> None:
         scheduler = self._core.scheduler
         requests.check(scheduler, mode, in_process=self._gate.in_process)
         if flush_cache:
-            requests.check_flush(scheduler, mode)
+            requests.check_flush(scheduler, mode, is_later=is_later)
 
     def _stop(self, mode: PauseMode) -> Future[Any] | None:
         """Have the scheduler stop; done when no step is in flight."""
         if not self._gate.in_process:
-            names = {PauseMode.WAIT: "wait", PauseMode.ABORT: "abort"}
-            pending: Future[Any] | None = self._core.pause_scheduler(
-                names.get(mode, "keep"), False
-            )
+            known = {PauseMode.WAIT: "wait", PauseMode.ABORT: "abort"}
+            name = known.get(mode, "keep")
+            pending: Future[Any] | None = self._core.pause_scheduler(name, False)
             return pending
-        states = upstream.PauseState
-        is_loose = mode in (PauseMode.WAIT, PauseMode.ABORT)
-        self._core.scheduler.set_pause_state(
-            states.PAUSED_NEW if is_loose else states.PAUSED_ALL
-        )
+        self._hold(mode)
         self._gate.drain()
         self._core.model_executor.collective_rpc("synchronize_device")
         return None
 
-    def _go_on(self) -> None:
-        if self._commit is None and self._gate.sleep.may_decode:
+    def _hold(self, mode: PauseMode) -> None:
+        states = upstream.PauseState
+        is_loose = mode in (PauseMode.WAIT, PauseMode.ABORT)
+        state = states.PAUSED_NEW if is_loose else states.PAUSED_ALL
+        self._core.scheduler.set_pause_state(state)
+
+    def _go_on(self, *, is_asked: bool = False) -> None:
+        if self._commit is None and self._gate.sleep.may_go_on(is_asked):
             # First: where engines step together it may not be the time for it.
-            self._core.resume_scheduler()
+            self._gate.lockstep.resume()
         self.asked = None
         self._gate.counts.resumed()
         for waiting in self._settling:
@@ -246,7 +261,7 @@ class Pauses:
         self._settling = [w for w in self._settling if w is self._commit]
         if self._commit is not None:
             # Somebody's pause is over, the wait of the commit is not.
-            self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_NEW)
+            self._hold(PauseMode.WAIT)
         # A loop that was idle would go on waiting for its input queue.
         self._gate.rouse()
 
@@ -269,17 +284,6 @@ class Pauses:
 
         pending.add_done_callback(done)
         return result
-
-    def _abort_all(self) -> int:
-        """Finish every request as aborted and tell whoever waits for it."""
-        aborted = self._core.scheduler.finish_requests(
-            None, upstream.RequestStatus.FINISHED_ABORTED
-        )
-        if self._gate.in_process:
-            self._gate.farewells += [request.request_id for request in aborted]
-        else:
-            self._core._send_abort_outputs(aborted)
-        return len(aborted)
 
     def _reply(self, started: float) -> Reply:
         running, waiting = self._core.scheduler.get_request_counts()

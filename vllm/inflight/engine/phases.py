@@ -8,6 +8,8 @@ core takes them over before they get there.
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -19,31 +21,65 @@ Answer = Any
 """What a call of the gate returns: an envelope, or a Future of one."""
 
 
-def _finish(gate: Any, kwargs: dict[str, Any]) -> Answer:
+def ask(gate: Any, method: str, body: dict[str, Any]) -> Answer:
+    """A call of the gate between two steps, whichever thread makes it."""
+    if not gate.in_process:
+        return gate.call(method, body)
+    return gate.turns.run(lambda: gate.call(method, body))
+
+
+def _finish(gate: Any, update: dict[str, Any]) -> Answer:
     """Seal, and commit in a turn of its own once every rank has voted."""
-    sealed = gate.call("seal", {})
-    return _then(gate, sealed, lambda: gate.call("commit", {}))
+    sealed = ask(gate, "seal", update)
+    return _then(gate, sealed, lambda: ask(gate, "commit", update))
 
 
 def _receive_whole(gate: Any, request: Any) -> Answer:
     """All of PipelineRL's update: begin, receive what is broadcast, vote, commit."""
+    announcement, began = uuid.uuid4().hex, time.monotonic()
+    update = {"update_id": announcement}
+
+    def miss() -> Answer:
+        missed = {"announcement": announcement, "age_s": time.monotonic() - began}
+        return ask(gate, "miss", {"group_name": pipelinerl.GROUP} | missed)
+
+    def finish() -> Answer:
+        # Who made one call of it would not know that it is still staged.
+        end = _finish(gate, update)
+        return _then(gate, end, otherwise=lambda: ask(gate, "abort", update))
+
+    def begin_and_receive() -> Answer:
+        label, info = pipelinerl.announced(pipelinerl.plain(request), announcement)
+        body = {"transport": "groups", "weight_version": label} | update
+        begun = ask(gate, "begin", body)
+        if "error" in begun:
+            return begun
+        return ask(gate, "receive", {"update_info": info} | update)
+
     try:
-        label, info = pipelinerl.announced(pipelinerl.plain(request))
+        received = begin_and_receive()
     except InflightError as error:
-        return {"error": error.to_dict()}
-    begun = gate.call("begin", {"transport": "groups", "weight_version": label})
-    if "error" in begun:
-        return begun
-    received = gate.call("receive", {"update_info": info})
-    return _then(gate, received, lambda: _finish(gate, {}))
+        received = {"error": error.to_dict()}
+    return _then(gate, received, finish, otherwise=miss)
 
 
-def _then(gate: Any, answer: Answer, following: Callable[[], Answer]) -> Answer:
-    """`following` in a turn of its own, once `answer` is there and no error."""
+def _then(
+    gate: Any,
+    answer: Answer,
+    following: Callable[[], Answer] | None = None,
+    otherwise: Callable[[], Any] = lambda: None,
+) -> Answer:
+    """`following` in a turn of its own, once `answer` is there and no error.
+
+    Without one it is the answer. After an error `otherwise`, and the error is told.
+    """
     if isinstance(answer, Future) and gate.in_process:
         answer = answer.result()
     if not isinstance(answer, Future):
-        return answer if "error" in answer else following()
+        if "error" not in answer:
+            return answer if following is None else following()
+        otherwise()
+        return answer
     result: Future[dict[str, Any]] = Future()
 
     def pass_on(done: Future[Any]) -> None:
@@ -54,30 +90,33 @@ def _then(gate: Any, answer: Answer, following: Callable[[], Answer]) -> Answer:
             result.set_result(found)
 
     def arrived(done: Future[dict[str, Any]]) -> None:
-        if "error" in done.result():
-            result.set_result(done.result())
-            return
-        gate.turns.submit(following).add_done_callback(pass_on)
+        if "error" in (found := done.result()):
+            told = gate.turns.submit(otherwise)
+            told.add_done_callback(lambda _: result.set_result(found))
+        elif following is None:
+            result.set_result(found)
+        else:
+            gate.turns.submit(following).add_done_callback(pass_on)
 
     answer.add_done_callback(arrived)
     return result
 
 
 PHASES: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
-    "init_weight_transfer_engine": lambda gate, kwargs: gate.call(
-        "transport", {"order": "init", "init_info": kwargs.get("init_info")}
+    "init_weight_transfer_engine": lambda gate, kwargs: ask(
+        gate, "transport", {"order": "init", "init_info": kwargs.get("init_info")}
     ),
-    "shutdown_weight_transfer_engine": lambda gate, kwargs: gate.call(
-        "transport", {"order": "shutdown"}
+    "shutdown_weight_transfer_engine": lambda gate, kwargs: ask(
+        gate, "transport", {"order": "shutdown"}
     ),
-    "start_weight_update": lambda gate, kwargs: gate.call("begin", {}),
-    "start_draft_weight_update": lambda gate, kwargs: gate.call(
-        "begin", {"manifest": {"format": 1, "draft": True}}
+    "start_weight_update": lambda gate, kwargs: ask(gate, "begin", {}),
+    "start_draft_weight_update": lambda gate, kwargs: ask(
+        gate, "begin", {"manifest": {"format": 1, "draft": True}}
     ),
-    "update_weights": lambda gate, kwargs: gate.call(
-        "receive", {"update_info": kwargs.get("update_info")}
+    "update_weights": lambda gate, kwargs: ask(
+        gate, "receive", {"update_info": kwargs.get("update_info")}
     ),
-    "finish_weight_update": _finish,
+    "finish_weight_update": lambda gate, kwargs: _finish(gate, {}),
 }
 """Worker methods of upstream that change weights, and what they become."""
 
@@ -106,7 +145,7 @@ def _answer(
         return _receive_whole(gate, args[0])
     body = pipelinerl.CALLS[method](*args)
     gate.has_actor_group = body["order"] == "join"
-    return gate.call("transport", {"transport": "groups"} | body)
+    return ask(gate, "transport", {"transport": "groups"} | body)
 
 
 def carry_out(

@@ -65,20 +65,33 @@ class Provenance:
                     self._admit(requests[name], *admitted[name])
 
     def _admit(self, request: Any, start: int, blocks: Any) -> None:
-        """A request begins, or begins again, with `start` positions found."""
+        """A request begins, begins again or goes on, with `start` positions there."""
         assert self._group is not None
-        trail: Trail = []
-        num_local = min(start, vars(request).get("inflight_num_found", 0))
         mine = blocks[self._group]
-        for index, block in enumerate(mine[: -(-start // self._block_size)]):
-            first = index * self._block_size
-            origin = self._of_block.get(block) if first < num_local else UNKNOWN
-            _follow(trail, origin or UNKNOWN, first, first + self._block_size)
+        if (trail := trail_of(request)) is not None:
+            num_known = start  # a session's next chunk: the KV has stayed
+        else:
+            trail = request.inflight_trail = []
+            num_known = min(start, vars(request).get("inflight_num_found", 0))
+            for index, block in enumerate(mine[: -(-start // self._block_size)]):
+                first = index * self._block_size
+                origin = self._of_block.get(block) if first < num_known else UNKNOWN
+                _follow(trail, origin or UNKNOWN, first, first + self._block_size)
         _turn(trail, start, self._stamp)
-        request.inflight_trail = trail
         self._behind.discard(request.request_id)
-        for block in mine[num_local // self._block_size :]:
+        for block in mine[num_known // self._block_size :]:
             self._of_block[block] = trail
+
+
+def trail_of(request: Any) -> Trail | None:
+    """What is known of the KV of a request; None of one that has none yet."""
+    trail: Trail | None = vars(request).get("inflight_trail")
+    return trail
+
+
+def forget(request: Any) -> None:
+    """`request` has lost its KV, and looks for some."""
+    vars(request).pop("inflight_trail", None)
 
 
 def _turn(trail: Trail, start: int, stamp: str | None) -> None:

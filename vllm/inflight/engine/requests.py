@@ -31,14 +31,21 @@ def check(scheduler: Any, mode: PauseMode, *, in_process: bool) -> None:
         )
 
 
-def check_flush(scheduler: Any, mode: PauseMode) -> None:
-    """Raise `PauseConflict` if requests would still hold KV after `mode`."""
+def check_flush(scheduler: Any, mode: PauseMode, *, is_later: bool = False) -> None:
+    """Raise `PauseConflict` if requests would still hold KV after `mode`.
+
+    Args:
+        is_later: whether the flush waits until nothing is in flight.
+
+    """
     if mode is PauseMode.IN_PLACE and scheduler.running:
         raise PauseConflict(
             f"flush_cache cannot drop the KV of {len(scheduler.running)} requests "
             "that stay in place; use mode 'retract'"
         )
-    if mode is not PauseMode.WAIT and (held := holders(scheduler)):
+    if mode is PauseMode.WAIT or (is_later and mode is PauseMode.ABORT):
+        return
+    if held := holders(scheduler, is_later=is_later):
         raise PauseConflict(f"flush_cache cannot drop the KV of {held}")
 
 
@@ -60,11 +67,19 @@ def unretractable(scheduler: Any) -> str:
     )
 
 
-def holders(scheduler: Any) -> str:
-    """The requests that hold KV without running; empty if there are none."""
+def holders(scheduler: Any, *, is_later: bool = False) -> str:
+    """The requests that hold KV without running; empty if there are none.
+
+    Args:
+        is_later: without those that do only as long as something is in flight.
+
+    """
     waiting = [request.request_id for request in scheduler.kv_holding_waiting]
-    finished = [r.request_id for r in scheduler.requests.values() if r.is_finished()]
-    in_flight = ["steps"] if scheduler.deferred_frees else []
+    finished, in_flight = [], []
+    if not is_later:
+        requests = scheduler.requests.values()
+        finished = [request.request_id for request in requests if request.is_finished()]
+        in_flight = ["steps"] if scheduler.deferred_frees else []
     return _joined(
         ("waiting for remote KV or in a streaming session", waiting),
         ("finished, with a connector still reading", finished),

@@ -12,10 +12,9 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import cache, media
+from vllm.inflight.engine import cache, media, provenance
 from vllm.inflight.engine.adapters import Adapters
 from vllm.inflight.engine.connectors import nonce_for
-from vllm.inflight.engine.provenance import Provenance, Trail
 from vllm.inflight.engine.stamp import KV_FIELD, KV_OPTION, Stamp
 from vllm.inflight.update import Version
 
@@ -42,9 +41,9 @@ class InflightSchedulerMixin:
         full = (i for i, m in enumerate(managers) if _keeps_all(m))
         group = next(full, 0) if managers else None
         size = 1 if group is None else managers[group].block_size
-        self._inflight_provenance = Provenance(size, group)
+        self._inflight_provenance = provenance.Provenance(size, group)
         self._inflight_tells_all = config.kv_versions == "on"
-        self._inflight_told: dict[str, tuple[Any, Trail]] = {}
+        self._inflight_told: dict[str, tuple[Any, provenance.Trail]] = {}
         """Requests that want to know whose KV they read → what they know by now."""
         self._inflight_late: list[Any] = []
         """Retracted requests that tokens are still on their way to."""
@@ -103,19 +102,23 @@ class InflightSchedulerMixin:
                 continue
             request, known = told
             # One that ends before it was ever scheduled has none.
-            trail = list(vars(request).get("inflight_trail", ()))
+            trail = list(provenance.trail_of(request) or known)
             if trail != known:
                 self._inflight_told[output.request_id] = (request, trail)
                 params = output.kv_transfer_params or {}
                 output.kv_transfer_params = params | {KV_FIELD: trail}
-            if output.finish_reason is not None:
+            # So does every chunk of a session, which goes on.
+            if output.finish_reason is not None and request.is_finished():
                 del self._inflight_told[output.request_id]
 
     def add_request(self, request: Any) -> None:
         """Note whether the request wants to know whose KV it reads."""
         options = request.sampling_params and request.sampling_params.extra_args
         if self._inflight_tells_all or (options and options.get(KV_OPTION)):
-            self._inflight_told[request.request_id] = (request, [])
+            # The next chunk of a session becomes a part of the request there is.
+            name = request.request_id
+            asking = self.requests.get(name, request)  # type: ignore[attr-defined]
+            self._inflight_told.setdefault(name, (asking, []))
         super().add_request(request)  # type: ignore[misc]
 
     def _free_request(self, request: Any, **kwargs: Any) -> Any:
@@ -132,6 +135,7 @@ class InflightSchedulerMixin:
         preempted or retracted. So a commit costs nothing per waiting request, nor
         does loading an adapter.
         """
+        provenance.forget(request)
         if request.lora_request is not None:
             self.inflight_adapters.load(request.lora_request)
         roots = self.inflight_policy.roots(

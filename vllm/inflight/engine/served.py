@@ -113,12 +113,11 @@ class Served:
         moved_by: Update | None,
     ) -> dict[str, Any]:
         started = time.perf_counter()
-        self._ranks.wait_for_steps(self._core.batch_queue)
+        in_flight = self._core.batch_queue
+        self._ranks.wait_for_steps(in_flight)
         numbers = self._epoch, self._cache_epoch, self._moved
         self._left = numbers, self.version, self.update, self._recipe, self._before
-        scheduler = self._core.scheduler
-        is_shared = scheduler.inflight_policy.oldest is None
-        connectors.drop(scheduler.connector, is_shared=is_shared)
+        connectors.drop(self._core.scheduler, in_flight)
         flip_s = self._ranks.flip()
         try:
             self._age_cache(None if moved_by is None else moved_by.drift)

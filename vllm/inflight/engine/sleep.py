@@ -17,7 +17,6 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import EngineAsleep
-from vllm.inflight.update import PauseMode
 
 logger = upstream.init_logger(__name__)
 
@@ -48,6 +47,8 @@ class Sleep:
         """From the call on until memory is given back; requests may still run."""
         self._is_lost = False
         """Whether what the weights' memory held was given up, and not replaced yet."""
+        self.is_dozing = False
+        """From a sleep of level 0 on, which gives nothing back, until it is ended."""
 
     @property
     def weights(self) -> str:
@@ -60,6 +61,10 @@ class Sleep:
     def may_decode(self) -> bool:
         """Whether everything is there that a step needs."""
         return self.weights == "live" and not self._core.model_executor.is_sleeping
+
+    def may_go_on(self, is_asked: bool = False) -> bool:
+        """Whether decoding goes on: of itself where it does not doze, or on demand."""
+        return self.may_decode and (is_asked or not self.is_dozing)
 
     def check(self, method: str, body: dict[str, Any]) -> None:
         """Raise `EngineAsleep` if a control call needs what is not there."""
@@ -118,7 +123,9 @@ class Sleep:
 
         """
         if level < 1 or self.weights == "asleep":
-            return fall()
+            answer = fall()
+            self.is_dozing = self.is_dozing or level < 1
+            return answer
         self._is_falling = True
         try:
             self._gate.updates.end(EngineAsleep("the engine was put to sleep"))
@@ -135,14 +142,20 @@ class Sleep:
 
     def wake(self, wake: Callable[[], bool]) -> bool:
         """Wake up by `wake`; a pause that somebody else began goes on."""
+        lockstep = self._gate.lockstep
+        stood_still = lockstep.is_kept and not self._core.engines_running
         is_awake = wake()
         if is_awake:
+            self.is_dozing = False
+            is_held = self._hold()
+            if stood_still:
+                lockstep.settle(is_held)
+            self._gate.rouse()
             if self.weights == "gone":
                 logger.warning(
                     "awake, without weights: a sleep of level 2 has given them up; "
                     "decoding goes on when an update has been committed"
                 )
-            self._settle()
         return is_awake
 
     def filled(self) -> None:
@@ -150,7 +163,9 @@ class Sleep:
         if self._is_lost:
             self._is_lost = False
             self._gate.served.forget_before()
-            self._settle()
+            if not self._hold() and self.may_go_on():
+                self._gate.lockstep.resume()
+                self._gate.rouse()
 
     def _fell(self, level: int, error: BaseException | None) -> None:
         self._is_falling = False
@@ -164,17 +179,9 @@ class Sleep:
             self._is_lost = True
             self._gate.served.lose()
 
-    def _settle(self) -> None:
-        """Decode, unless something is missing or somebody has paused."""
-        asked = self._gate.pauses.asked
+    def _hold(self) -> bool:
+        """Have the scheduler stand still if something is missing, or somebody asked."""
         if not self._core.model_executor.is_sleeping and self.weights == "gone":
             self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_ALL)
-        elif asked is not None:
-            is_loose = asked in (PauseMode.WAIT, PauseMode.ABORT)
-            states = upstream.PauseState
-            self._core.scheduler.set_pause_state(
-                states.PAUSED_NEW if is_loose else states.PAUSED_ALL
-            )
-        elif self.may_decode:
-            self._core.resume_scheduler()
-            self._gate.rouse()
+            return True
+        return bool(self._gate.pauses.hold())

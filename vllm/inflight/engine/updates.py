@@ -14,7 +14,7 @@ from typing import Any
 from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import connectors
+from vllm.inflight.engine import asked, connectors
 from vllm.inflight.engine.lease import check_owner
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.served import Served
@@ -78,12 +78,14 @@ class Updates:
         """What a transport was ordered last."""
 
     def begin(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Open an update; replies `{"update_id", "phase"}`."""
+        """Open an update; replies `{"update_id", "phase"}`.
+
+        What it expects is asked of a new one: one begun before may have changed that.
+        """
+        if (known := self.ledger.begun(body)) is not None:
+            return {"update_id": known.update_id, "phase": known.phase.value}
         self._ranks.require_staging()
-        scheduler = self._core.scheduler
-        connectors.check(
-            scheduler.connector, is_shared=scheduler.inflight_policy.oldest is None
-        )
+        connectors.check(self._core.scheduler)
         transport = body.get("transport", "configured")
         if transport == "configured":
             self._require_transport()
@@ -97,12 +99,15 @@ class Updates:
             )
         if is_drafters and not self._ranks.has_drafter:
             raise Conflict("no draft model with weights is configured here")
-        deadline_s = body.get("deadline_s") or self._config.update_deadline_s
+        deadline_s = body.get("deadline_s")
+        if deadline_s is None:
+            deadline_s = self._config.update_deadline_s
         is_number = type(deadline_s) in (int, float)
         if not is_number or not 0 < deadline_s <= LONGEST_S:
             raise Malformed(
                 f"deadline_s must be a number up to {LONGEST_S}, got {deadline_s!r:.80}"
             )
+        allow_nonfinite = asked.flag(body, "allow_nonfinite")
         check_owner(body.get("owner"))
         self._served.expect(body.get("base_version"), "base_version")
         self._require_connected()
@@ -111,7 +116,7 @@ class Updates:
             payload = {
                 "manifest": manifest,
                 "transport": transport,
-                "allow_nonfinite": bool(body.get("allow_nonfinite")),
+                "allow_nonfinite": allow_nonfinite,
                 "deadline_s": float(deadline_s),
             }
             self._watch.start(update)
@@ -237,6 +242,14 @@ class Updates:
         answer = self._watch.when_carried_out(serial, self._config.update_deadline_s)
         self._connecting = Connecting(serial, order, payload, answer)
         return answer
+
+    def miss(self, body: dict[str, Any]) -> dict[str, Any]:
+        """An announcement was refused, and its trainer broadcasts what nobody takes.
+
+        Ranks that have not received it leave the group `group_name`.
+        """
+        self._ranks.order(0, "miss", body)
+        return {}
 
     def close(self) -> None:
         """End the watch over the ranks."""

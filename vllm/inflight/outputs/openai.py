@@ -44,11 +44,31 @@ def wants_spans(serving: Any, request: Any) -> bool:
 
     `{"vllm_xargs": {"weight_versions": 0}}` leaves it out, 1 asks for it.
     """
-    asked = (getattr(request, "vllm_xargs", None) or {}).get(FIELD)
+    asked = _asked(request).get(FIELD)
     if asked is not None:
         return bool(asked)
     config = InflightConfig.of(serving.engine_client.vllm_config)
     return config.openai_spans == "on"
+
+
+def ledger_for(
+    serving: Any, request: Any, *, role_first: bool = False
+) -> Ledger | None:
+    """What one of OpenAI's replies is to say beside what they have; None: nothing.
+
+    Whose KV was read it says if it is asked, or if all are and it has not been asked
+    to leave the spans out.
+    """
+    if wants_spans(serving, request):
+        return Ledger(role_first=role_first)
+    asked = _asked(request)
+    config = InflightConfig.of(serving.engine_client.vllm_config)
+    by_default = config.kv_versions == "on" and FIELD not in asked
+    return Ledger(kv_only=True) if asked.get(KV_FIELD, by_default) else None
+
+
+def _asked(request: Any) -> dict[str, Any]:
+    return getattr(request, "vllm_xargs", None) or {}
 
 
 def wants_kv(serving: Any, request: Any) -> bool:

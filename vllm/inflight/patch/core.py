@@ -60,8 +60,11 @@ def _meet(original: Any) -> Any:
 
 def _rename(_: Any) -> Any:
     def set_weight_version(self: Any, weight_version: str) -> None:
+        from vllm.inflight.engine import phases
+
         # Upstream's own relabels tokens that are on their way.
-        answer = self.inflight_gate.call("rename", {"weight_version": weight_version})
+        body = {"weight_version": weight_version}
+        answer = phases.ask(self.inflight_gate, "rename", body)
         if "error" in answer:
             raise ValueError(answer["error"]["message"])
 

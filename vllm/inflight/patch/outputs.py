@@ -40,6 +40,20 @@ def _on_every_chunk(original: Any) -> Any:
     return _new_completion_output
 
 
+def _newest_trail(original: Any) -> Any:
+    def add(self: Any, next_output: Any, aggregate: bool) -> None:
+        original(self, next_output, aggregate)
+        # Upstream takes over the spans that it knows, the newer ones' for the older.
+        for newer in next_output.outputs:
+            if (told := getattr(newer, "kv_versions", None)) is None:
+                continue
+            for output in self.outputs:
+                if output.index == newer.index:
+                    output.kv_versions = told
+
+    return add
+
+
 def _take_trails(original: Any) -> Any:
     def process_outputs(
         self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any
@@ -149,6 +163,13 @@ PATCHES = [
         why="a stream says at every chunk which weights sampled its tokens",
         remove_when="upstream reports spans before the last chunk",
         around=_on_every_chunk,
+    ),
+    Patch(
+        target="vllm.outputs:RequestOutput.add",
+        expects=("self", "next_output", "aggregate"),
+        why="chunks that are put together say whose KV the last of them read",
+        remove_when=_WHOSE_KV,
+        around=_newest_trail,
     ),
     Patch(
         target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",

@@ -13,11 +13,11 @@ def _completion(original: Any) -> Any:
     def request_output_to_completion_response(
         self: Any, final_res_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm.inflight.outputs.openai import Ledger, wants_spans
+        from vllm.inflight.outputs.openai import ledger_for
 
-        if not wants_spans(self, args[0] if args else kwargs["request"]):
+        ledger = ledger_for(self, args[0] if args else kwargs["request"])
+        if ledger is None:
             return original(self, final_res_batch, *args, **kwargs)
-        ledger = Ledger()
         outputs = (output for result in final_res_batch for output in result.outputs)
         for index, output in enumerate(outputs):
             ledger.note(index, output)
@@ -30,11 +30,10 @@ def _chat(original: Any) -> Any:
     async def chat_completion_full_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm.inflight.outputs.openai import Ledger, wants_spans, watched
+        from vllm.inflight.outputs.openai import ledger_for, watched
 
-        if not wants_spans(self, request):
+        if (ledger := ledger_for(self, request)) is None:
             return await original(self, request, result_generator, *args, **kwargs)
-        ledger = Ledger()
         async with aclosing(watched(result_generator, ledger.note_all)) as results:
             response = await original(self, request, results, *args, **kwargs)
         return ledger.label(response)
@@ -46,11 +45,10 @@ def _chat_batch(original: Any) -> Any:
     async def chat_completion_full_generator_batch(
         self: Any, request: Any, generators: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm.inflight.outputs.openai import Ledger, wants_spans, watched
+        from vllm.inflight.outputs.openai import ledger_for, watched
 
-        if not wants_spans(self, request):
+        if (ledger := ledger_for(self, request)) is None:
             return await original(self, request, generators, *args, **kwargs)
-        ledger = Ledger()
 
         def noting(conversation: int) -> Any:
             # Each has one choice, whose index is the conversation's.
@@ -77,9 +75,8 @@ def _completion_stream(original: Any) -> Any:
         def lines(results: Any) -> Any:
             return original(self, request, engine_inputs, results, *args, **kwargs)
 
-        if not openai.wants_spans(self, request):
+        if (ledger := openai.ledger_for(self, request)) is None:
             return lines(result_generator)
-        ledger = openai.Ledger()
         num_choices = 1 if request.n is None else request.n
 
         def note(item: Any) -> None:
@@ -100,9 +97,9 @@ def _chat_stream(original: Any) -> Any:
         def lines(results: Any) -> Any:
             return original(self, request, results, *args, **kwargs)
 
-        if not openai.wants_spans(self, request):
+        ledger = openai.ledger_for(self, request, role_first=True)
+        if ledger is None:
             return lines(result_generator)
-        ledger = openai.Ledger(role_first=True)
         return openai.labelled(result_generator, ledger.note_all, lines, ledger)
 
     return chat_completion_stream_generator

@@ -1,4 +1,4 @@
-"""Changes in the scheduler: the mixin, and salting where requests are hashed."""
+"""Changes in the scheduler: the mixin, and salts where requests are hashed or keyed."""
 
 from __future__ import annotations
 
@@ -42,6 +42,30 @@ def _hash_once(original: Any) -> Any:
     return preprocess_add_request
 
 
+def _keyed_again(original: Any) -> Any:
+    def update_offload_keys(self: Any) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+        hashes = self.req.block_hashes
+        for group, state in zip(
+            self.config.kv_group_configs, self.group_states, strict=True
+        ):
+            end = group.hashes_per_chunk
+            first = [
+                scheduler.make_offload_key(each, group.group_idx)
+                for each in hashes[end - 1 : end]
+            ]
+            # Hashes are chained: under another root, the first differs as well.
+            if state.offload_keys and state.offload_keys[:1] != first:
+                state.offload_keys.clear()
+                state.next_stored_chunk_idx = 0
+        original(self)
+
+    return update_offload_keys
+
+
+_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
+
 PATCHES = [
     Patch(
         target="vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
@@ -56,5 +80,12 @@ PATCHES = [
         why="a request is hashed with its salt at once, not a second time later",
         remove_when="upstream has a weight version in its block hashes",
         around=_hash_once,
+    ),
+    Patch(
+        target=f"{_OFFLOADING}:RequestOffloadState.update_offload_keys",
+        expects=("self",),
+        why="a request that was given another salt has other keys in a tier as well",
+        remove_when="upstream's offloading looks KV up by the hashes a request has",
+        around=_keyed_again,
     ),
 ]

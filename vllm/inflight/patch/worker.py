@@ -185,6 +185,15 @@ def _shutdown(original: Any) -> Any:
     return shutdown
 
 
+def _pool_from_the_start(original: Any) -> Any:
+    def add_request(self: Any, request: Any) -> Any:
+        if request.pooling_states is not None and not request.num_computed_tokens:
+            request.pooling_states.clean()
+        return original(self, request)
+
+    return add_request
+
+
 PATCHES = [
     Patch(
         target=(
@@ -273,5 +282,12 @@ PATCHES = [
         why="a pause does not wait for a transfer that has stalled",
         remove_when="upstream waits for the stream that computes",
         around=_wait_for_decoding_only,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
+        expects=("self", "request"),
+        why="a prompt that is computed again has no rows left of the first time",
+        remove_when="upstream drops them when it preempts",
+        around=_pool_from_the_start,
     ),
 ]

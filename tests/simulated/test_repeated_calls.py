@@ -1,0 +1,67 @@
+"""A call whose reply was lost is made again: it is the same call, not another one."""
+
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from tests.engine.bare_core import call
+from tests.simulated.core import publish_weights
+from tests.simulated.load import ask, code
+from vllm.inflight.api.control import Control
+from vllm.inflight.api.door import run_sync
+
+pytestmark = pytest.mark.engine
+
+OPENING = {"base_version": "default", "transport": "local"}
+
+
+class Door:
+    """To one core."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+        if method == "receive":  # the simulated ranks know weights by number
+            body = body | {"update_info": {"weights": 1}}
+        return [ask(self._core, method, **body).result(timeout=30)]
+
+
+def committed(core: EngineCore, update_id: str) -> Any:
+    call(core, "begin", update_id=update_id, **OPENING)
+    call(core, "receive", update_info={"weights": 1})
+    call(core, "seal")
+    return call(core, "commit", weight_version="one")
+
+
+def test_a_start_repeated_after_its_commit_is_of_the_same_update(
+    core: EngineCore,
+) -> None:
+    committed(core, "first")
+    begun = call(core, "begin", update_id="first", **OPENING)
+    assert begun == {"update_id": "first", "phase": "committed"}
+
+
+def test_one_call_repeated_after_its_commit_gives_the_same_reply(
+    core: EngineCore,
+) -> None:
+    control = Control(Door(core))
+
+    def update() -> Any:
+        expected = {"update_id": "second", "base_version": "default"}
+        return run_sync(control.from_disk("/w", "one", **expected))
+
+    assert update() == update()
+    assert core.model_executor.live == 1
+
+
+def test_what_a_start_expects_is_asked_of_every_new_update(core: EngineCore) -> None:
+    committed(core, "third")
+    publish_weights(core, 2, "two")
+    for update_id, more, expected in (
+        ("fourth", {}, "version_conflict"),
+        ("third", {"owner": "another"}, "conflict"),
+    ):
+        refused = ask(core, "begin", update_id=update_id, **OPENING, **more)
+        assert code(refused.result()) == expected

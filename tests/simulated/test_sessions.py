@@ -1,0 +1,91 @@
+"""Sessions whose input comes in chunks: whose KV they read, chunk after chunk."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from tests.engine.bare_core import Streams, add, prompt, request
+from tests.simulated.core import publish_weights
+from tests.simulated.load import KINDS
+from vllm.inflight.engine.stamp import KV_FIELD, Stamp
+
+pytestmark = pytest.mark.engine
+
+TEXT = prompt(1, 40)
+
+
+class Told(Streams):
+    """With what outputs say of KV: the positions at which that of an epoch begins."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core)
+        self.trails: dict[str, list[tuple[int, int]]] = {}
+
+    def _groups(self) -> list[Any]:
+        groups = super()._groups()
+        for output in (each for group in groups for each in group.outputs):
+            trail = (output.kv_transfer_params or {}).get(KV_FIELD)
+            if trail is not None:
+                self.trails[output.request_id] = [
+                    (start, -1 if stamp is None else Stamp.decode(stamp).epoch)
+                    for start, stamp in trail
+                ]
+        return groups
+
+
+@pytest.fixture(params=["sync", "async"])
+def core(make: Callable[..., EngineCore], request: Any) -> EngineCore:
+    return make(**KINDS[request.param])
+
+
+def say(core: EngineCore, text: list[int], *, is_last: bool = False) -> None:
+    """A chunk of the session's input, or its end."""
+    made = request("s", text, max_tokens=4, extra_args={"kv_versions": 1})
+    made.resumable = not is_last
+    core.add_request(*core.preprocess_add_request(made))
+
+
+def heard(core: EngineCore, streams: Told, count: int) -> int:
+    """Step until the session has said so much; how many positions it has computed."""
+    while len(streams.tokens.get("s", ())) < count:
+        streams.step()
+    streams.step(3)
+    return core.scheduler.requests["s"].num_computed_tokens
+
+
+def test_a_session_knows_whose_kv_it_reads_in_every_chunk(core: EngineCore) -> None:
+    epoch, streams = core.inflight_gate.version.epoch, Told(core)
+    say(core, list(TEXT))
+    first = heard(core, streams, 4)
+    assert streams.trails["s"] == [(0, epoch)]
+    publish_weights(core, 1, "one")
+    say(core, prompt(2, 30))
+    second = heard(core, streams, 8)
+    assert streams.trails["s"] == [(0, epoch), (first, epoch + 1)]
+    publish_weights(core, 2, "two")
+    say(core, prompt(3, 30))
+    heard(core, streams, 12)
+    assert streams.trails["s"] == [
+        (0, epoch),
+        (first, epoch + 1),
+        (second, epoch + 2),
+    ]
+    say(core, [0], is_last=True)
+    streams.step(3)
+    assert core.scheduler._inflight_told == {}
+
+
+def test_blocks_of_a_session_are_known_to_who_finds_them(core: EngineCore) -> None:
+    epoch, streams = core.inflight_gate.version.epoch, Told(core)
+    say(core, list(TEXT))
+    heard(core, streams, 4)
+    say(core, prompt(2, 30))
+    heard(core, streams, 8)
+    add(core, "other", [*TEXT, 0], extra_args={"kv_versions": 1})
+    streams.step(8)
+    assert core.scheduler.requests["other"].inflight_num_found == 32
+    assert streams.trails["other"] == [(0, epoch)]
+    say(core, [0], is_last=True)
+    streams.run()

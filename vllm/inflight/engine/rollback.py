@@ -1,0 +1,98 @@
+"""The way back: to the version before, and out of a switch others could not follow.
+
+A rollback is a commit of the set that was served before, asked for and refused like
+one. An undo is not refused over requests: two versions side by side are worse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.engine import asked, connectors
+from vllm.inflight.errors import (
+    NothingToRollBack,
+    PauseConflict,
+    UpdateBusy,
+    VersionConflict,
+    WrongPhase,
+)
+from vllm.inflight.update import PauseMode, Phase, Version
+
+Reply = dict[str, Any]
+
+logger = upstream.init_logger(__name__)
+
+
+class Rollbacks:
+    """Those of one engine core."""
+
+    def __init__(self, core: Any, gate: Any) -> None:
+        self._core = core
+        self._gate = gate
+        self._last: tuple[Any, Version] | None = None
+        """The id of the last one, and what was served from then on."""
+
+    def roll_back(self, body: Reply, *, is_undo: bool = False) -> Any:
+        """Serve the version served before again: a commit of the old set."""
+        return self._gate.where_all_meet(
+            "rollback", lambda: self._roll_back(body, is_undo)
+        )
+
+    def undo(self, body: Reply) -> Any:
+        """Take back a commit, or a rollback, that other engines could not follow."""
+        if (rollback_id := body.get("rollback_id")) is not None:
+            if self._last != (rollback_id, self._gate.version):
+                raise WrongPhase("this rollback is not what was switched to last")
+            return self.roll_back({}, is_undo=True)
+        update = self._gate.updates.ledger.require(
+            body.get("update_id"), Phase.COMMITTED
+        )
+        if update is not self._gate.served.update:
+            raise WrongPhase(f"update {update.update_id!r} is not what is served")
+        return self.roll_back({}, is_undo=True)
+
+    def _roll_back(self, body: Reply, is_undo: bool) -> Any:
+        gate = self._gate
+        before = self._held()
+        if body.get("to_version") not in (None, before.label):
+            raise VersionConflict(
+                f"held for a rollback is {before.label!r}, not {body['to_version']!r}"
+            )
+        mode = asked.mode(body, connectors.default_mode(self._core.scheduler))
+        try:
+            gate.pauses.check_commit(mode)
+        except PauseConflict:
+            if not is_undo:
+                raise
+            mode = PauseMode.IN_PLACE
+
+        def switch() -> Reply:
+            # Running requests were waited for: others may have come in between.
+            if self._held() is not before:
+                raise VersionConflict("another version was committed meanwhile")
+            left = gate.served.update
+            facts: Reply = gate.lockstep.together(
+                gate.served.go_back, gate.served.retreat
+            )
+            gate.updates.ledger.turn_back(left, gate.served.update)
+            self._last = body.get("rollback_id"), gate.version
+            gate.counts.switched(facts)
+            gate.counts.num_rollbacks += 1
+            facts |= gate.counts.treated(gate.pauses.treat(mode))
+            logger.info("rolled back to weights %r", gate.version.label)
+            return gate.version.to_dict() | facts
+
+        return gate.pauses.between_requests(mode, switch)
+
+    def _held(self) -> Version:
+        """The version that a rollback returns to; raises if there is none now."""
+        if (active := self._gate.updates.ledger.active) is not None:
+            raise UpdateBusy(
+                f"update {active.update_id!r} is {active.phase.value}; abort it first",
+                update_id=active.update_id,
+            )
+        before: Version | None = self._gate.served.before
+        if before is None:
+            raise NothingToRollBack("the version served before is not held any more")
+        return before
