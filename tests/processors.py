@@ -30,17 +30,6 @@ def older(tensors: Tensors) -> Tensors:
     }
 
 
-def used(tensors: Tensors) -> Tensors:
-    """Without what stands behind the last layer that LLaVA looks at: vLLM's tower ends
-    there, its loader passes the rest over, and an update with it is refused."""
-    behind = ".layers.1.", ".post_layernorm."
-    return {
-        n: t
-        for n, t in older(tensors).items()
-        if not (n.startswith("vision_tower.") and any(x in n for x in behind))
-    }
-
-
 def transposed(tensors: Tensors) -> Tensors:
     """With experts that are multiplied from the right."""
     return {

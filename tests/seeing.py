@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 
-from tests.family import EXPERTS, KEPT, WINDOW
+from tests.family import EXPERTS, HEAD_DIM, KEPT, WINDOW
 from tests.processors import (
     QUERIES,
     Tensors,
@@ -23,7 +23,6 @@ from tests.processors import (
     pixtral,
     qwen,
     transposed,
-    used,
 )
 from tests.state_spaces import GATED, LINEAR, SHARED
 
@@ -91,7 +90,11 @@ TOWER = {
 
 def a_qwen(stem: str, particular: str, *, patch: int, **more: Any) -> Seeing:
     """One generation; `more` are fields of its tower, and `text`."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [HEAD_DIM // 32 * n for n in (4, 6, 6)],
+    }
     text = {"rope_parameters": rope, **more.pop("text", {})}
     return Seeing(
         f"{stem}ForConditionalGeneration",
@@ -103,7 +106,7 @@ def a_qwen(stem: str, particular: str, *, patch: int, **more: Any) -> Seeing:
             "vision_end_token_id": "<|vision_end|>",
         },
         processor=qwen(stem.removesuffix("Moe").replace("3_5", "3VL"), patch),
-        vision={**LAYERS, "depth": 2, "num_heads": 4, "patch_size": patch, **more},
+        vision={**LAYERS, "depth": 2, "num_heads": 2, "patch_size": patch, **more},
         text=text,
         prompt="<|vision_start|><|image_pad|><|vision_end|>what?",
         side=8 * patch,
@@ -200,7 +203,7 @@ SEEING = {
         tokens={"image_token_index": "<image>"},
         processor=llava,
         vision={"model_type": "clip_vision_model", **TOWER},
-        publish=used,
+        publish=older,
         wants_torchvision=True,
     ),
     "gemma3_mm": Seeing(

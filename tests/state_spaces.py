@@ -24,6 +24,15 @@ LINEAR = {
 SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 64, **EXPERTS}
 LINEAR_STATES = ("*.conv1d.*", "*.A_log", "*.dt_bias")
 
+NEMOTRON = {
+    "num_hidden_layers": None,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 1,
+    "use_mamba_kernels": False,
+}
+
 STATE_SPACES: dict[str, Family] = {
     "mamba2": Family(
         "Mamba2ForCausalLM",
@@ -61,15 +70,23 @@ STATE_SPACES: dict[str, Family] = {
         "NemotronHForCausalLM",
         "layers of one thing each: Mamba, attention, MLP",
         fields={
-            "num_hidden_layers": None,
             "layers_block_type": ["linear_attention", "full_attention", "mlp"],
-            "ssm_state_size": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 32,
-            "n_groups": 1,
-            "use_mamba_kernels": False,
+            **NEMOTRON,
         },
         odd=STATES,
+    ),
+    "nemotron_h_moe": Family(
+        "NemotronHForCausalLM",
+        f"layers of one thing each: Mamba, attention, experts; {CORRECTED}",
+        fields={
+            "layers_block_type": ["linear_attention", "full_attention", "moe"],
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "moe_shared_expert_intermediate_size": 64,
+            **EXPERTS,
+            **NEMOTRON,
+        },
+        odd=(*STATES, "*e_score_correction_bias"),
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",

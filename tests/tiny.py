@@ -13,9 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.families import FAMILIES
+from tests.family import HEAD_DIM
 
-# FlashAttention 3, vLLM's choice on a GPU, has no smaller heads than 64.
-HEAD_DIM = 64 if torch.cuda.is_available() else 32
 SPECIALS = ("<|endoftext|>", "<|start|>", "<|end|>", "<|pad|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}: {{ message.content }}"

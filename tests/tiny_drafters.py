@@ -150,6 +150,25 @@ MTP_KINDS = {
     ),
 }
 
+QWEN = MtpKind(
+    family="qwen3_next",
+    config={},
+    alike="model.layers.3.",
+    layer="mtp.",
+    norms=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+    joint="fc.weight",
+    copies={},
+    model=("model.*", "lm_head.*"),
+    block="layers.0.",
+)
+COUNTED = {"mtp_num_hidden_layers": 1}
+GPU_MTP_KINDS = {
+    "qwen3-next": QWEN,
+    "qwen3_5": replace(QWEN, family="qwen3_5", config=COUNTED),
+    "qwen3_5-moe": replace(QWEN, family="qwen3_5_moe", config=COUNTED),
+}
+"""vLLM's CPU build verifies no drafts of models with linear attention."""
+
 
 def make_mtp(
     folder: Path, kind: MtpKind, seed: int, mtp_seed: int, **shape: Any

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -171,3 +172,6 @@ def stop(alive: list[Any]) -> None:
     while alive:
         alive.pop().llm_engine.engine_core.shutdown()
         gc.collect()
+    # One that was refused as it started has left its groups: a mixture has one more.
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()

@@ -32,6 +32,10 @@ class Door(Protocol):
         """A control call by the name of its method."""
         ...
 
+    def num_begun(self) -> int:
+        """How many of the requests that run have at least one token."""
+        ...
+
 
 def prompt(seed: int) -> list[int]:
     return [(11 * seed + 5 * i) % 250 for i in range(40)]
@@ -78,7 +82,7 @@ def begun_together(door: Door, prompts: list[list[int]]) -> list[Future[Any]]:
 
     until(are_here, "the requests did not arrive", 120)
     door.call("continue_generation")
-    time.sleep(0.1)
+    until(lambda: door.num_begun() == NUM_REQUESTS, "not all have begun", 120)
     return sent
 
 
@@ -94,6 +98,12 @@ def both(door: Door, old: str, new: str) -> dict[str, Any]:
 def result_of(output: Any) -> Any:
     (choice,) = output.outputs
     return list(choice.token_ids), [vars(span) for span in choice.weight_versions]
+
+
+def num_begun(engine: Any) -> int:
+    """Of an engine of this process, by what its front end has received."""
+    states = list(engine.output_processor.request_states.values())
+    return sum(state.detokenizer.num_output_tokens() > 0 for state in states)
 
 
 class Offline:
@@ -122,6 +132,9 @@ class Offline:
 
     def call(self, name: str, **arguments: Any) -> Any:
         return getattr(self.llm, name)(**arguments)
+
+    def num_begun(self) -> int:
+        return num_begun(self.llm.llm_engine)
 
     def close(self) -> None:
         self.pool.shutdown()
@@ -171,6 +184,9 @@ class Online:
 
     def call(self, name: str, **arguments: Any) -> Any:
         return self.run(getattr(self.engine, name)(**arguments)).result(timeout=120)
+
+    def num_begun(self) -> int:
+        return num_begun(self.engine)
 
     def close(self) -> None:
         self.engine.shutdown()

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.serving import Server
+from tests.waiting import until
 from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.finding import State
 from vllm.inflight.visit import visit
@@ -16,6 +17,11 @@ pytestmark = pytest.mark.engine
 
 KEY = "k3y-that-nobody-may-read"
 API_KEY = "4pi-key-that-nobody-may-read"
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +37,7 @@ def server(old: Path) -> Iterator[Server]:
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     with Server(old, *flags, key=KEY, env=env) as server:
         server.control = f"http://127.0.0.1:{port}"
+        until(lambda: listens(port), "the first server did not come up", 120)
         yield server
 
 

@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm import PoolingParams
+from vllm.config import PoolerConfig
 
 from tests.engine.probe import prompts
 from tests.serving import Server
@@ -47,6 +50,31 @@ def test_an_encoder_embeds_and_refuses_what_its_loader_collects_first(
     with pytest.raises(WeightsMismatch, match="no parameter is filled by"):
         llm.update_weights_from_disk(str(new), "new")
     assert embedded(llm) == before
+
+
+def test_a_token_is_embedded_once_though_a_retraction_came_into_its_prompt(
+    start: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    options = POOLING | {
+        "pooler_config": PoolerConfig(task="token_embed"),
+        "max_num_batched_tokens": 32,
+        "enable_chunked_prefill": True,
+    }
+    old, new = (checkpoint(seed, family="qwen2") for seed in (0, 1))
+    long = {"prompt_token_ids": [(7 * i) % 250 for i in range(100)]}
+    (fresh,) = start(new, **options).encode(
+        [long], pooling_task="token_embed", use_tqdm=False
+    )
+    llm = start(old, **options)
+    engine = llm.llm_engine
+    engine.add_request("r", long, PoolingParams(task="token_embed"))
+    assert engine.step() == []
+    llm.update_weights_from_disk(str(new), "new", mode="retract")
+    while not (outputs := engine.step()):
+        pass
+    data = outputs[0].outputs.data
+    assert len(data) == 100
+    assert torch.equal(data, fresh.outputs.data)
 
 
 def test_a_server_that_embeds_is_updated_and_paused_over_http(

@@ -209,8 +209,11 @@ def test_beam_search_does_not_know_which_weights_sampled_its_tokens(
     server: Server,
 ) -> None:
     beams = {"n": 2, "use_beam_search": True, "max_tokens": 4, "temperature": 0}
-    reply = server.post("/v1/completions", COMPLETION | beams)
-    assert [choice["weight_versions"] for choice in reply["choices"]] == [None, None]
+    reply = server.client.post("/v1/completions", json=COMPLETION | beams)
+    choices = reply.json()["choices"]
+    assert [choice["weight_versions"] for choice in choices] == [None, None]
+    served = server.client.get("/weight_info").json()
+    assert reply.headers["X-Weight-Version"] == served["weight_version"]
 
 
 @pytest.mark.parametrize("name", ["completion", "chat", "generate"])

@@ -89,9 +89,12 @@ def test_a_client_that_cannot_bear_unknown_fields_gets_none(
     assert not any("weight_versions" in choice for choice in choices)
 
 
+@pytest.mark.parametrize("asking", [{}, {"weight_versions": 0}], ids=repr)
 @pytest.mark.parametrize("path", (*CHOICES, "/inference/v1/generate"))
-def test_a_client_may_ask_whose_kv_was_read(server: Server, path: str) -> None:
-    asking = {"kv_versions": 1}
+def test_a_client_may_ask_whose_kv_was_read(
+    server: Server, path: str, asking: dict[str, int]
+) -> None:
+    asking = asking | {"kv_versions": 1}
     body = BODIES[path] | {"vllm_xargs": asking}
     if path not in CHOICES:
         sampling = BODIES[path]["sampling_params"] | {"extra_args": asking}
@@ -106,6 +109,8 @@ def test_a_client_may_ask_whose_kv_was_read(server: Server, path: str) -> None:
         (span,) = choice["kv_versions"]
         assert (span["version"], span["epoch"], span["start"]) == (LABEL, 1, 0)
         assert span["end"] == length + 7
+        if path in CHOICES:
+            assert ("weight_versions" in choice) == ("weight_versions" not in asking)
     plain = server.post(path, BODIES[path])["choices"]
     assert not any("kv_versions" in choice for choice in plain)
 

@@ -50,7 +50,7 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
                     llm.update_weights_from_disk("/nowhere")
         settle()
 
-    update(30)  # allocator and caches find their level
+    update(200)  # allocator and caches find their level
     before = held()
     update(200)
     after = held()

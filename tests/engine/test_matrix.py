@@ -45,6 +45,12 @@ class Http:
             return self.server.client.get("/is_paused").json()["is_paused"]
         return self.server.post(PATHS[name], arguments)
 
+    def num_begun(self) -> int:
+        # Told after a step, and these prompts take one: who runs has a token by then.
+        lines = self.server.client.get("/metrics").text.splitlines()
+        gauge = "vllm:num_requests_running{"
+        return sum(int(float(x.split()[-1])) for x in lines if x.startswith(gauge))
+
 
 def over_http(tp: int, dp: int, old: Path, new: Path) -> Any:
     flags = ("--tensor-parallel-size", str(tp), "--data-parallel-size", str(dp))

@@ -125,7 +125,7 @@ def test_other_drafters_with_weights_are_refused_by_their_method(method: str) ->
 
 
 @pytest.mark.parametrize(
-    ("device", "kind"), [("cpu", "OpenPanguMTPModel"), ("cuda", "Glm4MoeMTPModel")]
+    ("device", "kind"), [("cpu", "OpenPanguMTPModel"), ("cuda", "Qwen3NextMTP")]
 )
 def test_mtp_layers_of_other_architectures_are_refused_by_name(
     device: str, kind: str

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.engine.census import census
-from tests.engine.mixtures import mixed, part, said
-from tests.engine.pictures import described
+from tests.engine.mixtures import part, said
+from tests.engine.pictures import commits_rollbacks_and_a_tower
 from tests.engine.test_families import differing
 from tests.seeing import SEEING
 from tests.tiny_vision import make_seeing
@@ -28,28 +28,9 @@ def test_a_model_that_sees_equals_a_fresh_engine_after_commits_rollbacks_and_a_t
 ) -> None:
     if SEEING[name].wants_torchvision and find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
-    tower = SEEING[name].tower
-    old, new = (make_seeing(tmp_path / str(seed), seed, name) for seed in (0, 1))
-    llm = start(new)
-    (fresh, seen), everything = (said(llm), described(llm, name)), census(llm)
-    llm = start(mixed(old, new, tower, tmp_path / "mixed"))
-    mixture = said(llm), described(llm, name)
-    llm = start(old)
-    before = said(llm), described(llm, name)
-    assert before[1] not in (seen, mixture[1])
-    assert before[0][0] == mixture[0][0]  # text is not for the tower
-    some = part(new, tower, tmp_path / "part")
-    for _ in range(3):
-        llm.update_weights_from_disk(str(new), "new")
-        assert (said(llm), described(llm, name)) == (fresh, seen)
-        llm.rollback_weights()
-        assert (said(llm), described(llm, name)) == before
-        llm.update_weights_from_disk(some, "tower", subset=tower)
-        assert (said(llm), described(llm, name)) == mixture
-        llm.rollback_weights()
-    llm.update_weights_from_disk(str(new), "new")
-    assert (said(llm), described(llm, name)) == (fresh, seen)
-    assert differing(census(llm), everything) == set()
+    llm, new = commits_rollbacks_and_a_tower(start, tmp_path, name)
+    served = census(llm)
+    assert differing(served, census(start(new))) == set()
 
 
 def test_a_tower_that_an_engine_leaves_out_may_come_with_the_rest(

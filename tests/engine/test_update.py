@@ -1,5 +1,6 @@
 """Updates of an engine in this process: what is served before, during and after."""
 
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -127,8 +128,10 @@ def test_a_rollback_serves_the_version_before_and_back_again(
     epoch = llm.update_weights_from_disk(str(new), "v1")["epoch"]
     assert llm.rollback_weights()["epoch"] == epoch + 1
     assert state(llm) == before
+    assert llm.weight_update_status()["outcomes"][0]["phase"] == "rolled_back"
     assert llm.rollback_weights("v1")["weight_version"] == "v1"
     assert greedy(llm) == fresh
+    assert llm.weight_update_status()["outcomes"][0]["phase"] == "committed"
 
 
 def test_the_phases_called_on_the_workers_are_the_same_transaction(
@@ -152,22 +155,21 @@ def test_renaming_changes_the_label_and_nothing_else(llm: Any) -> None:
 def test_updates_from_another_thread_run_between_the_steps_of_generate(
     llm: Any, old: Path, new: Path
 ) -> None:
-    failures: list[BaseException] = []
+    generated = threading.Event()
 
     def update() -> None:
-        try:
-            for index in range(6):
-                path = (new, old)[index % 2]
-                llm.update_weights_from_disk(str(path), f"t{index}")
-        except BaseException as error:
-            failures.append(error)
+        for path in itertools.cycle((new, old)):
+            llm.update_weights_from_disk(str(path))
+            if generated.is_set():
+                return
 
-    thread = threading.Thread(target=update)
-    thread.start()
+    updating = in_background(update)
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-    outputs = llm.generate(prompts(4), params, use_tqdm=False)
-    thread.join()
-    assert not failures
+    try:
+        outputs = llm.generate(prompts(4), params, use_tqdm=False)
+    finally:
+        generated.set()
+    updating.result()
     assert all(len(o.outputs[0].token_ids) == 400 for o in outputs)
     assert any(len(o.outputs[0].weight_versions) > 1 for o in outputs)
 

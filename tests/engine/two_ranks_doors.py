@@ -18,7 +18,7 @@ from tests.door import served
 from tests.engine.probe import prompts
 from tests.engine.script import tell
 from tests.engine.torch_trainer import facts, training
-from tests.tiny import HEAD_DIM
+from tests.family import HEAD_DIM
 from vllm.inflight import ops
 
 NAMES = (
@@ -37,6 +37,7 @@ class Client:
 
     def __init__(self, llm: Any) -> None:
         self.engine_core = self.renderer = self
+        self.core_engines = [b"0"]
         self.core = llm.llm_engine.engine_core
         self.vllm_config = llm.llm_engine.vllm_config
 

@@ -15,6 +15,7 @@ from tests.engine.mixtures import part
 from tests.engine.test_adapter_loads import again, of_a_larger_model
 from tests.engine.test_adapters import adapted, said
 from tests.tiny_drafters import (
+    GPU_MTP_KINDS,
     METHODS,
     MTP,
     MTP_KINDS,
@@ -32,6 +33,7 @@ pytestmark = [
 
 SHAPE = {"family": "llama", "hidden": 256}
 STAGINGS = "device", "host"
+ALL_MTP_KINDS = MTP_KINDS | GPU_MTP_KINDS
 SEEN = {"enforce_eager": False, "async_scheduling": False}
 """With CUDA graphs; and no step begins before the drafts of the last one are there."""
 
@@ -104,28 +106,31 @@ def test_model_and_drafter_equal_a_fresh_engines(
 
 
 # ---------------------------------------------------------------- MTP layers
-@pytest.mark.parametrize("name", MTP_KINDS)
+@pytest.mark.parametrize("name", ALL_MTP_KINDS)
 def test_model_and_mtp_layers_equal_a_fresh_engines(
     start: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    kind = MTP_KINDS[name]
-    monkeypatch.setitem(swappable.MTP, "cuda", swappable.MTP["cpu"])
+    kind = ALL_MTP_KINDS[name]
+    seen = swappable.MTP["cuda"]
+    monkeypatch.setitem(swappable.MTP, "cuda", (*seen, "Qwen3NextMTP"))
     folders = {
         labels: make_mtp(tmp_path / f"{labels}", kind, *labels, hidden=256)
         for labels in itertools.product((0, 1), (5, 6))
     }
     options: dict[str, Any] = {"speculative_config": MTP, **SEEN}
+    backend = {"gdn_prefill_backend": "triton"} if name in GPU_MTP_KINDS else {}
     fresh = {
-        labels: drafted(start(folder, **options)) for labels, folder in folders.items()
+        labels: drafted(start(folder, additional_config=backend, **options))
+        for labels, folder in folders.items()
     }
     assert len({str(drafts) for _, drafts in fresh.values()}) == len(fresh)
     for staging in STAGINGS:
         served = 0, 5
-        inflight = {"inflight": {"staging": staging}}
-        llm = start(folders[served], additional_config=inflight, **options)
+        added = {"inflight": {"staging": staging}, **backend}
+        llm = start(folders[served], additional_config=added, **options)
         assert drafted(llm) == fresh[served]
         for labels, patterns in (
             ((1, 6), None),

@@ -9,6 +9,7 @@ import torch
 
 from tests.engine.mixtures import mixed, part
 from tests.engine.probe import checksums, commits_and_rollbacks, greedy
+from tests.engine.script import OPTIONS
 from tests.engine.test_media import (  # noqa: F401 (tests, run here on a GPU)
     engine,
     fresh,
@@ -23,15 +24,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-FIRST = ("gemma3", "gemma4", "gpt_oss", "glm4_moe", "mamba2", "falcon_h1")
-LATENT = ("deepseek_v2", "deepseek_v3")
-FIRST_MAMBA = ("jamba", "falcon_mamba")
-LATER = ("granite_moe_hybrid", "ernie4_5_moe", "lfm2_moe", "nemotron_h")
+ELSEWHERE = ("llama", "qwen3", "qwen3_moe", "mixtral", "mixtral_unrouted")
+"""Proved by test_engine.py, test_two_ranks.py and test_experts.py."""
+UNTRIED = ("bert", "bloom")
+"""The first is refused, the second is for other tests."""
+LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize(
-    "family", [*FIRST, "qwen3_next", *LATENT, *FIRST_MAMBA, *LATER]
+    "family", [name for name in FAMILIES if name not in ELSEWHERE + UNTRIED]
 )
 def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
     start: Callable[..., Any],
@@ -43,8 +46,15 @@ def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
     options: dict[str, Any] = {"enforce_eager": eager}
     if family in LATENT:  # what its kernels want
         options["block_size"] = 64
-    if family == "qwen3_next":  # else vLLM takes FlashInfer's, installed or not
+    if family in LINEAR:  # else vLLM takes FlashInfer's, installed or not
         options["additional_config"] = {"gdn_prefill_backend": "triton"}
+    if family == "mistral" and not eager:
+        # FlashAttention's schedule for full graphs is wrong under one window of all
+        # layers: vLLM contradicts itself (docs/models.md).
+        options["compilation_config"] = {
+            **OPTIONS["compilation_config"],
+            "cudagraph_mode": "PIECEWISE",
+        }
     odd = FAMILIES[family].odd
     before, after = (checkpoint(seed, family=family) for seed in (0, 1))
     llm = start(after, **options)

@@ -9,6 +9,7 @@ import torch
 
 from tests.engine.far_trainer import FarTrainer, sends_and_rollbacks
 from tests.engine.probe import greedy
+from vllm.inflight.wire.device_memory import CudaMemory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +32,18 @@ def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
         old,
         weight_transfer_config=WeightTransferConfig(backend="inflight_ipc"),
     )
+
+
+def test_what_is_lent_was_written_on_whatever_stream() -> None:
+    lent = torch.zeros(1 << 20, device=f"cuda:{torch.cuda.device_count() - 1}")
+    written = torch.cuda.Event()
+    with torch.cuda.device(lent.device), torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(1_000_000_000)
+        lent.fill_(1)
+        written.record()
+    assert not written.query()
+    CudaMemory().settle({lent.device})
+    assert written.query()
 
 
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["at_once", "in_small_pieces"])

@@ -34,6 +34,13 @@ NONFINITE_MASKS = {
     torch.float8_e5m2: 0x7C7C7C7C7C7C7C7C,
     torch.float8_e4m3fn: 0x7F7F7F7F7F7F7F7F,  # no infinities, one NaN
 }
+# And those in which a single byte is NaN, and no infinity is; the native core, which
+# looks for a carry into a sign that is not part of the mask, does not count them.
+NAN_BYTES = {
+    torch.float8_e8m0fnu: 0xFF,
+    torch.float8_e4m3fnuz: 0x80,
+    torch.float8_e5m2fnuz: 0x80,
+}
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -111,9 +118,9 @@ def count_nonfinite(
     readable = [_readable(t) for t in tensors]  # alive until the native call ends
     for owner, tensor in enumerate(readable):
         mask = NONFINITE_MASKS.get(tensor.dtype)
-        if mask is None:
+        if mask is None and tensor.dtype not in NAN_BYTES:
             continue
-        if tensor.device.type != "cpu":
+        if mask is None or tensor.device.type != "cpu":
             counts[owner] = _nonfinite_reference(tensor)
             continue
         width = tensor.element_size()
@@ -128,6 +135,11 @@ def count_nonfinite(
         packed = _core().nonfinite(bytes(blocks), len(counts), _threads(num_threads))
         counts = [n + m for n, m in zip(counts, array("Q", packed), strict=True)]
     return counts
+
+
+def nan_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """How many elements are NaN, of a dtype of `NAN_BYTES`; a scalar on its device."""
+    return (tensor.detach().view(torch.uint8) == NAN_BYTES[tensor.dtype]).sum()
 
 
 def manifest_digest(
@@ -244,6 +256,8 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nonfinite_reference(tensor: torch.Tensor) -> int:
+    if tensor.dtype in NAN_BYTES:
+        return int(nan_bytes(tensor))
     width = tensor.element_size()
     ones = NONFINITE_MASKS[tensor.dtype] & ((1 << 8 * width) - 1)
     count = 0

@@ -19,6 +19,8 @@ AT_ONCE_BYTES = 2 << 30
 ROWS = 1024
 PAGE_BYTES = 2**35
 MAX_TABLES = 4096
+NUM_BAD = 2
+"""Where the kernel counts non-finite values in a row."""
 
 Pair = tuple[str, torch.Tensor]
 Tables = dict[tuple[tuple[int, int], ...], torch.Tensor | None]
@@ -118,6 +120,8 @@ class Audit:
             bits = nonfinite_bits(dtype)
             add_sums(table, self._pages[-1], self._num_rows, page_key(0), bits)
         for row, (name, tensor) in enumerate(pairs, self._num_rows):
+            if dtype in ops.NAN_BYTES:  # as rare as small: scales of MX formats
+                self._pages[-1][row, NUM_BAD] += ops.nan_bytes(tensor)
             self._added.append((name, tensor.nbytes, len(self._pages) - 1, row))
         self._num_rows += len(pairs)
 
@@ -142,7 +146,7 @@ def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
 
 
 def nonfinite_bits(dtype: torch.dtype) -> tuple[int, int]:
-    """Mask and width of an element, as the kernel wants them; (0, 0) for integers."""
+    """Mask and width of an element, as the kernel wants them; (0, 0) for others."""
     mask = ops.NONFINITE_MASKS.get(dtype)
     if mask is None:
         return 0, 0

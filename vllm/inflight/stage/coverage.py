@@ -7,7 +7,7 @@ were called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -53,6 +53,7 @@ class Coverage:
         required: parameter name → shape, of all there is to fill.
         behind: names of the parameters whose content is not what is served; every
             one is entered here before the first write to it.
+        quantised: those of quantised layers.
 
     """
 
@@ -61,9 +62,11 @@ class Coverage:
         module: torch.nn.Module,
         required: Mapping[str, torch.Size],
         behind: set[str],
+        quantised: Collection[str] = (),
     ) -> None:
         self._module = module
         self._behind = behind
+        self._quantised = quantised
         self.fills = {n: Fill(shape.numel()) for n, shape in required.items()}
         """What has been written of each parameter."""
         self.begun: set[str] = set()
@@ -87,12 +90,15 @@ class Coverage:
     def due(self, manifest: Manifest) -> set[str]:
         """The parameters that an update has to fill.
 
-        Of a subset, those it has begun. Else all of the model's, or of the drafter's if
-        that was announced; and all of the drafter's if one of them was begun, or if its
-        tensors are among the model's.
+        Of a subset, those it has begun, and all of a quantised layer, whose parameters
+        are processed together or not at all. Else all of the model's, or of the
+        drafter's if that was announced; and all of the drafter's if one of them was
+        begun, or if its tensors are among the model's.
         """
         if manifest.subset:
-            return self.begun
+            paths = {name.rpartition(".")[0] for name in self.begun}
+            together = (n for n in self._quantised if n.rpartition(".")[0] in paths)
+            return self.begun.union(together)
         drafted = manifest.draft or getattr(self._module, "is_mtp", False)
         drafted = drafted or any(name.startswith(DRAFT) for name in self.begun)
         return {
@@ -126,6 +132,21 @@ class Coverage:
     def watching(self) -> AbstractContextManager[Any]:
         """While the model's own loader runs."""
         return self._direct or nullcontext()
+
+    def passes_over(self, load: Callable[..., Any], hollow: Iterable[Any]) -> bool:
+        """Whether `load` has no use for tensors; they come again, without content.
+
+        A loader may have kept them until all had come, and a transport has used their
+        memory again by then: that one would try to copy now what is not there. One that
+        keeps them on for a partner (FP8's of an indexer, which are refused) would not.
+        """
+        before = self.num_loads
+        try:
+            with self.watching():
+                load(hollow)
+        except Exception:  # each loader and each kind of copy has its own
+            return False
+        return self.num_loads == before
 
     def begin(self, name: str) -> None:
         """A parameter is about to be written to."""

@@ -5,7 +5,7 @@ What is wrong is kept and not raised, so that one refusal names all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -186,6 +186,12 @@ class Inspection:
         if is_end:
             absent += [n for n in self._announced() if n not in absent]
         return refusal(self._unknown, self._wrong, absent, self._known)
+
+    def hollow(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of those that came, tensors of their shapes and dtypes with no content."""
+        for name in names:
+            shape, dtype = self._entries[name]
+            yield name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
     def facts(self) -> dict[str, Facts]:
         """What was admitted, with its content."""

@@ -57,7 +57,9 @@ class Intake:
         self._progress = progress
         assert shadow.module is not None
         self._module = shadow.module
-        self.coverage = Coverage(shadow.module, shadow.required, shadow.behind)
+        self.coverage = Coverage(
+            shadow.module, shadow.required, shadow.behind, shadow.quantised
+        )
         self._inspection = Inspection(
             manifest,
             shadow.known_names,
@@ -249,7 +251,9 @@ class Intake:
         except Exception as error:  # each loader has its own for what it does not know
             inspection.note_refused(name, error)
             return False
-        if coverage.num_loads == before:
+        if coverage.num_loads == before and name in self._shadow.origin:
+            self.unfilled.append(name)
+        elif coverage.num_loads == before:
             inspection.note_unknown(name)
         return coverage.num_loads > before
 
@@ -272,23 +276,20 @@ class Intake:
         for param in sorted(self._renamed & self.coverage.refilled):
             inspection.note_wrong(param, "it is filled by tensors of two names")
         inspection.compare_heads()
-        missing = self.coverage.short(self._due())
+        missing = self.coverage.short(self.coverage.due(self._manifest))
         if missing or inspection.objects:
             raise self._mismatch(missing, is_end=True)
         inspection.require_subset()
+        self._pass_over()
         return Content(inspection.facts(), samples)
 
-    def _due(self) -> set[str]:
-        """The parameters that have to be full.
-
-        Those of a quantised layer are processed together, or not at all.
-        """
-        due = self.coverage.due(self._manifest)
-        if not self._manifest.subset:
-            return due
-        paths = {name.rpartition(".")[0] for name in due}
-        quantised = self._shadow.quantised
-        return due | {name for name in quantised if name.rpartition(".")[0] in paths}
+    def _pass_over(self) -> None:
+        """Forget of what filled nothing that which did not at the start, either."""
+        idle = {name for name in self.unfilled if name in self._shadow.origin}
+        if not idle or (self._manifest.subset and not self.coverage.begun):
+            return  # a subset of nothing else would replace nothing
+        if self.coverage.passes_over(self._load, self._inspection.hollow(idle)):
+            self.unfilled = [n for n in self.unfilled if n not in idle]
 
     def _mismatch(
         self, missing: Iterable[str] = (), *, is_end: bool = False

@@ -25,6 +25,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.stage import audit, derived, experts, quantised, swappable, twins
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.blueprint import blueprint_of
+from vllm.inflight.stage.origin import origin_of
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.spares import Spares
@@ -51,6 +52,7 @@ class Shadow:
         self.device = device
         self.model_config = vllm_config.model_config
         self.spares = Spares.of(live, self.model_config)
+        self.origin = origin_of(live, vllm_config)
         self._is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         self.module: torch.nn.Module | None = None
         self.quantised: set[str] = set()

@@ -118,6 +118,10 @@ class Stager:
     def order(self, serial: int, order: str, payload: Any) -> None:
         """Enqueue one order of update `serial`; the outcome is posted."""
         assert self._board is not None
+        if order == "miss":  # of no update: it was refused, maybe beside another one
+            if "groups" in vars(self):
+                self.groups.miss(**payload)
+            return
         if self._job is None or self._job.serial < serial:
             job = Job(self, self._board, serial, predecessor=self._job)
             try:

@@ -49,7 +49,15 @@ MTP = {
         "DeepSeekMTPModel",
         "ErnieMTPModel",
     ),
-    "cuda": ("MiMoMTPModel",),
+    "cuda": (
+        "MiMoMTPModel",
+        "Glm4MoeMTPModel",
+        "Glm4MoeLiteMTPModel",
+        "DeepSeekMTPModel",
+        "ErnieMTPModel",
+        "Qwen3_5MTP",
+        "Qwen3_5MoeMTP",
+    ),
 }
 """Architectures of MTP layers, by the device on which they were seen to equal a fresh
 engine; upstream makes one method of all."""

@@ -26,6 +26,10 @@ BLOCK = ".mtp_block."
 """Where the layers of DeepSeek's kind keep what is like a layer of the model; their
 checkpoints have it beside the rest."""
 
+RENAMED = "model.", "mtp."
+"""What the tree of Qwen3-Next's kind has for a prefix, and its checkpoint. A drafter of
+that kind tells which names it does not read; of those is every one with the first."""
+
 
 class Tandem(torch.nn.Module):
     """The root of such a tree; it is walked and loaded into, and never run.
@@ -91,6 +95,9 @@ class Tandem(torch.nn.Module):
         name = name.removeprefix(DRAFT)
         mapper: Any = getattr(self.draft, "hf_to_vllm_mapper", None)
         if mapper is None:
+            is_unread = getattr(self.draft, "is_unused_checkpoint_weight", None)
+            if is_unread is not None and is_unread(name):
+                return name.replace(*RENAMED, 1)
             return name.replace(BLOCK, ".")
         read = mapper.orig_to_new_substr | mapper.orig_to_new_prefix
         for sent, known in read.items():
