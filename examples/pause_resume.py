@@ -22,6 +22,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from examples.tiny_model import MAX_LENGTH, PROMPT, make_checkpoint
 
 NUM_TOKENS = MAX_LENGTH - len(PROMPT)
+NUM_BEFORE = 32
+"""Tokens after which it is paused."""
 PAUSE_S = 1.0
 
 
@@ -31,6 +33,7 @@ class Stream:
 
     arrivals: list[float] = field(default_factory=list)
     spans: list[Any] = field(default_factory=list)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, engine: AsyncLLM) -> None:
         """Read it to its end."""
@@ -41,6 +44,8 @@ class Stream:
             output = chunk.outputs[0]
             self.arrivals += [time.monotonic()] * len(output.token_ids)
             self.spans = output.weight_versions
+            if len(self.arrivals) >= NUM_BEFORE:
+                self.begun.set()
 
     def gap(self) -> float:
         """The longest wait for a token, in seconds."""
@@ -52,13 +57,13 @@ async def paused_in_the_middle(engine: AsyncLLM, mode: str, path: str) -> None:
     """Start a stream, pause it, update, continue; show what came of it."""
     stream = Stream()
     reading = asyncio.create_task(stream.read(engine))
-    while len(stream.arrivals) < NUM_TOKENS // 4:
-        await asyncio.sleep(0.001)
+    await stream.begun.wait()
     began = time.monotonic()
     # If this program died now, the engine would go on by itself after 30 s.
     await engine.pause_generation(mode=mode, flush_cache=False, lease_s=30)
-    stopped = time.monotonic()
     await engine.update_weights_from_disk(path, f"after-{mode}")
+    # By now all has arrived that was made before the pause.
+    stopped = time.monotonic()
     await asyncio.sleep(PAUSE_S)
     ended = time.monotonic()
     await engine.continue_generation()

@@ -1,11 +1,16 @@
 """What holds for every test."""
 
 import os
+import time
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 import tests.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
+from tests.shared_memory import sweep
+
+BEGAN = time.time()
 
 ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -13,16 +18,22 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 ).rstrip(os.pathsep)
 
 # One core decodes, the other is free for what stages: the models are tiny. Tests that
-# run side by side decode on different ones, and nobody waits for threads to meet.
+# run side by side decode on different ones, and nobody waits for threads to meet. A
+# process with threads of OpenMP could not be forked.
 LANE = os.environ.get("PYTEST_XDIST_WORKER", "")
 CORES = sorted(os.sched_getaffinity(0))
 CORE = CORES[int(LANE.removeprefix("gw") or 0) % len(CORES)]
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(CORE)
-if LANE:
-    os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A busy machine is no reason to fail.
 settings.register_profile(
     "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After all lanes: what vLLM's processes left in memory when they were killed."""
+    if not LANE:
+        sweep(BEGAN)

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -14,6 +13,9 @@ from typing import Any
 
 import httpx
 
+from tests.nursery import begin
+
+MAIN = "vllm.entrypoints.cli.main"
 START_S = 300
 """Up to eight processes import vLLM, and other tests run beside them."""
 
@@ -41,8 +43,8 @@ class Server:
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 (closed at exit)
             prefix="vllm-serve-", suffix=".log"
         )
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        words = [
+            *("serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--served-model-name", "tiny", "--enforce-eager", "--enable-scale-out"),
             *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "16"),
@@ -62,13 +64,8 @@ class Server:
         self.client = httpx.Client(
             base_url=self.url, headers=headers, timeout=60, limits=limits
         )
-        self._process = subprocess.Popen(
-            command,
-            env=environment | (env or {}),
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        log = Path(self._log.name)
+        self._process = begin(MAIN, words, environment | (env or {}), log, log)
 
     def __enter__(self) -> "Server":
         deadline = time.monotonic() + START_S
