@@ -76,18 +76,25 @@ def steady_gaps_ms(record: Record) -> list[float]:
     ]
 
 
-def summary(records: list[Record]) -> dict[str, Any]:
-    """The figures of one arm, over all of its rounds."""
-    steady = sorted(gap for record in records for gap in steady_gaps_ms(record))
-    updates = [figures for record in records for figures in update_figures(record)]
+def steady(records: list[Record]) -> dict[str, float]:
+    """The figures of decoding alone, over all rounds of an arm."""
+    ordered = sorted(gap for record in records for gap in steady_gaps_ms(record))
     stretches = [(r, s) for r in records for s in _stretches(r)]
     tokens = sum(_tokens(record, stretch) for record, stretch in stretches)
     seconds = sum(end - start for _, (start, end) in stretches)
     return {
         "tokens_per_s": tokens / seconds,
-        "gap_steady_p50_ms": percentile(steady, 50),
-        "gap_steady_p99_ms": percentile(steady, 99),
-        "gap_steady_max_ms": steady[-1],
+        "gap_steady_p50_ms": percentile(ordered, 50),
+        "gap_steady_p99_ms": percentile(ordered, 99),
+        "gap_steady_max_ms": ordered[-1],
+    }
+
+
+def summary(records: list[Record]) -> dict[str, Any]:
+    """The figures of one arm, over all of its rounds."""
+    updates = [figures for record in records for figures in update_figures(record)]
+    return {
+        **steady(records),
         "gap_alone_median_ms": median(u.gap_alone_ms for u in updates),
         "gap_update_median_ms": median(u.gap_max_ms for u in updates),
         "gap_update_max_ms": max(u.gap_max_ms for u in updates),

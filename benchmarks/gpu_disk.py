@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.figures import summary, update_figures
-from benchmarks.gpu_disk_arm import HOST
+from benchmarks.gpu_staging_arm import HOST
 from benchmarks.machine import facts
 from benchmarks.process import ArmProcess, arm
 from benchmarks.record import OURS, UPSTREAM, Plan
@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         def begin(number: int) -> ArmProcess:
             name, gpu = ARMS[number], number % torch.cuda.device_count()
             log = options.out / f"gpu-disk-{number}.log"
-            module, environment = "benchmarks.gpu_disk_arm", {GPUS: str(gpu)}
+            module, environment = "benchmarks.gpu_staging_arm", {GPUS: str(gpu)}
             context = arm(name, module, old, log, environment)
             return stack.enter_context(context)
 

@@ -1,6 +1,7 @@
-"""One arm of the benchmark of updates from files; started by benchmarks/gpu_disk.py.
+"""One arm on one GPU: where its second set is, or that it has none, is in its name.
 
-`python -m benchmarks.gpu_disk_arm NAME FOLDER FD`.
+`python -m benchmarks.gpu_staging_arm NAME FOLDER FD`, started by benchmarks/gpu_disk.py
+and benchmarks/gpu_steady.py. Weights are those of the folder, random if it has none.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from benchmarks.arm import WAYS, Arm, serve
 from benchmarks.record import OURS, UPSTREAM
 
 HOST = "ours, staged on the host"
-STAGING = {OURS: "device", HOST: "host"}
+ALONE = "ours, with one set"
+STAGING = {OURS: "device", HOST: "host", ALONE: "off"}
 KV_BYTES = 12 << 30
 
 
@@ -30,6 +33,8 @@ async def main(name: str, folder: str, handle: str) -> None:
     options: dict[str, Any] = {}
     if name in STAGING:
         options["additional_config"] = {"inflight": {"staging": STAGING[name]}}
+    if not any(Path(folder).glob("*.safetensors")):
+        options["load_format"] = "dummy"
     arm = Arm(
         folder,
         reload if name == UPSTREAM else WAYS[OURS][1],
