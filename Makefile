@@ -56,7 +56,7 @@ test: setup lint ## lint, then every test that needs no GPU
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
 
 test-gpu: setup ## the tests that need an NVIDIA GPU
-	$(PY) -m pytest -m gpu
+	$(PY) -m pytest -m gpu -n $(LANES) --dist worksteal
 
 test-upstream-faults: setup ## what harms vLLM as it is, there and here, into docs/
 	RECORD_FAULTS=1 $(PY) -m pytest -m "upstream or not upstream" tests/faults

@@ -1,10 +1,11 @@
 """Updates from safetensors files on a GPU: staged there, on the host, and upstream's.
 
 `python -m benchmarks.gpu_disk [--shape 8B] [--updates 4]`. Two checkpoints of a shape,
-random, that differ in their heads. Three engines, which decode one after the other:
-ours with its second set on the device, ours with it in the host's memory, and vLLM as
-it is, paused for its worker's own `reload_weights`. The files are in the host's page
-cache, but for one update of ours at the end, before which they are dropped from there.
+random, that differ in their heads. Up to three engines, which decode one after the
+other: ours with its second set on the device, ours with it in the host's memory, and
+vLLM as it is, paused for its worker's own `reload_weights`. The files are in the host's
+page cache, but for one update of ours at the end, before which they, and nothing else,
+are dropped from there.
 """
 
 from __future__ import annotations
@@ -71,20 +72,21 @@ def _save(shard: dict[str, torch.Tensor], folder: Path) -> None:
 def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     """The figures of every arm."""
     old, new = write_checkpoints(options.shape, root)
+    arms: list[str] = options.arms
     num_bytes = sum(file.stat().st_size for file in new.glob("*.safetensors"))
     report: dict[str, Any] = {"bytes": num_bytes, "arms": {}}
     versions = [str((new, old)[n % 2]) for n in range(options.updates)]
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
 
         def begin(number: int) -> ArmProcess:
-            name, gpu = ARMS[number], number % torch.cuda.device_count()
+            name, gpu = arms[number], number % torch.cuda.device_count()
             log = options.out / f"gpu-disk-{number}.log"
             module, environment = "benchmarks.gpu_staging_arm", {GPUS: str(gpu)}
             context = arm(name, module, old, log, environment)
             return stack.enter_context(context)
 
         probes = []
-        for name, process in zip(ARMS, pool.map(begin, range(len(ARMS))), strict=True):
+        for name, process in zip(arms, pool.map(begin, range(len(arms))), strict=True):
             process.carry_out(Plan(options.streams, 32, 0.3, [str(new), str(old)]))
             record = process.carry_out(Plan(options.streams, 32, 1.0, versions))
             report["arms"][name] = figures = summary([record])
@@ -102,17 +104,14 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
 
 
 GPUS = "CUDA_VISIBLE_DEVICES"
-CACHES = Path("/proc/sys/vm/drop_caches")
 
 
-def _cold(process: ArmProcess, streams: int, folder: Path) -> dict[str, Any] | None:
-    """One update from the disk itself, where this process may drop what is cached."""
-    try:
-        os.sync()
-        CACHES.write_text("3\n")
-    except OSError as error:
-        console.print(f"no cold files: {error}")
-        return None
+def _cold(process: ArmProcess, streams: int, folder: Path) -> dict[str, Any]:
+    """One update from the disk itself."""
+    os.sync()  # what has not been written stays
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     record = process.carry_out(Plan(streams, 32, 1.0, [str(folder)]))
     (found,) = update_figures(record)
     return {"seconds": found.seconds, "gap_max_ms": found.gap_max_ms}
@@ -136,6 +135,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8B")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--folder", type=Path, help="where the files go")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()

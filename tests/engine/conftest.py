@@ -115,14 +115,8 @@ def folders(old: Path, new: Path) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
     """An engine core, and nothing in front of it."""
-    config = EngineArgs(
-        model=str(folders["old"]),
-        dtype="float32",
-        enforce_eager=True,
-        block_size=32,
-        max_model_len=1024,
-        max_num_seqs=4,
-    ).create_engine_config()
+    options = OPTIONS | {"max_num_seqs": 4, "dtype": "float32"}
+    config = EngineArgs(str(folders["old"]), **options).create_engine_config()
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
     yield core
     core.shutdown()

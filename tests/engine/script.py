@@ -24,6 +24,12 @@ OPTIONS: dict[str, Any] = {
 }
 """Of an `LLM` of a tiny model."""
 if torch.cuda.is_available():
+    # Lanes have their engines on one GPU. vLLM would measure what is left there for KV,
+    # and give up if another lane lets memory go meanwhile.
+    OPTIONS["gpu_memory_utilization"] /= int(
+        os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    )
+    OPTIONS["kv_cache_memory_bytes"] = 1 << 30
     # Engines are compared token by token. Of kernels that add up in different orders
     # torch's compiler takes the fastest at each start, on a busy GPU not always the
     # same. Its variable of the environment for this is lost: Dynamo puts the flag back
