@@ -1,8 +1,8 @@
 """Backend `inflight_gloo` in a real engine, driven by upstream's trainer interface."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.checkpoint_source import CheckpointSource
-from tests.engine.probe import greedy, prompts
+from tests.engine.probe import greedy, outputs_during
 from tests.engine.sync_client import gloo_trainer
 from vllm.inflight.errors import InflightError, WeightsMismatch
 
@@ -77,11 +77,8 @@ def test_tokens_flow_while_a_trainer_sends(
         for _ in range(5):
             trainer.send_weights()
 
-    sending = threading.Thread(target=send)
     params = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
-    sending.start()
-    outputs = llm.generate(prompts(4), params, use_tqdm=False)
-    sending.join()
+    outputs = outputs_during(send, llm, 4, repeat(params))
     assert {len(o.outputs[0].token_ids) for o in outputs} == {600}
     assert max(len(o.outputs[0].weight_versions) for o in outputs) > 1
     assert greedy(llm) == fresh

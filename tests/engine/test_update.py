@@ -1,8 +1,7 @@
 """Updates of an engine in this process: what is served before, during and after."""
 
-import itertools
-import threading
 import time
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from tests.engine.probe import greedy, prompts, send, state
+from tests.engine.probe import greedy, outputs_during, send, state
 from vllm.inflight.errors import (
     Conflict,
     Malformed,
@@ -155,21 +154,13 @@ def test_renaming_changes_the_label_and_nothing_else(llm: Any) -> None:
 def test_updates_from_another_thread_run_between_the_steps_of_generate(
     llm: Any, old: Path, new: Path
 ) -> None:
-    generated = threading.Event()
-
     def update() -> None:
-        for path in itertools.cycle((new, old)):
-            llm.update_weights_from_disk(str(path))
-            if generated.is_set():
-                return
+        for index in range(6):
+            path = (new, old)[index % 2]
+            llm.update_weights_from_disk(str(path), f"t{index}")
 
-    updating = in_background(update)
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-    try:
-        outputs = llm.generate(prompts(4), params, use_tqdm=False)
-    finally:
-        generated.set()
-    updating.result()
+    outputs = outputs_during(update, llm, 4, repeat(params))
     assert all(len(o.outputs[0].token_ids) == 400 for o in outputs)
     assert any(len(o.outputs[0].weight_versions) > 1 for o in outputs)
 
