@@ -55,8 +55,12 @@ demo: setup ## weights change while tokens flow: pictures and a report in out/de
 test: setup lint ## lint, then every test that needs no GPU
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
 
+# They look at how much of the GPU's memory is free, which other lanes would change.
+ALONE := $(addprefix tests/gpu/test_,arena.py sleep.py ranks_asleep.py)
+
 test-gpu: setup ## the tests that need an NVIDIA GPU
-	$(PY) -m pytest -m gpu -n $(LANES) --dist worksteal
+	$(PY) -m pytest -m gpu $(ALONE)
+	$(PY) -m pytest -m gpu -n $(LANES) --dist worksteal $(addprefix --ignore ,$(ALONE))
 
 test-upstream-faults: setup ## what harms vLLM as it is, there and here, into docs/
 	RECORD_FAULTS=1 $(PY) -m pytest -m "upstream or not upstream" tests/faults

@@ -92,7 +92,7 @@ def flips_under_load(
 
 
 def commits_and_rollbacks(
-    llm: Any, old: Path, new: Path, fresh: list[list[int]]
+    llm: Any, old: Path, new: Path, fresh: list[list[int]], rounds: int = 3
 ) -> None:
     """Commit, roll back and commit again; each serves what a fresh engine would.
 
@@ -100,7 +100,7 @@ def commits_and_rollbacks(
     """
     before = greedy(llm)
     assert before != fresh
-    for _ in range(3):
+    for _ in range(rounds):
         llm.update_weights_from_disk(str(new), "new")
         assert greedy(llm) == fresh
         llm.rollback_weights()

@@ -62,7 +62,7 @@ def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
     mixture = mixed(before, after, odd, tmp_path / "mixed")
     expected_mixture = greedy(start(mixture, **options))
     llm = start(before, **options)
-    commits_and_rollbacks(llm, before, after, expected)
+    commits_and_rollbacks(llm, before, after, expected, rounds=10)
     llm.update_weights_from_disk(str(after), "after")
     assert checksums(llm) == whole
     llm.rollback_weights()
