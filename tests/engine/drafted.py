@@ -1,5 +1,7 @@
 """What an engine with a drafter says, and what was drafted for it."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.engine.probe import greedy
@@ -31,3 +33,40 @@ def drafted(llm: Any) -> Drafted:
         return greedy(llm), drafts
     finally:
         del scheduler.schedule
+
+
+def either_or_both(
+    begin: Callable[..., Any], folders: dict[str, Path], drafters: dict[str, Path]
+) -> None:
+    """Change a model, its drafter, and both; each time it is as fresh engines are.
+
+    Args:
+        begin: of a folder and a drafter's, an engine on them; the last one is served.
+        folders: of the model, `old` and `new`.
+        drafters: of its drafter.
+
+    """
+    fresh = {
+        (model, drafter): drafted(begin(folders[model], drafters[drafter]))
+        for model in folders
+        for drafter in drafters
+    }
+    assert len({str(drafts) for _, drafts in fresh.values()}) == len(fresh)
+    served = "old", "old"
+    llm = begin(folders["old"], drafters["old"])
+    assert drafted(llm) == fresh[served]
+    for model, drafter in (
+        *(("new", None), (None, "new"), ("old", "old")),
+        *(("new", "new"), (None, "old")),
+    ):
+        llm.update_weights_from_disk(
+            model and str(folders[model]),
+            "next",
+            draft_path=drafter and str(drafters[drafter]),
+        )
+        before, served = served, (model or served[0], drafter or served[1])
+        assert drafted(llm) == fresh[served]
+        llm.rollback_weights()
+        assert drafted(llm) == fresh[before]
+        llm.rollback_weights()
+        assert drafted(llm) == fresh[served]

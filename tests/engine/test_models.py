@@ -152,3 +152,24 @@ def test_a_quantised_drafter_is_refused() -> None:
     assert reason == (
         "a drafter with weights is configured, and the drafter is quantised (fp8)"
     )
+
+
+@pytest.mark.parametrize(("device", "method"), [("cpu", "mtp"), ("cuda", "eagle")])
+def test_a_drafter_beside_a_quantised_model_is_refused_where_it_was_not_seen(
+    device: str, method: str
+) -> None:
+    model = SimpleNamespace(enable_sleep_mode=False, quantization="fp8", model="m")
+    drafter = SimpleNamespace(
+        quantization=None, architectures=["MiMoMTPModel"], model="m"
+    )
+    config = {
+        "model_config": model,
+        "speculative_config": SimpleNamespace(
+            method=method, draft_model_config=drafter
+        ),
+        "device_config": SimpleNamespace(device_type=device),
+    }
+    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | config))
+    assert reason == (
+        "a drafter with weights is configured, and the model is quantised (fp8)"
+    )

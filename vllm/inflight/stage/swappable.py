@@ -63,6 +63,11 @@ MTP = {
 engine; upstream makes one method of all."""
 
 
+BESIDE_QUANTISED = {"cpu": ("draft_model", "eagle", "eagle3")}
+"""Drafters, themselves not quantised, that were seen to change beside a model that is,
+by device."""
+
+
 def config_obstacle(vllm_config: Any) -> str | None:
     """What in an engine's configuration rules an exchange out; None if nothing."""
     device = vllm_config.device_config.device_type
@@ -107,9 +112,12 @@ def _beside_drafter(vllm_config: Any, device: str) -> str | None:
             )
         if draft_config.model != vllm_config.model_config.model:
             return f"its MTP layers are not its model's own ({draft_config.model})"
-    for name, config in ("model", vllm_config.model_config), ("drafter", draft_config):
-        if config is not None and config.quantization is not None:
-            return f"the {name} is quantised ({config.quantization})"
+    if draft_config is not None and draft_config.quantization is not None:
+        return f"the drafter is quantised ({draft_config.quantization})"
+    quantization = vllm_config.model_config.quantization
+    is_seen = drafting.method in BESIDE_QUANTISED.get(device, ())
+    if quantization is not None and not is_seen:
+        return f"the model is quantised ({quantization})"
     if vllm_config.model_config.enable_sleep_mode:
         return "sleep mode is enabled (--enable-sleep-mode)"
     return None
