@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import tests.calm.sitecustomize  # noqa: F401 (in this process; its children by 
 from tests.shared_memory import sweep
 
 BEGAN = time.time()
+TOLD = 3000
+"""Characters of a failure that are shown when it happens."""
 
 ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -31,6 +34,13 @@ settings.register_profile(
     "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Tell at once what failed: a run that is ended before its time has no summary."""
+    if report.failed and not LANE:
+        told = report.longreprtext[-TOLD:]
+        print(f"\n{report.nodeid}, {report.when}:\n{told}", file=sys.stderr)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
