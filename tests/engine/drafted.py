@@ -5,6 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.probe import greedy
+from tests.quantised import quantise
+from tests.tiny_drafters import drafting, make_drafter
+
+ONLINE = "fp8_per"
+"""So begins what is not of a checkpoint: bf16 that is quantised at every update."""
 
 Drafted = tuple[list[list[int]], list[list[list[int]]]]
 """Tokens of each request; drafts of each step, by request."""
@@ -36,24 +41,42 @@ def drafted(llm: Any) -> Drafted:
 
 
 def either_or_both(
-    begin: Callable[..., Any], folders: dict[str, Path], drafters: dict[str, Path]
+    start: Callable[..., Any],
+    versions: tuple[Path, Path],
+    root: Path,
+    kind: str,
+    method: str,
+    **options: Any,
 ) -> None:
-    """Change a model, its drafter, and both; each time it is as fresh engines are.
+    """Change a quantised model, its drafter, and both; each time as fresh engines are.
 
     Args:
-        begin: of a folder and a drafter's, an engine on them; the last one is served.
-        folders: of the model, `old` and `new`.
-        drafters: of its drafter.
+        start: an engine with such options; the one before it ends.
+        versions: of the model, in bf16.
+        root: where others are written.
+        kind: of `quantise`, or what an engine makes of bf16 by itself.
+        method: of drafting.
+        **options: of all engines.
 
     """
-    fresh = {
-        (model, drafter): drafted(begin(folders[model], drafters[drafter]))
-        for model in folders
-        for drafter in drafters
+    folders = dict(zip(("old", "new"), versions, strict=True))
+    drafters = {
+        name: make_drafter(root / f"drafter-{name}", seed, versions[0], method)
+        for seed, name in enumerate(folders, start=5)
     }
+    if kind.startswith(ONLINE):
+        options["quantization"] = kind
+    else:
+        folders = {n: quantise(p, root / n, kind) for n, p in folders.items()}
+
+    def begin(model: str, drafter: str) -> Any:
+        config = drafting(method, drafters[drafter])
+        return start(folders[model], speculative_config=config, **options)
+
+    fresh = {(m, d): drafted(begin(m, d)) for m in folders for d in drafters}
     assert len({str(drafts) for _, drafts in fresh.values()}) == len(fresh)
     served = "old", "old"
-    llm = begin(folders["old"], drafters["old"])
+    llm = begin(*served)
     assert drafted(llm) == fresh[served]
     for model, drafter in (
         *(("new", None), (None, "new"), ("old", "old")),

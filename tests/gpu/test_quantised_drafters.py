@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.engine.drafted import either_or_both
-from tests.quantised import quantise
-from tests.tiny_drafters import METHODS, drafting, make_drafter
+from tests.tiny_drafters import METHODS
 from vllm.inflight.stage import swappable
 
 pytestmark = [
@@ -22,10 +21,10 @@ pytestmark = [
 ]
 
 SHAPE = {"family": "llama", "hidden": 1024}
-ONLINE = "fp8_per_block"
+KINDS = ("int8", "fp8-tensor", "fp8-block", "int4", "fp8_per_block")
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8-tensor", "fp8-block", "int4", ONLINE])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", METHODS)
 def test_model_and_drafter_equal_fresh_engines_after_commits_and_rollbacks(
     start: Callable[..., Any],
@@ -37,21 +36,12 @@ def test_model_and_drafter_equal_fresh_engines_after_commits_and_rollbacks(
     kind: str,
 ) -> None:
     monkeypatch.setitem(swappable.BESIDE_QUANTISED, "cuda", METHODS)
-    folders = {"old": old, "new": new}
-    if kind != ONLINE:
-        folders = {n: quantise(p, tmp_path / n, kind) for n, p in folders.items()}
-    drafters = {
-        name: make_drafter(tmp_path / f"drafter-{name}", seed, old, method)
-        for seed, name in enumerate(folders, start=5)
-    }
-
-    def begin(model: Path, drafter: Path) -> Any:
-        return start(
-            model,
-            speculative_config=drafting(method, drafter),
-            quantization=kind if kind == ONLINE else None,
-            enforce_eager=False,
-            async_scheduling=False,  # no step begins before the drafts of the last
-        )
-
-    either_or_both(begin, folders, drafters)
+    either_or_both(
+        start,
+        (old, new),
+        tmp_path,
+        kind,
+        method,
+        enforce_eager=False,
+        async_scheduling=False,  # no step begins before the drafts of the last one
+    )
