@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.broken_files import BROKEN, F32, header
 from tests.wire.checkpoints import everything, written
-from tests.wire.peers import open_things
+from tests.wire.peers import digests, open_things, process
 from vllm.inflight.errors import Malformed
 from vllm.inflight.wire.local import read_files
 from vllm.inflight.wire.tensor_files import TensorFiles
@@ -24,9 +25,41 @@ def test_tensors_are_those_that_safetensors_reads(tmp_path: Path) -> None:
         announced = opened.announced
         told = zip(announced.names, announced.dtypes, announced.shapes, strict=True)
         expected = [
-            (f"draft.{n}", t.dtype, tuple(t.shape)) for n, t in read_files(files)
+            (f"draft.{n}", t.dtype, tuple(t.shape))
+            for file in files
+            for n, t in load_file(file).items()
         ]
         assert sorted(told, key=str) == sorted(expected, key=str)
+
+
+def test_read_tensor_by_tensor_they_are_what_was_written(tmp_path: Path) -> None:
+    named = everything()
+    before = open_things()
+    found = dict(read_files(written(tmp_path, named)))
+    assert digests(found.items()) == digests(named.items())
+    assert {n: (t.dtype, t.shape) for n, t in found.items()} == {
+        n: (t.dtype, t.shape) for n, t in named.items()
+    }
+    assert open_things() == before
+
+
+def shortening(pipe: Any, folder: Path) -> None:
+    """Read a file that is written anew in the middle of it; tell what comes of it."""
+    (file,) = written(folder, {"a": torch.ones(1 << 16), "b": torch.ones(1 << 16)}, 1)
+    try:
+        for name, tensor in read_files([file]):
+            pipe.send(f"{name} {tensor.sum().item():g}")
+            os.truncate(file, 1000)
+    except Malformed as error:
+        pipe.send(error.message)
+
+
+def test_a_file_that_is_written_anew_while_it_is_read_ends_no_process(
+    tmp_path: Path,
+) -> None:
+    with process(shortening, tmp_path) as reader:
+        assert reader.pipe.recv() == "a 65536"
+        assert "it ends at" in reader.pipe.recv()
 
 
 def test_tensors_are_announced_as_they_lie_in_their_file(tmp_path: Path) -> None:

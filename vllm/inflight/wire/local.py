@@ -8,8 +8,8 @@ the drafter's, as its own checkpoint calls them. Selected with
 `--weight-transfer-config '{"backend": "local"}'`; `/update_weights_from_disk`
 works without that.
 
-On the CPU a file is mapped, and its tensors are handed over where they lie. What is to
-be on a GPU is read into page-locked memory and arrives in buckets (file_reader.py).
+On the CPU a file is read tensor by tensor. What is to be on a GPU is read into
+page-locked memory and arrives in buckets (file_reader.py).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Malformed
 from vllm.inflight.update import drafters
+from vllm.inflight.wire.announcement import Pair
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.file_reader import BUCKET_BYTES, FileReader
 from vllm.inflight.wire.paths import existing, read_json, resolved
 from vllm.inflight.wire.receiver import Receiver
-from vllm.inflight.wire.tensor_files import TensorFiles, broken
+from vllm.inflight.wire.tensor_files import TensorFiles
 from vllm.inflight.wire.watch import Watch
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -205,12 +205,20 @@ def _shards(index: Path) -> list[str]:
     return sorted(names)
 
 
-def read_files(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_files(files: list[Path]) -> Iterator[Pair]:
     """Every tensor of `files`; raises `Malformed` naming a file that is broken."""
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    yield name, opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise broken(file, error) from error
+    with TensorFiles(files) as opened:
+        announced = opened.announced
+        facts = zip(
+            announced.names,
+            announced.dtypes,
+            announced.shapes,
+            opened.stored,
+            strict=True,
+        )
+        for name, dtype, shape, stored in facts:
+            # Not where the file is mapped: to look at what was cut off ends a process.
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
+            stored.read(0, tensor.view(-1).view(torch.uint8).numpy().data)
+            yield name, tensor
+            del tensor
