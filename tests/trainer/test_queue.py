@@ -19,6 +19,7 @@ from tests.waiting import until
 from vllm.inflight.api.rate import Rate
 from vllm.inflight.errors import TooManyUpdates, UpdateBusy, WeightsMismatch
 from vllm.inflight.trainer import Outcome
+from vllm.inflight.wire.watch import in_background
 
 
 def test_a_busy_engine_is_waited_for(engine):
@@ -194,3 +195,37 @@ def test_closing_finishes_what_was_published_and_takes_no_more(engine):
     assert future.done()
     with pytest.raises(RuntimeError, match="closed"):
         to.publish()
+
+
+def test_what_is_not_read_yet_when_a_publisher_closes_is_not_published(engine):
+    reading, read_on = threading.Event(), threading.Event()
+
+    def source():
+        reading.set()
+        read_on.wait(20)
+        return weights()
+
+    to = publisher(engine, source)
+    publishing = in_background(to.publish)
+    assert reading.wait(20)
+    to.close()
+    read_on.set()
+    with pytest.raises(RuntimeError, match="the publisher is closed"):
+        publishing.result(20)
+    assert engine.calls == [] and parcels() == set()
+
+
+def test_one_that_comes_after_the_last_does_not_replace_it(engine):
+    engine.held[UPDATE] = threading.Event()
+    to = publisher(engine, on_busy="latest")
+    to.publish("first", block=False)
+    until(lambda: engine.bodies(UPDATE))
+    last = to.publish("last", block=False)
+    closing = in_background(to.close)
+    until(lambda: to._queue._closed)
+    with pytest.raises(RuntimeError, match="closed"):
+        to.publish("too late")
+    engine.held[UPDATE].set()
+    closing.result(20)
+    assert not last.result().skipped
+    assert engine.version["weight_version"] == "last"

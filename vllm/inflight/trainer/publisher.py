@@ -184,14 +184,14 @@ class Publisher:
                 if patterns:
                     named = ((n, t) for n, t in named if is_declared(n))
                 parcel = Parcel.pack(named, self._directory)
+                job = Job(parcel, version, mode, step, asked, time.monotonic() - asked)
+                job.subset, job.base_version = patterns, base_version
                 try:
                     self._tell("snapshot", parcel)
+                    self._queue.put(job)
                 except BaseException:
                     parcel.remove()  # whoever keeps the error would keep it
                     raise
-                job = Job(parcel, version, mode, step, asked, time.monotonic() - asked)
-                job.subset, job.base_version = patterns, base_version
-                self._queue.put(job)
                 future = job.future
         if block:
             return future.result()

@@ -63,26 +63,30 @@ class Queue:
         """Make a place for one more job; False if that job is to be skipped.
 
         Called before its snapshot is taken, by one thread at a time.
+
+        Raises:
+            RuntimeError: this was closed.
+
         """
         replaced = None
         with self._changed:
+            self._require_open()  # first: nothing would come in place of who waits
             if self._on_busy == "skip" and not self.is_idle:
                 return False
             if self._on_busy == "latest":
                 replaced, self._waiting = self._waiting, None
             self._changed.wait_for(lambda: self._waiting is None)
-            closed = self._closed
+            self._require_open()
         if replaced is not None:
             replaced.parcel.remove()
             if replaced.future.set_running_or_notify_cancel():
                 replaced.future.set_result(replaced.skipped())
-        if closed:
-            raise RuntimeError("the publisher is closed")
         return True
 
     def put(self, job: Job) -> None:
-        """Have `job` delivered after the one under way."""
+        """Have `job` delivered after the one under way; raises as `make_room` does."""
         with self._changed:
+            self._require_open()  # during the snapshot it may have been closed
             self._waiting = job
             self._changed.notify_all()
             if self._thread is None:
@@ -109,6 +113,10 @@ class Queue:
         # failure would go unheard in a process that ends now.
         if thread not in (None, threading.current_thread()):
             thread.join()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the publisher is closed")
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
