@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tests.trainer.stand_in import (
@@ -150,3 +152,18 @@ def test_one_busy_engine_does_not_hold_the_others_up(engine, other):
         until(lambda: engine.bodies(ABORT))
         other.end_elsewhere()
         assert future.result().epochs == {engine.url: 1, other.url: 1}
+
+
+def test_a_publish_that_is_given_up_calls_no_engine_any_more(engine, other):
+    def stop(phase, *_):
+        if phase == "transfer":
+            raise KeyError("stop")
+
+    engine.held[UPDATE] = threading.Event()
+    other.faults[UPDATE] = [DROP] * 100
+    with publisher([engine, other], timeout_s=60, progress=stop) as to:
+        with pytest.raises(KeyError):
+            to.publish()
+        engine.held[UPDATE].set()
+        # An exit would wait for whatever still calls.
+        until(lambda: not any("Pool" in t.name for t in threading.enumerate()))

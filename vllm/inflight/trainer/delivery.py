@@ -89,6 +89,7 @@ class Delivery:
 
     def retreat(self) -> list[str]:
         """Leave every engine as it was; what could not be undone, in sentences."""
+        self._patience.end()  # its calls may be under way, and an exit waits for them
         patience = Patience(min(RETREAT_S, self._patience.timeout_s))
 
         def step_back(engine: Engine) -> str | None:
