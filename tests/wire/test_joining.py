@@ -25,9 +25,12 @@ from tests.wire.peers import (
     process,
 )
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
+from vllm.inflight.wire import plain
 from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.plain import _PlainNccl
 from vllm.inflight.wire.receiver import Receiver
+from vllm.inflight.wire.rendezvous import Rendezvous
 from vllm.inflight.wire.watch import Watch, in_background
 
 SOON_S = 10.0
@@ -162,3 +165,34 @@ def test_there_is_no_third_wire():
         open_group(meeting, CPU, PATIENT)
     with pytest.raises((Malformed, TransferFault)):
         joining.result(timeout=60)
+
+
+def storing(pipe: Any) -> None:
+    """Host a store, as torch's trainer does, and no more."""
+    store = torch.distributed.TCPStore(
+        HOST, 0, 2, True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    pipe.send(store.port)
+    pipe.recv()
+
+
+class WithoutGpu(_PlainNccl):
+    """A group of torch's over NCCL up to the trainer's first broadcast."""
+
+    def __init__(self, meeting: Any, _: Any, watch: Watch, **__: Any) -> None:
+        self._meeting = meeting
+        self._connect(watch, None)
+
+
+@pytest.mark.parametrize("wire", ["gloo", "nccl"])
+def test_a_trainer_that_dies_before_its_group_of_torchs_is_open_fails_the_transfer(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "_PlainNccl", WithoutGpu)
+    with process(storing) as trainer:
+        address = f"tcp://{HOST}:{trainer.pipe.recv()}"
+        meeting = Rendezvous.join(wire, address, 1, 2, "trainers", PATIENT)
+        trainer.kill()
+        trainer.join()
+        with pytest.raises(TransferFault, match="the trainer was lost"):
+            plain.open_plain(meeting, CPU, PATIENT)

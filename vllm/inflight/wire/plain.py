@@ -11,7 +11,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
+from torch.distributed import DistError
 
+from vllm.inflight.errors import TransferFault
 from vllm.inflight.wire.environment import unpinned
 from vllm.inflight.wire.gloo import GlooGroup
 from vllm.inflight.wire.group import Group
@@ -33,14 +35,18 @@ def open_plain(meeting: Rendezvous, device: torch.device, watch: Watch) -> Group
         watch: bounds each of the steps, but for the wait for that broadcast.
 
     Raises:
-        TransferFault: somebody did not connect.
+        TransferFault: somebody did not connect, or the trainer is gone.
 
     """
-    if meeting.terms.wire == "nccl":
-        # How many thread blocks it takes is for all ranks to agree on: torch bounds
-        # nothing, and NCCL cannot connect ranks that count their channels otherwise.
-        return _PlainNccl(meeting, device, watch, max_ctas=None)
-    return GlooGroup(meeting, device, watch)
+    try:
+        if meeting.terms.wire == "nccl":
+            # How many thread blocks it takes is for all ranks to agree on: torch
+            # bounds nothing, and NCCL cannot connect ranks that count their channels
+            # otherwise.
+            return _PlainNccl(meeting, device, watch, max_ctas=None)
+        return GlooGroup(meeting, device, watch)
+    except (DistError, OSError) as error:
+        raise TransferFault(f"the trainer was lost: {error}") from error
 
 
 class _PlainNccl(NcclGroup):
