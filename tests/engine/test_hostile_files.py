@@ -73,6 +73,16 @@ def test_whatever_its_tensors_are_called_a_file_is_refused_at_once(
     assert len(json.dumps(caught.value.to_dict())) < 100_000
 
 
+def test_a_tensor_of_a_kind_that_no_model_has_is_refused_by_name(
+    fenced: Any, root: Path, before: Any
+) -> None:
+    path = root / "complex.safetensors"
+    save_file({"odd": torch.zeros(4, dtype=torch.complex64)}, path)
+    with pytest.raises(WeightsMismatch, match="odd: it is complex64") as caught:
+        fenced.update_weights_from_disk(str(path), "bad")
+    assert "odd" in caught.value.tensors
+
+
 # Paths
 
 

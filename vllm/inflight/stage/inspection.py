@@ -102,6 +102,10 @@ class Inspection:
                 f"arrived as {list(shape)} {dtype}"
             )
             return False
+        if tensor.is_complex() or tensor.is_quantized:
+            # Not even its content can be looked at (ops.py), whatever it is called.
+            self._wrong[name] = f"it is {dtype}, which no model has"
+            return False
         # The shape is known to the loaders, for every shard; they refuse.
         expected = self._known.get(name, (None, None))[1] or dtype
         is_spare = name in self._spares
