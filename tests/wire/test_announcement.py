@@ -29,6 +29,7 @@ def test_nothing_can_be_announced():
         ((["a"], ["float32"], [[-1]]), "'a' cannot have the shape"),
         ((["a"], ["float32"], [[1.5]]), "'a' cannot have the shape"),
         ((["a"], ["float32"], [3]), "'a' cannot have the shape"),
+        ((["a"], ["float32"], [[0, 1 << 63]]), "'a' cannot have the shape"),
         (([7], ["float32"], [[1]]), "7 in 'names'"),
     ],
 )

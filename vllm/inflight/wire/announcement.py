@@ -23,6 +23,9 @@ Pair = tuple[str, torch.Tensor]
 MOST_BUCKETS = 1 << 20
 """Of an update: 16 TiB in those of 16 MiB."""
 
+LARGEST_SIZE = (1 << 63) - 1
+"""Of a dimension: what torch counts with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
@@ -177,7 +180,8 @@ def _dtypes(names: Sequence[str], given: Sequence[Any]) -> tuple[torch.dtype, ..
 def _shapes(names: Sequence[str], given: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     if set(map(type, given)) <= {list, tuple}:
         sizes = list(chain.from_iterable(given))
-        if set(map(type, sizes)) <= {int} and min(sizes, default=0) >= 0:
+        are_sizes = set(map(type, sizes)) <= {int} and min(sizes, default=0) >= 0
+        if are_sizes and max(sizes, default=0) <= LARGEST_SIZE:
             return tuple(map(tuple, given))
     return tuple(map(_shape, names, given))
 
@@ -191,7 +195,7 @@ def _dtype(name: str, dtype_name: Any) -> torch.dtype:
 
 def _shape(name: str, shape: Any) -> tuple[int, ...]:
     if not isinstance(shape, list | tuple) or not all(
-        type(size) is int and size >= 0 for size in shape
+        type(size) is int and 0 <= size <= LARGEST_SIZE for size in shape
     ):
-        raise ValueError(f"{name!r} cannot have the shape {shape!r}")
+        raise ValueError(f"{name!r} cannot have the shape {shape!r:.300}")
     return tuple(shape)
