@@ -130,6 +130,17 @@ def test_pickled_tensors_of_a_gpu_are_read_on_the_cpu():
         assert load_file(SHARED_MEMORY / name)["a"].tolist() == [1.0, 1.0]
 
 
+def test_a_tensor_larger_than_the_bytes_that_came_with_it_is_refused():
+    storage = Reduced(torch.storage._load_from_bytes, storage_of_a_gpu())
+    facts = (storage, 0, (64,), (1,), False, OrderedDict())
+    data = pickle.dumps([("a", Reduced(torch._utils._rebuild_tensor_v2, *facts))])
+    with (
+        pytest.raises(Malformed, match=r"cannot be read: .*not resizable"),
+        spooled([base64.b64encode(data).decode()], None, allow_pickle=True),
+    ):
+        pass
+
+
 def test_without_room_the_reason_is_told_and_nothing_stays(prefix, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+from torch.storage import TypedStorage
 
 from vllm.inflight.errors import Malformed
 
@@ -85,7 +86,14 @@ def _is_pair(item: Any) -> bool:
 def _storage(data: bytes) -> Any:
     # What torch itself calls here would unpickle anything that lies inside, and would
     # take memory of the trainer's GPU here, which is a rank's or is not there.
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(found, TypedStorage):
+        raise Malformed("the pickle has something else where a tensor's bytes belong")
+    # As numpy's, of a fixed size: under a tensor that is larger torch would let it
+    # grow, over whatever this process had in that memory before.
+    whole = torch.empty(0, dtype=torch.uint8).set_(found._untyped_storage)
+    fixed = torch.from_numpy(whole.numpy()).untyped_storage()
+    return TypedStorage(wrap_storage=fixed, dtype=found.dtype, _internal=True)
 
 
 ALLOWED: dict[tuple[str, str], Any] = {
