@@ -113,3 +113,20 @@ def test_a_file_that_changes_while_it_is_opened_is_malformed(
     monkeypatch.setattr(os, "open", opened)
     with pytest.raises(Malformed, match=r"0\.safetensors is not a whole"):
         TensorFiles([file])
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_malformed(
+    tmp_path: Path,
+) -> None:
+    """As by a trainer that saves its next version over the last one."""
+    (file,) = written(tmp_path, {"a": torch.zeros(4), "b": torch.zeros(4)}, 1)
+    os.utime(file, (0, 0))  # clocks of file systems tick slowly
+    before = open_things()
+    reading = read_files([file])
+    next(reading)
+    with file.open("r+b") as opened:
+        opened.seek(-16, os.SEEK_END)
+        opened.write(torch.ones(4).numpy().tobytes())
+    with pytest.raises(Malformed, match=r"0\.safetensors .* written to while"):
+        list(reading)
+    assert open_things() == before

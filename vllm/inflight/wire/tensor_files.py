@@ -61,7 +61,7 @@ class Stored:
 
 
 class TensorFiles:
-    """Files that are open until the `with` around them ends.
+    """Files that are open until the `with` around them ends, and must not change.
 
     Args:
         files: safetensors, in the order in which they are read.
@@ -72,7 +72,8 @@ class TensorFiles:
         stored: where each of them begins.
 
     Raises:
-        Malformed: one of them is not a whole safetensors file; the message names it.
+        Malformed: one of them is not a whole safetensors file, or, at the end, not the
+            one any more that was opened; the message names it.
 
     """
 
@@ -80,12 +81,14 @@ class TensorFiles:
         self, files: Sequence[Path], rename: Callable[[str], str] = str
     ) -> None:
         self.stored: list[Stored] = []
+        self._states: list[tuple[Path, int, tuple[int, int]]] = []
         pairs: list[Pair] = []
         with ExitStack() as opened:
             for file in files:
                 try:
                     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                     opened.callback(os.close, descriptor)
+                    self._states.append((file, descriptor, _state(descriptor)))
                     found = sorted(_tensors(file, descriptor), key=lambda one: one[0])
                 except (SafetensorError, OSError) as error:
                     raise broken(file, error) from error
@@ -98,8 +101,17 @@ class TensorFiles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._opened:
+            for file, descriptor, state in self._states if kind is None else ():
+                if _state(descriptor) != state:
+                    raise broken(file, "it was written to while it was read")
+
+
+def _state(descriptor: int) -> tuple[int, int]:
+    """What is another after a file was written to."""
+    status = os.fstat(descriptor)
+    return status.st_mtime_ns, status.st_size
 
 
 def _tensors(file: Path, descriptor: int) -> Iterator[tuple[int, Pair]]:
