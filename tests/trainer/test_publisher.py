@@ -95,6 +95,20 @@ def test_two_names_that_become_one_are_refused(engine):
     assert engine.calls == []
 
 
+def test_a_snapshot_that_fails_gathers_to_the_end_with_the_other_ranks(engine):
+    num_gathered = 0
+
+    def source():
+        nonlocal num_gathered
+        for name in "abc":
+            num_gathered += 1
+            yield name, torch.ones(2, dtype=torch.complex64)
+
+    with publisher(engine, source) as to, pytest.raises(Malformed, match="'a'"):
+        to.publish()
+    assert num_gathered == 3
+
+
 @pytest.mark.parametrize("digests", [True, False])
 def test_every_tensor_has_its_digest_unless_told_otherwise(engine, digests):
     with publisher(engine, digests=digests) as to:

@@ -152,6 +152,27 @@ def test_an_engines_refusal_is_what_the_trainer_raises_and_the_next_update_works
     assert digests(loaded.items()) == digests(module.named_parameters())
 
 
+def test_who_is_refused_gathers_to_the_end_with_the_other_ranks(client, module):
+    sending = begin(client, module)
+    num_gathered, source = 0, sending.source
+
+    class Counting:
+        metadata = source.metadata
+
+        def __iter__(self):
+            nonlocal num_gathered
+            for pair in source:
+                num_gathered += 1
+                yield pair
+
+    sending.source = Counting()
+    client.refusal = LookupError("not now")
+    with pytest.raises(LookupError, match="not now"):
+        sending.send_weights()
+    sending.shutdown()
+    assert num_gathered == len(source.metadata())
+
+
 def test_an_engine_that_cannot_join_is_named_to_the_trainer(client, module):
     client.worker.device = torch.device("meta")
     with pytest.raises(Exception, match="inflight_gloo receives on cpu"):

@@ -147,6 +147,25 @@ def test_a_source_that_fails_leaves_no_update_open(
     assert digests(loaded.items()) == digests(named.items())
 
 
+@pytest.mark.parametrize("refused", ["start", "update"])
+def test_who_is_refused_gathers_to_the_end_with_the_other_ranks(
+    memory: HostMemory, named: Tensors, refused: str
+) -> None:
+    class Refusing(Five):
+        def start_weight_update(self) -> None:
+            super().start_weight_update()
+            if refused == "start":
+                raise WrongPhase("not now")
+
+        def update_weights(self, update_info: Any) -> None:
+            raise WrongPhase("not now")
+
+    source = Source(named)
+    with pytest.raises(WrongPhase, match="not now"):
+        trainer(source, Refusing(worker(memory)), memory, chunk_bytes=1).send_weights()
+    assert source.num_gathered == len(named)
+
+
 def test_an_abort_that_is_refused_does_not_take_the_place_of_what_failed(
     memory: HostMemory, named: Tensors
 ) -> None:

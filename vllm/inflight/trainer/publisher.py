@@ -180,10 +180,10 @@ class Publisher:
                 future: Future[Outcome] = Future()
                 future.set_result(Outcome(version=version, step=step, skipped=True))
             else:
-                named = ((self._rename(n), t) for n, t in sources.tensors(self._source))
-                if patterns:
-                    named = ((n, t) for n, t in named if is_declared(n))
-                parcel = Parcel.pack(named, self._directory)
+                with sources.gathering(self._source) as pairs:
+                    named = ((self._rename(n), t) for n, t in pairs)
+                    sent = (p for p in named if not patterns or is_declared(p[0]))
+                    parcel = Parcel.pack(sent, self._directory)
                 job = Job(parcel, version, mode, step, asked, time.monotonic() - asked)
                 job.subset, job.base_version = patterns, base_version
                 try:

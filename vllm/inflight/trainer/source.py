@@ -8,6 +8,7 @@ to the next; there only the names are looked at.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +69,22 @@ def tensors(source: Source) -> Iterator[Pair]:
             name = name.replace(wrapper, "")
         gather = getattr(tensor, "full_tensor", None)
         yield name, (gather() if gather is not None else tensor).detach()
+
+
+@contextmanager
+def gathering(source: Source) -> Iterator[Iterator[Pair]]:
+    """The `tensors` of `source`, which are gathered to the end whatever fails.
+
+    The other ranks do, and would wait for it; and at the next time they would hand over
+    a later tensor in the place of the first.
+    """
+    pairs = tensors(source)
+    try:
+        yield pairs
+    except Exception:
+        for _ in pairs:
+            pass
+        raise
 
 
 def _named(source: Source) -> Iterable[tuple[str, Any]]:

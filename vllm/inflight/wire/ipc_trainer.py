@@ -12,7 +12,7 @@ from vllm.inflight.errors import InflightError
 from vllm.inflight.wire.announcement import Announcement, Pair
 from vllm.inflight.wire.device_memory import CudaMemory, Memory
 from vllm.inflight.wire.exports import Exports
-from vllm.inflight.wire.trainer import take_part
+from vllm.inflight.wire.trainer import gathering, take_part
 
 
 @dataclass
@@ -83,8 +83,16 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         if not self.is_sender:
             take_part(self.source)
             return
+        with gathering(self.source) as gathered:
+            self._lend(gathered)
+        self.client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Nothing is kept between two updates."""
+
+    def _lend(self, gathered: Iterator[Pair]) -> None:
         # The first is ready before anybody waits for it.
-        lendable = map(self._lendable, self._chunks())
+        lendable = map(self._lendable, self._chunks(gathered))
         ready = next(lendable, None)
         self.client.start_weight_update()
         try:
@@ -98,10 +106,6 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
             with suppress(InflightError):  # what failed says more
                 getattr(self.client, "abort_weight_update", lambda: None)()
             raise
-        self.client.finish_weight_update()
-
-    def shutdown(self) -> None:
-        """Nothing is kept between two updates."""
 
     def _lendable(self, chunk: list[Pair]) -> tuple[dict[str, Any], list[Pair]]:
         """What to say of a chunk, which has to live until it has been read."""
@@ -111,10 +115,10 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         self._memory.settle({tensor.device for _, tensor in chunk})
         return {**update_info, "exports": lent.plain}, chunk
 
-    def _chunks(self) -> Iterator[list[Pair]]:
+    def _chunks(self, gathered: Iterator[Pair]) -> Iterator[list[Pair]]:
         chunk: list[Pair] = []
         num_bytes = 0
-        for name, tensor in self.source:
+        for name, tensor in gathered:
             if tensor.device.type != self._memory.device_type:
                 raise ValueError(
                     f"{name!r} is on {tensor.device}; inflight_ipc lends GPU memory, "

@@ -7,7 +7,8 @@ take part in gathering the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -120,10 +121,11 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         if not self.is_sender:
             take_part(self.source)
             return
-        if self._sender is None or self._sender.group.ended is not None:
-            self._connect()
-        self.client.start_weight_update()
-        self._send(announced, self.source)
+        with gathering(self.source) as gathered:
+            if self._sender is None or self._sender.group.ended is not None:
+                self._connect()
+            self.client.start_weight_update()
+            self._send(announced, gathered)
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
@@ -191,6 +193,21 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         except BaseException:
             self.shutdown()
             raise
+
+
+@contextmanager
+def gathering(source: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    """What rank 0 sends of a source, to whose end it gathers whatever fails.
+
+    The other ranks do, and would wait for it; and at its next time they would hand over
+    a later tensor in the place of the first.
+    """
+    gathered = iter(source)
+    try:
+        yield gathered
+    except Exception:
+        take_part(gathered)
+        raise
 
 
 def take_part(source: Iterable[Any]) -> None:
