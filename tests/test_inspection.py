@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.second_set import Model, Sets, shows, version
+from tests.second_set import SHARDS, Model, Sets, shows, version
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.ops import Digest
 from vllm.inflight.stage import intake
@@ -19,6 +19,7 @@ from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
 
 STRANGE = "a bias by another name"
+FUSED = "attention.qkv"
 
 
 class Renaming(Model):
@@ -32,6 +33,9 @@ class Renaming(Model):
                 super().load_weights([("norm", tensor)])
                 if self.is_broken:
                     raise self.is_broken("in the middle of it")
+            elif name == FUSED:
+                for shard, part in zip(SHARDS, tensor.chunk(3), strict=True):
+                    super().load_weights([(f"attention.{shard}", part)])
             elif name.startswith("no such"):
                 self.num_loads += 1
                 raise KeyError(name)
@@ -104,6 +108,25 @@ def test_one_parameter_by_two_names_is_refused_whichever_the_plan_knows(
         del named["norm"]
         with pytest.raises(WeightsMismatch, match="by tensors of two names"):
             sets.stage([*named.items(), *((name, norm) for name in order)])
+
+
+@pytest.mark.parametrize("asks_loader", [True, False])
+def test_a_fused_parameter_comes_whole_or_in_parts_and_not_both(sets, asks_loader):
+    sets.shadow.asks_loader = asks_loader  # as where a loader maps names
+    named = version(1)
+    parts = [f"attention.{shard}" for shard in SHARDS]
+    whole = {FUSED: torch.cat([named[part] for part in parts])}
+    others = {name: named[name] for name in named.keys() - set(parts)}
+    for _ in range(3):  # recorded, proved, replayed
+        sets.stage((others | whole).items())
+        for part in (parts[0], parts[-1]):
+            other = {part: version(2)[part]}
+            for order in (whole | other, other | whole):
+                with pytest.raises(WeightsMismatch, match=f"{FUSED}: .* two names"):
+                    sets.stage((others | order).items())
+    sets.stage((others | whole).items())
+    sets.stager.flip()
+    assert shows(sets.live, named)
 
 
 def test_what_is_no_number_of_that_kind_is_refused_by_any_name(sets):

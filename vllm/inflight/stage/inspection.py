@@ -5,7 +5,7 @@ What is wrong is kept and not raised, so that one refusal names all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 
@@ -81,6 +81,14 @@ class Inspection:
     def is_strange(self, name: str) -> bool:
         """Whether the model has no such name, though most of its others are known."""
         return name not in self._known and not self._asks_loader
+
+    def is_renamed(self, name: str, params: Container[str]) -> bool:
+        """Whether what such a tensor fills has another name in a checkpoint.
+
+        A loader that maps names takes a fused parameter by the engine's name of it, one
+        of `params`, and its parts by theirs.
+        """
+        return self.is_strange(name) or (name not in self._known and name in params)
 
     def admits(self, name: str, tensor: torch.Tensor) -> bool:
         """Check all but the content of a tensor; whether it may go on to the loader."""

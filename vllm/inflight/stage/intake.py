@@ -75,7 +75,7 @@ class Intake:
         self._tried: set[str] = set()
         """Tensors that are replayed and loaded."""
         self._renamed: set[str] = set()
-        """Parameters that are filled by names which the model does not have."""
+        """Parameters that are filled by names other than their own in a checkpoint."""
         self._broken: Exception | None = None
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""
@@ -139,11 +139,12 @@ class Intake:
                 coverage.handed, coverage.entry = tensor, entry
                 if self._inspection.is_strange(name):
                     entry.is_whole &= self._takes(name, tensor)
-                    self._renamed.update(param for param, _ in entry.filled)
                 else:
                     yield name, tensor
                     if coverage.num_loads == before:
                         self.unfilled.append(name)
+                if self._inspection.is_renamed(name, coverage.fills):
+                    self._renamed.update(param for param, _ in entry.filled)
                 if self._shadow.plan is not None and name not in self._tried:
                     self._shadow.plan.keep(name, entry)
                 # A transport uses memory again that nobody looks into.
@@ -192,7 +193,7 @@ class Intake:
                 continue
             known.append((entry, tensor))
             self.coverage.replayed(entry)
-            if self._inspection.is_strange(name):
+            if self._inspection.is_renamed(name, self.coverage.fills):
                 self._renamed.update(param for param, _ in entry.filled)
         replay(known)
         if tried and self._proof is not None:
