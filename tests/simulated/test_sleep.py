@@ -193,3 +193,43 @@ def test_a_sleep_that_is_refused_holds_no_pause_beyond_its_lease(
         assert time.monotonic() < deadline, "the lease has run out, and it stands still"
         streams.step()
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_an_engine_that_is_woken_while_it_falls_asleep_falls_asleep_first(
+    core: EngineCore, mode: str
+) -> None:
+    add(core, "runs", prompt(1), max_tokens=20)
+    streams = Streams(core).step(5)
+    asleep = core.sleep(1, mode)
+    awake = core.wake_up()
+    assert not asleep.done() and not awake.done()
+    streams.step(40)
+    asleep.result(timeout=0)
+    assert awake.result(timeout=0) is True
+    assert call(core, "info")["weights"] == "live"
+    assert not core.model_executor.is_sleeping
+    add(core, "arrives", prompt(2))
+    assert len(streams.run().tokens["arrives"]) == 40
+
+
+def test_a_second_sleep_hurries_the_first_and_is_of_its_level(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[int] = []
+    executor = core.model_executor
+    usual = type(executor).sleep
+
+    def sleep(level: int) -> None:
+        levels.append(level)
+        usual(executor, level)
+
+    monkeypatch.setattr(executor, "sleep", sleep)
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(5)
+    first, second = core.sleep(1, "wait"), core.sleep(2, "abort")
+    streams.step(5)
+    assert first.done() and second.done() and set(levels) == {1}
+    assert streams.finished == {"runs": "abort"}
+    core.wake_up()
+    assert call(core, "info")["weights"] == "live"

@@ -43,8 +43,10 @@ class Sleep:
     def __init__(self, core: Any, gate: Any) -> None:
         self._core = core
         self._gate = gate
-        self._is_falling = False
-        """From the call on until memory is given back; requests may still run."""
+        self._falling = 0
+        """The level, from the call on until memory is given back; requests may run."""
+        self._fall: Future[Any] | None = None
+        """What tells that it has been given back, if requests have to end first."""
         self._is_lost = False
         """Whether what the weights' memory held was given up, and not replaced yet."""
         self.is_dozing = False
@@ -53,7 +55,7 @@ class Sleep:
     @property
     def weights(self) -> str:
         """`live`, `asleep` or `gone`."""
-        if self._is_falling or WEIGHTS in self._core.model_executor.sleeping_tags:
+        if self._falling or WEIGHTS in self._core.model_executor.sleeping_tags:
             return "asleep"
         return "gone" if self._is_lost else "live"
 
@@ -114,34 +116,48 @@ class Sleep:
         name = self._core.vllm_config.parallel_config.worker_extension_cls
         return bool(name) and hasattr(upstream.resolve_obj_by_qualname(name), method)
 
-    def fall(self, level: int, fall: Callable[[], Any]) -> Any:
+    def fall(self, level: int, fall: Callable[[int], Any]) -> Any:
         """Fall asleep by `fall`, when no rank is at work on a second set any more.
+
+        One that comes while another still waits for requests treats them as it says,
+        and is of the level that the ranks were prepared for.
 
         Raises:
             EngineFault: a transfer does not let go, or a host lacks memory for what
                 is to be kept; only the update that was under way has ended.
 
         """
-        if level < 1 or self.weights == "asleep":
-            answer = fall()
-            self.is_dozing = self.is_dozing or level < 1
+        if level < 1:
+            answer = fall(level)
+            self.is_dozing = True
             return answer
-        self._is_falling = True
+        if self.weights == "asleep":
+            return fall(self._falling or level)
+        self._falling = level
         try:
             self._gate.updates.end(EngineAsleep("the engine was put to sleep"))
             self._gate.ranks.drowse(level)
-            answer = fall()
+            answer = fall(level)
         except BaseException as error:
             self._fell(level, error)
             raise
         if isinstance(answer, Future):
+            self._fall = answer
             answer.add_done_callback(lambda done: self._fell(level, done.exception()))
         else:
             self._fell(level, None)
         return answer
 
-    def wake(self, wake: Callable[[], bool]) -> bool:
-        """Wake up by `wake`; a pause that somebody else began goes on."""
+    def wake(self, wake: Callable[[], bool]) -> Any:
+        """Wake up by `wake`; a pause that somebody else began goes on.
+
+        While a sleep waits for requests, a Future of that: else memory would be given
+        back after it, under an engine that decodes.
+        """
+        if self._fall is not None:
+            woken: Future[bool] = Future()
+            self._fall.add_done_callback(lambda _: self._wake_later(woken, wake))
+            return woken
         lockstep = self._gate.lockstep
         stood_still = lockstep.is_kept and not self._core.engines_running
         is_awake = wake()
@@ -158,6 +174,12 @@ class Sleep:
                 )
         return is_awake
 
+    def _wake_later(self, woken: Future[bool], wake: Callable[[], bool]) -> None:
+        try:
+            woken.set_result(self.wake(wake))
+        except Exception as error:
+            woken.set_exception(error)
+
     def filled(self) -> None:
         """Weights have come in the place of those that were given up."""
         if self._is_lost:
@@ -168,7 +190,7 @@ class Sleep:
                 self._gate.rouse()
 
     def _fell(self, level: int, error: BaseException | None) -> None:
-        self._is_falling = False
+        self._falling, self._fall = 0, None
         if error is not None and WEIGHTS not in self._core.model_executor.sleeping_tags:
             self._gate.ranks.drowse(0)  # it failed before any rank was told
             return

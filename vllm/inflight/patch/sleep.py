@@ -10,15 +10,17 @@ from vllm.inflight.patch.record import Patch
 
 def _fall_asleep(original: Any) -> Any:
     def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
-        return self.inflight_gate.sleep.fall(level, lambda: original(self, level, mode))
+        def fall(level: int) -> Any:
+            return original(self, level, mode)
+
+        return self.inflight_gate.sleep.fall(level, fall)
 
     return sleep
 
 
 def _wake(original: Any) -> Any:
-    def wake_up(self: Any, tags: list[str] | None = None) -> bool:
-        is_awake: bool = self.inflight_gate.sleep.wake(lambda: original(self, tags))
-        return is_awake
+    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+        return self.inflight_gate.sleep.wake(lambda: original(self, tags))
 
     return wake_up
 
