@@ -140,12 +140,12 @@ class Pauses:
 
     def state(self) -> Reply:
         """Whether decoding stands still, in which mode, whose it is and how long."""
-        running, _ = self._core.scheduler.get_request_counts()
         mode = self.mode
         return {
             "is_paused": self.is_paused,
             "mode": mode and mode.value,
-            "is_draining": mode is PauseMode.WAIT and running > 0,
+            "is_draining": mode is PauseMode.WAIT
+            and self._core.scheduler.inflight_is_busy(),
             "for_commit": self._commit is not None and self.asked is None,
             "owner": self._lease.owner,
             "lease_left_s": self._lease.left_s,
@@ -175,13 +175,13 @@ class Pauses:
     def between_requests(self, mode: PauseMode, switch: Callable[[], Reply]) -> Any:
         """Run `switch` now, or for `wait` once the running requests are done."""
         scheduler = self._core.scheduler
-        if mode is not PauseMode.WAIT or not scheduler.running:
+        if mode is not PauseMode.WAIT or not scheduler.inflight_is_busy():
             return switch()
 
         def after() -> Reply:
             self._commit = None
             try:
-                if scheduler.running:
+                if scheduler.running or scheduler.inflight_sent_back():
                     raise PauseConflict(
                         "requests were paused while it waited; it is still staged"
                     )

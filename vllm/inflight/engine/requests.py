@@ -24,7 +24,7 @@ def check(scheduler: Any, mode: PauseMode, *, in_process: bool) -> None:
             f"mode 'retract' cannot free the KV of {stuck}; use 'wait', 'abort' or "
             "'in_place'"
         )
-    if mode is PauseMode.WAIT and in_process and scheduler.running:
+    if mode is PauseMode.WAIT and in_process and scheduler.inflight_is_busy():
         raise PauseConflict(
             "mode 'wait' needs an engine of its own process; here, finish "
             "generate() first"

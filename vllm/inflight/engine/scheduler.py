@@ -7,6 +7,8 @@ async and a user's own scheduler all have it.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +76,8 @@ class InflightSchedulerMixin:
         """Stamp the step when it is scheduled: its tokens may be read much later."""
         if self._inflight_late:
             self._inflight_late = [r for r in self._inflight_late if _is_late(r)]
-        output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        with self._inflight_sent_back_first():
+            output = super().schedule(throttle_prefills)  # type: ignore[misc]
         if self._inflight_stamped is not self.inflight_adapters.replaced:
             self._inflight_restamp()
         output.inflight_stamp = self._inflight_step_stamp
@@ -125,6 +128,48 @@ class InflightSchedulerMixin:
         if request.status == upstream.RequestStatus.FINISHED_ABORTED:
             self._inflight_told.pop(request.request_id, None)
         return super()._free_request(request, **kwargs)  # type: ignore[misc]
+
+    # ------------------------------------------------- what a `wait` waits for
+    def inflight_sent_back(self) -> list[Any]:
+        """Requests that have run and lie in the queue, as they had to give KV up."""
+        return [each for each in self.waiting if _is_sent_back(each)]  # type: ignore[attr-defined]
+
+    def inflight_is_busy(self) -> bool:
+        """Whether requests are under way that go on by themselves."""
+        is_frozen = self.pause_state == upstream.PauseState.PAUSED_ALL  # type: ignore[attr-defined]
+        return bool(self.running or (not is_frozen and self.inflight_sent_back()))  # type: ignore[attr-defined]
+
+    def get_num_unfinished_requests(self) -> int:
+        """While new requests wait, those sent back are not finished either."""
+        count: int = super().get_num_unfinished_requests()  # type: ignore[misc]
+        is_draining = self.pause_state == upstream.PauseState.PAUSED_NEW  # type: ignore[attr-defined]
+        return count + (len(self.inflight_sent_back()) if is_draining else 0)
+
+    @contextmanager
+    def _inflight_sent_back_first(self) -> Iterator[None]:
+        """Around a step: while new requests wait, let those go on that were sent back.
+
+        Upstream takes them for new ones then. Whoever waits for the running requests
+        would have them go on afterwards, maybe under other weights.
+        """
+        waiting, admitted = self.waiting, self.kv_holding_waiting  # type: ignore[attr-defined]
+        sent_back = []
+        if self.pause_state == upstream.PauseState.PAUSED_NEW:  # type: ignore[attr-defined]
+            sent_back = self.inflight_sent_back()
+        if not sent_back:
+            yield
+            return
+        waiting.remove_requests(sent_back)
+        for request in sent_back:
+            admitted.add_request(request)
+        try:
+            yield
+        finally:
+            left = self.inflight_sent_back()  # sent back now, or passed over
+            left += [r for r in sent_back if r in admitted and _is_sent_back(r)]
+            admitted.remove_requests(left)
+            waiting.remove_requests(left)
+            waiting.prepend_requests(reversed(left))
 
     # ------------------------------------------------------------ prefix cache
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
@@ -193,6 +238,10 @@ class InflightSchedulerMixin:
 
 def _is_late(request: Any) -> bool:
     return bool(request.num_stale_output_tokens) and not request.is_finished()
+
+
+def _is_sent_back(request: Any) -> bool:
+    return bool(request.status == upstream.RequestStatus.PREEMPTED)
 
 
 def _keeps_all(manager: Any) -> bool:
