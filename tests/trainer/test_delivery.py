@@ -25,6 +25,7 @@ from vllm.inflight.errors import (
     EngineUnreachable,
     NoTransport,
     PauseConflict,
+    UpdateBusy,
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher, server
@@ -167,3 +168,12 @@ def test_a_publish_that_is_given_up_calls_no_engine_any_more(engine, other):
         engine.held[UPDATE].set()
         # An exit would wait for whatever still calls.
         until(lambda: not any("Pool" in t.name for t in threading.enumerate()))
+
+
+def test_the_last_try_is_taken_back_with_as_much_patience_as_the_first(engine):
+    engine.faults[START] = [UpdateBusy("elsewhere", retry_after_s=2.5)]
+    engine.delays = {UPDATE: 2.0, ABORT: 1.0}
+    with publisher(engine, timeout_s=4) as to:
+        with pytest.raises(EngineUnreachable, match="within") as caught:
+            to.publish()
+        assert "could not be taken back" not in str(caught.value)

@@ -17,6 +17,12 @@ class Patience:
         self._until = time.monotonic() + timeout_s
         self._over = threading.Event()
 
+    def shared(self) -> Patience:
+        """One that runs out when this does, and may be ended without it."""
+        part = Patience(self.timeout_s)
+        part._until = self._until
+        return part
+
     def left(self) -> float:
         """Seconds that remain; 0 when it has ended."""
         return 0.0 if self._over.is_set() else max(0.0, self._until - time.monotonic())

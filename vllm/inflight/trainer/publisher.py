@@ -260,9 +260,7 @@ class Publisher:
         delay = FIRST_DELAY_S
         while True:
             # Each try under an id of its own: the one before was aborted.
-            delivery = Delivery(
-                self._engines, Patience(patience.left()), self._progress
-            )
+            delivery = Delivery(self._engines, patience.shared(), self._progress)
             try:
                 delivery.stage(
                     job.parcel,
