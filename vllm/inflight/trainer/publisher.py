@@ -180,7 +180,7 @@ class Publisher:
                 future: Future[Outcome] = Future()
                 future.set_result(Outcome(version=version, step=step, skipped=True))
             else:
-                with sources.gathering(self._source) as pairs:
+                with sources.gathering(sources.tensors(self._source)) as pairs:
                     named = ((self._rename(n), t) for n, t in pairs)
                     sent = (p for p in named if not patterns or is_declared(p[0]))
                     parcel = Parcel.pack(sent, self._directory)

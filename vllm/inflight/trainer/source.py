@@ -72,17 +72,17 @@ def tensors(source: Source) -> Iterator[Pair]:
 
 
 @contextmanager
-def gathering(source: Source) -> Iterator[Iterator[Pair]]:
-    """The `tensors` of `source`, which are gathered to the end whatever fails.
+def gathering(source: Iterable[Pair]) -> Iterator[Iterator[Pair]]:
+    """What rank 0 sends of tensors, to whose end it gathers whatever fails.
 
-    The other ranks do, and would wait for it; and at the next time they would hand over
+    The other ranks do, and would wait for it; and at its next time they would hand over
     a later tensor in the place of the first.
     """
-    pairs = tensors(source)
+    gathered = iter(source)
     try:
-        yield pairs
+        yield gathered
     except Exception:
-        for _ in pairs:
+        for _ in gathered:
             pass
         raise
 

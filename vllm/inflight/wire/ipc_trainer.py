@@ -9,10 +9,11 @@ from typing import Any, ClassVar, Self
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import InflightError
+from vllm.inflight.trainer.source import gathering
 from vllm.inflight.wire.announcement import Announcement, Pair
 from vllm.inflight.wire.device_memory import CudaMemory, Memory
 from vllm.inflight.wire.exports import Exports
-from vllm.inflight.wire.trainer import gathering, take_part
+from vllm.inflight.wire.trainer import take_part
 
 
 @dataclass

@@ -7,8 +7,7 @@ take part in gathering the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -16,6 +15,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
+from vllm.inflight.trainer.source import gathering
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
@@ -193,21 +193,6 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         except BaseException:
             self.shutdown()
             raise
-
-
-@contextmanager
-def gathering(source: Iterable[Any]) -> Iterator[Iterator[Any]]:
-    """What rank 0 sends of a source, to whose end it gathers whatever fails.
-
-    The other ranks do, and would wait for it; and at its next time they would hand over
-    a later tensor in the place of the first.
-    """
-    gathered = iter(source)
-    try:
-        yield gathered
-    except Exception:
-        take_part(gathered)
-        raise
 
 
 def take_part(source: Iterable[Any]) -> None:
