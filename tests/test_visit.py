@@ -219,6 +219,12 @@ def test_engines_are_told_apart():
     assert "50 wait" in findings["decoding of engine 1"].found
 
 
+def test_a_server_that_came_back_with_more_engines_is_judged_as_it_is_now():
+    findings = found(updating(), healthy(num_engines=2))
+    assert wrong(findings) == []
+    assert "update of engine 1" in findings
+
+
 def test_nobody_at_the_address_is_2_and_no_traceback(capsys):
     url = "http://127.0.0.1:1"
     with httpx.Client(base_url=url) as client, pytest.raises(EngineUnreachable):

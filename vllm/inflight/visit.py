@@ -108,6 +108,8 @@ def judge(first: Look, second: Look, apart_s: float) -> list[Finding]:
     findings += [_versions(_engines(second, "/weight_info"))]
     before = _engines(first, "/weight_update")
     updates = _engines(second, "/weight_update")
+    if len(before) != len(updates):  # the server has been started anew in between
+        before, apart_s = updates, 0.0
     pauses = _engines(second, "/is_paused")
     for number, (old, new, pause) in enumerate(
         zip(before, updates, pauses, strict=True)
