@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from vllm.inflight import ops
 from vllm.inflight.errors import ConfigError, Malformed
 from vllm.inflight.trainer import parcel as room
 from vllm.inflight.trainer.parcel import DTYPES, SHARED_MEMORY, Parcel, sweep
+from vllm.inflight.wire.watch import in_background
 
 
 def mixed() -> dict[str, torch.Tensor]:
@@ -186,3 +188,13 @@ def test_the_parcel_of_a_killed_trainer_is_swept_and_that_of_a_living_one_is_not
     assert not left.exists()
     assert alive.file.exists()
     alive.remove()
+
+
+def test_a_pipe_that_somebody_left_there_is_not_waited_for():
+    pipe = SHARED_MEMORY / f"{room.PREFIX}pipe-{os.getpid()}"
+    os.mkfifo(pipe)
+    try:
+        in_background(sweep).result(timeout=10)
+    finally:
+        with suppress(FileNotFoundError):
+            pipe.unlink()

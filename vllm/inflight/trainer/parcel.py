@@ -138,13 +138,18 @@ def sweep(prefix: str | None = None) -> None:
     """
     for file in SHARED_MEMORY.glob((prefix or PREFIX) + "*"):
         try:
-            with file.open("rb") as opened:
+            with open(file, "rb", opener=_at_once) as opened:
                 # A parcel just begun is not locked yet.
                 if time.time() - file.stat().st_mtime > LEFT_AFTER_S:
                     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     file.unlink()
         except OSError:
             continue  # held, gone, or somebody else's
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open it without waiting: who else can write there may have left a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _remove(file: Path, owner: IO[bytes], pid: int) -> None:
