@@ -177,6 +177,7 @@ class Publisher:
         asked = time.monotonic()
         with self._calls:
             if not self._queue.make_room():
+                sources.take_part(self._source)
                 future: Future[Outcome] = Future()
                 future.set_result(Outcome(version=version, step=step, skipped=True))
             else:

@@ -87,6 +87,14 @@ def gathering(source: Iterable[Pair]) -> Iterator[Iterator[Pair]]:
         raise
 
 
+def take_part(source: Source) -> None:
+    """Gather `source` and let it go, if a trainer's other ranks do; else nothing."""
+    group = torch.distributed
+    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+        for _ in tensors(source):
+            pass
+
+
 def _named(source: Source) -> Iterable[tuple[str, Any]]:
     if isinstance(source, torch.nn.parallel.DistributedDataParallel):
         source = source.module
