@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine.bare_core import Streams, add, prompt
+from tests.engine.bare_core import Streams, add, call, prompt
 from tests.simulated.core import simulated_core
 from tests.simulated.worker import SimulatedExecutor
 from vllm.inflight.api.control import Control
-from vllm.inflight.errors import EngineFault, PauseConflict
+from vllm.inflight.errors import EngineFault, PauseConflict, UpdateBusy
 
 
 class Failing(SimulatedExecutor):
@@ -113,6 +113,23 @@ def test_one_that_cannot_go_forth_again_is_named(cores: list[Any]) -> None:
     with pytest.raises(EngineFault, match=r"engines \[0\] of 2 serve the version befo"):
         asyncio.run(control.rollback())
     assert served(cores) == [("one", 1), ("two", 2)]
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_start_repeated_after_one_was_busy_is_under_way_on_none(
+    cores: list[Any], busy: int
+) -> None:
+    control = Control(Door(cores))
+    opening = {"update_id": "mine", "transport": "local"}
+    call(cores[busy], "begin", update_id="another", transport="local")
+    with pytest.raises(UpdateBusy):
+        asyncio.run(control.start(**opening))
+    call(cores[busy], "abort", update_id="another")
+    begun = asyncio.run(control.start(**opening))
+    assert {each["phase"] for each in begun["engines"]} == {"aborted"}
+    assert [call(core, "status")["active"] for core in cores] == [None, None]
+    publish(control, 1, "one")
+    assert served(cores) == [("one", 1)] * 2
 
 
 def test_a_pause_that_one_refuses_pauses_none(cores: list[Any]) -> None:

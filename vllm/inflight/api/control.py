@@ -17,6 +17,7 @@ from vllm.inflight.api import rate
 from vllm.inflight.api.door import Door, Reply
 from vllm.inflight.api.envelopes import is_partial, merged
 from vllm.inflight.errors import EngineFault, InflightError, Malformed
+from vllm.inflight.update import ACTIVE
 
 
 class Control:
@@ -32,7 +33,13 @@ class Control:
         if update_id is None:
             # One id for all engines, so that each can be asked about it.
             body["update_id"] = update_id = uuid.uuid4().hex
-        return await self._all_or_none("begin", body, update_id)
+        reply = await self._all_or_none("begin", body, update_id)
+        phases = {each["phase"] for each in reply.get("engines", ())}
+        if phases & ACTIVE and phases - ACTIVE:
+            # Some have begun now what has ended on others, when not all could begin.
+            await self._door.call("abort", {"update_id": update_id})
+            reply = await self._all_or_none("begin", body, update_id)
+        return reply
 
     async def update(
         self,
