@@ -1,6 +1,7 @@
 """A control call whose engine ends meanwhile ends too, as requests do."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -64,3 +65,41 @@ async def test_a_caller_that_is_gone_is_not_waited_for() -> None:
         await calling
     await asyncio.sleep(0)
     assert client.was_cancelled
+
+
+class Blocking:
+    """The same for `LLM`, whose calls block."""
+
+    def __init__(self, *, is_dead: bool = False) -> None:
+        self.is_dead = is_dead
+        self.answer = threading.Event()
+
+    def call_utility(self, *_: Any) -> dict[str, Any]:
+        self.answer.wait()
+        return {"ok": {}}
+
+    def ensure_alive(self) -> None:
+        if self.is_dead:
+            raise upstream.EngineDeadError()
+
+
+def test_a_call_that_blocks_does_not_wait_for_an_engine_that_has_ended() -> None:
+    client = Blocking(is_dead=True)
+    with pytest.raises(upstream.EngineDeadError):
+        door.run_sync(door.SyncDoor(client).call("commit", {}))
+    client.answer.set()
+
+
+def test_a_call_that_blocks_waits_for_an_engine_that_takes_its_time() -> None:
+    client = Blocking()
+    threading.Timer(0.1, client.answer.set).start()
+    assert door.run_sync(door.SyncDoor(client).call("commit", {})) == [{"ok": {}}]
+
+
+def test_an_error_of_a_call_that_blocks_is_its_callers() -> None:
+    class Failing(Blocking):
+        def call_utility(self, *_: Any) -> dict[str, Any]:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        door.run_sync(door.SyncDoor(Failing()).call("commit", {}))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -85,11 +87,32 @@ class SyncDoor:
         """Blocks; awaits nothing, so `run_sync` can drive it."""
         core = getattr(self._client, "engine_core", None)
         if core is None:
-            return [self._client.call_utility("inflight", method, body)]
+            return [self._elsewhere(method, body)]
         gate = core.inflight_gate
         answer = gate.turns.run(lambda: gate.call(method, body))
         # A Future is completed by the watch, while whoever steps goes on.
         return [answer.result() if hasattr(answer, "result") else answer]
+
+    def _elsewhere(self, method: str, body: dict[str, Any]) -> Reply:
+        """The answer of a core in a process of its own.
+
+        Raises:
+            EngineDeadError: it has ended; upstream fails no call that waits.
+
+        """
+        answer: Future[Reply] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._client.call_utility("inflight", method, body))
+            except Exception as error:
+                answer.set_exception(error)
+
+        # Where it has ended the thread stays, and keeps nobody from ending.
+        threading.Thread(target=ask, name="inflight-call", daemon=True).start()
+        while not wait([answer], timeout=ALIVE_S).done:
+            self._client.ensure_alive()
+        return answer.result()
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
