@@ -1,14 +1,13 @@
 """Commits that wait for running requests, and who may come in between."""
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from vllm.v1.engine.core import EngineCore
 
-from tests.engine.bare_core import Streams, add, call, prompt
+from tests.engine.bare_core import add, call, prompt
 from tests.simulated.core import publish_weights, stage_weights
 from tests.simulated.load import answered, ask, code, started
 
@@ -128,69 +127,3 @@ def test_a_rollback_that_waits_takes_nothing_else_back(
     served = {"commit": "three", "begin": "two"}[between]
     assert call(core, "info")["weight_version"] == served
     assert call(core, "paused")["is_paused"] is False
-
-
-# ------------------------------------------------ requests that a full cache sent back
-def sent_back(core: EngineCore) -> Streams:
-    """A core whose second request has run, and lies in the queue again."""
-    for seed in range(3):
-        add(core, f"r{seed}", prompt(seed, 60), max_tokens=60)
-    streams = Streams(core)
-    while not core.scheduler.requests["r2"].num_preemptions:
-        streams.step()
-    assert core.scheduler.running
-    add(core, "late", prompt(9))
-    return streams
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def small(
-    make: Callable[..., EngineCore], request: pytest.FixtureRequest
-) -> EngineCore:
-    """A core without room for three requests at once."""
-    return make(num_blocks=16, max_model_len=200, is_async=request.param)
-
-
-def test_a_commit_that_waits_waits_for_a_request_that_was_sent_back(
-    small: EngineCore,
-) -> None:
-    streams = sent_back(small)
-    commit = waiting_commit(small)
-    streams.step(200).run()
-    assert answered(commit)["ok"]["weight_version"] == "one"
-    for name in ("r0", "r1", "r2"):
-        assert len(streams.tokens[name]) == 60
-        assert set(streams.stamps[name]) == {"default"}, name
-    assert set(streams.stamps["late"]) == {"one"}
-
-
-def test_a_pause_that_waits_is_there_when_a_request_that_was_sent_back_has_ended(
-    small: EngineCore,
-) -> None:
-    streams = sent_back(small)
-    paused = ask(small, "pause", mode="wait")
-    assert call(small, "paused")["is_draining"] is True
-    while not paused.done():
-        streams.step()
-    assert set(streams.finished) == {"r0", "r1", "r2"}
-    assert call(small, "paused")["is_draining"] is False
-    call(small, "resume")
-    assert set(streams.run().finished) == {"r0", "r1", "r2", "late"}
-
-
-def test_those_that_were_sent_back_keep_their_order_and_go_before_the_new(
-    small: EngineCore,
-) -> None:
-    streams = sent_back(small)
-    ask(small, "pause", mode="retract")
-    streams.step(2)
-    before = [request.request_id for request in small.scheduler.waiting]
-    call(small, "resume")
-    pausing = ask(small, "pause", mode="wait")
-    streams.step(1)
-    waiting = [request.request_id for request in small.scheduler.waiting]
-    assert waiting == [name for name in before if name in waiting]
-    assert waiting[-1] == "late"
-    while not pausing.done():
-        streams.step()
-    assert set(streams.finished) == {"r0", "r1", "r2"}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
+
+from vllm.inflight.wire.watch import in_background
 
 T = TypeVar("T")
 Reply = dict[str, Any]
@@ -100,16 +101,10 @@ class SyncDoor:
             EngineDeadError: it has ended; upstream fails no call that waits.
 
         """
-        answer: Future[Reply] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(self._client.call_utility("inflight", method, body))
-            except Exception as error:
-                answer.set_exception(error)
-
         # Where it has ended the thread stays, and keeps nobody from ending.
-        threading.Thread(target=ask, name="inflight-call", daemon=True).start()
+        answer: Future[Reply] = in_background(
+            lambda: self._client.call_utility("inflight", method, body)
+        )
         while not wait([answer], timeout=ALIVE_S).done:
             self._client.ensure_alive()
         return answer.result()
