@@ -1,7 +1,9 @@
 """Files in shared memory: what a test leaves behind there."""
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -9,6 +11,8 @@ import psutil
 from tests.waiting import until
 
 FOLDER = Path("/dev/shm")
+UPSTREAMS = "psm_*", "*-cpushm_*"
+"""vLLM's queues, and its exchange between ranks."""
 
 
 def names() -> set[str]:
@@ -21,16 +25,16 @@ def nothing_came(known: set[str]) -> None:
     until(lambda: names() <= known, "a name in shared memory outlived its use")
 
 
-def sweep(since: float) -> None:
-    """Remove vLLM's that came after `since` and that no process has mapped.
+def sweep(since: float, patterns: Sequence[str] = UPSTREAMS) -> None:
+    """Remove those that came after `since` and that no process has mapped.
 
-    Its queues and its exchange between ranks; of ours each test says itself.
+    vLLM's, if nothing else is asked for; of ours each test says itself.
     """
     mapped: set[str] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             mapped |= {each.path for each in process.memory_maps()}
-    for path in (*FOLDER.glob("psm_*"), *FOLDER.glob("*-cpushm_*")):
+    for path in chain.from_iterable(map(FOLDER.glob, patterns)):
         with suppress(FileNotFoundError):
             left = path.stat()
             is_ours = left.st_uid == os.getuid() and left.st_ctime >= since

@@ -14,6 +14,7 @@ import pytest
 
 from tests.engine.script import run_script
 from tests.engine.test_stages import every_step_is_of_one_version
+from tests.shared_memory import sweep
 from tests.test_port import free_port
 
 pytestmark = pytest.mark.engine
@@ -72,6 +73,9 @@ def test_ranks_of_an_external_launcher_serve_and_are_refused_alike(
     paths: dict[str, Path],
 ) -> None:
     """Each is an engine of its own, and would change alone."""
+    # Under such a launcher vLLM has one name for its ranks' exchange, whoever they are,
+    # and does not start where a run that was ended has left it.
+    sweep(0, ["-tp:*-cpushm_*"])
     port = str(free_port())
 
     def run(rank: str) -> dict[str, Any]:
