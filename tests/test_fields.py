@@ -8,6 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.door import Engine, served
+from vllm.inflight.errors import Malformed
+from vllm.inflight.update import Manifest
 
 
 class Noting(Engine):
@@ -70,3 +72,34 @@ def test_the_ranks_of_one_engine_are_asked_for_in_any_word_for_no(said, size):
     assert door.get("/get_world_size", params=asked).json() == {"world_size": size}
     refused = door.get("/get_world_size", params={"include_dp": "maybe"})
     assert refused.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "path, body, field, empty",
+    [
+        ("/abort_requests", {}, "request_ids", ["", 0, False, {}]),
+        ("/weights_checker", {}, "skip_tensor_list", ["", 0, False, {}]),
+        ("/update_weights_from_disk", {"draft_path": "x"}, "path", ["", 0, False, []]),
+    ],
+)
+def test_what_is_empty_and_of_another_kind_is_not_taken_for_what_is_left_out(
+    path, body, field, empty
+):
+    for value in empty:
+        engine = Engine()
+        door = TestClient(served(engine), client=("127.0.0.1", 1))
+        reply = door.post(path, json=body | {field: value})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "malformed")
+        assert not {"abort_requests", "checksums", "begin"} & set(engine.asked)
+
+
+@pytest.mark.parametrize("field", ["subset", "manifest"])
+@pytest.mark.parametrize("value", ["", 0, False, []])
+def test_an_empty_subset_is_not_taken_for_a_whole_version(field, value):
+    engine = Noting()
+    door = TestClient(served(engine), client=("127.0.0.1", 1))
+    body = {"path": "x", "subset": ["a"]} | {field: value}
+    door.post("/update_weights_from_disk", json=body)
+    (manifest,) = engine.values_of("manifest")
+    with pytest.raises(Malformed):  # as the engine reads it
+        Manifest.parse(manifest)

@@ -122,8 +122,9 @@ class Control:
                 "of a drafter's, or both"
             )
         stated = {"subset": subset, "draft": True if path is None else None}
-        if added := {name: value for name, value in stated.items() if value}:
-            manifest = options.get("manifest") or {"format": 1}
+        if added := {name: said for name, said in stated.items() if said is not None}:
+            manifest = options.get("manifest")
+            manifest = {"format": 1} if manifest is None else manifest
             if isinstance(manifest, dict):  # else it is refused as it is
                 options["manifest"] = manifest | added
         started = await self.start(

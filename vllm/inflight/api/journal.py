@@ -53,7 +53,7 @@ async def restore(control: Control) -> Reply:
             files["path"],
             label if is_last else None,
             draft_path=files["draft_path"],
-            subset=files["subset"],
+            subset=files["subset"] or None,
             manifest={
                 "format": 1,
                 "step": noted["step"] if is_last else None,

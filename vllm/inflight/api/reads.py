@@ -67,7 +67,7 @@ async def abort_requests(engine: Any, body: dict[str, Any]) -> Reply:
     fields = Fields(body)
     ids = fields.take("request_ids")
     fields.only()
-    if ids and not _are_ids(ids):
+    if ids not in (None, []) and not _are_ids(ids):
         raise Malformed("request_ids must be a list of strings")
     return {"status": "aborted", "aborted": await _aborted(engine, ids or None)}
 
@@ -116,9 +116,9 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
     action = fields.text("action", "checksum")
     fields.flag("allow_quant_error", False)
     selector = fields.one_of("selector", (None, "all", "target"))
-    skipped = fields.take("skip_tensor_list") or []
+    skipped = fields.take("skip_tensor_list")
     fields.only()
-    if skipped and not _are_ids(skipped):
+    if skipped not in (None, []) and not _are_ids(skipped):
         raise Malformed("skip_tensor_list must be a list of strings")
     if action != "checksum":
         raise Malformed(

@@ -85,7 +85,8 @@ async def continue_generation(
 async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
     """Serve a checkpoint of the engine's host; `model_path` is SGLang's `path`."""
     fields = Fields(body)
-    path = fields.take("path") or fields.take("model_path")
+    path = fields.take("path")
+    path = fields.take("model_path") if path is None else path
     fields.one_of("load_format", (None, "auto", "safetensors"))
     step = fields.number("token_step", 0)
     keep_pause = fields.flag("keep_pause", False)
