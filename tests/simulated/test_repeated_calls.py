@@ -1,5 +1,6 @@
-"""A call whose reply was lost is made again: it is the same call, not another one."""
+"""A call whose reply was lost is made again, or its caller has gone away for good."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.simulated.core import publish_weights
 from tests.simulated.load import ask, code
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import run_sync
+from vllm.inflight.api.pipelinerl import receive
 
 pytestmark = pytest.mark.engine
 
@@ -65,3 +67,40 @@ def test_what_a_start_expects_is_asked_of_every_new_update(core: EngineCore) -> 
     ):
         refused = ask(core, "begin", update_id=update_id, **OPENING, **more)
         assert code(refused.result()) == expected
+
+
+class Silent(Door):
+    """Gives no answer to one method; `goes` is what its caller does meanwhile."""
+
+    def __init__(self, core: EngineCore, method: str, goes: Any = None) -> None:
+        super().__init__(core)
+        self._method, self._goes = method, goes
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+        answers = await super().call(method, body)
+        if method == self._method:
+            if self._goes is not None:
+                raise self._goes
+            await asyncio.Event().wait()
+        return answers
+
+
+@pytest.mark.parametrize("method", ["receive", "seal"])
+@pytest.mark.parametrize("door", ["files", "PipelineRL"])
+def test_one_call_that_is_given_up_leaves_no_update_under_way(
+    core: EngineCore, method: str, door: str
+) -> None:
+    def update(control: Control) -> Any:
+        if door == "files":
+            return control.from_disk("/w", "one")
+        return receive(control, {"version": 1, "parameters_info": []})
+
+    async def for_a_while() -> None:
+        await asyncio.wait_for(update(Control(Silent(core, method))), 0.1)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(for_a_while())
+    assert call(core, "status")["active"] is None
+    with pytest.raises(KeyboardInterrupt):
+        run_sync(update(Control(Silent(core, method, KeyboardInterrupt()))))
+    assert call(core, "status")["active"] is None

@@ -92,10 +92,19 @@ class Control:
     async def finish_or_abort(
         self, update_id: str, weight_version: str | None = None, **options: Any
     ) -> Reply:
-        """The same for who made one call of it, and would not know it still staged."""
-        try:
+        """The same, or nothing stays staged."""
+        async with self.in_one_call(update_id):
             return await self.finish(weight_version, update_id=update_id, **options)
-        except InflightError:
+
+    @asynccontextmanager
+    async def in_one_call(self, update_id: str) -> AsyncIterator[None]:
+        """Around an update whose caller would not know that it is still under way.
+
+        It ends with what ends the call: a refusal, Ctrl-C, the time that it is given.
+        """
+        try:
+            yield
+        except BaseException:
             await self._door.call("abort", {"update_id": update_id})
             raise
 
@@ -135,15 +144,16 @@ class Control:
             **options,
         )
         update_id = started["update_id"]
-        if started["phase"] == "staging":
-            for chunk, info in enumerate(given):
-                await self.update(info, update_id, chunk=chunk)
-        return await self.finish_or_abort(
-            update_id,
-            mode=mode,
-            flush_cache=flush_cache,
-            expect_digest=expect_digest,
-        )
+        async with self.in_one_call(update_id):
+            if started["phase"] == "staging":
+                for chunk, info in enumerate(given):
+                    await self.update(info, update_id, chunk=chunk)
+            return await self.finish(
+                mode=mode,
+                flush_cache=flush_cache,
+                expect_digest=expect_digest,
+                update_id=update_id,
+            )
 
     async def abort(
         self, update_id: str | None = None, owner: str | None = None

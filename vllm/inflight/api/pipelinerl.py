@@ -29,8 +29,9 @@ async def receive(control: Control, request: Any) -> Reply:
     async with control.announced(GROUP) as announcement:
         label, info = announced(plain(request), announcement)
         started = await control.start(transport="groups", weight_version=label)
-        await control.update(info, started["update_id"], chunk=0)
-        return await control.finish_or_abort(started["update_id"])
+        async with control.in_one_call(started["update_id"]):
+            await control.update(info, started["update_id"], chunk=0)
+            return await control.finish(update_id=started["update_id"])
 
 
 async def pause_and_update(self: Any, request: Any) -> Reply:
