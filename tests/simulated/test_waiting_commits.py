@@ -108,6 +108,20 @@ def test_a_commit_that_waited_leaves_the_pause_of_somebody_else(
     assert (state["mode"], state["owner"]) == ("wait", "trainer")
 
 
+def test_a_commit_that_waits_switches_from_the_version_that_it_expects(
+    core: EngineCore,
+) -> None:
+    streams = started(core)
+    stage_weights(core, 1)
+    commit = ask(core, "commit", mode="wait", expect_version="default")
+    call(core, "rename", weight_version="another")
+    streams.step(60).run()
+    assert code(answered(commit)) == "version_conflict"
+    assert call(core, "info")["weight_version"] == "another"
+    assert call(core, "status")["active"]["phase"] == "staged"
+    call(core, "commit", expect_version="another")
+
+
 @pytest.mark.parametrize("between", ["commit", "begin"])
 def test_a_rollback_that_waits_takes_nothing_else_back(
     core: EngineCore, between: str

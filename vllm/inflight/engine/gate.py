@@ -113,7 +113,9 @@ class Gate:
         self.pauses.check_commit(mode, flush_cache=flush_cache)
 
         def switch() -> dict[str, Any]:
-            # Running requests were waited for: it may have ended meanwhile.
+            # Running requests were waited for: it may have ended meanwhile, and what is
+            # served may have another name.
+            self.served.expect(body.get("expect_version"), "expect_version")
             with self.updates.ledger.held(update):
                 facts = self.lockstep.together(
                     lambda: self.served.advance(update.label or label, update),
