@@ -208,7 +208,7 @@ def test_a_busy_server_is_skipped_or_waited_for(server, new):
     try:
         with Publisher(server.url, weights(new), api_key=KEY, on_busy="skip") as to:
             assert to.publish().skipped
-        hasty = Publisher(server.url, weights(new), api_key=KEY, timeout_s=0.5)
+        hasty = Publisher(server.url, weights(new), api_key=KEY, timeout_s=4)
         with hasty as to, pytest.raises(UpdateBusy, match="elsewhere"):
             to.publish()
         with Publisher(server.url, weights(new), api_key=KEY) as to:
