@@ -124,6 +124,18 @@ def test_two_trainers_halves_never_make_one_version(
     assert (said(door.core), door.label) == (before, "old")
 
 
+@pytest.mark.parametrize("asked", [{"mode": "nap"}, {"lease_s": -1}, {"owner": ""}])
+def test_a_pause_that_is_refused_ends_no_version(
+    door: Door, folders: dict[str, Path], asked: dict[str, Any]
+) -> None:
+    first, last = halves(tensors(folders["new"]))
+    path = "/update_weights_from_tensor"
+    door.post(path, serialized_named_tensors=[entry(first)])
+    assert door.refused("/pause_generation", **asked)[0] == 400
+    reply = door.post(path, serialized_named_tensors=[entry(last)])
+    assert reply["message"] == "weights updated"
+
+
 def test_tensors_that_no_parameter_takes_open_no_version(door: Door) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     reply = door.post(

@@ -60,6 +60,7 @@ async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) ->
     asked["mode"] = OLDER_MODES.get(mode, mode) if isinstance(mode, str) else mode
     control = control_of(engine)
     if not (await control.paused())["is_paused"]:
+        await control.ask("pause", **asked, is_trial=True)  # a refusal ends no version
         await pieces.drop(control)
     reply = await pause(engine, asked)
     return _ok(reply, "Generation paused successfully.") | {"status": "ok"}
