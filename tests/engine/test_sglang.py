@@ -8,6 +8,7 @@ import pytest
 from tests.engine.bare_core import Streams, add, call, prompt
 from tests.engine.core_door import Door, said
 from tests.engine.mixtures import MLP, mixed, part
+from vllm.inflight.engine.doors import matching
 
 pytestmark = pytest.mark.engine
 
@@ -235,6 +236,30 @@ def test_a_request_is_aborted_by_the_id_that_its_user_gave(door: Door) -> None:
     assert door.refused("/abort_request")[0] == 400
     add(door.core, "r", prompt(1))
     assert door.post("/abort_requests", request_ids=["r"])["aborted"] == 1
+
+
+def test_a_request_whose_id_begins_alike_is_another_one() -> None:
+    known = [
+        *(
+            "chatcmpl-a-0123abcd",
+            "chatcmpl-a-1-0123abcd",
+            "chatcmpl-a-12345678-00000000",
+        ),
+        *("cmpl-a-0-0123abcd", "1_cmpl-a-1-0123abcd", "cmpl-a-1-0-12345678"),
+        *("generate-tokens-a-0123abcd", "generate-tokens-a-1-0123abcd"),
+        *("resp_a_0-0123abcd", "resp_a_1-0123abcd", "resp_a_1_0-0123abcd"),
+        *("a-0123abcd", "a-1-0123abcd", "3_a-0123abcd", "a"),
+    ]
+    assert matching(known, ["a"]) == [
+        *("chatcmpl-a-0123abcd", "cmpl-a-0-0123abcd", "1_cmpl-a-1-0123abcd"),
+        *("generate-tokens-a-0123abcd", "a-0123abcd", "3_a-0123abcd", "a"),
+    ]
+    assert matching(known, ["a-1"]) == [
+        *("chatcmpl-a-1-0123abcd", "cmpl-a-1-0-12345678"),
+        *("generate-tokens-a-1-0123abcd", "a-1-0123abcd"),
+    ]
+    assert matching(known, ["resp_a"]) == ["resp_a_0-0123abcd", "resp_a_1-0123abcd"]
+    assert matching(known, ["cmpl-a-0", "other"]) == ["cmpl-a-0-0123abcd"]
 
 
 def test_a_rename_aborts_nobody_unless_it_is_asked_to(door: Door) -> None:

@@ -15,8 +15,16 @@ from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 
 MAX_ROWS = 1 << 16
 
-FRONT_ENDS = "(?:cmpl-|chatcmpl-|generate-tokens-|resp_)?"
-"""What vLLM's own routes write in front of the id that a user gave."""
+RANDOM = re.compile(r"-[0-9a-f]{8}$")
+"""What vLLM writes behind every id that a user gave."""
+CHOICE = re.compile(r"^\d+_")
+"""What it writes in front of that of a choice, if there are several."""
+OF_ROUTES = (
+    re.compile(r"cmpl-(.+)-\d+"),
+    re.compile(r"(?:chatcmpl|generate-tokens)-(.+)"),
+    re.compile(r"(resp_.+)_\d+"),
+)
+"""What vLLM's own routes write around it."""
 
 
 def abort_requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -42,15 +50,17 @@ def abort_requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def matching(known: Iterable[str], ids: Iterable[str]) -> list[str]:
-    """Those of an engine's own request ids that users call one of `ids`.
+    """Those of an engine's own request ids that users call one of `ids`."""
+    wanted = frozenset(ids)
+    return [each for each in known if not wanted.isdisjoint(_names_of(each))]
 
-    vLLM puts the route and the choice around a user's id, and random digits behind it.
-    """
-    wanted = "|".join(map(re.escape, ids))
-    pattern = re.compile(
-        rf"(?:\d+_)?{FRONT_ENDS}(?:{wanted})(?:-\d+)?(?:-[0-9a-f]{{8}})?"
-    )
-    return [request_id for request_id in known if pattern.fullmatch(request_id)]
+
+def _names_of(request_id: str) -> set[str]:
+    """What the user of a request may call it; `a` and `a-1` are two requests."""
+    given = RANDOM.sub("", request_id)
+    names = {given, CHOICE.sub("", given)}
+    found = (route.fullmatch(name) for route in OF_ROUTES for name in names)
+    return {request_id} | names | {match[1] for match in found if match}
 
 
 def flush(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
