@@ -32,6 +32,7 @@ class Engine:
     ) -> list[dict[str, Any]]:
         self.asked.append(method)
         facts = {"update_id": "u", "phase": "staging", "is_paused": False}
+        facts |= {"owner": None}
         facts |= {"active": None, "num_running": 0, "num_waiting": 0, "paused": False}
         facts |= {"num_aborted": 0, "ranks": [], "rows": [], "dropped": {}}
         facts |= {"found": None, "path": None, "tried": True}

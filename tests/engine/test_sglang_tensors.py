@@ -136,6 +136,20 @@ def test_a_pause_that_is_refused_ends_no_version(
     assert reply["message"] == "weights updated"
 
 
+@pytest.mark.parametrize("owner, status", [("another", 423), ("", 400)])
+def test_going_on_that_is_refused_ends_no_version(
+    door: Door, folders: dict[str, Path], owner: str, status: int
+) -> None:
+    first, last = halves(tensors(folders["new"]))
+    path = "/update_weights_from_tensor"
+    door.post("/pause_generation", mode="retract", owner="trainer")
+    door.post(path, serialized_named_tensors=[entry(first)])
+    assert door.refused("/continue_generation", owner=owner)[0] == status
+    reply = door.post(path, serialized_named_tensors=[entry(last)])
+    assert reply["message"] == "weights updated"
+    assert door.post("/continue_generation", owner="trainer")["paused"] is False
+
+
 def test_tensors_that_no_parameter_takes_open_no_version(door: Door) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     reply = door.post(

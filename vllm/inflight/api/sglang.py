@@ -22,6 +22,7 @@ from vllm.inflight.api.methods import control_of
 from vllm.inflight.api.options import commit_options
 from vllm.inflight.api.schema import OPENING
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine.lease import check_owner
 from vllm.inflight.errors import Malformed
 from vllm.inflight.wire.spool import spooled
 
@@ -75,7 +76,11 @@ async def continue_generation(
     for name in OF_EVERY_REQUEST:
         fields.take(name)
     asked = fields.only("owner")
-    missing = await pieces.close(control_of(engine))
+    control = control_of(engine)
+    owners = check_owner(asked.get("owner")), (await control.paused())["owner"]
+    if None not in owners and len(set(owners)) == 2:
+        return await resume(engine, asked)  # a refusal, which ends no version
+    missing = await pieces.close(control)
     reply = await resume(engine, asked)
     if missing is not None:
         missing.message += "; decoding goes on with the weights before"
