@@ -60,7 +60,8 @@ async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) ->
     mode = asked.get("mode", "abort")
     asked["mode"] = OLDER_MODES.get(mode, mode) if isinstance(mode, str) else mode
     control = control_of(engine)
-    if not (await control.paused())["is_paused"]:
+    is_paused = (await control.paused())["is_paused"]
+    if not is_paused and await pieces.unfinished(control) is not None:
         await control.ask("pause", **asked, is_trial=True)  # a refusal ends no version
         await pieces.drop(control)
     reply = await pause(engine, asked)
