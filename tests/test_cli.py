@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from vllm.inflight import cli, doctor, patch
 from vllm.inflight.config import ADMIN_KEY_ENV
@@ -43,6 +44,20 @@ def test_a_good_installation_is_reported_as_one():
     assert len(report["patches"]) == len(patch.all_patches())
     assert {p["state"] for p in report["patches"]} == {"ok", "added"}
     assert named(report, "vLLM")["found"].startswith("0.32.0")
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_report_says_of_every_patch_whether_it_fits(monkeypatch, capsys, width):
+    monkeypatch.setattr(cli, "_console", lambda: Console(width=width))
+    records = patch.all_patches()
+    states = ["ok", "changed", *["added"] * (len(records) - 2)]
+    told = [
+        {"state": state, "target": record.target, "why": record.why}
+        for state, record in zip(states, records, strict=True)
+    ]
+    cli._print_report({"ok": False, "patches": told, "findings": []})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1 : len(states) + 1]] == states
 
 
 def test_everything_that_is_missing_is_named_with_its_remedy():

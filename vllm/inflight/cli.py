@@ -78,9 +78,11 @@ def _console() -> Console:
 
 def _print_report(report: dict[str, Any]) -> None:
     console = _console()
-    patches = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("state", "patch", "why"):
-        patches.add_column(title, no_wrap=True)
+    patches = Table(box=None, padding=(0, 2, 0, 0), expand=True)
+    # Where the line is too short, it is the other two that are cut.
+    patches.add_column("state", no_wrap=True, width=max(map(len, PATCH_LOOKS)))
+    patches.add_column("patch", no_wrap=True, ratio=2)
+    patches.add_column("why", no_wrap=True, ratio=3)
     for entry in report["patches"]:
         state = f"[{PATCH_LOOKS[entry['state']]}]{entry['state']}[/]"
         patches.add_row(state, entry["target"].partition(":")[2], entry["why"])
