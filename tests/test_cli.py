@@ -100,8 +100,17 @@ def test_a_patch_that_does_not_fit_is_wrong():
     assert "a:c is gone from vLLM 9" in (finding.remedy or "")
 
 
-def test_a_module_that_fails_in_its_own_way_is_a_changed_patch(monkeypatch, tmp_path):
-    (tmp_path / "broken_upstream.py").write_text("raise RuntimeError('no libtorch')")
+@pytest.mark.parametrize(
+    "trouble, remedy",
+    [
+        ("no libtorch", "vLLM cannot be imported here"),
+        ("operator torchvision::nms does not exist", "pip uninstall torchvision"),
+    ],
+)
+def test_a_vllm_that_cannot_be_imported_is_told_from_another_release(
+    monkeypatch, tmp_path, trouble, remedy
+):
+    (tmp_path / "broken_upstream.py").write_text(f"raise RuntimeError({trouble!r})")
     monkeypatch.syspath_prepend(tmp_path)
     record = patch.Patch(
         target="broken_upstream:f",
@@ -111,8 +120,11 @@ def test_a_module_that_fails_in_its_own_way_is_a_changed_patch(monkeypatch, tmp_
         around=lambda f: f,
     )
     state = doctor._patch_state(record)
-    assert state.state == "changed"
-    assert "RuntimeError: no libtorch" in (state.problem or "")
+    assert state.state == "broken"
+    assert f"RuntimeError: {trouble}" in (state.problem or "")
+    told = doctor._patches([state]).remedy or ""
+    assert remedy in told
+    assert "Install vllm==" not in told
 
 
 def test_a_missing_native_core_is_wrong_with_the_command_that_builds_it(monkeypatch):

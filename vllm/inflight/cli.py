@@ -25,7 +25,8 @@ Command = Callable[[argparse.Namespace], int]
 LONGEST_S = 86400
 
 LOOKS = {"good": "green", "note": "yellow", "wrong": "bold red"}
-PATCH_LOOKS = {"ok": "green", "added": "green", "changed": "bold red"}
+PATCH_LOOKS = {"ok": "green", "added": "green"}
+PATCH_LOOKS |= dict.fromkeys(("changed", "broken"), "bold red")
 
 
 def doctor(args: argparse.Namespace) -> int:

