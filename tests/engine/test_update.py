@@ -194,7 +194,7 @@ def test_there_is_one_update_at_a_time(llm: Any) -> None:
 def test_another_owner_can_neither_feed_nor_finish_nor_abort_an_update(
     llm: Any, new: Path
 ) -> None:
-    llm.start_weight_update(transport="local", owner="trainer")
+    llm.start_weight_update(owner="trainer")
     info = {"update_info": {"path": str(new)}}
     for call in (
         lambda owner: llm.update_weights(info, owner=owner),
@@ -251,6 +251,18 @@ def test_an_update_based_on_another_version_is_refused(llm: Any, new: Path) -> N
     with pytest.raises(VersionConflict, match="expect_version"):
         llm.finish_weight_update(expect_version="elsewhere")
     llm.finish_weight_update(expect_version="old")
+
+
+def test_an_option_that_no_method_has_is_refused_by_name(llm: Any, new: Path) -> None:
+    for call in (
+        lambda **slip: llm.start_weight_update(**slip),
+        lambda **slip: llm.start_draft_weight_update(**slip),
+        lambda **slip: llm.update_weights_from_disk(str(new), "new", **slip),
+    ):
+        with pytest.raises(Malformed, match="unknown option 'base_verison'"):
+            call(base_verison="elsewhere")
+    assert llm.weight_update_status()["active"] is None
+    assert llm.weight_info()["weight_version"] == "old"
 
 
 def test_the_first_write_of_an_update_ends_the_rollback_window(

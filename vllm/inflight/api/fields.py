@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from vllm.inflight.api.schema import FLAG, Schema
+from vllm.inflight.api.schema import FLAG, OPENING, Schema
 from vllm.inflight.errors import Malformed
 
 Default = TypeVar("Default", bool, None)
@@ -93,3 +93,19 @@ class Fields:
         }
         flags = {name: value for name, value in said.items() if value is not None}
         return self.only(*schemas, *names) | flags
+
+
+def opening(options: dict[str, Any], *others: str) -> dict[str, Any]:
+    """`options` of a method that opens an update, if it knows all of them.
+
+    With a slip in its name `base_version` would guard nothing, and nobody would see it.
+
+    Raises:
+        Malformed: one is none of those of `/start_weight_update`, nor of `others`.
+
+    """
+    for name in options:
+        if name not in OPENING and name not in others:
+            named = ", ".join([*OPENING, *others])
+            raise Malformed(f"unknown option {name!r}; this method takes {named}")
+    return options

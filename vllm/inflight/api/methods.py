@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import AsyncDoor, Reply, SyncDoor, run_sync
+from vllm.inflight.api.fields import opening
 from vllm.inflight.api.journal import restore
 from vllm.inflight.errors import Malformed
 
@@ -81,7 +82,7 @@ async def start_weight_update(self: Any, **options: Any) -> Reply:
         StagingUnavailable: this model has no second set of weights.
 
     """
-    return await control_of(self).start(**options)
+    return await control_of(self).start(**opening(options))
 
 
 async def start_draft_weight_update(self: Any, **options: Any) -> Reply:
@@ -100,7 +101,7 @@ async def start_draft_weight_update(self: Any, **options: Any) -> Reply:
         Conflict: there is no drafter, or it is MTP layers of the model.
 
     """
-    manifest = options.pop("manifest", None)
+    manifest = opening(options).pop("manifest", None)
     if manifest is None:
         manifest = {"format": 1}
     if not isinstance(manifest, dict):
@@ -183,6 +184,7 @@ async def update_weights_from_disk(
             names that are at `path` if these are not all: the others keep what is
             served. `draft_path` is where a drafter's checkpoint is, for the same
             update. `expect_digest` is the digest of the version that it has to make.
+            `flush_cache` drops the caches at the commit.
 
     Returns:
         That of `finish_weight_update`.
@@ -193,6 +195,7 @@ async def update_weights_from_disk(
         UpdateBusy: another update is under way.
 
     """
+    options = opening(options, "flush_cache", "subset", "draft_path", "expect_digest")
     return await control_of(self).from_disk(path, weight_version, mode=mode, **options)
 
 
