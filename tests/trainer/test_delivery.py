@@ -23,9 +23,11 @@ from tests.waiting import until
 from vllm.inflight.errors import (
     EngineFault,
     EngineUnreachable,
+    Forbidden,
     NoTransport,
     PauseConflict,
     UpdateBusy,
+    Unauthorized,
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher, server
@@ -57,7 +59,10 @@ def test_a_call_that_is_not_answered_in_time_is_made_again(engine, monkeypatch):
 
 def test_an_engine_that_is_not_there_is_named_when_patience_ends(engine):
     to = Publisher("http://127.0.0.1:9", weights(), timeout_s=0.3)
-    with to, pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9: no answer"):
+    with (
+        to,
+        pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9: no .* within 0\.3 s"),
+    ):
         to.publish()
 
 
@@ -136,6 +141,15 @@ def test_a_rollback_whose_reply_is_lost_is_not_made_twice(engine, other, fault):
         assert "could not be taken back" not in str(caught.value)
         assert engine.version["weight_version"] == "good"
         assert len(engine.bodies(ROLLBACK)) == 1 + (fault != LOSE)
+
+
+@pytest.mark.parametrize("refusal", [Unauthorized("no key"), Forbidden("wrong key")])
+def test_whom_an_engine_does_not_let_in_is_told_so_once(engine, refusal):
+    engine.faults[START] = [refusal]
+    engine.faults[ABORT] = [refusal]
+    with publisher(engine) as to, pytest.raises(type(refusal)) as caught:
+        to.publish("v")
+    assert str(caught.value) == f"{engine.url}: {refusal.message}"
 
 
 def test_what_could_not_be_taken_back_is_told(engine, other):

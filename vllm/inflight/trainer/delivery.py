@@ -14,7 +14,9 @@ from typing import Any
 
 from vllm.inflight.errors import (
     EngineUnreachable,
+    Forbidden,
     InflightError,
+    Unauthorized,
     UnknownUpdate,
     WrongPhase,
 )
@@ -105,8 +107,8 @@ class Delivery:
     def _step_back(self, engine: Engine, patience: Patience) -> None:
         try:
             engine.abort(self.update_id, patience)
-        except UnknownUpdate:
-            return
+        except (UnknownUpdate, Unauthorized, Forbidden):
+            return  # whom an engine does not let in, it has begun nothing for
         except WrongPhase:
             report = engine.status(self.update_id, patience)
             epoch = (report.get("result") or {}).get("epoch")

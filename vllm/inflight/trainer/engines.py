@@ -145,8 +145,9 @@ class LocalEngine:
             if is_given_up:
                 future.cancel()
             raise EngineUnreachable(
-                f"no answer to {method.__name__} within {patience.timeout_s:g} s; is "
-                "the engine's event loop running?"
+                f"no answer to {method.__name__} within "
+                f"{round(patience.timeout_s, 1):g} s; is the engine's event loop "
+                "running?"
             ) from None
         return reply
 

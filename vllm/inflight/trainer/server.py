@@ -102,7 +102,8 @@ class HttpEngine:
                 if response.status_code not in PASSING:
                     raise EngineFault(
                         f"{method} {path} was answered by {trouble} "
-                        f"{response.text[:200]!r}; is this a vLLM with vllm-inflight?"
+                        f"{response.text[:200]!r}; is this a vLLM with vllm-inflight, "
+                        "and its --inflight-port if it has one?"
                     )
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__} {error}".strip()
@@ -110,8 +111,8 @@ class HttpEngine:
                 raise EngineUnreachable(f"no reply to {method} {path} ({trouble})")
             if not patience.pause(delay):
                 raise EngineUnreachable(
-                    f"no answer to {method} {path} within {patience.timeout_s:g} s "
-                    f"({trouble})"
+                    f"no answer to {method} {path} within "
+                    f"{round(patience.timeout_s, 1):g} s ({trouble})"
                 )
             delay = min(2 * delay, LAST_DELAY_S)
 
