@@ -204,6 +204,12 @@ def test_engines_that_serve_different_versions_are_told():
     assert "1: 'v2'" in findings["weights"].found
 
 
+def test_a_digest_that_is_not_known_is_told_in_words():
+    first = SERVED | {"weight_version": "default", "epoch": 0, "digest": None}
+    told = found(healthy(weight_info=first))["weights"].found
+    assert told == "'default' (epoch 0, digest unknown)"
+
+
 def test_weights_that_are_asleep_are_a_note_and_how_to_wake_them():
     finding = found(healthy(weight_info=SERVED | {"weights": "asleep"}))["weights"]
     assert finding.state is State.NOTE
@@ -230,7 +236,15 @@ def test_nobody_at_the_address_is_2_and_no_traceback(capsys):
     with httpx.Client(base_url=url) as client, pytest.raises(EngineUnreachable):
         look(client)
     assert cli.main(["doctor", "--url", url]) == 2
-    assert "cannot be reached" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "cannot be reached" in told
+    assert "whether a server runs there" in told
+
+
+def test_an_address_that_cannot_be_is_not_told_to_run_a_server(capsys):
+    assert cli.main(["doctor", "--url", "localhost:8000"]) == 2
+    told = "a server's URL begins with http://, got 'localhost:8000'.\n"
+    assert capsys.readouterr().err == told
 
 
 KEYS_THAT_CANNOT_BE = ("s3crét", "s3\ncret", " s3cret", "s3cret ", "s3cret\t")

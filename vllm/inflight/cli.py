@@ -48,15 +48,18 @@ def doctor(args: argparse.Namespace) -> int:
 
 def _visit(args: argparse.Namespace) -> int:
     """0 if nothing is wrong with the server, 1 if something is, 2 if nobody answers."""
-    from vllm.inflight.errors import EngineUnreachable
+    from vllm.inflight.errors import ConfigError, EngineUnreachable
     from vllm.inflight.finding import State
     from vllm.inflight.visit import visit
 
     key = args.key or admin_key() or os.environ.get("VLLM_API_KEY")
     try:
         findings = visit(args.url, key, args.watch)
+    except ConfigError as error:
+        print(f"{error}.", file=sys.stderr)
+        return 2
     except EngineUnreachable as error:
-        print(f"{error}. {error.remedy}", file=sys.stderr)
+        print(f"{error}. See whether a server runs there.", file=sys.stderr)
         return 2
     is_good = all(finding.state is not State.WRONG for finding in findings)
     told = [asdict(finding) for finding in findings]

@@ -15,12 +15,7 @@ from typing import Any
 import httpx
 
 from vllm.inflight.connection import connect
-from vllm.inflight.errors import (
-    ConfigError,
-    EngineAsleep,
-    EngineUnreachable,
-    InflightError,
-)
+from vllm.inflight.errors import EngineAsleep, EngineUnreachable, InflightError
 from vllm.inflight.finding import Finding, State
 
 Look = dict[str, dict[str, Any]]
@@ -58,12 +53,14 @@ ELSEWHERE = (
 
 
 def visit(url: str, key: str | None, apart_s: float) -> list[Finding]:
-    """Look at a server twice, `apart_s` seconds apart; raises `EngineUnreachable`."""
-    try:
-        client = connect(url, key, timeout=PATIENCE_S)
-    except ConfigError as error:
-        raise EngineUnreachable(error.message) from None
-    with client:
+    """Look at a server twice, `apart_s` seconds apart.
+
+    Raises:
+        ConfigError: nothing can be sent to such an address, or with such a key.
+        EngineUnreachable: nobody answers there.
+
+    """
+    with connect(url, key, timeout=PATIENCE_S) as client:
         first = look(client)
         if not is_updating(first):
             return judge(first, first, 0.0)
@@ -153,7 +150,8 @@ def _obstacle(found: Look, path: str) -> Finding | None:
 def _versions(engines: list[Facts]) -> Finding:
     name = "weights"
     told = [
-        f"{e['weight_version']!r} (epoch {e['epoch']}, digest {e['digest']})"
+        f"{e['weight_version']!r} (epoch {e['epoch']}, "
+        f"digest {e['digest'] or 'unknown'})"
         for e in engines
     ]
     missing = {e["weights"] for e in engines} - {"live"}
