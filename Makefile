@@ -25,7 +25,7 @@ NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 .PHONY: help setup build demo test test-slow test-ray test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench docs sizes upstream clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-20s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.built ## the environment in .venv: vLLM, tools, and this package, editable
 
@@ -52,7 +52,7 @@ build: | $(VENV)/.installed-$(DEVICE) ## the native core again, after a change i
 demo: setup ## weights change while tokens flow: pictures and a report in out/demo/
 	PYTHONPATH=$(CURDIR)/tests/calm $(PY) -m examples.demo
 
-test: setup lint ## lint, then every test that needs no GPU
+test: setup lint ## lint, then every fast test that needs no GPU
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
 
 # They look at how much of the GPU's memory is free, which other lanes would change.
