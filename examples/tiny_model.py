@@ -1,6 +1,6 @@
 """A language model so small that a CPU teaches it a sentence in seconds.
 
-python -m examples.tiny_model FOLDER    # just its checkpoint, to serve
+python -m examples.tiny_model FOLDER [SEED]    # just its checkpoint, to serve
 """
 
 from __future__ import annotations
@@ -82,4 +82,4 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    make_checkpoint(sys.argv[1])
+    make_checkpoint(sys.argv[1], *map(int, sys.argv[2:3]))
