@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import vllm.inflight
-from vllm.inflight.config import admin_key
+from vllm.inflight.config import ADMIN_KEY_ENV, admin_key
 
 Command = Callable[[argparse.Namespace], int]
 """Does what was asked; returns the exit code."""
@@ -125,17 +125,22 @@ def parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="print the findings as JSON"
     )
     examined.add_argument(
-        "--url", help="ask the server there; exits with 1 for trouble, 2 for no answer"
+        "--url",
+        help="ask the server at this address instead; exits with 1 for trouble, 2 for "
+        "no answer",
     )
     examined.add_argument(
-        "--key", help="of the server's control routes; better in the environment"
+        "--key",
+        help="key of the server's control routes; better given in the environment, as "
+        f"{ADMIN_KEY_ENV}",
     )
     examined.add_argument(
         "--watch",
         type=seconds,
         default=2.0,
         metavar="SECONDS",
-        help="look a second time after these, to see whether an update moves; 2",
+        help="look a second time after so many seconds, to see whether an update "
+        "moves. Default: 2",
     )
     return whole
 
