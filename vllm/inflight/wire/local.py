@@ -14,9 +14,10 @@ page-locked memory and arrives in buckets (file_reader.py).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,8 +118,9 @@ class LocalEngine(StagedEngine):
         files = update_info.files(self._allowed)
         rename = drafters if update_info.draft else str
         if not self.fills_gpu or not self._load_in_buckets(files, rename):
-            pairs = ((rename(name), tensor) for name, tensor in read_files(files))
-            self.model.load_weights(pairs)
+            # Closed here: who is told of an error holds frames, and they what is open.
+            with contextlib.closing(read_files(files)) as pairs:
+                self.model.load_weights((rename(name), each) for name, each in pairs)
 
     def shutdown(self) -> None:
         """Let the host's page-locked memory go."""
@@ -205,7 +207,7 @@ def _shards(index: Path) -> list[str]:
     return sorted(names)
 
 
-def read_files(files: list[Path]) -> Iterator[Pair]:
+def read_files(files: list[Path]) -> Generator[Pair]:
     """Every tensor of `files`; raises `Malformed` naming a file that is broken."""
     with TensorFiles(files) as opened:
         announced = opened.announced
