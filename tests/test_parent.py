@@ -20,7 +20,7 @@ def core(kind):
     if kind == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         parent.PATIENCE_S = 1.0
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # whole, whatever buffers
     while kind == "late" and multiprocessing.parent_process().is_alive():
         time.sleep(0.1)
     parent.end_with_parent()
@@ -42,15 +42,18 @@ def test_cores_end_when_their_front_end_is_killed(method: str, tmp_path: Path) -
         [sys.executable, str(script), method], stdout=subprocess.PIPE, text=True
     )
     assert front_end.stdout is not None
-    with front_end.stdout as told:
-        cores = [psutil.Process(int(told.readline())) for _ in range(3)]
+    cores: list[psutil.Process] = []
     try:
+        with front_end.stdout as told:
+            cores += [psutil.Process(int(told.readline())) for _ in range(3)]
         time.sleep(2)  # two looks at a parent that lives
         assert all(map(lives, cores))
         os.kill(front_end.pid, signal.SIGKILL)
         front_end.wait()
         until(lambda: not any(map(lives, cores)), "a core stays behind", 60)
     finally:
+        front_end.kill()
+        front_end.wait()
         for each in filter(lives, cores):
             each.kill()
 
