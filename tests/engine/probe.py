@@ -7,6 +7,8 @@ from typing import Any
 
 from vllm import SamplingParams
 
+from vllm.inflight.api.door import run_sync
+from vllm.inflight.api.methods import control_of
 from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.wire.watch import in_background
 
@@ -31,6 +33,11 @@ def checksums(llm: Any) -> list[dict[str, str]]:
     """The digest of every parameter that is served, of each rank."""
     replies = llm.collective_rpc("inflight_read", args=("checksums", []))
     return [reply["ok"]["checksums"] for reply in replies]
+
+
+def begin_from_files(llm: Any) -> None:
+    """Begin an update whose pieces are files, whatever transport was configured."""
+    run_sync(control_of(llm).start(transport="local"))
 
 
 def outcome(llm: Any, path: str, *, alone: bool = False, **faults: Any) -> Any:

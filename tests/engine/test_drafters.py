@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.engine.bare_core import call
 from tests.engine.drafted import Drafted, drafted
@@ -65,7 +66,9 @@ def engine(
     old: Path,
     drafters: dict[str, Path],
 ) -> Any:
-    return start(old, **options(method, drafters["old"]))
+    local = WeightTransferConfig(backend="local")
+    beside = options(method, drafters["old"])
+    return start(old, weight_transfer_config=local, **beside)
 
 
 @pytest.fixture
@@ -120,7 +123,7 @@ def test_what_an_update_leaves_out_is_kept_over_later_ones(
 def test_upstreams_session_for_the_drafter_is_a_transaction(
     llm: Any, said: Said, drafters: dict[str, Path]
 ) -> None:
-    llm.start_draft_weight_update(transport="local")
+    llm.start_draft_weight_update()
     llm.update_weights({"update_info": {"path": str(drafters["new"])}})
     assert drafted(llm) == said["old", "old"]
     llm.finish_weight_update("drafter-2")

@@ -14,6 +14,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from tests.checkpoint_source import CheckpointSource
 from tests.engine.drafted import Drafted, drafted
 from tests.engine.mixtures import declared, part
+from tests.engine.probe import begin_from_files
 from tests.engine.sync_client import gloo_trainer
 from tests.engine.test_drafters import shares
 from tests.engine.test_pause_features import GREEDY as LONG
@@ -253,8 +254,8 @@ def test_an_update_of_the_drafter_alone_is_refused(
         with pytest.raises(Conflict, match="MTP layers of the model"):
             llm.update_weights_from_disk(path, "no", draft_path=new)
     with pytest.raises(Conflict, match="MTP layers of the model"):
-        llm.start_draft_weight_update(transport="local")
-    llm.start_weight_update(transport="local")
+        llm.start_draft_weight_update()
+    begin_from_files(llm)
     with pytest.raises(WeightsMismatch, match=r"unknown: draft\."):
         llm.update_weights({"update_info": {"path": new, "draft": True}})
     assert drafted(llm) == said["old", "old"]
@@ -290,7 +291,7 @@ def test_a_whole_update_is_all_that_a_restart_reads(
     note = {"inflight": {"journal": str(tmp_path / "served.json")}}
     options = options | {"additional_config": note}
     llm = start(Path(old), **options)
-    llm.start_weight_update(transport="local")
+    begin_from_files(llm)
     llm.update_weights({"update_info": {"path": str(checkpoints["new", "old"])}})
     llm.finish_weight_update("not from disk")
     llm.update_weights_from_disk(new, "new")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.probe import begin_from_files
 from tests.injection.cells import TWO_RANKS, Cell, params
 from tests.injection.subject import Subject
 from vllm.inflight.errors import InflightError
@@ -43,7 +44,7 @@ def test_a_call_that_fails_on_one_rank_leaves_its_answers_to_nobody(
     # In the middle of an update: the next that is waited for is its flip.
     llm = subject.llm
     for _ in range(2):
-        llm.start_weight_update(transport="local")
+        begin_from_files(llm)
         with pytest.raises((RuntimeError, InflightError), match="of the user's own"):
             llm.collective_rpc("tests_fail_on", args=(rank,))
         llm.abort_weight_update()

@@ -26,8 +26,8 @@ from vllm.inflight.errors import (
     Forbidden,
     NoTransport,
     PauseConflict,
-    UpdateBusy,
     Unauthorized,
+    UpdateBusy,
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher, server
