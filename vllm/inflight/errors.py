@@ -16,7 +16,8 @@ InflightError
  │   │   └─ OutOfDeviceMemory    the device lacks memory for a second set
  │   ├─ NothingToRollBack    no earlier version is held
  │   ├─ PauseConflict        a pause forbids it, or needs another mode
- │   └─ EngineAsleep         the memory it needs has been given back
+ │   ├─ EngineAsleep         the memory it needs has been given back
+ │   └─ Cancelled            it was given up while it was waited for
  ├─ OwnedByAnother  423  the pause or the update is somebody else's
  ├─ TooManyUpdates  429  begun more often than --inflight-begin-rate
  ├─ EnginePaused    503  requests are refused during this pause
@@ -25,7 +26,6 @@ InflightError
  │   ├─ ArenaFault           a call of the GPU's driver failed
  │   │   └─ ArenaTorn            a flip failed and could not be undone
  │   └─ TransferFault        the bytes of an update stopped coming
- ├─ Cancelled            the update was aborted meanwhile   (inside an engine)
  ├─ DeadlineExceeded 504 the update took longer than it was given
  └─ EngineUnreachable 504 no answer from an engine     (trainer's side)
 
@@ -270,7 +270,7 @@ class TransferFault(EngineFault):
     remedy = "Connect again as at first; the weights served are unchanged."
 
 
-class Cancelled(InflightError):
+class Cancelled(Conflict):
     """Whoever waited for the bytes of an update does not want them any more."""
 
     code = "cancelled"
