@@ -10,6 +10,7 @@ from tests.engine.bare_core import call
 from tests.simulated.core import publish_weights
 from tests.simulated.load import ask, code
 from vllm.inflight.api.control import Control
+from vllm.inflight.api.disk import from_disk
 from vllm.inflight.api.door import run_sync
 from vllm.inflight.api.pipelinerl import receive
 
@@ -20,6 +21,8 @@ OPENING = {"base_version": "default", "transport": "local"}
 
 class Door:
     """To one core."""
+
+    num_engines = 1
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -52,7 +55,7 @@ def test_one_call_repeated_after_its_commit_gives_the_same_reply(
 
     def update() -> Any:
         expected = {"update_id": "second", "base_version": "default"}
-        return run_sync(control.from_disk("/w", "one", **expected))
+        return run_sync(from_disk(control, "/w", "one", **expected))
 
     assert update() == update()
     assert core.model_executor.live == 1
@@ -85,14 +88,14 @@ class Silent(Door):
         return answers
 
 
-@pytest.mark.parametrize("method", ["receive", "seal"])
+@pytest.mark.parametrize("method", ["begin", "receive", "seal"])
 @pytest.mark.parametrize("door", ["files", "PipelineRL"])
 def test_one_call_that_is_given_up_leaves_no_update_under_way(
     core: EngineCore, method: str, door: str
 ) -> None:
     def update(control: Control) -> Any:
         if door == "files":
-            return control.from_disk("/w", "one")
+            return from_disk(control, "/w", "one")
         return receive(control, {"version": 1, "parameters_info": []})
 
     async def for_a_while() -> None:

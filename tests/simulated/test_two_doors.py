@@ -115,6 +115,43 @@ def test_one_that_cannot_go_forth_again_is_named(cores: list[Any]) -> None:
     assert served(cores) == [("one", 1), ("two", 2)]
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_commit_that_its_caller_cancels_is_made_on_both_or_on_none(
+    cores: list[Any], failing: int
+) -> None:
+    class Pausing(Door):
+        """Whoever waits for a commit is cancelled when the engines have made it."""
+
+        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+            answers = await super().call(method, body)
+            if method == "commit":
+                committing.cancel()
+                await asyncio.sleep(0)
+            return answers
+
+    control = Control(Pausing(cores))
+    publish(Control(Door(cores)), 1, "one")
+    cores[failing].model_executor.refused = (2,)
+
+    async def phases() -> None:
+        nonlocal committing
+        begun = await control.start(transport="local")
+        await control.update({"weights": 2}, begun["update_id"])
+        committing = asyncio.create_task(
+            control.finish("two", update_id=begun["update_id"])
+        )
+        with pytest.raises(asyncio.CancelledError):
+            await committing
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+
+    committing: asyncio.Task[Any]
+    asyncio.run(phases())
+    assert served(cores) == [("one", 1)] * 2
+    publish(Control(Door(cores)), 3, "three")
+    assert served(cores) == [("three", 3)] * 2
+
+
 @pytest.mark.parametrize("busy", [0, 1])
 def test_a_start_repeated_after_one_was_busy_is_under_way_on_none(
     cores: list[Any], busy: int

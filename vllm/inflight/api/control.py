@@ -16,6 +16,7 @@ from typing import Any
 from vllm.inflight.api import rate
 from vllm.inflight.api.door import Door, Reply
 from vllm.inflight.api.envelopes import is_partial, merged
+from vllm.inflight.api.shield import shielded
 from vllm.inflight.errors import EngineFault, InflightError, Malformed
 from vllm.inflight.update import ACTIVE
 
@@ -26,6 +27,12 @@ class Control:
     def __init__(self, door: Door) -> None:
         self._door = door
 
+    @property
+    def num_engines(self) -> int:
+        """How many engines answer a call."""
+        return self._door.num_engines
+
+    @shielded
     async def start(self, **body: Any) -> Reply:
         """Open an update on every engine, or on none."""
         rate.spend()
@@ -58,6 +65,7 @@ class Control:
         body |= {"owner": owner}
         return await self._all_or_none("receive", body, update_id)
 
+    @shielded
     async def finish(
         self,
         weight_version: str | None = None,
@@ -93,67 +101,29 @@ class Control:
         self, update_id: str, weight_version: str | None = None, **options: Any
     ) -> Reply:
         """The same, or nothing stays staged."""
-        async with self.in_one_call(update_id):
-            return await self.finish(weight_version, update_id=update_id, **options)
-
-    @asynccontextmanager
-    async def in_one_call(self, update_id: str) -> AsyncIterator[None]:
-        """Around an update whose caller would not know that it is still under way.
-
-        It ends with what ends the call: a refusal, Ctrl-C, the time that it is given.
-        """
         try:
-            yield
+            return await self.finish(weight_version, update_id=update_id, **options)
         except BaseException:
             await self._door.call("abort", {"update_id": update_id})
             raise
 
-    async def from_disk(
-        self,
-        path: str | None,
-        weight_version: str | None = None,
-        *,
-        mode: str | None = None,
-        flush_cache: bool = False,
-        subset: Any = None,
-        draft_path: str | None = None,
-        expect_digest: str | None = None,
-        **options: Any,
-    ) -> Reply:
-        """All four phases with files that every engine's host can read."""
-        given: list[dict[str, Any]] = [] if path is None else [{"path": path}]
-        if draft_path is not None:
-            given.append({"path": draft_path, "draft": True})
-        paths = [info["path"] for info in given]
-        if not given or not all(isinstance(p, str) and p for p in paths):
-            raise Malformed(
-                "path must be the path of a safetensors checkpoint, or draft_path that "
-                "of a drafter's, or both"
-            )
-        stated = {"subset": subset, "draft": True if path is None else None}
-        if added := {name: said for name, said in stated.items() if said is not None}:
-            manifest = options.get("manifest")
-            manifest = {"format": 1} if manifest is None else manifest
-            if isinstance(manifest, dict):  # else it is refused as it is
-                options["manifest"] = manifest | added
-        started = await self.start(
-            transport="local",
-            source=path,
-            draft_source=draft_path,
-            weight_version=weight_version,
-            **options,
-        )
-        update_id = started["update_id"]
-        async with self.in_one_call(update_id):
-            if started["phase"] == "staging":
-                for chunk, info in enumerate(given):
-                    await self.update(info, update_id, chunk=chunk)
-            return await self.finish(
-                mode=mode,
-                flush_cache=flush_cache,
-                expect_digest=expect_digest,
-                update_id=update_id,
-            )
+    @asynccontextmanager
+    async def in_one_call(self, **opening: Any) -> AsyncIterator[Reply]:
+        """An update whose caller would not know that it is still under way.
+
+        It ends with what ends the call: a refusal, Ctrl-C, the time that it is given.
+        """
+        if opening.get("update_id") is None:
+            opening["update_id"] = uuid.uuid4().hex
+        started: Reply | None = None
+        try:
+            started = await self.start(**opening)
+            yield started
+        except BaseException as error:
+            # One that it was refused to begin may be another's, of the same id.
+            if started or not isinstance(error, InflightError):
+                await self._door.call("abort", {"update_id": opening["update_id"]})
+            raise
 
     async def abort(
         self, update_id: str | None = None, owner: str | None = None
@@ -161,6 +131,7 @@ class Control:
         """Give an update up; nothing that is served changes."""
         return await self._call("abort", update_id=update_id, owner=owner)
 
+    @shielded
     async def rollback(
         self, to_version: str | None = None, *, mode: str | None = None
     ) -> Reply:
@@ -234,6 +205,7 @@ class Control:
         merged(envelopes)
         return [envelope["ok"] for envelope in envelopes]
 
+    @shielded
     async def pause(
         self,
         mode: str = "abort",
@@ -245,7 +217,7 @@ class Control:
         """Stop decoding between two steps, or renew the lease on that."""
         facts: Reply = {"mode": mode, "flush_cache": flush_cache}
         facts |= {"lease_s": lease_s, "owner": owner}
-        if self._door.num_engines == 1:
+        if self.num_engines == 1:
             return await self._call("pause", **facts)
         # First: of engines that step together none has paused until all have, so one
         # that refused would keep the others from pausing, and from going on.

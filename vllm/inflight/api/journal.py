@@ -6,6 +6,7 @@ import asyncio
 
 from vllm.inflight import upstream
 from vllm.inflight.api.control import Control
+from vllm.inflight.api.disk import from_disk
 from vllm.inflight.api.door import Reply
 from vllm.inflight.errors import Conflict, InflightError
 
@@ -49,7 +50,8 @@ async def restore(control: Control) -> Reply:
         raise Conflict(f"version {label!r} did not come from files")
     for number, files in enumerate(noted["recipe"], 1):
         is_last = number == len(noted["recipe"])
-        await control.from_disk(
+        await from_disk(
+            control,
             files["path"],
             label if is_last else None,
             draft_path=files["draft_path"],

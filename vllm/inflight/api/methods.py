@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.inflight.api.control import Control
+from vllm.inflight.api.disk import from_disk
 from vllm.inflight.api.door import AsyncDoor, Reply, SyncDoor, run_sync
 from vllm.inflight.api.fields import opening
 from vllm.inflight.api.journal import restore
@@ -196,7 +197,8 @@ async def update_weights_from_disk(
 
     """
     options = opening(options, "flush_cache", "subset", "draft_path", "expect_digest")
-    return await control_of(self).from_disk(path, weight_version, mode=mode, **options)
+    control = control_of(self)
+    return await from_disk(control, path, weight_version, mode=mode, **options)
 
 
 async def abort_weight_update(

@@ -28,8 +28,8 @@ async def receive(control: Control, request: Any) -> Reply:
     """The same, from a request in any of the forms in which it travels."""
     async with control.announced(GROUP) as announcement:
         label, info = announced(plain(request), announcement)
-        started = await control.start(transport="groups", weight_version=label)
-        async with control.in_one_call(started["update_id"]):
+        opening = {"transport": "groups", "weight_version": label}
+        async with control.in_one_call(**opening) as started:
             await control.update(info, started["update_id"], chunk=0)
             return await control.finish(update_id=started["update_id"])
 

@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any
 
 from vllm.inflight.api import pieces
+from vllm.inflight.api.disk import from_disk
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
 from vllm.inflight.api.methods import control_of
@@ -108,7 +109,7 @@ async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
     if paused_here:
         await control.pause("in_place")
     try:
-        reply = await control.from_disk(path, **options, **commit)
+        reply = await from_disk(control, path, **options, **commit)
     except BaseException:
         if paused_here:
             await control.resume()
