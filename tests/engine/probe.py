@@ -35,9 +35,9 @@ def checksums(llm: Any) -> list[dict[str, str]]:
     return [reply["ok"]["checksums"] for reply in replies]
 
 
-def begin_from_files(llm: Any) -> None:
+def begin_from_files(llm: Any, **opening: Any) -> None:
     """Begin an update whose pieces are files, whatever transport was configured."""
-    run_sync(control_of(llm).start(transport="local"))
+    run_sync(control_of(llm).start(transport="local", **opening))
 
 
 def outcome(llm: Any, path: str, *, alone: bool = False, **faults: Any) -> Any:

@@ -62,7 +62,7 @@ class Subject:
         self.trap.arm(cell.point, cell.fault, cell.place)
         began = time.monotonic()
         updating = in_background(lambda: self._update(cell))
-        outputs = []
+        outputs = self.llm.generate(prompts(2), LONG, use_tqdm=False)
         while not updating.done():
             outputs += self.llm.generate(prompts(2), LONG, use_tqdm=False)
         code, took = updating.result(), time.monotonic() - began

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.engine.probe import begin_from_files
 from tests.injection.subject import Subject
 from tests.serving import Server
 from tests.waiting import until
@@ -24,9 +25,7 @@ def call(subject: Subject, name: str, update_id: str, new: Path) -> str:
     """One call of an update; the code of its refusal, or "ok"."""
     llm, info = subject.llm, {"update_info": {"path": str(new)}}
     calls: dict[str, Callable[[], Any]] = {
-        "start": lambda: llm.start_weight_update(
-            update_id=update_id, transport="local"
-        ),
+        "start": lambda: begin_from_files(llm, update_id=update_id),
         "update": lambda: llm.update_weights(info, update_id=update_id, chunk=0),
         "finish": lambda: llm.finish_weight_update("new", update_id=update_id),
         "abort": lambda: llm.abort_weight_update(update_id),
