@@ -86,6 +86,34 @@ def test_a_page_in_a_browser_on_this_host_is_refused_without_a_key():
         auth.check(request(HERE, origin="https://example.org"))
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "rebound.example:8000",
+        "Rebound.Example",
+        "rebound.example.",
+        "127.0.0.1.rebound.example",
+        "localhost.rebound.example:8000",
+    ],
+)
+def test_a_page_whose_name_was_led_to_this_host_is_refused_without_a_key(host):
+    with pytest.raises(Forbidden, match="--inflight-admin-key"):
+        auth.check(request(HERE, host=host))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1:8000", "[::1]:8000", "localhost:8000", "a.localhost", "here:80", ""],
+)
+def test_names_that_no_page_can_come_from_are_let_in(host):
+    auth.check(request(HERE, host=host))
+
+
+def test_this_host_may_be_called_by_its_own_name(monkeypatch):
+    monkeypatch.setattr(auth.socket, "gethostname", lambda: "Trainer.example.org")
+    auth.check(request(HERE, host="trainer.Example.org:8000"))
+
+
 # With keys: whoever has the right one, from anywhere
 
 
@@ -93,6 +121,7 @@ def test_the_api_key_opens_the_routes_while_there_is_no_other():
     auth.check(request(ELSEWHERE, api_key=["a", "b"], authorization="Bearer b"))
     auth.check(request(ELSEWHERE, api_key=["a"], authorization="bearer a"))
     auth.check(request(ELSEWHERE, api_key=["a"], authorization="Bearer a", via="x"))
+    auth.check(request(HERE, api_key=["a"], authorization="Bearer a", host="a.example"))
 
 
 def test_the_api_key_of_the_environment_counts(monkeypatch):
@@ -153,6 +182,18 @@ def test_no_route_answers_without_the_key_that_is_set(route):
     )
     assert (missing.status_code, wrong.status_code) == (401, 403)
     assert missing.json()["error"]["code"] == "unauthorized"
+    assert engine.asked == []
+
+
+def test_a_page_that_looks_at_its_own_name_reads_and_changes_nothing():
+    # What a browser sends from http://rebound.example:8000, a name of that page's
+    # owner, which is led to this host once the page is there.
+    engine = Engine()
+    client = TestClient(
+        served(engine), base_url="http://rebound.example:8000", client=(HERE, 1)
+    )
+    for path in ("/get_weights_by_name?name=lm_head.weight", "/flush_cache"):
+        assert client.get(path).status_code == 403
     assert engine.asked == []
 
 

@@ -4,7 +4,9 @@ With an admin key, whoever has it; else with an API key, whoever has that; with
 neither, only a caller on the server's own host. That host is the peer of the
 socket. A request that carries a forwarding header came through a proxy, so its
 peer says nothing about its sender; one that a browser sent may come from any
-page. Both are refused without a key.
+page. Both are refused without a key. A page that reads from where it came itself
+sends no header that tells: whoever has its name in the DNS may lead that to this
+host, so a request for such a name is refused as well.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import hashlib
 import ipaddress
 import os
 import secrets
+import socket
 from typing import Any
 
 from vllm.inflight.config import admin_key
@@ -45,6 +48,11 @@ def check(request: Any) -> str:
             "control routes answer to this host only while no key is set; "
             "set --inflight-admin-key (or --api-key) and send it as a bearer token"
         )
+    if _may_be_a_pages(host := request.headers.get("host", "")):
+        raise Forbidden(
+            f"a page in a browser may have come from {host!r:.300}; without a key call "
+            "this host localhost or by its address, or set --inflight-admin-key"
+        )
     return str(request.client.host)
 
 
@@ -69,6 +77,14 @@ def _check_key(header: str | None, keys: list[str]) -> bytes:
 
 def _hashed(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
+
+
+def _may_be_a_pages(host: str) -> bool:
+    """Whether `host` is a name in the DNS, and not this host's own."""
+    name = host.lower().partition(":")[0]  # of an address in brackets: no dot
+    _, dot, last = name.rpartition(".")
+    is_known = last == "localhost" or name == socket.gethostname().lower()
+    return bool(dot) and not last.isdigit() and not is_known
 
 
 def _is_loopback(client: Any) -> bool:
