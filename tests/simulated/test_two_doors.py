@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, call, prompt
-from tests.simulated.core import simulated_core
+from tests.simulated.core import Loop, simulated_core
 from tests.simulated.worker import SimulatedExecutor
 from vllm.inflight.api.control import Control
 from vllm.inflight.errors import EngineFault, PauseConflict, UpdateBusy
@@ -41,8 +42,9 @@ class Door:
 
 
 @pytest.fixture
-def cores(model: Path) -> Iterator[list[Any]]:
-    made = [simulated_core(model, Failing) for _ in range(2)]
+def cores(model: Path, request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    kind = getattr(request, "param", EngineCore)
+    made = [simulated_core(model, Failing, kind=kind) for _ in range(2)]
     yield made
     for core in made:
         core.shutdown()
@@ -87,6 +89,51 @@ def test_one_that_cannot_go_back_is_named(cores: list[Any]) -> None:
     assert served(cores) == [("two", 2), ("one", 1)]
     publish(control, 3, "three")
     assert served(cores) == [("three", 3)] * 2
+
+
+def test_while_one_has_yet_to_commit_another_update_leaves_the_way_back(
+    cores: list[Any],
+) -> None:
+    class Meanwhile(Door):
+        """One engine commits at once, the other after a trainer that tries again."""
+
+        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+            if method != "commit":
+                return await super().call(method, body)
+            first = cores[0].inflight("commit", dict(body))
+            with pytest.raises(UpdateBusy):
+                await Control(Door(cores)).start(transport="local")
+            return [first, cores[1].inflight("commit", dict(body))]
+
+    publish(Control(Door(cores)), 1, "one")
+    cores[1].model_executor.refused = (2,)
+    with pytest.raises(EngineFault, match="the test says so"):
+        publish(Control(Meanwhile(cores)), 2, "two")
+    assert served(cores) == [("one", 1)] * 2
+
+
+@pytest.mark.parametrize("cores", [Loop], indirect=True)
+def test_while_one_has_yet_to_roll_back_no_update_comes_in_between(
+    cores: list[Any],
+) -> None:
+    class Meanwhile(Door):
+        """A trainer tries its luck once an engine waits, and the other one does not."""
+
+        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+            if method != "rollback":
+                return await super().call(method, body)
+            first, second = (core.inflight("rollback", dict(body)) for core in cores)
+            with pytest.raises(UpdateBusy, match="a rollback waits"):
+                await Control(Door(cores)).start(transport="local")
+            streams.step(60)
+            return [first, second.result(timeout=30)]
+
+    for number, label in enumerate(("one", "two"), 1):
+        publish(Control(Door(cores)), number, label)
+    add(cores[1], "r0", prompt(0))
+    streams = Streams(cores[1]).step(3)
+    asyncio.run(Control(Meanwhile(cores)).rollback(mode="wait"))
+    assert served(cores) == [("one", 1)] * 2
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -156,11 +203,18 @@ def test_a_commit_that_its_caller_cancels_is_made_on_both_or_on_none(
 def test_a_start_repeated_after_one_was_busy_is_under_way_on_none(
     cores: list[Any], busy: int
 ) -> None:
+    class Late(Door):
+        """Another update begins on one engine before this one does."""
+
+        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+            if method == "begin":
+                call(cores[busy], "begin", update_id="another", transport="local")
+            return await super().call(method, body)
+
     control = Control(Door(cores))
     opening = {"update_id": "mine", "transport": "local"}
-    call(cores[busy], "begin", update_id="another", transport="local")
     with pytest.raises(UpdateBusy):
-        asyncio.run(control.start(**opening))
+        asyncio.run(Control(Late(cores)).start(**opening))
     call(cores[busy], "abort", update_id="another")
     begun = asyncio.run(control.start(**opening))
     assert {each["phase"] for each in begun["engines"]} == {"aborted"}

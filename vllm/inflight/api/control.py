@@ -40,6 +40,10 @@ class Control:
         if update_id is None:
             # One id for all engines, so that each can be asked about it.
             body["update_id"] = update_id = uuid.uuid4().hex
+        if self.num_engines > 1:
+            # First: those that have switched already would lose their way back, and
+            # need it if one of the others, which this one would refuse, cannot switch.
+            await self.ask("may_begin", update_id=update_id)
         reply = await self._all_or_none("begin", body, update_id)
         phases = {each["phase"] for each in reply.get("engines", ())}
         if phases & ACTIVE and phases - ACTIVE:

@@ -97,12 +97,7 @@ class Ledger:
         parsed = None if manifest is None else Manifest.parse(manifest)
         with self._lock:
             if (active := self._active()) is not None:
-                raise UpdateBusy(
-                    f"update {active.update_id!r} is {active.phase.value}; it must "
-                    "finish or be aborted before another begins",
-                    phase=active.phase.value,
-                    update_id=active.update_id,
-                )
+                raise _busy(active)
             self._serial += 1
             update = Update(
                 update_id,
@@ -121,6 +116,11 @@ class Ledger:
             while len(self._updates) > NUM_OUTCOMES_KEPT:
                 self._updates.popitem(last=False)
             return update, True
+
+    def require_free(self, update_id: Any) -> None:
+        """Raise `UpdateBusy` while another update than this one is under way."""
+        if (active := self.active) is not None and active.update_id != update_id:
+            raise _busy(active)
 
     def find(self, update_id: str | None, owner: str | None = None) -> Update:
         """The update with that id; with no id, the active or the last one.
@@ -211,3 +211,12 @@ class Ledger:
 
     def _active(self) -> Update | None:
         return next((u for u in self._updates.values() if u.is_active), None)
+
+
+def _busy(active: Update) -> UpdateBusy:
+    return UpdateBusy(
+        f"update {active.update_id!r} is {active.phase.value}; it must finish or be "
+        "aborted before another begins",
+        phase=active.phase.value,
+        update_id=active.update_id,
+    )

@@ -29,6 +29,7 @@ from vllm.inflight.errors import (
     EngineFault,
     InflightError,
     Malformed,
+    UpdateBusy,
     VersionConflict,
 )
 from vllm.inflight.update import Phase, Version, check_label
@@ -84,6 +85,17 @@ class Gate:
             return handler(self, body)
 
         return enveloped(answer)
+
+    def may_begin(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Raise `UpdateBusy` if an update that begins would come between others' calls.
+
+        Where it can begin it ends the way back, which a switch of other engines that
+        are not done with theirs may need still.
+        """
+        self.updates.ledger.require_free(body.get("update_id"))
+        if self.updates.ledger.active is None and self.pauses.commit is not None:
+            raise UpdateBusy("a rollback waits for running requests")
+        return {}
 
     def commit(self, body: dict[str, Any]) -> Any:
         """Switch to the staged version; the reply of `/finish_weight_update`."""
@@ -227,6 +239,7 @@ class Gate:
 
 
 _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "may_begin": Gate.may_begin,
     "begin": lambda gate, body: gate.updates.begin(body),
     "receive": lambda gate, body: gate.updates.receive(body),
     "seal": lambda gate, body: gate.updates.seal(body),

@@ -39,8 +39,8 @@ class Pauses:
         self._lease_s = lease_s
         self._settling: list[Future[Reply]] = []
         """Pauses that have not taken effect yet, because steps are in flight."""
-        self._commit: Future[Reply] | None = None
-        """A commit that waits for running requests."""
+        self.commit: Future[Reply] | None = None
+        """A commit, or a rollback, that waits for running requests."""
 
     @property
     def is_paused(self) -> bool:
@@ -107,7 +107,7 @@ class Pauses:
         started = time.perf_counter()
         if self.is_paused:
             self._lease.check(check_owner(owner))
-        if self._commit is not None and self.asked is None:
+        if self.commit is not None and self.asked is None:
             raise PauseConflict(
                 "a commit waits for the running requests, and new ones wait for it; "
                 "abort that update to go on without it"
@@ -128,7 +128,7 @@ class Pauses:
 
     def hold(self) -> bool:
         """Have the scheduler stand as it was asked to; False if nobody has asked."""
-        mode = PauseMode.WAIT if self.asked is None and self._commit else self.asked
+        mode = PauseMode.WAIT if self.asked is None and self.commit else self.asked
         if mode is not None:
             self._hold(mode)
         return mode is not None
@@ -146,7 +146,7 @@ class Pauses:
             "mode": mode and mode.value,
             "is_draining": mode is PauseMode.WAIT
             and self._core.scheduler.inflight_is_busy(),
-            "for_commit": self._commit is not None and self.asked is None,
+            "for_commit": self.commit is not None and self.asked is None,
             "owner": self._lease.owner,
             "lease_left_s": self._lease.left_s,
             "leases_expired": self._lease.num_expired,
@@ -179,7 +179,7 @@ class Pauses:
             return switch()
 
         def after() -> Reply:
-            self._commit = None
+            self.commit = None
             try:
                 if scheduler.running or scheduler.inflight_sent_back():
                     raise PauseConflict(
@@ -193,14 +193,14 @@ class Pauses:
 
         answer = self._then(self._stop(PauseMode.WAIT), after)
         if isinstance(answer, Future):
-            self._commit = answer
+            self.commit = answer
         return answer
 
     def give_up_commit(self, error: Exception) -> None:
         """The update whose commit waits has ended: let new requests in again."""
-        if self._commit is None:
+        if self.commit is None:
             return
-        waiting, self._commit = self._commit, None
+        waiting, self.commit = self.commit, None
         self._settling.remove(waiting)
         waiting.set_exception(error)
         if self.asked is None:
@@ -248,18 +248,18 @@ class Pauses:
         self._core.scheduler.set_pause_state(state)
 
     def _go_on(self, *, is_asked: bool = False) -> None:
-        if self._commit is None and self._gate.sleep.may_go_on(is_asked):
+        if self.commit is None and self._gate.sleep.may_go_on(is_asked):
             # First: where engines step together it may not be the time for it.
             self._gate.lockstep.resume()
         self.asked = None
         self._gate.counts.resumed()
         for waiting in self._settling:
-            if waiting is not self._commit:
+            if waiting is not self.commit:
                 waiting.set_exception(
                     PauseConflict("decoding went on before the pause took effect")
                 )
-        self._settling = [w for w in self._settling if w is self._commit]
-        if self._commit is not None:
+        self._settling = [w for w in self._settling if w is self.commit]
+        if self.commit is not None:
             # Somebody's pause is over, the wait of the commit is not.
             self._hold(PauseMode.WAIT)
         # A loop that was idle would go on waiting for its input queue.
