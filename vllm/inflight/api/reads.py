@@ -177,8 +177,7 @@ async def server_info(engine: Any, body: dict[str, Any]) -> Reply:
         return {"vllm_config": str(config)}
     adapter = pydantic.TypeAdapter(type(config))
     told = adapter.dump_python(config, mode="json", fallback=str)
-    if isinstance(told["model_config"].get("hf_token"), str):
-        told["model_config"]["hf_token"] = "set"  # nobody's business
+    _hide(told)
     return {"vllm_config": told}
 
 
@@ -199,6 +198,15 @@ async def resume_memory_occupation(engine: Any, body: dict[str, Any]) -> Reply:
     tags = _tags(engine, body)
     await engine.wake_up(sorted(tags) if tags else None)
     return {"success": True, "message": "awake"}
+
+
+def _hide(told: dict[str, Any]) -> None:
+    """Say no more of a hub's token than that it is set; a drafter's model has one."""
+    for name, value in told.items():
+        if isinstance(value, dict):
+            _hide(value)
+        elif name == "hf_token" and isinstance(value, str):
+            told[name] = "set"
 
 
 def _tags(engine: Any, body: dict[str, Any]) -> set[str]:
