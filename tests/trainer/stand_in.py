@@ -23,6 +23,7 @@ from vllm.inflight.commit.transaction import Update
 from vllm.inflight.errors import (
     InflightError,
     NothingToRollBack,
+    VersionConflict,
     WeightsMismatch,
     WrongPhase,
 )
@@ -125,6 +126,12 @@ class StandIn:
         """The end of that."""
         self._ledger.move(self._ledger.find("elsewhere"), Phase.ABORTED)
 
+    def commit_elsewhere(self, label: str) -> None:
+        """Another trainer's version is served from now on."""
+        self._before = (self.version, self.served)
+        epoch = self.version["epoch"] + 1
+        self.version = self.version | {"weight_version": label, "epoch": epoch}
+
     # ------------------------------------------------------------- the server
     def _answer(self, handler: Any, body: dict[str, Any]) -> None:
         path = handler.path
@@ -176,13 +183,16 @@ class StandIn:
         if path == ROLLBACK:
             if self._before is None:
                 raise NothingToRollBack("there was none before")
+            label = self._before[0]["weight_version"]
+            if body.get("to_version") not in (None, label):
+                raise VersionConflict(f"held is {label!r}")
             left = self.version, self.served
             self.version, self.served = self._before
             self.version = self.version | {"epoch": left[0]["epoch"] + 1}
             self._before = left
             return self.version
         if path == "/weight_info":
-            return self.version
+            return self.version | {"previous": self._before and self._before[0]}
         report = self._ledger.find(path.rpartition("/")[2]).to_dict()
         return report | {"ranks": [{"bytes": self._bytes}, {"bytes": self._bytes + 1}]}
 

@@ -143,6 +143,27 @@ def test_a_rollback_whose_reply_is_lost_is_not_made_twice(engine, other, fault):
         assert len(engine.bodies(ROLLBACK)) == 1 + (fault != LOSE)
 
 
+def test_what_another_trainer_has_served_meanwhile_is_not_taken_back(
+    engine, other, monkeypatch
+):
+    route = engine._route
+
+    def routed(path, body):
+        if path == ROLLBACK:  # it comes after they had a look at what is served
+            engine.commit_elsewhere("theirs")
+        return route(path, body)
+
+    monkeypatch.setattr(engine, "_route", routed)
+    with publisher([engine, other]) as to:
+        to.publish("good")
+        other.faults[FINISH] = [PauseConflict("not now")]
+        with pytest.raises(PauseConflict, match="not now") as caught:
+            to.publish("bad")
+    assert "could not be taken back" not in str(caught.value)
+    assert engine.version["weight_version"] == "theirs"
+    assert len(engine.bodies(ROLLBACK)) == 1
+
+
 @pytest.mark.parametrize("refusal", [Unauthorized("no key"), Forbidden("wrong key")])
 def test_whom_an_engine_does_not_let_in_is_told_so_once(engine, refusal):
     engine.faults[START] = [refusal]

@@ -18,6 +18,7 @@ from vllm.inflight.errors import (
     InflightError,
     Unauthorized,
     UnknownUpdate,
+    VersionConflict,
     WrongPhase,
 )
 from vllm.inflight.trainer.engines import Engine, blamed, retold
@@ -115,9 +116,12 @@ class Delivery:
             if report["phase"] != Phase.COMMITTED:
                 return
             # Not if somebody else has published since, nor if it is done already.
-            while engine.info(patience)["epoch"] == epoch:
+            while (served := engine.info(patience))["epoch"] == epoch:
+                before = (served["previous"] or {}).get("weight_version")
                 try:
-                    engine.rollback(patience)
+                    engine.rollback(before, patience)
+                except VersionConflict:
+                    return  # somebody has, after it was looked at
                 except EngineUnreachable:
                     if not patience.pause(FIRST_DELAY_S):
                         raise

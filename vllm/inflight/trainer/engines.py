@@ -41,7 +41,7 @@ class Engine(Protocol):
         """`POST /abort_weight_update`."""
         ...
 
-    def rollback(self, patience: Patience) -> Reply:
+    def rollback(self, to_version: str | None, patience: Patience) -> Reply:
         """`POST /rollback_weights`, once: made twice it goes forth again."""
         ...
 
@@ -112,9 +112,9 @@ class LocalEngine:
         """Give an update up."""
         return self._run(patience, self._engine.abort_weight_update, update_id)
 
-    def rollback(self, patience: Patience) -> Reply:
+    def rollback(self, to_version: str | None, patience: Patience) -> Reply:
         """Serve the version before again."""
-        return self._run(patience, self._engine.rollback_weights)
+        return self._run(patience, self._engine.rollback_weights, to_version)
 
     def status(self, update_id: str, patience: Patience) -> Reply:
         """Where an update stands."""

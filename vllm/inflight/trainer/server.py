@@ -47,9 +47,10 @@ class HttpEngine:
         body = {"update_id": update_id}
         return self._ask("POST", "/abort_weight_update", patience, body)
 
-    def rollback(self, patience: Patience) -> Reply:
+    def rollback(self, to_version: str | None, patience: Patience) -> Reply:
         """Serve the version before again."""
-        return self._ask("POST", "/rollback_weights", patience, {}, is_repeated=False)
+        body = {"to_version": to_version}
+        return self._ask("POST", "/rollback_weights", patience, body, is_repeated=False)
 
     def status(self, update_id: str, patience: Patience) -> Reply:
         """Where an update stands."""
