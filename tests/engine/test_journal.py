@@ -13,7 +13,8 @@ import pytest
 from tests.engine.mixtures import MLP, part, said
 from tests.serving import Server
 from tests.waiting import until
-from vllm.inflight.errors import Conflict, WeightsMismatch
+from vllm.inflight.api.control import Control
+from vllm.inflight.errors import Conflict, VersionConflict, WeightsMismatch
 
 pytestmark = pytest.mark.engine
 
@@ -102,6 +103,29 @@ def test_a_later_folder_that_was_written_over_leaves_the_one_before_it_served(
     llm = restart()
     assert llm.restore_weights()["weight_version"] == "update-1"
     assert served(llm) == ("update-1", *whole[1:])
+
+
+def test_what_was_committed_while_it_was_asked_for_is_not_written_over(
+    restart: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    new: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = restart()
+    llm.update_weights_from_disk(str(new), "new")
+    llm = restart()
+    info = Control.info
+
+    async def info_before_a_commit(control: Control) -> Any:
+        told = await info(control)
+        monkeypatch.setattr(Control, "info", info)
+        llm.update_weights_from_disk(str(checkpoint(2)), "theirs")
+        return told
+
+    monkeypatch.setattr(Control, "info", info_before_a_commit)
+    with pytest.raises(VersionConflict, match="served is 'theirs'"):
+        llm.restore_weights()
+    assert llm.weight_info()["weight_version"] == "theirs"
 
 
 def test_what_came_over_a_wire_is_refused_by_name(

@@ -50,10 +50,11 @@ async def restore(control: Control) -> Reply:
         raise Conflict(f"version {label!r} did not come from files")
     for number, files in enumerate(noted["recipe"], 1):
         is_last = number == len(noted["recipe"])
-        await from_disk(
+        served = await from_disk(
             control,
             files["path"],
             label if is_last else None,
+            base_version=served["weight_version"],
             draft_path=files["draft_path"],
             subset=files["subset"] or None,
             manifest={
