@@ -13,7 +13,7 @@ from tests.engine.bare_core import Streams, add, call, prompt
 from tests.simulated.core import Loop, simulated_core
 from tests.simulated.worker import SimulatedExecutor
 from vllm.inflight.api.control import Control
-from vllm.inflight.errors import EngineFault, PauseConflict, UpdateBusy
+from vllm.inflight.errors import EngineFault, InflightError, PauseConflict, UpdateBusy
 
 
 class Failing(SimulatedExecutor):
@@ -221,6 +221,25 @@ def test_a_start_repeated_after_one_was_busy_is_under_way_on_none(
     assert [call(core, "status")["active"] for core in cores] == [None, None]
     publish(control, 1, "one")
     assert served(cores) == [("one", 1)] * 2
+
+
+def test_a_chunk_that_one_refuses_ends_no_update_but_its_own(cores: list[Any]) -> None:
+    class Meanwhile(Door):
+        """One engine has ended its update, and begun another, before all answered."""
+
+        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+            if method == "receive":
+                call(cores[1], "abort")
+                call(cores[1], "begin", update_id="another", transport="local")
+                call(cores[1], "seal")
+            return await super().call(method, body)
+
+    control = Control(Meanwhile(cores))
+    asyncio.run(control.start(update_id="mine", transport="local"))
+    with pytest.raises(InflightError):
+        asyncio.run(control.update({"weights": 1}))  # as upstream's clients, unnamed
+    phases = [call(core, "status")["outcomes"][0] for core in cores]
+    assert [each["phase"] for each in phases] == ["aborted", "staged"]
 
 
 def test_a_pause_that_one_refuses_pauses_none(cores: list[Any]) -> None:

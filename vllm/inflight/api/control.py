@@ -44,12 +44,12 @@ class Control:
             # First: those that have switched already would lose their way back, and
             # need it if one of the others, which this one would refuse, cannot switch.
             await self.ask("may_begin", update_id=update_id)
-        reply = await self._all_or_none("begin", body, update_id)
+        reply = await self._all_or_none("begin", body)
         phases = {each["phase"] for each in reply.get("engines", ())}
         if phases & ACTIVE and phases - ACTIVE:
             # Some have begun now what has ended on others, when not all could begin.
             await self._door.call("abort", {"update_id": update_id})
-            reply = await self._all_or_none("begin", body, update_id)
+            reply = await self._all_or_none("begin", body)
         return reply
 
     async def update(
@@ -67,7 +67,7 @@ class Control:
             raise Malformed("update_info must be an object, or a list of them")
         body = {"update_info": update_info, "update_id": update_id, "chunk": chunk}
         body |= {"owner": owner}
-        return await self._all_or_none("receive", body, update_id)
+        return await self._all_or_none("receive", body)
 
     @shielded
     async def finish(
@@ -83,7 +83,7 @@ class Control:
     ) -> Reply:
         """Verify, vote, and switch between two steps."""
         body: dict[str, Any] = {"update_id": update_id, "owner": owner}
-        sealed = await self._all_or_none("seal", body, update_id)
+        sealed = await self._all_or_none("seal", body)
         body = {
             "update_id": sealed["update_id"],
             "weight_version": weight_version,
@@ -243,11 +243,11 @@ class Control:
     async def _call(self, method: str, **body: Any) -> Reply:
         return merged(await self._door.call(method, body))
 
-    async def _all_or_none(
-        self, method: str, body: dict[str, Any], update_id: str | None
-    ) -> Reply:
+    async def _all_or_none(self, method: str, body: dict[str, Any]) -> Reply:
         envelopes = await self._door.call(method, body)
         if is_partial(envelopes):
+            # Its caller may have named none, and elsewhere another may be under way.
+            update_id = next(e["ok"]["update_id"] for e in envelopes if "ok" in e)
             await self._door.call("abort", {"update_id": update_id})
         return merged(envelopes)
 
