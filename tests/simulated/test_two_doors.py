@@ -199,6 +199,38 @@ def test_a_commit_that_its_caller_cancels_is_made_on_both_or_on_none(
     assert served(cores) == [("three", 3)] * 2
 
 
+@pytest.mark.parametrize("asked", ["may_begin", "begin"])
+def test_an_update_in_one_call_that_is_cancelled_as_it_begins_is_under_way_on_none(
+    cores: list[Any], asked: str
+) -> None:
+    class Slow(Door):
+        """Whoever waits for an answer is cancelled before it is there."""
+
+        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+            answers = await super().call(method, body)
+            if method == asked:
+                updating.cancel()
+                for _ in range(9):
+                    await asyncio.sleep(0)
+            return answers
+
+    async def update() -> None:
+        async with Control(Slow(cores)).in_one_call(transport="local"):
+            raise AssertionError("it has not begun")
+
+    async def cancelled() -> None:
+        nonlocal updating
+        updating = asyncio.create_task(update())
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+
+    updating: asyncio.Task[Any]
+    asyncio.run(cancelled())
+    assert [call(core, "status")["active"] for core in cores] == [None, None]
+
+
 @pytest.mark.parametrize("busy", [0, 1])
 def test_a_start_repeated_after_one_was_busy_is_under_way_on_none(
     cores: list[Any], busy: int

@@ -32,7 +32,6 @@ class Control:
         """How many engines answer a call."""
         return self._door.num_engines
 
-    @shielded
     async def start(self, **body: Any) -> Reply:
         """Open an update on every engine, or on none."""
         rate.spend()
@@ -44,11 +43,15 @@ class Control:
             # First: those that have switched already would lose their way back, and
             # need it if one of the others, which this one would refuse, cannot switch.
             await self.ask("may_begin", update_id=update_id)
+        return await self._begin(body)
+
+    @shielded
+    async def _begin(self, body: dict[str, Any]) -> Reply:
         reply = await self._all_or_none("begin", body)
         phases = {each["phase"] for each in reply.get("engines", ())}
         if phases & ACTIVE and phases - ACTIVE:
             # Some have begun now what has ended on others, when not all could begin.
-            await self._door.call("abort", {"update_id": update_id})
+            await self._door.call("abort", {"update_id": body["update_id"]})
             reply = await self._all_or_none("begin", body)
         return reply
 
