@@ -8,7 +8,9 @@ import pytest
 from tests.engine.bare_core import Streams, add, call, prompt
 from tests.engine.core_door import Door, said
 from tests.engine.mixtures import MLP, mixed, part
+from vllm.inflight.api import sglang
 from vllm.inflight.engine.doors import matching
+from vllm.inflight.errors import Malformed
 
 pytestmark = pytest.mark.engine
 
@@ -161,6 +163,20 @@ def test_keep_pause_leaves_the_engine_paused_and_counts_what_is_frozen(
 def test_a_pause_of_an_update_that_fails_is_taken_back(door: Door) -> None:
     door.refused("/update_weights_from_disk", model_path="/nowhere", keep_pause=True)
     assert door.get("/is_paused")["is_paused"] is False
+
+
+def test_a_pause_that_another_has_renewed_outlives_an_update_that_fails(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: Any, **__: Any) -> Any:
+        call(door.core, "pause", mode="in_place", owner="another")
+        raise Malformed("the test says so")
+
+    monkeypatch.setattr(sglang, "from_disk", failing)
+    door.refused("/update_weights_from_disk", model_path="/nowhere", keep_pause=True)
+    state = door.get("/is_paused")
+    assert (state["is_paused"], state["owner"]) == (True, "another")
+    door.post("/continue_generation")
 
 
 # ------------------------------------------------------------------------ pause

@@ -111,7 +111,7 @@ async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
     try:
         reply = await from_disk(control, path, **options, **commit)
     except BaseException:
-        if paused_here:
+        if paused_here and (await control.paused())["owner"] is None:  # still ours
             await control.resume()
         raise
     counts = await control.ask("requests")
