@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,15 @@ import pytest
 from tests.engine.mixtures import MLP, part, said
 from tests.serving import Server
 from tests.waiting import until
+from vllm.inflight.api import rate
 from vllm.inflight.api.control import Control
-from vllm.inflight.errors import Conflict, VersionConflict, WeightsMismatch
+from vllm.inflight.api.rate import Rate
+from vllm.inflight.errors import (
+    Conflict,
+    TooManyUpdates,
+    VersionConflict,
+    WeightsMismatch,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -103,6 +112,30 @@ def test_a_later_folder_that_was_written_over_leaves_the_one_before_it_served(
     llm = restart()
     assert llm.restore_weights()["weight_version"] == "update-1"
     assert served(llm) == ("update-1", *whole[1:])
+
+
+def test_what_took_several_updates_is_had_again_as_one_at_any_rate(
+    restart: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    new: Path,
+    tmp_path: Path,
+) -> None:
+    llm = restart()
+    llm.update_weights_from_disk(str(new), "new")
+    mlp = part(checkpoint(2), MLP, tmp_path / "mlp")
+    llm.update_weights_from_disk(mlp, "mixed", subset=MLP)
+    before = served(llm)
+    llm = restart()
+    one_a_minute = partial(Rate(1).spend, "caller")
+
+    def ask() -> Any:
+        rate.allowance.set(one_a_minute)  # as a route does
+        return llm.restore_weights()
+
+    assert copy_context().run(ask)["weight_version"] == "mixed"
+    assert served(llm) == before
+    with pytest.raises(TooManyUpdates):
+        one_a_minute()
 
 
 def test_what_was_committed_while_it_was_asked_for_is_not_written_over(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from vllm.inflight import upstream
+from vllm.inflight.api import rate
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.disk import from_disk
 from vllm.inflight.api.door import Reply
@@ -48,6 +49,8 @@ async def restore(control: Control) -> Reply:
         )
     if noted["recipe"] is None:
         raise Conflict(f"version {label!r} did not come from files")
+    if noted["recipe"]:
+        rate.spend_once()  # held up half-way it could not be had again
     for number, files in enumerate(noted["recipe"], 1):
         is_last = number == len(noted["recipe"])
         served = await from_disk(

@@ -64,3 +64,9 @@ class Rate:
 def spend() -> None:
     """An update begins; raises `TooManyUpdates` if its caller has to wait."""
     allowance.get(lambda: None)()
+
+
+def spend_once() -> None:
+    """The same, for all updates that this call begins from now on."""
+    spend()
+    allowance.set(lambda: None)
