@@ -28,17 +28,6 @@ struct Opened {
   std::shared_ptr<Arena> arena;
 };
 
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
 // Runs `work`, which returns a new reference; what it throws becomes Python's.
 template <class Work>
 PyObject* translated(Work work) {
@@ -79,10 +68,17 @@ PyObject* call(PyObject* capsule, Work work) {
 template <class Work>
 PyObject* call_long(PyObject* capsule, Work work) {
   return call(capsule, [&](Arena& arena) {
-    {
-      const WithoutGil released;
+    std::exception_ptr failure;
+    PyThreadState* state = PyEval_SaveThread();
+    try {
       work(arena);
+    } catch (...) {
+      failure = std::current_exception();
     }
+    // Not in a destructor: to get the lock back when the process is about to end is
+    // the end of this thread, which unwinds it.
+    PyEval_RestoreThread(state);
+    if (failure) std::rethrow_exception(failure);
     Py_RETURN_NONE;
   });
 }

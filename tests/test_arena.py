@@ -2,6 +2,8 @@
 
 import mmap
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -242,3 +244,16 @@ def test_steps_out_of_order_are_refused(arena, step):
     arena.consolidate()
     with pytest.raises(RuntimeError, match="be loading, and it is consolidated"):
         arena.consolidate()
+
+
+def test_a_process_may_end_while_its_arena_is_at_work():
+    code = """if True:
+        import threading, time
+        from tests.test_arena import PAGE, filled, opened
+        arena = opened()
+        tensors = [filled(arena, (64 << 20) // PAGE) for _ in range(4)]
+        threading.Thread(target=arena.consolidate, daemon=True).start()
+        time.sleep(0.02)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
