@@ -78,11 +78,12 @@ class Arena {
   void pair();
 
   // Gives the second set's memory back; its addresses stay what they were, without
-  // memory, until the next `pair`. After a failure all is as before.
+  // memory, until the next `pair`. After a failure the phase tells: all is as before,
+  // or done but for a handle that the driver would not take back.
   void unpair();
 
   // Gives the live set's memory back, where there is no second one; what was in it
-  // is gone. The addresses stay. After a failure all is as before.
+  // is gone. The addresses stay. A failure is as one of `unpair`.
   void suspend();
 
   // Memory at the live addresses again; what is in it is nobody's. After a failure

@@ -12,7 +12,7 @@ import torch
 
 from tests.second_set import Sets, shows, version
 from tests.test_arena import limit
-from vllm.inflight.errors import ConfigError
+from vllm.inflight.errors import ArenaFault, ConfigError
 from vllm.inflight.stage import residence
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.shadow import Shadow
@@ -178,6 +178,24 @@ def test_what_was_copied_for_a_sleep_that_never_came_is_not_brought_back(
     worker.backend.prepare(0)
     worker.backend.suspend(1)
     worker.backend.prepare(0)  # too late to take back
+    worker.backend.resume()
+    assert worker.serves(2)
+
+
+@pytest.mark.parametrize("call", ["unmap", "release"])
+def test_a_sleep_that_failed_ends_as_it_began_and_is_not_remembered(
+    worker: Worker, call: str
+) -> None:
+    worker.publish(1)
+    num_runs = len(worker.arena.runs())
+    limit(worker.arena, call=call, skip=num_runs, times=1)  # of the live set
+    with pytest.raises(ArenaFault, match=call):
+        worker.backend.suspend(1)
+    limit(worker.arena)
+    worker.backend.resume()
+    assert worker.serves(1) and worker.backend._backup is None
+    worker.publish(2)
+    worker.backend.suspend(1)
     worker.backend.resume()
     assert worker.serves(2)
 

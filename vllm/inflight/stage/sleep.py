@@ -85,12 +85,16 @@ class SleepBackend(upstream.CuMemBackend):
         self._stager.forget(served=not keeps_weights)
         if self._arena.phase == "paired":
             self._arena.unpair()
-        self._arena.suspend()
-        self._is_asleep = True
+        try:
+            self._arena.suspend()
+        finally:  # its memory may be gone although a call has failed
+            self._is_asleep = self._arena.phase == "suspended"
 
     def _bring(self) -> None:
-        if self._arena is None or self._backup is None or not self._is_asleep:
+        if self._arena is None or not self._is_asleep:
+            self._backup = None  # of a sleep that failed: what is live goes on
             return
+        assert self._backup is not None
         if self._arena.phase == "suspended":
             self._arena.resume()
         self._backup.restore()
