@@ -5,9 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.inflight.errors import ConfigError
+from tests.test_arena import limit, num_files
+from vllm.inflight.errors import ArenaTorn, ConfigError
 from vllm.inflight.stage import residence
-from vllm.inflight.stage.arena import refuse_expandable_segments
+from vllm.inflight.stage.arena import Arena, refuse_expandable_segments
+
+open_arena = Arena.open
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +39,20 @@ def test_auto_loads_the_model_all_the_same_and_knows_why():
 def test_what_was_asked_for_by_name_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"staging device cannot.*out of PYTORCH"):
         residence.settle_in(torch.nn.Identity, config("device"))
+
+
+def test_an_arena_that_was_torn_at_the_start_gives_its_memory_back(monkeypatch):
+    with open_arena(torch.device("cpu")) as arena:
+
+        def load():
+            model = torch.nn.Module()
+            for name in ("a", "b"):
+                model.register_parameter(name, torch.nn.Parameter(arena.empty((5000,))))
+            limit(arena, call="map", skip=1, times=2)  # of what is consolidated
+            return model
+
+        monkeypatch.setattr(residence.Arena, "open", lambda device: arena)
+        monkeypatch.setattr(residence.swappable, "obstacle", lambda *_: None)
+        with pytest.raises(ArenaTorn):
+            residence.settle_in(load, config("auto"))
+        assert (arena.phase, num_files()) == ("closed", 0)

@@ -75,10 +75,11 @@ def settle_in(load: Callable[[], torch.nn.Module], vllm_config: Any) -> torch.nn
     try:
         with arena.loading():
             model = load()
+        residence = _furnish(model, arena, vllm_config)
     except BaseException:
         arena.close()
         raise
-    return _report(model, _furnish(model, arena, vllm_config), staging)
+    return _report(model, residence, staging)
 
 
 def move_out(model: torch.nn.Module) -> None:
