@@ -55,12 +55,27 @@ def test_nonfinite_values_are_found_in_views_and_by_threads():
 # Refusals and the small type
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As trainers leave what was gathered from shards, once they are through."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def wrapper(tensor: torch.Tensor) -> torch.Tensor:
+    """As quantised weights that lie in other tensors."""
+    return torch.Tensor._make_wrapper_subclass(
+        type("Wrapper", (torch.Tensor,), {"__torch_dispatch__": None}), tensor.shape
+    )
+
+
 @pytest.mark.parametrize(
     "tensor, remedy",
     [
         (torch.zeros(2, dtype=torch.complex64), "complex64.*view_as_real"),
         (torch.zeros(2, 2).to_sparse(), "sparse.*to_dense"),
         (torch.zeros(2, device="meta"), "meta.*load it"),
+        (freed(torch.zeros(2, 3)), r"Tensor of shape \(2, 3\) has no memory.*gather"),
+        (wrapper(torch.zeros(2)), "Wrapper of shape .* has no memory.*gather"),
     ],
 )
 def test_what_has_no_digest_is_refused_with_the_remedy(tensor, remedy):

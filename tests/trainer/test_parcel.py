@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.test_ops import freed
 from tests.trainer.conftest import parcels
 from vllm.inflight import ops
 from vllm.inflight.errors import ConfigError, Malformed
@@ -105,6 +106,7 @@ def test_without_digests_the_manifest_has_none(tmp_path):
         ([("a", torch.ones(2, dtype=torch.cfloat))], "'a' has dtype torch.complex64"),
         ([("a", torch.ones(2, device="meta"))], "'a' is a meta tensor"),
         ([("a", torch.ones(2, 2).to_sparse())], "'a' is a torch.sparse_coo tensor"),
+        ([("a", freed(torch.ones(2)))], "'a' has no memory of its own; gather it"),
     ],
 )
 def test_what_cannot_be_sent_is_named_and_leaves_no_file(tmp_path, pairs, named):

@@ -237,6 +237,11 @@ def _blocks(
         )
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is any; not if it was freed, or lies in tensors that this wraps."""
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
+
+
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, its bytes as they are meant; TypeError if it has none to read."""
     if tensor.layout is not torch.strided:
@@ -252,6 +257,11 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.is_meta:
         raise TypeError("a meta tensor has no content; load it first")
+    if not has_memory(tensor):
+        raise TypeError(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory "
+            "of its own; gather or materialize it first"
+        )
     return tensor.resolve_neg()
 
 

@@ -212,6 +212,10 @@ def _check(name: str, tensor: torch.Tensor, names: set[str]) -> None:
         raise Malformed(f"{name!r} is a {kind} tensor and has no plain content")
     if tensor.dtype not in DTYPES:
         raise Malformed(f"{name!r} has dtype {tensor.dtype}, which cannot be sent")
+    if not ops.has_memory(tensor):
+        raise Malformed(
+            f"{name!r} has no memory of its own; gather it before it is sent"
+        )
 
 
 def _shift(file: IO[bytes], start: int, by: int) -> None:
