@@ -129,6 +129,13 @@ def test_a_view_has_the_digest_of_its_dense_copy(view, dtype):
     assert digest([seen]) == digest([dense]) == [digest_reference(seen)]
 
 
+def test_a_view_is_read_in_few_blocks():
+    seen = random_tensor(torch.float16, 5, 600, 7).permute(1, 2, 0)
+    assert len(list(ops._blocks(seen, ops.row_major(seen.shape), 0))) == 5
+    dense = seen.clone(memory_format=torch.contiguous_format)
+    assert digest([seen]) == digest([dense])
+
+
 def test_the_dtype_does_not_enter():
     tensor = random_tensor(torch.bfloat16, 12, 10)
     assert digest([tensor]) == digest([tensor.view(torch.uint8)])

@@ -226,6 +226,7 @@ def _blocks(
     if not dims or dims[-1][1:] != (1, 1):
         dims.append((1, 1, 1))  # a row is a single element
     row = dims.pop()[0]
+    dims.sort()  # the most rows in a block: there is a step in Python for each
     num_rows, memory, whole = dims.pop() if dims else (1, 0, 0)
     width, data = tensor.element_size(), tensor.data_ptr()
     for steps in product(*(range(size) for size, _, _ in dims)):
