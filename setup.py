@@ -16,11 +16,21 @@ ROOT = Path(__file__).parent.resolve()
 def tool(name: str) -> str:
     """A build tool: of this environment if it has one, else of the PATH."""
     # An unactivated venv has its scripts beside its interpreter, not on the PATH.
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    on_path = os.environ.get("PATH", os.defpath)
+    path = os.pathsep.join([os.path.dirname(sys.executable), on_path])
     found = shutil.which(name, path=path)
     if found is None:
         raise SystemExit(f"{name} not found; run: pip install {name}")
     return found
+
+
+def run(*command: str | Path) -> None:
+    """Run a step of the build, which says itself what it fails of."""
+    if subprocess.run(command, check=False).returncode != 0:
+        raise SystemExit(
+            "the native core was not built, for the reason above; it takes a compiler "
+            "for C++17 (Debian, Ubuntu: apt install g++)"
+        )
 
 
 class CMakeBuild(build_ext):
@@ -36,16 +46,13 @@ class CMakeBuild(build_ext):
         # From scratch, it is one file: a cache left by another checkout or another
         # cmake would only be in the way.
         shutil.rmtree(build, ignore_errors=True)
-        subprocess.run(
-            [
-                *(tool("cmake"), "-S", ROOT, "-B", build, "-G", "Ninja"),
-                f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
-                "-DCMAKE_BUILD_TYPE=Release",
-                f"-DPYTHON_INCLUDE={include}",
-            ],
-            check=True,
+        run(
+            *(tool("cmake"), "-S", ROOT, "-B", build, "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DPYTHON_INCLUDE={include}",
         )
-        subprocess.run([tool("cmake"), "--build", build], check=True)
+        run(tool("cmake"), "--build", build)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Replaced, not overwritten: a process may have the old file mapped.
         partial = target.with_suffix(".partial")

@@ -13,10 +13,14 @@ ROOT = Path(__file__).parents[1]
 NOT_SOURCE = (".git", ".venv", "build", "dist", "out", "*.egg-info", "*.so", ".*_cache")
 
 
+def copy_of(source: Path, into: Path) -> Path:
+    """So that no earlier build and no stray file gets into what is built."""
+    ignored = shutil.ignore_patterns(*NOT_SOURCE)
+    return shutil.copytree(source, into / "source", ignore=ignored)
+
+
 def wheel_of(source: Path, into: Path) -> Path:
-    """Built from a copy, so that no earlier build and no stray file gets in."""
-    copy = into / "source"
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    copy = copy_of(source, into)
     command = ["pip", "wheel", "-q", ".", "--no-deps", "--no-build-isolation"]
     subprocess.run([sys.executable, "-m", *command, "-w", into], cwd=copy, check=True)
     (wheel,) = into.glob("*.whl")
@@ -60,6 +64,20 @@ def test_the_wheel_holds_our_files_and_no_others(wheel):
 def test_one_wheel_serves_every_python(wheel):
     _, _, python_tag, abi_tag, _ = wheel.stem.split("-")
     assert (python_tag, abi_tag) == ("cp310", "abi3")
+
+
+def test_a_build_without_a_compiler_says_what_to_install(tmp_path):
+    source = copy_of(ROOT, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext"],
+        cwd=source,
+        env={"CXX": "no-such-compiler"},  # and no PATH
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "apt install g++" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_our_own_repository_has_no_vllm_package():
