@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import entry_points, requires, version
 from pathlib import Path
@@ -64,6 +65,19 @@ def test_the_wheel_holds_our_files_and_no_others(wheel):
 def test_one_wheel_serves_every_python(wheel):
     _, _, python_tag, abi_tag, _ = wheel.stem.split("-")
     assert (python_tag, abi_tag) == ("cp310", "abi3")
+
+
+def test_the_source_archive_has_all_to_build_and_no_half_of_the_tests(tmp_path):
+    code = "from setuptools.build_meta import build_sdist; build_sdist('.')"
+    source = copy_of(ROOT, tmp_path)
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True)
+    (archive,) = source.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    native = {str(file.relative_to(ROOT)) for file in (ROOT / "csrc").iterdir()}
+    assert native | {"CMakeLists.txt", "setup.py", "pyproject.toml"} <= names
+    # setuptools takes tests/test_*.py by itself, and nothing that they import.
+    assert not any(name.startswith("tests/") for name in names)
 
 
 def test_a_build_without_a_compiler_says_what_to_install(tmp_path):
