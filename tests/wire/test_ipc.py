@@ -91,11 +91,16 @@ def test_large_tensors_are_read_into_their_places(memory: HostMemory) -> None:
     assert digests(engine.model.loaded.items()) == digests(named.items())
 
 
-def test_memory_is_mapped_once_and_let_go_when_it_is_not_lent_again(
-    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
         monkeypatch.setattr(upstream, name, lambda *_: None, raising=False)
+
+
+@pytest.mark.usefixtures("packs_nothing")
+def test_memory_is_mapped_once_and_let_go_when_it_is_not_lent_again(
+    memory: HostMemory,
+) -> None:
     engine = worker(memory)
     first, second = {"a": torch.randn(40)}, {"a": torch.randn(41)}
     for _ in range(3):
@@ -106,6 +111,20 @@ def test_memory_is_mapped_once_and_let_go_when_it_is_not_lent_again(
     engine.start_weight_update()
     receive(engine, lent(second, memory))
     assert len(memory.mapped) == 2
+    engine.finish_weight_update()
+    assert memory.mapped == {second["a"].data_ptr()}
+
+
+@pytest.mark.usefixtures("packs_nothing")
+def test_memory_of_an_update_that_did_not_finish_is_let_go_by_the_next(
+    memory: HostMemory,
+) -> None:
+    engine = worker(memory)
+    broken, second = {"a": torch.randn(40)}, {"a": torch.randn(41)}
+    engine.start_weight_update()
+    receive(engine, lent(broken, memory))
+    engine.start_weight_update()
+    receive(engine, lent(second, memory))
     engine.finish_weight_update()
     assert memory.mapped == {second["a"].data_ptr()}
 

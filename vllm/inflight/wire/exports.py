@@ -164,15 +164,18 @@ class Mappings:
             addresses.append(extent.address + start)
         return addresses
 
+    def begin(self) -> None:
+        """Nothing is asked for yet; not by an update, either, that did not finish."""
+        self._named.clear()
+
     def drop_unnamed(self) -> None:
-        """Unmap what was not asked for since the last call."""
+        """Unmap what the update did not ask for."""
         for key in self._mapped.keys() - self._named:
             self._memory.unmap(self._mapped.pop(key).address)
-        self._named.clear()
 
     def close(self) -> None:
         """Unmap everything."""
-        self._named.clear()
+        self.begin()
         self.drop_unnamed()
 
     def _extent(self, owner: str, handle: bytes, base: int) -> Extent:

@@ -153,10 +153,12 @@ class IpcEngine(StagedEngine):
         self._timeout_s = init_info.timeout_s
 
     def start_weight_update(self) -> None:
-        """Nothing of this update was waited for yet."""
+        """Nothing of this update was waited for yet, or lent."""
         super().start_weight_update()
         if self._receiver is not None:
             self._receiver.window.total_s = 0.0
+        if self._mappings is not None:
+            self._mappings.begin()
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
         """Load what the trainer lends.
