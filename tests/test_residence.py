@@ -7,6 +7,7 @@ import torch
 
 from tests.test_arena import limit, num_files
 from vllm.inflight.errors import ArenaTorn, ConfigError
+from vllm.inflight.patch.worker import _shutdown
 from vllm.inflight.stage import residence
 from vllm.inflight.stage.arena import Arena, refuse_expandable_segments
 
@@ -56,3 +57,16 @@ def test_an_arena_that_was_torn_at_the_start_gives_its_memory_back(monkeypatch):
         with pytest.raises(ArenaTorn):
             residence.settle_in(load, config("auto"))
         assert (arena.phase, num_files()) == ("closed", 0)
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_worker_that_ends_takes_no_memory_away_under_what_is_staged(is_busy):
+    with open_arena(torch.device("cpu")) as arena:
+        model = torch.nn.Identity()
+        residence._residences[model] = residence.Residence(arena, None)
+        stager = SimpleNamespace(
+            is_busy=is_busy, close=lambda: None, shadow=SimpleNamespace(live=model)
+        )
+        worker = SimpleNamespace(device=torch.device("cuda"), _inflight_stager=stager)
+        _shutdown(lambda self: None)(worker)
+        assert arena.phase == ("loading" if is_busy else "closed")

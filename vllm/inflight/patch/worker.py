@@ -178,7 +178,10 @@ def _shutdown(original: Any) -> Any:
         if stager is not None and self.device.type == "cuda":
             from vllm.inflight.stage.residence import move_out
             from vllm.inflight.stage.tandem import trees
+            from vllm.inflight.wire.nccl import still_writes
 
+            if stager.is_busy or still_writes():
+                return  # memory that is written to is given back with the process
             for model in trees(stager.shadow.live):
                 move_out(model)
 
