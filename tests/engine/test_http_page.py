@@ -1,9 +1,10 @@
 """Every call of docs/http.md is answered with the fields that the page shows, and every
-command of docs/runbook.md does what it says.
+command of docs/runbook.md and docs/quickstart.md does what it says.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -22,7 +23,9 @@ from vllm.inflight.api.routes import ROUTES
 pytestmark = pytest.mark.engine
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, RUNBOOK = DOCS / "http.md", DOCS / "runbook.md"
+PAGE, RUNBOOK, QUICKSTART = (
+    DOCS / f"{n}.md" for n in ("http", "runbook", "quickstart")
+)
 BIN = Path(sys.executable).parent
 EXAMPLE = re.compile(r"```bash\n(curl.*?)```\n\n```json\n(.*?)```", re.DOTALL)
 BACKEND = ("--weight-transfer-config", '{"backend": "local"}')
@@ -177,6 +180,40 @@ def test_the_commands_of_the_runbook_do_what_it_says(
         said = [play(server, folders, block) for block in BLOCK.findall(text)]
         assert [status for status, _ in said] == [0] * len(said), (title, said)
         check(server, said)
+
+
+def test_the_commands_of_the_quickstart_do_what_it_says(
+    server: Server, folders: Path, tmp_path: Path
+) -> None:
+    server.post("/update_weights_from_disk", {"path": str(folders / "qwen")})
+    text = QUICKSTART.read_text().replace("/tmp/answer.json", f"{tmp_path}/answer.json")
+    sections = dict(
+        SECTION.findall(text.replace("/tmp/tiny-100", "/models/qwen-step-100"))
+    )
+    blocks = {
+        title: BLOCK.findall(sections[title])
+        for title in ("Replace the weights", "Go back", "Pause")
+    }
+    blocks["Watch"] = BLOCK.findall(sections["Watch, and find out what is wrong"])
+    said = {}
+    for title, (commands,) in blocks.items():
+        status, said[title] = play(server, folders, commands)
+        assert status == 0, said
+    committed, spans = said["Replace the weights"].splitlines()
+    assert json.loads(committed)["weight_version"] == "step-100"
+    starts_and_ends = [(s["start"], s["end"]) for s in ast.literal_eval(spans)]
+    assert starts_and_ends[0][0] == 0 < starts_and_ends[-1][1]
+    info, back = map(json.loads, said["Go back"].splitlines())
+    assert back["weight_version"] == info["previous"]["weight_version"]
+    assert back["epoch"] == info["epoch"] + 1
+    paused, asked, going = map(json.loads, said["Pause"].splitlines())
+    assert (paused["paused"], asked["is_paused"], going["paused"]) == (
+        True,
+        True,
+        False,
+    )
+    assert "vllm:inflight_rollbacks_total" in said["Watch"]
+    assert said["Watch"].endswith("Nothing is wrong.")
 
 
 def play(server: Server, folders: Path, commands: str) -> tuple[int, str]:
