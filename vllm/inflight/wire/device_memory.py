@@ -2,8 +2,8 @@
 
 CUDA's interprocess memory by the driver's own functions, through ctypes, so that no
 toolkit and no compiler is needed. A mapping keeps the memory alive: a process that
-exported it may die while it is being read. What is copied from it is carried by the
-GPU's copy engines, which leave every processor to decoding.
+exported it may die while it is being read. What is copied from another GPU is carried
+by copy engines, which leave every processor to decoding.
 """
 
 from __future__ import annotations

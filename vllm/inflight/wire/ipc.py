@@ -1,10 +1,10 @@
 """Backend `inflight_ipc`: a trainer on this host lends its tensors, to be copied.
 
-Nobody sends: each worker maps the trainer's GPU memory and reads it, by the copy
-engines, from whatever GPU it is on. So decoding keeps every processor, a trainer needs
-no group, and one that dies meanwhile takes nothing with it. `update_info` is upstream's
-`names`, `dtype_names` and `shapes`, and `exports` (see exports.py); when the call has
-returned, the tensors may change again.
+Nobody sends: each worker maps the trainer's GPU memory and reads it, from whatever GPU
+it is on; from another one by copy engines, which leave every processor to decoding. A
+trainer needs no group, and one that dies meanwhile takes nothing with it. `update_info`
+is upstream's `names`, `dtype_names` and `shapes`, and `exports` (see exports.py); when
+the call has returned, the tensors may change again.
 """
 
 from __future__ import annotations
