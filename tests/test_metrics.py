@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -44,6 +45,14 @@ def samples(text):
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def test_the_page_names_every_metric():
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    told = exposition({0: Counts().to_dict() | REST}).decode()
+    families = {family.name for family in text_string_to_metric_families(told)}
+    assert len(families) > 10
+    assert [name for name in families if name not in page] == []
 
 
 def test_every_engine_tells_its_own():

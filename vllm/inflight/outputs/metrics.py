@@ -39,8 +39,8 @@ COUNTERS = {
 }
 KINDS = {
     "updates": ("outcomes", "outcome", "Updates that have ended."),
-    "requests": ("requests", "what", "Requests that a pause or a commit sent back."),
-    "pause_seconds": ("pause_s", "mode", "Seconds for which decoding stood still."),
+    "requests": ("requests", "what", "Requests that pauses and commits treated so."),
+    "pause_seconds": ("pause_s", "mode", "Seconds of pauses that are over."),
 }
 
 
