@@ -97,5 +97,18 @@ def test_sums_have_rows_enough_for_every_tensor():
     assert {digest for _, digest, _ in results} == {ops.Digest.ZERO}
 
 
+def test_a_table_is_made_on_the_host_and_copied_once():
+    from vllm.inflight._digest_triton import CHUNKS_PER_PROGRAM, make_table
+
+    with torch.device("meta"):  # whatever device is the default of a thread
+        table = make_table([(64, 3), (8, CHUNKS_PER_PROGRAM + 1)], torch.device("cpu"))
+    assert table is not None
+    assert table.tolist() == [
+        [64, 3, 0, 0],
+        [8, CHUNKS_PER_PROGRAM + 1, 0, 1],
+        [8, CHUNKS_PER_PROGRAM + 1, CHUNKS_PER_PROGRAM, 1],
+    ]
+
+
 def test_integers_have_nothing_to_count():
     assert nonfinite_bits(torch.int8) == (0, 0)

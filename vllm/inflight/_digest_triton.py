@@ -90,11 +90,14 @@ def make_table(
 
     """
     parts = []
-    for row, (address, num_chunks) in enumerate(places):
-        first = torch.arange(0, num_chunks, CHUNKS_PER_PROGRAM)
-        entry = torch.tensor([address, num_chunks, 0, row]).repeat(len(first), 1)
-        entry[:, 2] = first
-        parts.append(entry)
+    # The thread that stages makes tensors on its GPU where it does not say otherwise,
+    # and would wait for that with every one of them.
+    with torch.device("cpu"):
+        for row, (address, num_chunks) in enumerate(places):
+            first = torch.arange(0, num_chunks, CHUNKS_PER_PROGRAM)
+            entry = torch.tensor([address, num_chunks, 0, row]).repeat(len(first), 1)
+            entry[:, 2] = first
+            parts.append(entry)
     table = torch.cat(parts)
     return table.to(device) if len(table) else None
 
