@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm.inflight.stage.coverage import Coverage
+from vllm.inflight.stage.coverage import Coverage, Fill
 from vllm.inflight.stage.plan import Entry, Plan, Writes, replay, view_of
 
 
@@ -174,3 +174,10 @@ def test_loaders_that_are_not_called_are_left_alone_until_one_is():
     coverage.unwatch()
     assert model.weight.weight_loader is own
     assert "load_weights" not in vars(model)
+
+
+def test_what_is_missing_is_counted_on_the_host():
+    fill = Fill(12, {(0, (2, 3), (3, 1)): 6, (3, (5,), (1,)): 5})
+    with torch.device("meta"):  # whatever device is the default of a thread
+        assert Fill(12).missing == 12
+        assert fill.missing == 4

@@ -38,8 +38,9 @@ class Fill:
         """Elements that nothing was written to."""
         if sum(self.views.values()) == self.numel:
             return 0
-        # Views that overlap (a loader that writes twice) cannot just be added up.
-        written = torch.zeros(self.numel, dtype=torch.bool)
+        # Views that overlap (a loader that writes twice) cannot just be added up. On
+        # the host, since a GPU that serves has no memory to spare.
+        written = torch.zeros(self.numel, dtype=torch.bool, device="cpu")
         for offset, shape, stride in self.views:
             written.as_strided(shape, stride, offset).fill_(True)
         return self.numel - int(written.sum())
