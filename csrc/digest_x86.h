@@ -51,8 +51,11 @@ void chunks_avx512(const unsigned char* data, uint64_t num, uint32_t low, uint32
       k = _mm512_srli_epi64(k, 32);
     }
   }
-  sums.a += uint64_t(_mm512_reduce_add_epi64(_mm512_add_epi64(a0, a1)));
-  sums.b += uint64_t(_mm512_reduce_add_epi64(_mm512_add_epi64(b0, b1)));
+  // Not _mm512_reduce_add_epi64, whose sums are signed and must not overflow.
+  uint64_t a[8], b[8];
+  _mm512_storeu_si512(a, _mm512_add_epi64(a0, a1));
+  _mm512_storeu_si512(b, _mm512_add_epi64(b0, b1));
+  for (int lane = 0; lane < 8; ++lane) sums.a += a[lane], sums.b += b[lane];
   chunks_plain(data, num - i, uint32_t(low + i), page, sums);
 }
 

@@ -2,6 +2,8 @@
 
 import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from vllm.inflight import _C, ops
 from vllm.inflight._digest_reference import chunk_key, page_key
 from vllm.inflight.ops import Digest, digest, digest_reference, digest_slice
 
+CSRC = Path(__file__).parents[1] / "csrc"
 PAGE = (Path(__file__).parents[1] / "docs" / "digest.md").read_text()
 DEFINED: dict = {}
 exec(re.search(r"```python\n(.*?)```", PAGE, re.S)[1], DEFINED)
@@ -100,6 +103,28 @@ def test_every_kernel_of_this_processor_agrees_with_the_reference(kernel, start)
     finally:
         _C.use_kernel(_C.kernels()[0])
     assert native == digest_reference(tensor, (2**36,), (start,))
+
+
+EVERY_KERNEL = """
+#include "digest.h"
+int main() {
+  std::vector<unsigned char> data(8192, 0xA5);
+  inflight::Sums sums;
+  for (const inflight::Kernel& kernel : inflight::kernels())
+    kernel.chunks(data.data(), data.size() / 8, 7, inflight::page_key(0), sums);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_no_kernel_does_what_the_language_leaves_undefined(tmp_path):
+    source, program = tmp_path / "every_kernel.cpp", tmp_path / "every_kernel"
+    source.write_text(EVERY_KERNEL)
+    checks = ["-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
+    command = ["g++", "-std=c++17", *checks, "-I", CSRC, source, "-o", program]
+    subprocess.run(command, check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_tensor_larger_than_one_reference_leaf_agrees():
