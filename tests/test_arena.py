@@ -143,10 +143,14 @@ def test_a_twin_is_refused_until_the_second_range_is_settled(arena):
 def test_a_twin_looks_like_its_tensor(arena):
     whole = arena.empty((8, 6), torch.bfloat16).fill_(1)
     small = arena.empty((5,), torch.float8_e4m3fn)
+    scale = arena.empty((), torch.float32)
     arena.consolidate()
     arena.pair()
     shift = arena.twin(whole).data_ptr() - whole.data_ptr()
-    for tensor in (whole, whole.t(), whole[2:, 1:4], whole[3, 5], small[1:]):
+    for tensor in (
+        *(whole, whole.t(), whole[2:, 1:4], whole[3, 5], small[1:]),
+        *(scale, scale.expand(3, 2)),
+    ):
         twin = arena.twin(tensor)
         assert (twin.shape, twin.dtype) == (tensor.shape, tensor.dtype)
         assert twin.stride() == tensor.stride()

@@ -119,7 +119,7 @@ class Arena:
         buffer = _host_buffer(address, num_bytes, self)
         gone = weakref.finalize(buffer, self._core.arena_free, self._handle, address)
         gone.atexit = False
-        return torch.frombuffer(buffer, dtype=dtype)[:numel].view(*shape)
+        return torch.frombuffer(buffer, dtype=dtype)[:numel].view(tuple(shape))
 
     def consolidate(self) -> None:
         """Few large handles; needs the largest run's memory once more meanwhile."""
