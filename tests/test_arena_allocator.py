@@ -2,8 +2,10 @@
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.test_arena import (
     PAGE,
@@ -67,6 +69,21 @@ def test_torch_gets_memory_while_loading_and_none_later(arena):
     assert malloc(PAGE) is None
     assert "must be loading" in arena.stats()["last_error"]
     list(map(free, pointers))
+
+
+def test_what_torch_keeps_idle_is_dropped_and_a_failure_is_told(arena, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    malloc, _ = callbacks(arena)
+    sizes = {malloc(PAGE): PAGE, malloc(PAGE): 0, 8: 0}
+    segments = [{"address": at, "allocated_size": n} for at, n in sizes.items()]
+    pool = SimpleNamespace(snapshot=lambda: segments)
+    limit(arena, call="unmap", times=1)
+    with pytest.raises(errors.ArenaFault, match="cpu: unmap failed"):
+        arena._drop_idle(pool)
+    assert arena.stats()["num_handles"] == 2
+    segments[1]["address"] = malloc(PAGE)
+    arena._drop_idle(pool)
+    assert (arena.stats()["num_segments"], arena.stats()["num_handles"]) == (1, 2)
 
 
 def test_what_torch_would_do_behind_the_arenas_back_is_refused(arena):

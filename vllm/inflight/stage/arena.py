@@ -92,8 +92,7 @@ class Arena:
             self._core.arena_fill(self._handle)
             with torch.cuda.device(self.device):
                 pool = torch.cuda.MemPool(_allocator(self._core.__file__).allocator())
-            if not self._pools:
-                atexit.register(self._release_pools)
+            atexit.register(self._release_pools)  # more than once does no harm
             # A pool is never entered twice: it would hand out what is dropped below.
             self._pools.append(pool)
             try:
@@ -222,10 +221,11 @@ class Arena:
         # What loading has freed stays in torch's cache; nobody will ask for it again.
         gc.collect()
         torch.cuda.synchronize(self.device)
-        for segment in pool.snapshot():
-            place = (self._handle, segment["address"])
-            if segment["allocated_size"] == 0 and self._core.arena_contains(*place, 1):
-                self._core.arena_drop(*place)
+        idle = [one["address"] for one in pool.snapshot() if not one["allocated_size"]]
+        with _translated(self.device):
+            for address in idle:
+                if self._core.arena_contains(self._handle, address, 1):
+                    self._core.arena_drop(self._handle, address)
 
     def _make_room(self) -> None:
         if self.device.type == "cuda":
