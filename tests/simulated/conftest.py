@@ -15,6 +15,7 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 from tests.simulated.core import Loop, emptied, simulated_core
+from tests.simulated.doors import Failing
 from tests.simulated.worker import SimulatedExecutor
 from tests.tiny import make_checkpoint
 
@@ -55,3 +56,13 @@ def make(model: Path) -> Iterator[Callable[..., EngineCore]]:
 def core(make: Callable[..., EngineCore]) -> EngineCore:
     """A core with a loop, and two steps in flight."""
     return make(is_async=True)
+
+
+@pytest.fixture
+def cores(model: Path, request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """Two cores whose workers refuse what they are told to; `param` is their kind."""
+    kind = getattr(request, "param", EngineCore)
+    made = [simulated_core(model, Failing, kind=kind) for _ in range(2)]
+    yield made
+    for core in made:
+        core.shutdown()
