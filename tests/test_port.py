@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def args(number: int, **more: Any) -> Namespace:
-    tls = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+    tls = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_ciphers")
     plain: dict[str, Any] = {name: None for name in tls} | {"ssl_cert_reqs": 0}
     given = {"additional_config": {"inflight": {"port": number}}, "api_key": None}
     return Namespace(**plain | given | {"disable_uvicorn_access_log": True} | more)
@@ -104,6 +104,20 @@ async def test_the_servers_certificate_is_that_of_the_control_port_too(tmp_path)
     assert await asked(given, Engine(), "/weight_info", scheme="https") is None
     with pytest.raises(httpx.RemoteProtocolError):
         await asked(args(free_port(), **tls), Engine(), "/weight_info")
+
+
+@pytest.mark.parametrize(("bits", "is_answered"), [("256", True), ("128", False)])
+async def test_ciphers_that_the_server_does_not_speak_open_no_control_port(
+    tmp_path, bits, is_answered
+):
+    certificate, key = self_signed(tmp_path)
+    tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    trusts = ssl.create_default_context(cafile=str(certificate))
+    trusts.maximum_version = ssl.TLSVersion.TLSv1_2  # later ones have their own
+    trusts.set_ciphers(f"ECDHE+AES{bits}")
+    given = args(free_port(), **tls, ssl_ciphers="ECDHE+AES256")
+    reply = await asked(given, Engine(), "/weight_info", scheme="https", trusts=trusts)
+    assert (reply is not None) is is_answered
 
 
 async def test_what_generates_is_not_there():

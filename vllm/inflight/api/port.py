@@ -53,6 +53,7 @@ def serve(app: FastAPI, listener: socket.socket, args: Any) -> asyncio.Task[None
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers,
     )
     host, port = listener.getsockname()[:2]
     logger.info("control routes answer on %s port %d, and nowhere else", host, port)
