@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -55,6 +56,16 @@ def test_a_call_that_is_not_answered_in_time_is_made_again(engine, monkeypatch):
         to.publish()
     assert len(engine.bodies(START)) > 1
     assert len({body["update_id"] for body in engine.bodies(START)}) == 1
+
+
+@pytest.mark.parametrize("timeout_s", [1e10, math.inf])
+def test_whoever_would_try_for_ever_publishes_and_may_be_told_no(engine, timeout_s):
+    engine.faults[FINISH] = [DROP]
+    with publisher(engine, timeout_s=timeout_s) as to:
+        assert to.publish("v").epoch == 1
+        engine.faults[FINISH] = [PauseConflict("not now")]
+        with pytest.raises(PauseConflict, match="not now"):
+            to.publish("w")
 
 
 def test_an_engine_that_is_not_there_is_named_when_patience_ends(engine):

@@ -8,6 +8,9 @@ import time
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 2.0
 """Between one try and the next; doubled from the first to the last."""
 
+LONGEST_S = 86400.0
+"""Of one wait: sockets and locks know no longer ones, and patience may have no end."""
+
 
 class Patience:
     """How long to go on trying, and whether to."""
@@ -24,8 +27,9 @@ class Patience:
         return part
 
     def left(self) -> float:
-        """Seconds that remain; 0 when it has ended."""
-        return 0.0 if self._over.is_set() else max(0.0, self._until - time.monotonic())
+        """Seconds that remain, at most `LONGEST_S`; 0 when it has ended."""
+        left = self._until - time.monotonic()
+        return 0.0 if self._over.is_set() else min(LONGEST_S, max(0.0, left))
 
     def pause(self, seconds: float) -> bool:
         """Wait before another try; False when there is to be none."""
