@@ -109,7 +109,21 @@ def test_the_second_of_several_engines_writes_nothing(tmp_path: Path) -> None:
     assert second.told()["path"] is None and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", ["weights", "[1]", "{}", '{"format": 2}'])
+NOTED = {"model": "m", "weight_version": "v", "step": None, "digest": "d"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("weights", "[1]", "{}", '{"format": 2}', '{"format": 1}', "[" * 100_000),
+        json.dumps({"format": 1, **NOTED}),
+        *(
+            json.dumps({"format": 1, **NOTED, "recipe": recipe})
+            for recipe in ([{}], [[]], 1, [{"path": "a", "draft_path": None}])
+        ),
+    ],
+    ids=str.__len__,
+)
 def test_another_file_is_refused_and_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / "precious"
     path.write_text(content)

@@ -23,6 +23,13 @@ logger = upstream.init_logger(__name__)
 
 FORMAT = 1
 
+NOTED = {"model", "weight_version", "step", "digest", "recipe"}
+STEP = {"path", "draft_path", "subset", "name_map"}
+"""What there has to be in a note, and in a step of its recipe."""
+
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What a file raises that is none."""
+
 MAX_STEPS = 32
 """Of a recipe: whoever sends subsets for ever has to send all of it some time."""
 
@@ -120,19 +127,25 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         content = path.read_bytes() if path.exists() else b""
         found = json.loads(content) if content else None
-        if found is not None and found["format"] != FORMAT:
-            raise KeyError("format")
+        if found is not None and not _is_note(found):
+            raise ValueError("it says something else")
         _replace(path, content)
     except OSError as error:
         raise ConfigError(
             f"--inflight-journal {path} cannot be read and written: {error}"
         ) from None
-    except (ValueError, TypeError, KeyError):
+    except UNREADABLE:
         raise ConfigError(
             f"--inflight-journal {path} is not a journal, or one of another release: "
             "name another file, or remove it"
         ) from None
     return found
+
+
+def _is_note(found: Any) -> bool:
+    """Whether it says all that it takes to follow it."""
+    is_ours = found["format"] == FORMAT and found.keys() >= NOTED
+    return is_ours and all(step.keys() >= STEP for step in found["recipe"] or ())
 
 
 def _replace(path: Path, content: bytes) -> None:
