@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -153,6 +154,14 @@ def test_with_a_key_set_this_host_needs_it_too():
 def test_a_wrong_key_is_forbidden(sent):
     with pytest.raises(Forbidden):
         auth.check(request(HERE, api_key=["key"], authorization=f"Bearer {sent}"))
+
+
+def test_a_key_may_have_any_bytes(monkeypatch):
+    monkeypatch.setenv(ADMIN_KEY_ENV, "schlüssel")
+    auth.check(request(ELSEWHERE, authorization="Bearer schlüssel"))
+    monkeypatch.setenv(ADMIN_KEY_ENV, os.fsdecode(b"\xff"))
+    with pytest.raises(Forbidden, match="does not open"):
+        auth.check(request(ELSEWHERE, authorization="Bearer schlüssel"))
 
 
 # Over HTTP, through the routes as the server attaches them
