@@ -11,11 +11,12 @@ import pytest
 
 from tests.door import Engine, served
 from vllm.inflight.api.routes import InflightEndpoints
+from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.engine import doors
 from vllm.inflight.engine.journal import MAX_STEPS, Journal, Recipe, extended
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.update import Version
+from vllm.inflight.update import Phase, Version
 
 
 def made(
@@ -70,6 +71,18 @@ def test_a_model_and_its_drafter_are_each_had_from_where_they_came_last() -> Non
     ]
     # Of a drafter that came with nothing that is known, nothing is known.
     assert made(None, "b", has_drafter=True) is None
+
+
+@pytest.mark.parametrize("ends", [(Phase.ABORTED,), (Phase.STAGED, Phase.COMMITTED)])
+def test_of_an_update_that_has_ended_no_names_are_kept(ends: tuple[Phase, ...]) -> None:
+    ledger = Ledger()
+    names = {"format": 1, "name_map": {"a": "b"}}
+    update, _ = ledger.begin({"source": "/models/new", "manifest": names}, 60.0)
+    assert update.files is not None
+    for phase in (Phase.STAGING, *ends):
+        assert ledger.move(update, phase)
+    assert (update.manifest, update.files) == (None, None)
+    assert update.source == "/models/new"
 
 
 def test_a_recipe_ends_somewhere() -> None:

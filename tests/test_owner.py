@@ -4,7 +4,8 @@ import pytest
 
 from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import Update
-from vllm.inflight.errors import OwnedByAnother
+from vllm.inflight.engine.lease import check_owner
+from vllm.inflight.errors import Malformed, OwnedByAnother
 from vllm.inflight.update import Phase
 
 
@@ -20,6 +21,13 @@ def test_another_owner_finds_an_update_that_is_not_its_own(update_id):
         assert ledger.find(update_id, owner) is update
     with pytest.raises(OwnedByAnother, match="update 'u' belongs to 'trainer'"):
         ledger.find(update_id, "another")
+
+
+def test_an_owner_has_a_name_of_no_more_characters_than_a_version():
+    assert check_owner("o" * 512) == "o" * 512
+    with pytest.raises(Malformed, match="owner must be a string of 1 to 512") as why:
+        check_owner("o" * (1 << 20))
+    assert len(why.value.message) < 200
 
 
 def test_what_is_nobodys_is_everybodys():

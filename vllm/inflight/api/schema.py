@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from vllm.inflight.errors import BY_CODE
-from vllm.inflight.update import MAX_LABEL_CHARS, PauseMode
+from vllm.inflight.update import MAX_LABEL_CHARS, MAX_NAME_CHARS, PauseMode
 
 Schema = dict[str, Any]
 
@@ -21,7 +21,7 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 OBJECT: Schema = {"type": "object"}
 NAMES: Schema = {"type": "array", "items": TEXT}
 LABEL: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_LABEL_CHARS}
-NAME: Schema = {"type": "string", "minLength": 1}
+NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
 MODE: Schema = {"type": "string", "enum": [*(mode.value for mode in PauseMode), "keep"]}
 
 OPENING: dict[str, Schema] = {

@@ -191,7 +191,7 @@ class Ledger:
             # One that is served again after two rollbacks had its end before.
             if phase in (Phase.COMMITTED, Phase.ABORTED) and update.ended is None:
                 update.ended = now
-                update.manifest = None
+                update.manifest = update.files = None  # they may have many names
                 self.ended[phase.value if error is None else error.code] += 1
             if error is not None:
                 error.update_id, error.phase = update.update_id, phase.value

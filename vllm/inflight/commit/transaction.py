@@ -50,7 +50,7 @@ class Update:
     source: str | None = None
     """The path its files were read from, if it came whole and from files."""
     files: dict[str, Any] | None = None
-    """What it takes to read the same files in the same way, if it came from files."""
+    """What it takes to read the same files in the same way, if it comes from files."""
     owner: str | None = None
     """Whose it is: nobody who names another may receive, finish or abort it."""
     is_held: bool = False

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed, OwnedByAnother
+from vllm.inflight.update import MAX_NAME_CHARS
 
 LONGEST_S = 86400
 RETRY_S = 1.0
@@ -100,6 +101,11 @@ def lease_seconds(value: Any, default: float) -> float | None:
 
 def check_owner(value: Any) -> str | None:
     """`owner` of a request."""
-    if value is not None and (not isinstance(value, str) or not value):
-        raise Malformed(f"owner must be a string that is not empty, got {value!r}")
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
+        raise Malformed(
+            f"owner must be a string of 1 to {MAX_NAME_CHARS} characters, got "
+            f"{value!r:.80}"
+        )
     return value
