@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from vllm.inflight.api.control import Control
-from vllm.inflight.errors import UpdateBusy
+from vllm.inflight.api.envelopes import merged
+from vllm.inflight.errors import UnknownUpdate, UpdateBusy
 
 PAUSED = {
     "paused": True,
@@ -102,3 +103,9 @@ async def test_a_refused_announcement_is_told_with_its_age_and_says_what_became_
         "miss",
         {"group_name": "g", "announcement": announcement},
     )
+
+
+async def test_an_error_says_in_its_text_whose_it_is():
+    refusal = {"error": UnknownUpdate("there is none").to_dict()}
+    with pytest.raises(UnknownUpdate, match=r"^engine 1 of 2: there is none$"):
+        merged([{"ok": PAUSED}, refusal])

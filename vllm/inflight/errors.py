@@ -28,8 +28,6 @@ InflightError
  │   └─ TransferFault        the bytes of an update stopped coming
  ├─ DeadlineExceeded 504 the update took longer than it was given
  └─ EngineUnreachable 504 no answer from an engine     (trainer's side)
-
-Errors cross processes as plain data: `to_dict` on one side, `from_dict` on the other.
 """
 
 from __future__ import annotations
@@ -65,8 +63,10 @@ class InflightError(Exception):
         vars(self).update(facts)
         self.message = message
         self.tensors = list(tensors)
-        self.phase = phase
-        self.update_id = update_id
+        self.phase, self.update_id = phase, update_id
+
+    def __str__(self) -> str:
+        return self.message  # which others add to on its way
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: `code`, `message` and the facts that are known."""

@@ -203,7 +203,6 @@ class Control:
                 "; unless all that it announced was received, the workers have left "
                 f"group {group_name!r}"
             )
-            error.args = (error.message,)
             raise
 
     async def ask(self, method: str, **body: Any) -> list[Reply]:

@@ -192,5 +192,4 @@ def blamed(error: BaseException, engine: Engine) -> BaseException:
 def retold(error: InflightError, message: str) -> InflightError:
     """The error, with another message."""
     error.message = message
-    error.args = (message,)
     return error
