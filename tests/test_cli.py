@@ -187,6 +187,15 @@ def test_a_key_is_reported_as_set_and_never_shown(monkeypatch, admin, api):
 # The command line
 
 
+def test_a_server_cannot_speak_to_the_terminal(monkeypatch, capsys):
+    obeyed = Finding("version", "\x1b]0;owned\x07 [red]v1", State.WRONG, "\x9b2J so")
+    monkeypatch.setattr("vllm.inflight.visit.visit", lambda *_: [obeyed])
+    assert cli.main(["doctor", "--url", "http://127.0.0.1:1"]) == 1
+    told = capsys.readouterr().out
+    assert "]0;owned\ufffd [red]v1" in told and "\ufffd2J so" in told
+    assert not {"\x1b", "\x07", "\x9b"} & set(told)
+
+
 def test_one_wrong_finding_spoils_the_report_and_a_note_does_not():
     note = Finding("a", "b", State.NOTE, "c")
     assert Report([], [note]).is_good

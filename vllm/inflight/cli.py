@@ -56,10 +56,12 @@ def _visit(args: argparse.Namespace) -> int:
     try:
         findings = visit(args.url, key, args.watch)
     except ConfigError as error:
-        print(f"{error}.", file=sys.stderr)
+        print(f"{_plain(str(error))}.", file=sys.stderr)
         return 2
     except EngineUnreachable as error:
-        print(f"{error}. See whether a server runs there.", file=sys.stderr)
+        print(
+            f"{_plain(str(error))}. See whether a server runs there.", file=sys.stderr
+        )
         return 2
     is_good = all(finding.state is not State.WRONG for finding in findings)
     told = [asdict(finding) for finding in findings]
@@ -102,15 +104,20 @@ def _print_report(report: dict[str, Any]) -> None:
 def _print_findings(console: Console, entries: list[dict[str, Any]]) -> None:
     findings = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for entry in entries:
-        look, found = LOOKS[entry["state"]], escape(entry["found"])
+        look, found = LOOKS[entry["state"]], escape(_plain(entry["found"]))
         findings.add_row(f"[{look}]{entry['state']}[/]", entry["name"], found)
     console.print(findings)
     for entry in entries:
         if entry["remedy"]:
             console.print()
             console.print(f"[{LOOKS[entry['state']]}]{entry['name']}[/]: ", end="")
-            console.print(entry["remedy"], markup=False)
+            console.print(_plain(entry["remedy"]), markup=False)
     console.print()
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal obeys: it may be a server's, whosever that is."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
 def parser() -> argparse.ArgumentParser:
