@@ -53,10 +53,14 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
 
     update(200)  # allocator and caches find their level
     before = held()
-    update(200)
-    after = held()
+
+    def growth() -> int:
+        resident = held()[0]
+        update(200)
+        return held()[0] - resident
+
     one_set = sum(p.stat().st_size for p in folders[0].glob("*.safetensors"))
-    # A leak of one version in ten would show as 20 sets. What the allocator holds for
-    # threads that are gone comes and goes by some MiB.
-    assert after[0] - before[0] < 8 * one_set + 8 * MIB
-    assert after[1:] == (before[1], 0)
+    # A leak of one version in ten would show as 20 sets, every time. What the allocator
+    # holds for threads that are gone comes once, and goes.
+    assert any(growth() < 2 * one_set + 8 * MIB for _ in range(3))
+    assert held()[1:] == (before[1], 0)

@@ -4,6 +4,8 @@ import asyncio
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
+
 from tests.simulated.worker import SimulatedExecutor
 from vllm.inflight.api.control import Control
 
@@ -46,3 +48,11 @@ def served(cores: list[Any]) -> list[tuple[str, int]]:
     return [
         (core.inflight_gate.version.label, core.model_executor.live) for core in cores
     ]
+
+
+async def cancelled_and_over(call: asyncio.Task[Any]) -> None:
+    """Wait for a call that its caller gives up, and for what goes on without it."""
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)

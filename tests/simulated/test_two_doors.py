@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine.bare_core import Streams, add, prompt
-from tests.simulated.doors import Door, publish, served
+from tests.simulated.doors import Door, cancelled_and_over, publish, served
 from vllm.inflight.api.control import Control
 from vllm.inflight.errors import EngineFault, PauseConflict
 
@@ -88,10 +88,7 @@ def test_a_commit_that_its_caller_cancels_is_made_on_both_or_on_none(
         committing = asyncio.create_task(
             control.finish("two", update_id=begun["update_id"])
         )
-        with pytest.raises(asyncio.CancelledError):
-            await committing
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*others, return_exceptions=True)
+        await cancelled_and_over(committing)
 
     committing: asyncio.Task[Any]
     asyncio.run(phases())
