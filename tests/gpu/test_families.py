@@ -29,6 +29,8 @@ ELSEWHERE = ("llama", "qwen3", "qwen3_moe", "mixtral", "mixtral_unrouted")
 UNTRIED = ("bert", "bloom")
 """The first is refused, the second is for other tests."""
 LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+COMPUTED = ("jamba", "nemotron_h")
+"""Loaders that take exponentials: of what is loaded, and of the parameter."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
@@ -69,3 +71,21 @@ def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
     some = part(after, odd, tmp_path / "part")
     llm.update_weights_from_disk(some, "odd", subset=odd)
     assert greedy(llm) == expected_mixture
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+@pytest.mark.parametrize("family", COMPUTED)
+def test_what_a_loader_computes_is_what_a_fresh_engine_computes(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    family: str,
+    staging: str,
+) -> None:
+    before, after = (checkpoint(seed, family=family) for seed in (0, 1))
+    options = {"additional_config": {"inflight": {"staging": staging}}}
+    fresh = checksums(start(after, enforce_eager=True))
+    llm = start(before, enforce_eager=True, **options)
+    for _ in range(3):  # recorded, proved, replayed
+        llm.update_weights_from_disk(str(after), "after")
+        assert checksums(llm) == fresh
+        llm.update_weights_from_disk(str(before), "before")

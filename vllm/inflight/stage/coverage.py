@@ -17,6 +17,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage import direct
+from vllm.inflight.stage.arithmetic import HOST, as_fresh
 from vllm.inflight.stage.inspection import PLAIN
 from vllm.inflight.stage.plan import Entry, View, Writes
 from vllm.inflight.stage.quantised import is_quantised
@@ -55,6 +56,7 @@ class Coverage:
         behind: names of the parameters whose content is not what is served; every
             one is entered here before the first write to it.
         quantised: those of quantised layers.
+        device: the GPU of the engine, if it has one.
 
     """
 
@@ -64,8 +66,10 @@ class Coverage:
         required: Mapping[str, torch.Size],
         behind: set[str],
         quantised: Collection[str] = (),
+        device: torch.device = HOST,
     ) -> None:
         self._module = module
+        self._device = device
         self._behind = behind
         self._quantised = quantised
         self.fills = {n: Fill(shape.numel()) for n, shape in required.items()}
@@ -246,7 +250,10 @@ class Coverage:
             self.has_strays |= self.entry is None
             if self.entry is not None and not is_replayable:
                 self.entry.is_whole = False  # it is processed in memory of its own
-            with Writes(name, param, self.handed, self.entry) as writes:
+            with (
+                Writes(name, param, self.handed, self.entry) as writes,
+                as_fresh(self._device, param, loaded),
+            ):
                 result = loader(*args, **kwargs)
             self.num_loads += 1
             if not writes.views.keys().isdisjoint(fill.views):

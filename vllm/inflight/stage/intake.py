@@ -58,7 +58,11 @@ class Intake:
         assert shadow.module is not None
         self._module = shadow.module
         self.coverage = Coverage(
-            shadow.module, shadow.required, shadow.behind, shadow.quantised
+            shadow.module,
+            shadow.required,
+            shadow.behind,
+            shadow.quantised,
+            shadow.device,
         )
         self._inspection = Inspection(
             manifest,
@@ -69,9 +73,7 @@ class Intake:
         )
         self._audit = Audit(shadow.device, shadow.tables, shadow.plan)
         self._sampler = Sampler(shadow.views, shadow.plan, shadow.device)
-        self._proof: Proof | None = None
-        if shadow.plan is not None:
-            self._proof = Proof(shadow.plan)
+        self._proof = None if shadow.plan is None else Proof(shadow.plan)
         self._tried: set[str] = set()
         """Tensors that are replayed and loaded."""
         self._renamed: set[str] = set()
@@ -157,10 +159,8 @@ class Intake:
 
     def _is_spare(self, name: str) -> bool:
         """Whether it may come, and this engine has no use for it."""
-        spares = self._shadow.spares
-        if name in spares:
-            return True
-        return not self._manifest.subset and spares.has_left_out(name)
+        spares, is_subset = self._shadow.spares, bool(self._manifest.subset)
+        return name in spares or (not is_subset and spares.has_left_out(name))
 
     def _accepted(self, batch: list[Pair]) -> list[Pair]:
         """Those of a batch that may go on, under the model's names."""
