@@ -18,7 +18,7 @@ from benchmarks.record import OURS, UPSTREAM
 HOST = "ours, staged on the host"
 ALONE = "ours, with one set"
 STAGING = {OURS: "device", HOST: "host", ALONE: "off"}
-KV_BYTES = 12 << 30
+KV_BYTES = 30 << 30
 
 
 async def reload(engine: Any, checkpoint: str) -> dict[str, float]:

@@ -83,9 +83,9 @@ def test_what_a_loader_computes_is_what_a_fresh_engine_computes(
 ) -> None:
     before, after = (checkpoint(seed, family=family) for seed in (0, 1))
     options = {"additional_config": {"inflight": {"staging": staging}}}
-    fresh = checksums(start(after, enforce_eager=True))
+    expected = checksums(start(after, enforce_eager=True))
     llm = start(before, enforce_eager=True, **options)
     for _ in range(3):  # recorded, proved, replayed
         llm.update_weights_from_disk(str(after), "after")
-        assert checksums(llm) == fresh
+        assert checksums(llm) == expected
         llm.update_weights_from_disk(str(before), "before")
