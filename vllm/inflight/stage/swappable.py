@@ -63,7 +63,10 @@ MTP = {
 engine; upstream makes one method of all."""
 
 
-BESIDE_QUANTISED = {"cpu": ("draft_model", "eagle", "eagle3")}
+BESIDE_QUANTISED = {
+    "cpu": ("draft_model", "eagle", "eagle3"),
+    "cuda": ("draft_model",),
+}
 """Drafters, themselves not quantised, that were seen to change beside a model that is,
 by device."""
 
