@@ -43,6 +43,20 @@ def test_read_tensor_by_tensor_they_are_what_was_written(tmp_path: Path) -> None
     assert open_things() == before
 
 
+def test_read_tensor_by_tensor_they_take_the_memory_of_two(tmp_path: Path) -> None:
+    """New memory for each would be a fault for each of its pages."""
+    named = {f"t{n}": torch.full((1000 - n,), float(n)) for n in range(9)}
+    pairs = ((name, tensor) for name, tensor in read_files(written(tmp_path, named, 1)))
+    places, kept = set(), []
+    for name, tensor in pairs:
+        assert torch.equal(tensor, named[name])
+        places.add(tensor.data_ptr())
+        if name == "t4":
+            kept.append((name, tensor))
+    assert len(places) == 3  # and one more, for that which is kept
+    assert all(torch.equal(tensor, named[name]) for name, tensor in kept)
+
+
 def shortening(pipe: Any, folder: Path) -> None:
     """Read a file that is written anew in the middle of it; tell what comes of it."""
     (file,) = written(folder, {"a": torch.ones(1 << 16), "b": torch.ones(1 << 16)}, 1)

@@ -32,6 +32,7 @@ from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.file_reader import BUCKET_BYTES, FileReader
 from vllm.inflight.wire.paths import existing, read_json, resolved
 from vllm.inflight.wire.receiver import Receiver
+from vllm.inflight.wire.slots import Slots
 from vllm.inflight.wire.tensor_files import TensorFiles
 from vllm.inflight.wire.watch import Watch
 
@@ -39,6 +40,8 @@ SHARED_MEMORY = Path("/dev/shm")
 INDEX = "model.safetensors.index.json"
 NUM_BUCKETS = 3
 """Of `BUCKET_BYTES`, while files are read by way of the GPU."""
+NUM_LOOKED_AT = 2
+"""Tensors read one by one: who asks for the next one still has the last."""
 NO_MEMORY = torch.OutOfMemoryError, torch.AcceleratorError
 """On the GPU; of the host's, that can be page-locked."""
 
@@ -208,19 +211,26 @@ def _shards(index: Path) -> list[str]:
 
 
 def read_files(files: list[Path]) -> Generator[Pair]:
-    """Every tensor of `files`; raises `Malformed` naming a file that is broken."""
+    """Every tensor of `files`; raises `Malformed` naming a file that is broken.
+
+    Where nobody looks into one any more, later ones are read into its memory.
+    """
     with TensorFiles(files) as opened:
         announced = opened.announced
         facts = zip(
             announced.names,
             announced.dtypes,
             announced.shapes,
+            announced.sizes,
             opened.stored,
             strict=True,
         )
-        for name, dtype, shape, stored in facts:
+        slots = Slots(NUM_LOOKED_AT, 0, torch.device("cpu"))
+        for number, (name, dtype, shape, size, stored) in enumerate(facts):
             # Not where the file is mapped: to look at what was cut off ends a process.
-            tensor = torch.empty(shape, dtype=dtype, device="cpu")
-            stored.read(0, tensor.view(-1).view(torch.uint8).numpy().data)
+            data = slots.take(number, size)[:size]
+            stored.read(0, data.numpy().data)
+            tensor = data.view(dtype).view(shape)
+            del data
             yield name, tensor
             del tensor
