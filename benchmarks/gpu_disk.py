@@ -5,7 +5,8 @@ random, that differ in their heads. Up to three engines, which decode one after 
 other: ours with its second set on the device, ours with it in the host's memory, and
 vLLM as it is, paused for its worker's own `reload_weights`. The files are in the host's
 page cache, but for one update of ours at the end, before which they, and nothing else,
-are dropped from there.
+are dropped from there; and for as long as that took, ours decodes beside a process that
+reads the files from the disk.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,7 +27,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.figures import summary, update_figures
+from benchmarks.figures import steady, summary, update_figures
 from benchmarks.gpu_staging_arm import HOST
 from benchmarks.machine import facts
 from benchmarks.process import ArmProcess, arm
@@ -69,12 +71,12 @@ def _save(shard: dict[str, torch.Tensor], folder: Path) -> None:
     shard.clear()
 
 
-def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """The figures of every arm."""
+def measure(options: argparse.Namespace, root: Path, report: dict[str, Any]) -> None:
+    """Add the figures of every arm, and write them down as soon as they are there."""
     old, new = write_checkpoints(options.shape, root)
     arms: list[str] = options.arms
     num_bytes = sum(file.stat().st_size for file in new.glob("*.safetensors"))
-    report: dict[str, Any] = {"bytes": num_bytes, "arms": {}}
+    report |= {"bytes": num_bytes, "arms": {}}
     versions = [str((new, old)[n % 2]) for n in range(options.updates)]
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
 
@@ -98,23 +100,38 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
             if name == OURS:
                 report["cold"] = cold = _cold(process, options.streams, new)
                 console.print(cold)
+            written = json.dumps(report, indent=1)
+            (options.out / "gpu-disk.json").write_text(written + "\n")
     if any(probe != probes[0] for probe in probes):
         raise SystemExit("the arms do not say the same under the same weights")
-    return report
 
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def _cold(process: ArmProcess, streams: int, folder: Path) -> dict[str, Any]:
-    """One update from the disk itself."""
-    os.sync()  # what has not been written stays
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    """One update from the disk itself; and decoding beside a process that reads it."""
+    files = sorted(folder.glob("*.safetensors"))
+    _drop(files)
     record = process.carry_out(Plan(streams, 32, 1.0, [str(folder)]))
     (found,) = update_figures(record)
-    return {"seconds": found.seconds, "gap_max_ms": found.gap_max_ms}
+    _drop(files)
+    with subprocess.Popen(["cat", *files], stdout=subprocess.DEVNULL) as reader:
+        record = process.carry_out(Plan(streams, 32, found.seconds, []))
+        reader.kill()
+    return {
+        "seconds": found.seconds,
+        "gap_max_ms": found.gap_max_ms,
+        "gap_beside_reader_ms": steady([record])["gap_steady_max_ms"],
+    }
+
+
+def _drop(files: list[Path]) -> None:
+    """Take files, and nothing else, out of the host's page cache."""
+    os.sync()  # what has not been written stays
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def line(found: dict[str, Any]) -> str:
@@ -140,9 +157,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    report = {"machine": facts()}
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
-        report = {"machine": facts(), **measure(options, Path(root))}
-    (options.out / "gpu-disk.json").write_text(json.dumps(report, indent=1) + "\n")
+        measure(options, Path(root), report)
 
 
 if __name__ == "__main__":
