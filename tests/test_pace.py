@@ -1,99 +1,144 @@
-"""The pace of staging: it rests while the process decodes, and only then."""
+"""The pace of staging: it rests while steps run, and only then."""
 
-import hashlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any
 
 import pytest
 
+from vllm.inflight.stage import pace as paces
 from vllm.inflight.stage.pace import LONGEST_REST_S, DevicePace, Pace, free_cores
-
-TRIES = 20
-PATIENCE_S = 60.0
-"""On a busy machine a thread may not run for a while, and so look idle."""
+from vllm.inflight.stage.steps import Steps
 
 
-def rested(pace: Pace) -> float:
-    """Work a little and rest from it; the seconds of the rest."""
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of every rest; none is slept."""
+    seconds: list[float] = []
+    monkeypatch.setattr(paces.time, "sleep", seconds.append)
+    return seconds
+
+
+def work_and_rest(pace: Pace) -> None:
+    """Work for so long that the longest rest is owed at a share of 1 %."""
     begun = time.thread_time()
-    while time.thread_time() - begun < 0.01:
+    while time.thread_time() - begun < LONGEST_REST_S / 99:
         pass
-    start = time.monotonic()
     pace.rest(0)
-    return time.monotonic() - start
 
 
-def in_a_thread(work: object) -> None:
+def settled(share: float, steps: Steps) -> Pace:
+    pace = Pace(share, steps)
+    with pace.settled():
+        return pace  # the thread ends with all that was settled
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
     """Settling changes the calling thread, which is not to be the tests'."""
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
 
 
-@contextmanager
-def decoding() -> Iterator[None]:
-    """A thread of this process that computes without the interpreter's lock."""
+def in_the_middle(steps: Steps, pace: Pace) -> None:
+    with steps.running():
+        work_and_rest(pace)
+
+
+def in_one_begun_before(steps: Steps, pace: Pace) -> None:
+    with steps.running():
+        pace.rest(0)
+        work_and_rest(pace)
+
+
+def around_one(steps: Steps, pace: Pace) -> None:
+    with steps.running():
+        pass
+    work_and_rest(pace)
+
+
+def until_one_ends(steps: Steps, pace: Pace) -> None:
+    with steps.running():
+        pace.rest(0)
+    work_and_rest(pace)
+
+
+def around_one_that_fails(steps: Steps, pace: Pace) -> None:
+    with suppress(ZeroDivisionError), steps.running():
+        raise ZeroDivisionError
+    work_and_rest(pace)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        in_the_middle,
+        in_one_begun_before,
+        around_one,
+        until_one_ends,
+        around_one_that_fails,
+    ],
+)
+def test_it_rests_from_work_beside_a_step(work: Any, naps: list[float]) -> None:
+    steps = Steps()
+    in_a_thread(lambda: work(steps, settled(0.01, steps)))
+    assert naps[-1] == LONGEST_REST_S
+
+
+def test_it_does_not_rest_between_steps_however_busy_the_process_is(
+    naps: list[float],
+) -> None:
+    steps = Steps()
+    with steps.running():
+        pass
+
+    def work() -> None:
+        pace = settled(0.01, steps)
+        work_and_rest(pace)
+        work_and_rest(pace)
+
     ended = threading.Event()
-
-    def compute() -> None:
-        while not ended.is_set():
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 20000)
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    yield
+    spinning = threading.Thread(target=lambda: all(not ended.is_set() for _ in count()))
+    spinning.start()
+    in_a_thread(work)
     ended.set()
-    thread.join()
+    spinning.join()
+    assert not naps
 
 
-def settled(share: float) -> Pace:
-    pace = Pace(share)
-    with pace.settled():
-        return pace  # the thread ends with all that was settled
+def test_what_it_owes_from_between_two_steps_it_rests_beside_the_next(
+    naps: list[float],
+) -> None:
+    steps = Steps()
 
-
-def test_it_rests_while_the_process_decodes():
-    rests = []
-
-    def work():
-        pace = settled(0.01)
-        deadline = time.monotonic() + PATIENCE_S
-        while max(rests, default=0.0) < LONGEST_REST_S:
-            rests.append(rested(pace))
-            assert time.monotonic() < deadline
-
-    with decoding():
-        in_a_thread(work)
-    assert rests[-1] >= LONGEST_REST_S
-
-
-def test_it_does_not_rest_in_an_idle_process():
-    rests = []
-
-    def work():
-        pace = settled(0.01)
-        rests.extend(rested(pace) for _ in range(TRIES))
+    def work() -> None:
+        pace = settled(0.01, steps)
+        work_and_rest(pace)
+        with steps.running():
+            pace.rest(0)
 
     in_a_thread(work)
-    assert min(rests) < LONGEST_REST_S
+    assert naps == [LONGEST_REST_S]
 
 
 @pytest.mark.parametrize(("share", "hurry_s"), [(1, 3600), (0.01, 0)])
-def test_at_full_share_or_late_it_never_rests(share, hurry_s):
-    rests = []
+def test_at_full_share_or_late_it_never_rests(
+    share: float, hurry_s: float, naps: list[float]
+) -> None:
+    steps = Steps()
 
-    def work():
-        pace = settled(share)
+    def work() -> None:
+        pace = settled(share, steps)
         pace.hurry_after(hurry_s)
-        rests.extend(rested(pace) for _ in range(TRIES))
+        in_the_middle(steps, pace)
 
-    with decoding():
-        in_a_thread(work)
-    assert sorted(rests)[TRIES // 2] < LONGEST_REST_S
+    in_a_thread(work)
+    assert not any(naps)
 
 
 def test_staging_has_a_core_to_run_on():

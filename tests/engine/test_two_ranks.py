@@ -51,3 +51,10 @@ def test_updates_from_another_thread_reach_an_engine_of_its_own_process(
 ) -> None:
     assert seen["lengths in flight"] == [300] * 6
     assert seen["versions in flight"] > 1
+
+
+def test_staging_rests_while_ranks_decode_but_not_while_their_queues_spin(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["rests when idle"] == [[], []]
+    assert all(map(any, seen["rests in flight"]))

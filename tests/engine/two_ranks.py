@@ -31,7 +31,7 @@ def main(old: str, new: str) -> None:
             enforce_eager=True,
             disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend="other"),
-            worker_extension_cls="tests.engine.transport.Extension",
+            worker_extension_cls="tests.engine.listening.Listening",
         )
 
     def greedy(llm: Any) -> Any:
@@ -52,7 +52,13 @@ def main(old: str, new: str) -> None:
     expected = greedy(fresh)
     fresh.llm_engine.engine_core.shutdown()
     llm = start(old)
-    seen: dict[str, Any] = {"before": greedy(llm), "expected": expected}
+    # It has not stepped, and its queues spin from one call to the next.
+    llm.collective_rpc("tests_listen")
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"path": new}})
+    llm.abort_weight_update()
+    seen: dict[str, Any] = {"rests when idle": llm.collective_rpc("tests_rests")}
+    seen |= {"before": greedy(llm), "expected": expected}
     name = "model.layers.0.mlp.down_proj.weight"
     for rank in (0, 1):
         seen[f"rank {rank} broken"] = send(llm, fail_after=9, fail_rank=rank)
@@ -77,9 +83,11 @@ def main(old: str, new: str) -> None:
         target=lambda: [llm.update_weights_from_disk(f) for f in (new, old) * 3]
     )
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    llm.collective_rpc("tests_rests")
     committer.start()
     streams = llm.generate(prompts(6), params, use_tqdm=False)
     committer.join()
+    seen["rests in flight"] = llm.collective_rpc("tests_rests")
     seen["lengths in flight"] = [len(s.outputs[0].token_ids) for s in streams]
     seen["versions in flight"] = max(len(s.outputs[0].weight_versions) for s in streams)
     llm.llm_engine.engine_core.shutdown()

@@ -61,10 +61,11 @@ def rooms() -> list[ModuleType]:
         rpc,
         scheduler,
         sleep,
+        steps,
         worker,
     )
 
-    inside = [worker, rpc, executor, core, client, sleep, scheduler]
+    inside = [worker, steps, rpc, executor, core, client, sleep, scheduler]
     return [*inside, outputs, replies, api]
 
 

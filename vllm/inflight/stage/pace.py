@@ -7,7 +7,7 @@ It shares a process with decoding, and so the interpreter's lock. That makes a l
 priority the wrong modesty: a thread that is put aside while it holds the lock holds
 decoding up until it is let on again, on a busy machine for seconds. So it keeps the
 priority of everybody else, stays off the cores that decoding is bound to, and rests
-after every tensor, as long as its share of a core asks.
+after every tensor beside which a step ran, as long as its share of a core asks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ import torch
 
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.stage.packing import set_threads
+from vllm.inflight.stage.steps import Steps
 
 LONGEST_REST_S = 0.25
 """What is owed beyond it is rested after later tensors; a cancelled job ends soon."""
-
-IDLE_SHARE = 0.25
-"""The rest of the process decodes if it uses more of a core than this."""
-
 
 SHORTEST_NAP_S = 0.0005
 """A sleep is never exact; what is shorter than this waits until it adds up."""
@@ -50,10 +47,12 @@ through Python, which takes four times as long. What is ours names its devices.
 """
 
 
-def pace_of(config: InflightConfig, device: torch.device) -> Pace | DevicePace:
-    """The pace of one job on that device."""
+def pace_of(
+    config: InflightConfig, device: torch.device, steps: Steps
+) -> Pace | DevicePace:
+    """The pace of one job on that device, beside those steps."""
     if device.type == "cpu":
-        return Pace(config.stage_share)
+        return Pace(config.stage_share, steps)
     return DevicePace(config.stage_gb_per_s)
 
 
@@ -100,11 +99,13 @@ class DevicePace:
 class Pace:
     """The pace of one job on a CPU; called by its thread."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, steps: Steps) -> None:
         self._rest_per_second = 1 / share - 1
+        self._steps = steps
+        self._num_ended = steps.num_ended
         self._hurry_at = math.inf
         self._owed = 0.0
-        self._last = (0.0, 0.0, 0.0)
+        self._worked = 0.0
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -116,7 +117,7 @@ class Pace:
             with suppress(OSError):
                 os.sched_setaffinity(0, free_cores())
         set_threads(1)
-        self._last = _clocks()
+        self._look()
         yield
 
     def hurry_after(self, seconds: float) -> None:
@@ -124,21 +125,22 @@ class Pace:
         self._hurry_at = time.monotonic() + seconds
 
     def rest(self, num_bytes: int) -> None:
-        """Rest from what was done since the last rest, if anybody decodes."""
+        """Rest from what was done since the last rest, if a step ran meanwhile."""
         del num_bytes  # it is the time that counts
-        wall, own, process = (
-            now - before for now, before in zip(_clocks(), self._last, strict=True)
-        )
-        self._owed += own * self._rest_per_second
-        if process - own < IDLE_SHARE * wall:
-            # On a single core, decoding may only be waiting for its turn: what is
+        self._owed += (time.thread_time() - self._worked) * self._rest_per_second
+        if self._steps.num_begun == self._num_ended:
+            # Between two steps, decoding may only be waiting for its turn: what is
             # owed is kept, but not more than can be rested at once.
             self._owed = min(self._owed, LONGEST_REST_S)
         elif time.monotonic() < self._hurry_at:
             nap = min(self._owed, LONGEST_REST_S)
             time.sleep(nap)
             self._owed -= nap
-        self._last = _clocks()
+        self._look()
+
+    def _look(self) -> None:
+        """Note how far this thread and the steps are; one that runs has not ended."""
+        self._worked, self._num_ended = time.thread_time(), self._steps.num_ended
 
 
 def free_cores() -> set[int]:
@@ -154,8 +156,3 @@ def free_cores() -> set[int]:
         with suppress(OSError):
             bound |= os.sched_getaffinity(int(thread))
     return cores - bound or cores
-
-
-def _clocks() -> tuple[float, float, float]:
-    """Seconds on the wall, of this thread's work, and of the whole process's."""
-    return time.monotonic(), time.thread_time(), time.process_time()

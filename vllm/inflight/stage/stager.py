@@ -24,6 +24,7 @@ from vllm.inflight.stage.drift import drift
 from vllm.inflight.stage.job import Job
 from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.shadow import Shadow
+from vllm.inflight.stage.steps import Steps
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.local import LocalEngine
 from vllm.inflight.wire.nccl import still_writes
@@ -47,6 +48,7 @@ class Stager:
     ) -> None:
         self.worker = worker
         self.shadow = shadow
+        self.steps = Steps()
         self._pair = pair
         """Makes the call that exchanges what the two trees hold."""
         self._flip: Flip | None = None

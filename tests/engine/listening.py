@@ -1,0 +1,30 @@
+"""The transport "other", in workers that tell how their staging rests."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from tests.engine.transport import Extension
+from vllm.inflight.stage import pace
+
+RESTS: list[float] = []
+"""The seconds of every rest of this process's staging, once somebody listens."""
+
+
+class Listening(Extension):
+    """`--worker-extension-cls tests.engine.listening.Listening`."""
+
+    def tests_listen(self) -> None:
+        """Note rests from here on; they last as long as they do."""
+
+        def sleep(seconds: float) -> None:
+            RESTS.append(seconds)
+            time.sleep(seconds)
+
+        clocks: Any = SimpleNamespace(**vars(time) | {"sleep": sleep})
+        pace.time = clocks
+
+    def tests_rests(self) -> list[float]:
+        """The rests since this was asked last."""
+        rests, RESTS[:] = RESTS[:], []
+        return rests
