@@ -124,6 +124,18 @@ def test_two_trainers_halves_never_make_one_version(
     assert (said(door.core), door.label) == (before, "old")
 
 
+def test_a_piece_without_a_label_does_not_join_a_version_that_has_one(
+    door: Door, folders: dict[str, Path]
+) -> None:
+    first, last = halves(tensors(folders["new"]))
+    path = "/update_weights_from_tensor"
+    door.post(path, serialized_named_tensors=[entry(first)], weight_version="one")
+    status, message = door.refused(path, serialized_named_tensors=[entry(last)])
+    assert (status, "'one' is under way" in message, door.label) == (409, True, "old")
+    door.post(path, serialized_named_tensors=[entry(last)], weight_version="one")
+    assert door.label == "one"
+
+
 @pytest.mark.parametrize("asked", [{"mode": "nap"}, {"lease_s": -1}, {"owner": ""}])
 def test_a_pause_that_is_refused_ends_no_version(
     door: Door, folders: dict[str, Path], asked: dict[str, Any]

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
-from vllm.inflight.errors import InflightError, WeightsMismatch
+from vllm.inflight.errors import InflightError, UpdateBusy, WeightsMismatch
 
 PREFIX = "pieces-"
 TWICE = "it was sent twice"
@@ -42,6 +42,9 @@ async def take(
             begins a new version, where that of a broadcast ends the old one.
         commit: `mode` and `flush_cache` of the commit.
         begin: what else is said when the update begins.
+
+    Raises:
+        UpdateBusy: a version with a label is under way, and the piece has none.
 
     """
     active = await _open(control, transport, label)
@@ -100,7 +103,15 @@ async def _open(control: Control, transport: str, label: str | None) -> str | No
     active = (await control.status())["active"]
     if active is None or not active["update_id"].startswith(f"{PREFIX}{transport}-"):
         return None
-    if label is not None and active["weight_version"] not in (None, label):
+    known = active["weight_version"]
+    if label is None and known is not None:
+        raise UpdateBusy(
+            f"version {known!r} is under way in pieces, and this piece has no label: "
+            "give it its weight_version, or end the other one with POST "
+            "/begin_weight_update",
+            update_id=active["update_id"],
+        )
+    if known not in (None, label):
         await control.abort(active["update_id"])
         return None
     return str(active["update_id"])
