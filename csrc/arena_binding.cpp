@@ -247,7 +247,7 @@ PyMethodDef methods[] = {
     {"arena_close", close, METH_O, "arena_close(arena): give everything back"},
     {"arena_host_limits", host_limits, METH_VARARGS,
      "arena_host_limits(arena, budget_bytes, call, skip, times): after `skip` more "
-     "calls of that name the next `times` fail (tests)"},
+     "calls of that name, or of any if it is '', the next `times` fail (tests)"},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -27,7 +27,8 @@ class HostMemory : public Memory {
 
   void set_budget(uint64_t bytes) { budget_ = bytes; }
 
-  // After `skip` more calls of this name, the next `times` of them fail.
+  // After `skip` more calls of this name, or of any if it is "", the next `times` of
+  // them fail.
   void inject(const std::string& call, uint64_t skip, uint64_t times) {
     injected_ = {call, skip, times};
   }
@@ -140,7 +141,8 @@ class HostMemory : public Memory {
   }
 
   void trip(const char* call) {
-    if (injected_.times == 0 || injected_.call != call) return;
+    if (injected_.times == 0) return;
+    if (!injected_.call.empty() && injected_.call != call) return;
     if (injected_.skip != 0) {
       --injected_.skip;
       return;

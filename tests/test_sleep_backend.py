@@ -12,7 +12,7 @@ import torch
 
 from tests.second_set import Sets, shows, version
 from tests.test_arena import limit
-from vllm.inflight.errors import ArenaFault, ConfigError
+from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError
 from vllm.inflight.stage import residence
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.shadow import Shadow
@@ -198,6 +198,25 @@ def test_a_sleep_that_failed_ends_as_it_began_and_is_not_remembered(
     worker.backend.suspend(1)
     worker.backend.resume()
     assert worker.serves(2)
+
+
+def test_an_arena_that_a_sleep_has_torn_does_not_wake_up(asked: list[str]) -> None:
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        first, hole = arena.empty((1,)), arena.empty((1 << 20,))
+        kept = arena.empty((1,))
+        del hole
+        worker = Worker(arena)
+        arena.unpair()
+        assert len(arena.runs()) == 2 and arena.contains(first) and arena.contains(kept)
+        # One run is unmapped, the next one is not, and the first one stays away.
+        limit(arena, skip=2, times=2)
+        with pytest.raises(ArenaTorn, match="cannot be put back"):
+            worker.backend.suspend(1)
+        limit(arena)
+        for tags in (["weights"], None):
+            with pytest.raises(ArenaTorn, match="a sleep has failed"):
+                worker.backend.resume(tags)
+        assert asked == []
 
 
 def test_sleeping_twice_is_sleeping_once(worker: Worker) -> None:

@@ -24,7 +24,7 @@ InflightError
  ├─ WeightsMismatch 422  the weights are incomplete or not as announced
  ├─ EngineFault     500  a rank failed where none may
  │   ├─ ArenaFault           a call of the GPU's driver failed
- │   │   └─ ArenaTorn            a flip failed and could not be undone
+ │   │   └─ ArenaTorn            a flip or a sleep failed and could not be undone
  │   └─ TransferFault        the bytes of an update stopped coming
  ├─ DeadlineExceeded 504 the update took longer than it was given
  └─ EngineUnreachable 504 no answer from an engine     (trainer's side)
@@ -257,7 +257,7 @@ class ArenaFault(EngineFault):
 
 
 class ArenaTorn(ArenaFault):
-    """A flip failed and so did undoing it: the weights at hand are of no version."""
+    """A flip or a sleep failed, and undoing it: the weights are of no version."""
 
     code = "arena_torn"
     remedy = "Restart the engine; what it would decode now means nothing."

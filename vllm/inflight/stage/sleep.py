@@ -13,7 +13,7 @@ when the next update begins.
 from __future__ import annotations
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import ConfigError, OutOfDeviceMemory
+from vllm.inflight.errors import ArenaTorn, ConfigError, OutOfDeviceMemory
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.backup import Backup, beside, everything
 from vllm.inflight.stage.residence import is_wanted, residence_of, tensors
@@ -91,6 +91,8 @@ class SleepBackend(upstream.CuMemBackend):
             self._is_asleep = self._arena.phase == "suspended"
 
     def _bring(self) -> None:
+        if self._arena is not None and self._arena.phase == "torn":
+            raise ArenaTorn("a sleep has failed, and what it had taken is not back")
         if self._arena is None or not self._is_asleep:
             self._backup = None  # of a sleep that failed: what is live goes on
             return
