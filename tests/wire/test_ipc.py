@@ -20,6 +20,7 @@ from vllm.inflight.errors import Cancelled, Malformed, TransferFault
 from vllm.inflight.wire import exports
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.assembly import Home
+from vllm.inflight.wire.device_memory import HANDLE_BYTES, CudaMemory
 from vllm.inflight.wire.exports import Exports, Mappings
 from vllm.inflight.wire.ipc import IpcEngine
 
@@ -247,3 +248,49 @@ def test_nothing_is_mapped_after_the_end(memory: HostMemory) -> None:
     mappings.close()
     assert len(mappings) == 0
     assert not memory.mapped
+
+
+def test_what_cannot_be_unmapped_keeps_nothing_else_mapped(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {name: torch.randn(40) for name in "ab"}
+    info = lent(named, memory)
+    mappings = Mappings(memory)
+    mappings.find(Exports.parse(info["exports"], 2), [160] * 2)
+    unmap, failing = memory.unmap, iter([TransferFault("first"), TransferFault("last")])
+
+    def unmapped(address: int) -> None:
+        unmap(address)
+        raise next(failing)
+
+    monkeypatch.setattr(memory, "unmap", unmapped)
+    mappings.begin()
+    mappings.find(
+        Exports.parse(lent({"d": torch.randn(9)}, memory)["exports"], 1), [36]
+    )
+    with pytest.raises(TransferFault, match="first"):
+        mappings.drop_unnamed()
+    assert (len(mappings), len(memory.mapped)) == (1, 1)
+
+
+def test_memory_of_which_the_size_cannot_be_told_is_not_left_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[int] = []
+
+    def opened(address: Any, *_: Any) -> int:
+        address._obj.value = 7
+        return 0
+
+    stream = SimpleNamespace(query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    cuda = object.__new__(CudaMemory)
+    cuda._library = SimpleNamespace(
+        cuIpcOpenMemHandle_v2=opened,
+        cuMemGetAddressRange_v2=lambda *_: 1,
+        cuIpcCloseMemHandle=lambda address: closed.append(address) or 0,
+        cuGetErrorName=lambda *_: 0,
+    )
+    with pytest.raises(TransferFault, match="cuMemGetAddressRange"):
+        cuda.map(bytes(HANDLE_BYTES))
+    assert closed == [7]

@@ -146,7 +146,11 @@ class CudaMemory:
             _Handle.from_buffer_copy(handle),
             LAZY_PEER_ACCESS,
         )
-        return self.extent(address.value)
+        try:
+            return self.extent(address.value)
+        except BaseException:
+            self._library.cuIpcCloseMemHandle(address.value)
+            raise
 
     def unmap(self, address: int) -> None:
         """The end of a mapping."""

@@ -169,9 +169,15 @@ class Mappings:
         self._named.clear()
 
     def drop_unnamed(self) -> None:
-        """Unmap what the update did not ask for."""
+        """Unmap what the update did not ask for; raises the first failure, if any."""
+        failure: TransferFault | None = None
         for key in self._mapped.keys() - self._named:
-            self._memory.unmap(self._mapped.pop(key).address)
+            try:
+                self._memory.unmap(self._mapped.pop(key).address)
+            except TransferFault as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Unmap everything."""
