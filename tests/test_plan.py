@@ -1,8 +1,12 @@
 """The plan: what a loader did with a tensor is done again without the loader."""
 
+import math
+
+import pytest
 import torch
 
-from vllm.inflight.stage.coverage import Coverage, Fill
+from vllm.inflight.stage.coverage import Coverage
+from vllm.inflight.stage.fill import Fill
 from vllm.inflight.stage.plan import Entry, Plan, Writes, replay, view_of
 
 
@@ -181,3 +185,21 @@ def test_what_is_missing_is_counted_on_the_host():
     with torch.device("meta"):  # whatever device is the default of a thread
         assert Fill(12).missing == 12
         assert fill.missing == 4
+
+
+@pytest.mark.parametrize(
+    ("views", "missing"),
+    [
+        ([(0, (12,), (1,))], 0),
+        ([(6, (2, 3), (3, 1)), (0, (6,), (1,))], 0),
+        ([(1, (3, 3), (4, 1)), (0, (3, 1), (4, 1))], 0),
+        ([(0, (2, 3), (3, 1)), (0, (6,), (1,))], 6),
+        ([(0, (3, 2), (4, 1)), (1, (3, 2), (4, 1))], 3),
+        ([(0, (2, 4), (4, 1)), (4, (1, 4), (4, 1))], 4),
+        ([(0, (3, 2), (4, 1)), (1, (6,), (2,))], 3),
+    ],
+)
+def test_views_that_overlap_are_not_complete_because_they_add_up(views, missing):
+    fill = Fill(12, {view: math.prod(view[1]) for view in views})
+    assert sum(fill.views.values()) == 12
+    assert fill.missing == missing

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -18,33 +17,14 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.stage import direct
 from vllm.inflight.stage.arithmetic import HOST, as_fresh
+from vllm.inflight.stage.fill import Fill
 from vllm.inflight.stage.inspection import PLAIN
-from vllm.inflight.stage.plan import Entry, View, Writes
+from vllm.inflight.stage.plan import Entry, Writes
 from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.update import DRAFT, Manifest
 
 REPEATED = ("weight_shape",)
 """What a checkpoint has of each part of a fused layer, and one is enough."""
-
-
-@dataclass(slots=True)
-class Fill:
-    """Which views of one parameter have been written."""
-
-    numel: int
-    views: dict[View, int] = field(default_factory=dict)
-
-    @property
-    def missing(self) -> int:
-        """Elements that nothing was written to."""
-        if sum(self.views.values()) == self.numel:
-            return 0
-        # Views that overlap (a loader that writes twice) cannot just be added up. On
-        # the host, since a GPU that serves has no memory to spare.
-        written = torch.zeros(self.numel, dtype=torch.bool, device="cpu")
-        for offset, shape, stride in self.views:
-            written.as_strided(shape, stride, offset).fill_(True)
-        return self.numel - int(written.sum())
 
 
 class Coverage:
