@@ -9,7 +9,13 @@ from tests.engine.bare_core import Streams, add, call, prompt
 from tests.simulated.core import Loop
 from tests.simulated.doors import Door, cancelled_and_over, publish, served
 from vllm.inflight.api.control import Control
-from vllm.inflight.errors import EngineFault, InflightError, UpdateBusy
+from vllm.inflight.api.journal import restore
+from vllm.inflight.errors import (
+    EngineFault,
+    InflightError,
+    UpdateBusy,
+    VersionConflict,
+)
 
 
 def test_while_one_has_yet_to_commit_another_update_leaves_the_way_back(
@@ -127,3 +133,23 @@ def test_a_chunk_that_one_refuses_ends_no_update_but_its_own(cores: list[Any]) -
         asyncio.run(control.update({"weights": 1}))  # as upstream's clients, unnamed
     phases = [call(core, "status")["outcomes"][0] for core in cores]
     assert [each["phase"] for each in phases] == ["aborted", "staged"]
+
+
+def test_what_is_committed_while_a_name_is_restored_does_not_get_it(
+    cores: list[Any],
+) -> None:
+    noted = {"weight_version": "named", "model": "m", "recipe": [], "digest": None}
+
+    class Meanwhile(Door):
+        """A trainer commits once what is served has been looked at."""
+
+        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+            if method == "journal":
+                return [{"ok": {"path": "p", "model": "m", "found": noted}}] * 2
+            if method == "rename":
+                await asyncio.to_thread(publish, Control(Door(cores)), 1, "theirs")
+            return await super().call(method, body)
+
+    with pytest.raises(VersionConflict, match="served is 'theirs'"):
+        asyncio.run(restore(Control(Meanwhile(cores))))
+    assert served(cores) == [("theirs", 1)] * 2

@@ -162,9 +162,12 @@ class Control:
         """Whether decoding stands still, and in which mode."""
         return await self._call("paused")
 
-    async def rename(self, weight_version: Any) -> Reply:
+    async def rename(
+        self, weight_version: Any, expect_version: str | None = None
+    ) -> Reply:
         """Call what is served something else: a version without bytes."""
-        return await self._call("rename", weight_version=weight_version)
+        body = {"weight_version": weight_version, "expect_version": expect_version}
+        return await self._call("rename", **body)
 
     async def init_transport(self, init_info: Any) -> Reply:
         """Connect the configured transport to its trainer."""

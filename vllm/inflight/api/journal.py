@@ -68,7 +68,7 @@ async def restore(control: Control) -> Reply:
             expect_digest=noted["digest"] if is_last else None,
         )
     if not noted["recipe"] and label != served["weight_version"]:
-        await control.rename(label)
+        await control.rename(label, expect_version=served["weight_version"])
     return await control.info()
 
 

@@ -176,6 +176,7 @@ class Gate:
         label = check_label(body.get("weight_version"))
         if label is None:
             raise Malformed("weight_version is missing")
+        self.served.expect(body.get("expect_version"), "expect_version")
         self.served.rename(label)
         return self.version.to_dict()
 
