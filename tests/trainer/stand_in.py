@@ -36,6 +36,7 @@ START, UPDATE, FINISH = (
     "/finish_weight_update",
 )
 ABORT, ROLLBACK = "/abort_weight_update", "/rollback_weights"
+STATUS = "/weight_update"
 
 DROP, LOSE, STARTING, PAGE = "drop", "lose", "starting", "page"
 """The connection breaks before the call, or after it; 503; a page of HTML."""
@@ -167,7 +168,7 @@ class StandIn:
             update, is_new = self._ledger.begin(body, 60.0)
             if is_new:
                 self._ledger.move(update, Phase.STAGING)
-                self._bytes = 0
+                self._bytes, self._before = 0, None
             return _state(update)
         if path == UPDATE:
             return self._stage(update_id, body)
@@ -193,6 +194,9 @@ class StandIn:
             return self.version
         if path == "/weight_info":
             return self.version | {"previous": self._before and self._before[0]}
+        if path == STATUS:
+            active = self._ledger.active
+            return {"active": None if active is None else active.to_dict()}
         report = self._ledger.find(path.rpartition("/")[2]).to_dict()
         return report | {"ranks": [{"bytes": self._bytes}, {"bytes": self._bytes + 1}]}
 

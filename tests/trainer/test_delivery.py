@@ -16,6 +16,7 @@ from tests.trainer.stand_in import (
     ROLLBACK,
     START,
     STARTING,
+    STATUS,
     UPDATE,
     publisher,
     weights,
@@ -175,6 +176,41 @@ def test_what_another_trainer_has_served_meanwhile_is_not_taken_back(
     assert len(engine.bodies(ROLLBACK)) == 1
 
 
+def test_while_one_has_yet_to_commit_another_trainer_leaves_the_way_back(engine, other):
+    theirs = publisher([engine, other], on_busy="skip")
+    with publisher([engine, other]) as to, theirs:
+        to.publish("good")
+        other.faults[FINISH] = [PauseConflict("not now")]
+        other.delays[FINISH] = 2.0
+        future = to.publish("bad", block=False)
+        until(lambda: engine.version["weight_version"] == "bad")
+        assert theirs.publish("theirs").skipped
+        with pytest.raises(PauseConflict, match="not now") as caught:
+            future.result()
+    assert "could not be taken back" not in str(caught.value)
+    assert engine.version["weight_version"] == "good"
+
+
+def test_those_that_have_switched_go_back_before_the_others_are_free(
+    engine, other, monkeypatch
+):
+    route, freed = engine._route, []
+
+    def routed(path, body):
+        if path == ROLLBACK:
+            freed.append(len(other.bodies(ABORT)))
+        return route(path, body)
+
+    monkeypatch.setattr(engine, "_route", routed)
+    with publisher([engine, other]) as to:
+        to.publish("good")
+        other.faults[FINISH] = [PauseConflict("not now")]
+        engine.delays[ABORT] = 0.5
+        with pytest.raises(PauseConflict, match="not now"):
+            to.publish("bad")
+    assert freed == [0]
+
+
 @pytest.mark.parametrize("refusal", [Unauthorized("no key"), Forbidden("wrong key")])
 def test_whom_an_engine_does_not_let_in_is_told_so_once(engine, refusal):
     engine.faults[START] = [refusal]
@@ -196,7 +232,8 @@ def test_one_busy_engine_does_not_hold_the_others_up(engine, other):
     other.begin_elsewhere()
     with publisher([engine, other]) as to:
         future = to.publish(block=False)
-        until(lambda: engine.bodies(ABORT))
+        until(lambda: len(other.bodies(STATUS)) > 1)
+        assert engine.bodies(START) == []
         other.end_elsewhere()
         assert future.result().epochs == {engine.url: 1, other.url: 1}
 

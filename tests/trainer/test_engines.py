@@ -42,6 +42,10 @@ class Sync:
         self.calls.append(("abort", update_id))
         return {"update_id": update_id, "phase": "aborted"}
 
+    def weight_update_status(self, update_id: str | None) -> dict[str, Any]:
+        assert update_id is None
+        return {"active": None, "outcomes": []}
+
 
 class Async:
     """The same as coroutines, as an `AsyncLLM` has them."""

@@ -18,6 +18,7 @@ from vllm.inflight.errors import (
     InflightError,
     Unauthorized,
     UnknownUpdate,
+    UpdateBusy,
     VersionConflict,
     WrongPhase,
 )
@@ -73,6 +74,10 @@ class Delivery:
         opening |= {"base_version": base_version} if base_version is not None else {}
         chunk: Reply = {"update_id": self.update_id, "chunk": 0}
         chunk["update_info"] = parcel.update_info
+        if len(self._engines) > 1:
+            # First: those that have switched already would lose their way back, and
+            # need it if one of the others, which this one would refuse, cannot switch.
+            self._all(self._require_free)
         with _Retreat(self):
             self._all(lambda engine: engine.start(opening, self._patience))
             self._all(
@@ -103,7 +108,14 @@ class Delivery:
             return None
 
         with ThreadPoolExecutor(len(self._engines)) as pool:
-            return [told for told in pool.map(step_back, self._engines) if told]
+            # First those that have switched: no update begins that would end their way
+            # back as long as the others are busy.
+            has_switched = list(pool.map(self._has_switched, self._engines))
+            left: list[str | None] = []
+            for first in (True, False):
+                pairs = zip(self._engines, has_switched, strict=True)
+                left += pool.map(step_back, [e for e, has in pairs if has is first])
+            return [told for told in left if told]
 
     def _step_back(self, engine: Engine, patience: Patience) -> None:
         try:
@@ -125,6 +137,25 @@ class Delivery:
                 except EngineUnreachable:
                     if not patience.pause(FIRST_DELAY_S):
                         raise
+
+    def _require_free(self, engine: Engine) -> Reply:
+        """Raise `UpdateBusy` while an update is under way there."""
+        reply = engine.status(None, self._patience)
+        for each in reply.get("engines", [reply]):
+            if (active := each["active"]) is not None:
+                update_id, phase = active["update_id"], active["phase"]
+                raise UpdateBusy(
+                    f"update {update_id!r} is {phase}", update_id=update_id, phase=phase
+                )
+        return reply
+
+    def _has_switched(self, engine: Engine) -> bool:
+        """Whether it serves the update, as far as it tells."""
+        if len(self._engines) > 1:
+            with suppress(InflightError):
+                report = engine.status(self.update_id, Patience(GRACE_S))
+                return bool(report["phase"] == Phase.COMMITTED)
+        return False
 
     def _all(
         self,

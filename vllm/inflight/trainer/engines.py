@@ -45,8 +45,8 @@ class Engine(Protocol):
         """`POST /rollback_weights`, once: made twice it goes forth again."""
         ...
 
-    def status(self, update_id: str, patience: Patience) -> Reply:
-        """`GET /weight_update/{update_id}`."""
+    def status(self, update_id: str | None, patience: Patience) -> Reply:
+        """`GET /weight_update/{update_id}`, or of all that is known."""
         ...
 
     def info(self, patience: Patience) -> Reply:
@@ -116,8 +116,8 @@ class LocalEngine:
         """Serve the version before again."""
         return self._run(patience, self._engine.rollback_weights, to_version)
 
-    def status(self, update_id: str, patience: Patience) -> Reply:
-        """Where an update stands."""
+    def status(self, update_id: str | None, patience: Patience) -> Reply:
+        """Where an update stands, or all that is known."""
         return self._run(patience, self._engine.weight_update_status, update_id)
 
     def info(self, patience: Patience) -> Reply:

@@ -52,9 +52,10 @@ class HttpEngine:
         body = {"to_version": to_version}
         return self._ask("POST", "/rollback_weights", patience, body, is_repeated=False)
 
-    def status(self, update_id: str, patience: Patience) -> Reply:
-        """Where an update stands."""
-        return self._ask("GET", f"/weight_update/{update_id}", patience)
+    def status(self, update_id: str | None, patience: Patience) -> Reply:
+        """Where an update stands, or all that is known."""
+        one = "" if update_id is None else f"/{update_id}"
+        return self._ask("GET", f"/weight_update{one}", patience)
 
     def info(self, patience: Patience) -> Reply:
         """What is served."""
