@@ -19,6 +19,7 @@ from tests.test_ops import freed
 from tests.trainer.conftest import parcels
 from vllm.inflight import ops
 from vllm.inflight.errors import ConfigError, Malformed
+from vllm.inflight.trainer import Publisher
 from vllm.inflight.trainer import parcel as room
 from vllm.inflight.trainer.parcel import DTYPES, SHARED_MEMORY, Parcel, sweep
 from vllm.inflight.wire.watch import in_background
@@ -149,10 +150,12 @@ def test_a_parcel_that_nobody_holds_is_removed(tmp_path):
 
 SCRIPT = """if True:
     import os, signal, sys, torch
+    from pathlib import Path
     from vllm.inflight.trainer import parcel as room
     from vllm.inflight.trainer.parcel import Parcel
     room.PREFIX = sys.argv[2]
-    parcel = Parcel.pack([("a", torch.ones(2))])
+    directory = Path(sys.argv[3]) if sys.argv[3:] else None
+    parcel = Parcel.pack([("a", torch.ones(2))], directory)
     child = os.fork()
     if not child:
         sys.exit()
@@ -165,9 +168,10 @@ SCRIPT = """if True:
 """
 
 
-def left_by(end: str) -> Path:
+def left_by(end: str, *directory: str) -> Path:
     """What remains of a parcel of a trainer that ended so."""
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, end, room.PREFIX]
+    arguments = [end, room.PREFIX, *directory]
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     return Path(done.stdout.split()[-1])
@@ -190,6 +194,18 @@ def test_the_parcel_of_a_killed_trainer_is_swept_and_that_of_a_living_one_is_not
     assert not left.exists()
     assert alive.file.exists()
     alive.remove()
+
+
+def test_in_a_directory_only_what_this_host_has_left_is_swept(tmp_path):
+    left = left_by("kill", str(tmp_path))
+    alive = Parcel.pack([("a", torch.ones(2))], tmp_path)
+    elsewhere = tmp_path / f"{room.PREFIX}{'0' * 12}-abc.safetensors"
+    elsewhere.touch()
+    ages_ago = time.time() - 2 * room.LEFT_AFTER_S
+    for file in (left, alive.file, elsewhere):
+        os.utime(file, (ages_ago, ages_ago))
+    with Publisher("http://nobody", {}, wire="disk", directory=tmp_path):
+        assert parcels(tmp_path) == {alive.file, elsewhere}
 
 
 def test_a_pipe_that_somebody_left_there_is_not_waited_for():

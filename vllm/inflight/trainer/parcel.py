@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import platform
 import struct
 import tempfile
 import time
+import uuid
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -81,7 +84,8 @@ class Parcel:
 
         """
         folder = _existing(SHARED_MEMORY if directory is None else directory)
-        handle, name = tempfile.mkstemp(prefix=PREFIX, suffix=".part", dir=folder)
+        prefix = _prefix(directory)
+        handle, name = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=folder)
         part = Path(name)
         owner = os.fdopen(handle, "r+b", buffering=0)
         try:
@@ -131,20 +135,38 @@ class Parcel:
         self._removal()
 
 
-def sweep(prefix: str | None = None) -> None:
-    """Remove files from shared memory, by default parcels, whose owner was killed.
+def sweep(prefix: str | None = None, directory: Path | None = None) -> None:
+    """Remove files, by default parcels, whose owner was killed.
 
     The lock of a living owner's file is held, whatever container it is in.
+
+    Args:
+        prefix: of their names.
+        directory: where they are; by default in shared memory. In a directory, which
+            hosts may share, only those of this host: locks of others may not be seen.
+
     """
-    for file in SHARED_MEMORY.glob((prefix or PREFIX) + "*"):
+    folder = SHARED_MEMORY if directory is None else directory
+    for file in folder.glob((prefix or _prefix(directory)) + "*"):
         try:
             with open(file, "rb", opener=_at_once) as opened:
                 # A parcel just begun is not locked yet.
                 if time.time() - file.stat().st_mtime > LEFT_AFTER_S:
-                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # Shared: on NFS an exclusive one is for who can write.
+                    fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     file.unlink()
         except OSError:
             continue  # held, gone, or somebody else's
+
+
+def _prefix(directory: Path | None) -> str:
+    """How the names of parcels begin there: in a directory they tell the host."""
+    if directory is None:
+        return PREFIX
+    boot = Path("/proc/sys/kernel/random/boot_id")  # of Linux
+    which = boot.read_text().strip() if boot.exists() else uuid.getnode()
+    host = f"{platform.node()} {which}".encode()
+    return f"{PREFIX}{hashlib.blake2b(host, digest_size=6).hexdigest()}-"
 
 
 def _at_once(path: str, flags: int) -> int:

@@ -104,7 +104,8 @@ class Publisher:
         self._queue = Queue(on_busy, self._deliver)
         self._calls = threading.Lock()
         self._committed = float("-inf")
-        sweep()
+        for one in {None, self._directory}:
+            sweep(directory=one)
 
     @overload
     def publish(
