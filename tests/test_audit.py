@@ -112,3 +112,17 @@ def test_a_table_is_made_on_the_host_and_copied_once():
 
 def test_integers_have_nothing_to_count():
     assert nonfinite_bits(torch.int8) == (0, 0)
+
+
+def test_what_a_kernel_uses_is_not_given_out_again_before_its_stream_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    users: list[Any] = []
+    table, page = (SimpleNamespace(record_stream=users.append) for _ in range(2))
+    triton_module = "vllm.inflight._digest_triton"
+    monkeypatch.setattr(f"{triton_module}.make_table", lambda *_: table)
+    monkeypatch.setattr(f"{triton_module}.add_sums", lambda *_: None)
+    audit: Any = Audit(torch.device("cpu"), {})
+    audit._stream, audit._pages = "a stream", [page]
+    audit.add([("a", torch.ones(8))])
+    assert users == ["a stream"] * 2

@@ -117,6 +117,10 @@ class Audit:
                 self._tables.clear()
             self._tables[places] = make_table(places, self._device)
         if (table := self._tables[places]) is not None:
+            if self._stream is not None:
+                # They may be another stream's, and given up before this one is there.
+                for memory in (table, self._pages[-1]):
+                    memory.record_stream(self._stream)
             bits = nonfinite_bits(dtype)
             add_sums(table, self._pages[-1], self._num_rows, page_key(0), bits)
         for row, (name, tensor) in enumerate(pairs, self._num_rows):
