@@ -1,5 +1,6 @@
 """Builds the native core with CMake; everything else is in pyproject.toml."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -15,9 +16,13 @@ ROOT = Path(__file__).parent.resolve()
 
 def tool(name: str) -> str:
     """A build tool: of this environment if it has one, else of the PATH."""
+    # In an isolated build only what can be imported is of its own environment: the
+    # interpreter is that of the one around it, and on the PATH are the system's, too.
+    own = importlib.import_module(name) if importlib.util.find_spec(name) else None
+    folders = [getattr(own, key, "") for key in ("CMAKE_BIN_DIR", "BIN_DIR")]
     # An unactivated venv has its scripts beside its interpreter, not on the PATH.
-    on_path = os.environ.get("PATH", os.defpath)
-    path = os.pathsep.join([os.path.dirname(sys.executable), on_path])
+    folders += [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+    path = os.pathsep.join(filter(None, folders))
     found = shutil.which(name, path=path)
     if found is None:
         raise SystemExit(f"{name} not found; run: pip install {name}")

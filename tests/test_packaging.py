@@ -1,5 +1,6 @@
 """The wheel carries our files beside upstream's, and the boot module finds them."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,25 @@ def test_a_build_without_a_compiler_says_what_to_install(tmp_path):
     assert done.returncode == 1
     assert "apt install g++" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_a_build_takes_the_tools_of_its_own_environment(tmp_path):
+    source = copy_of(ROOT, tmp_path)
+    for name, key in (("cmake", "CMAKE_BIN_DIR"), ("ninja", "BIN_DIR")):
+        tool = tmp_path / "isolated" / name / name
+        tool.parent.mkdir(parents=True)
+        tool.with_name("__init__.py").write_text(f"{key} = {str(tool.parent)!r}")
+        tool.write_text('#!/bin/sh\necho "isolated: $*" >&2\nexit 1')
+        tool.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext"],
+        cwd=source,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "isolated")},
+        capture_output=True,
+        text=True,
+    )
+    assert "isolated: -S" in done.stderr
+    assert f"-DCMAKE_MAKE_PROGRAM={tmp_path}/isolated/ninja/ninja" in done.stderr
 
 
 def test_our_own_repository_has_no_vllm_package():
