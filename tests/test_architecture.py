@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,17 @@ def test_a_room_imports_only_from_itself_and_from_rooms_before_it(file):
         if is_ours(module) and LEVEL[room(module)] > LEVEL[own]
     ]
     assert backwards == []
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_a_page_lists_every_room_in_order(page):
+    table = (ROOT / page).read_text().partition("| room |")[2].partition("\n\n")[0]
+    listed = [
+        LEVEL[name] for name in re.findall(r"`(\w+)(?:\.py|/)`", table) if name in LEVEL
+    ]
+    assert listed == sorted(listed)
+    unlisted = {name for name in LEVEL if not re.search(rf"`{name}(\.py|/)`", table)}
+    assert unlisted == {"__init__", "_C"}
 
 
 def test_only_the_two_doors_name_modules_of_upstream():
