@@ -23,6 +23,7 @@ def test_buckets_that_are_waited_for_make_it_larger_up_to_what_fits():
     window = Window(4, 0.002)
     window.size = 2
     assert sizes(window, 0.003, 0.1, 0.1) == [3, 4, 4]
+    assert window.total_s == 0.003 + 0.1 + 0.1
 
 
 def test_a_short_wait_changes_nothing():
@@ -44,6 +45,6 @@ def test_an_engine_tells_its_window():
     assert 2 <= gauges["window"] <= 5
     assert gauges["window_bytes"] == gauges["window"] * sender.group.terms.bucket_bytes
     assert gauges["bucket_wait_ms"] >= 0
-    assert gauges["wire_s"] > 0
+    assert gauges["wire_s"] >= 0  # 0 if each bucket was there before it was asked for
     sender.group.close()
     worker.shutdown()
