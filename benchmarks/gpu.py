@@ -1,10 +1,11 @@
 """Updating weights over NCCL while decoding, ours beside upstream's, on two GPUs.
 
 `python -m benchmarks.gpu [--shapes 0.6B 8B 14B 32B]`. One engine on GPU 0 (32B: on
-GPUs 0 and 1), a trainer on the next, NVLink or what there is between them; first with
-vllm-inflight, updated while it decodes, then without, updated upstream's own way
-(pause, update, resume). Random weights of the named shape, vLLM's defaults, the same
-streams and the same trainer interface. How to read the figures: docs/performance.md.
+GPUs 0 and 1, unless `--ranks` says otherwise), a trainer on the next, NVLink or what
+there is between them; first with vllm-inflight, updated while it decodes, then without,
+updated upstream's own way (pause, update, resume). Random weights of the named shape,
+vLLM's defaults, the same streams and the same trainer interface. How to read the
+figures: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.figures import summary, update_figures
 from benchmarks.machine import facts
 from benchmarks.process import arm
 from benchmarks.record import OURS, UPSTREAM, Plan, Record
-from benchmarks.shapes import SHAPES, num_ranks, write_shape
+from benchmarks.shapes import GIVEN_RANKS, SHAPES, num_ranks, write_shape
 
 ROWS = {
     "tokens_per_s": ("decoding alone, tokens/s", "{:.0f}"),
@@ -126,6 +127,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--updates", type=int, default=10, help="per arm and round")
     parser.add_argument("--steady", type=float, default=0.5, help="seconds around each")
+    parser.add_argument("--ranks", default="", help="of the engine, a GPU each")
+    parser.add_argument("--engine", default="{}", help="options of both, as JSON")
     parser.add_argument("--inflight", default="{}", help="our options, as JSON")
     parser.add_argument(
         "--backend",
@@ -137,9 +140,11 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    os.environ[GIVEN_RANKS] = options.ranks
     needed = 1 + max(num_ranks(shape) for shape in options.shapes)
     if len(gpus) < needed:
         raise SystemExit(f"{needed} GPUs are needed, here are: {', '.join(gpus)}")
+    os.environ["BENCH_ENGINE"] = options.engine
     os.environ["BENCH_INFLIGHT"] = options.inflight
     os.environ["BENCH_BACKEND"] = options.backend
     report: dict[str, Any] = {"machine": facts() | {"gpus": gpus}, "shapes": {}}

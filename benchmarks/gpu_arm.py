@@ -21,6 +21,8 @@ from benchmarks.arm import Arm, serve
 from benchmarks.record import OURS
 from benchmarks.shapes import num_ranks
 
+ENGINE = {"max_model_len": 8192, "gpu_memory_utilization": 0.85}
+
 
 class Trainer:
     """The far end of a trainer: its orders go out, its calls come in."""
@@ -109,9 +111,8 @@ async def main(name: str, folder: str, handle: str) -> None:
             update_ours if name == OURS else update_upstream,
             load_format="dummy",
             dtype="bfloat16",
-            max_model_len=8192,
-            gpu_memory_utilization=0.85,
             tensor_parallel_size=num_ranks(folder),
+            **(ENGINE | json.loads(os.environ.get("BENCH_ENGINE", "{}"))),
             additional_config=options if name == OURS else {},
             weight_transfer_config={"backend": backend},
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 _QWEN3 = {
@@ -71,12 +72,14 @@ SHAPES = {
 31 GB in 9,411 tensors."""
 
 RANKS = {"32B": 2}
-"""GPUs of a rank each that an engine takes, where one has no room for two sets."""
+"""GPUs of a rank each that an engine takes, where one of 80 GB has no room."""
+GIVEN_RANKS = "BENCH_RANKS"
+"""In the environment: how many, whatever the shape."""
 
 
 def num_ranks(folder: str) -> int:
     """GPUs of the engine that serves a shape's folder."""
-    return RANKS.get(Path(folder).name, 1)
+    return int(os.environ.get(GIVEN_RANKS) or RANKS.get(Path(folder).name, 1))
 
 
 def write_shape(name: str, root: Path) -> Path:

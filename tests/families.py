@@ -1,5 +1,7 @@
 """Families of models, and which of them are proved elsewhere or not at all."""
 
+from typing import Any
+
 from tests.family import CORRECTED, EXPERTS, WINDOW, Family
 from tests.state_spaces import STATE_SPACES
 
@@ -252,6 +254,9 @@ UNPROVED = (
 with others; vLLM's CPU build has no kernel for the first Mamba, and none for experts
 without a gate."""
 
+LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Some of their layers have linear attention."""
+
 WANT_TORCHVISION = ("qwen3_5", "qwen3_5_moe")
 """vLLM reads their classes in a file of models that see."""
 
@@ -263,3 +268,12 @@ def cpu_options(family: str) -> dict[str, str]:
     """
     is_latent = MLA in FAMILIES[family].particular
     return {"attention_backend": "CPU_MLA"} if is_latent else {}
+
+
+def gpu_options(family: str) -> dict[str, Any]:
+    """The same, on a GPU."""
+    if MLA in FAMILIES[family].particular:
+        return {"block_size": 64}  # what its kernels want
+    if family in LINEAR:  # else vLLM takes FlashInfer's, installed or not
+        return {"additional_config": {"gdn_prefill_backend": "triton"}}
+    return {}

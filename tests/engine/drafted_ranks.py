@@ -34,7 +34,7 @@ def start(case: dict[str, Any], version: int) -> Any:
         tensor_parallel_size=2,
         weight_transfer_config=WeightTransferConfig(backend="other"),
         worker_extension_cls="tests.engine.transport.Extension",
-        **(OPTIONS | {"dtype": "float32"} | case["options"]),
+        **(OPTIONS | case["options"]),
     )
 
 

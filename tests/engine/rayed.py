@@ -1,8 +1,8 @@
 """Two ranks under one of Ray's executors, run as a script: prints what happened.
 
 vLLM's CPU platform does not say as which resource Ray counts its devices, and so it
-refuses Ray. Here a platform plugin says it, through the entry point that vLLM has for
-that: vLLM's own Ray executors run after that, and Ray itself.
+refuses Ray. Where there is no GPU a platform plugin says it, through the entry point
+that vLLM has for that: vLLM's own Ray executors run after that, and Ray itself.
 
 Usage: python -m tests.engine.rayed A B tensor|pipeline
 """
@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.engine.probe import greedy
 from tests.engine.script import OPTIONS, tell
@@ -51,7 +53,7 @@ def start(folder: str, shape: dict[str, int]) -> Any:
 
 def main(a: str, b: str, parallel: str) -> None:
     llm = start(a, {f"{parallel}_parallel_size": 2})
-    if parallel == "pipeline":
+    if parallel == "pipeline" and not torch.cuda.is_available():
         llm.collective_rpc("tests_make_room")
     seen: dict[str, Any] = {"before": state(llm)}
     name = "model.layers.0.mlp.down_proj.weight"
@@ -84,7 +86,8 @@ def with_ray(run: Any) -> None:
 
     # Ray's processes may still be writing logs when they are told to end.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for path, text in PLUGIN.items():
+        plugin = {} if torch.cuda.is_available() else PLUGIN
+        for path, text in plugin.items():
             (Path(folder) / path).parent.mkdir(exist_ok=True)
             (Path(folder) / path).write_text(text)
         sys.path.append(folder)

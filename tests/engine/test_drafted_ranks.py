@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.script import run_script
-from tests.families import cpu_options
+from tests.families import cpu_options, gpu_options
 from tests.tiny_drafters import (
     MTP,
     MTP_KINDS,
@@ -23,12 +24,21 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 CASES = ("eagle", "draft_model", "eagle3", "mimo", "glm", "deepseek", "ernie")
 INSIDE = "model.layers.0.mlp.down_proj.weight"
 """What a matrix of such a head is called, once it is loaded."""
+SIZE = {"hidden": 256} if torch.cuda.is_available() else {}
+"""What kernels of GPUs take."""
+
+
+def options(family: str) -> dict[str, Any]:
+    """Of an engine: in float32, where all of its kernels have that."""
+    if torch.cuda.is_available():
+        return gpu_options(family)
+    return {"dtype": "float32"} | cpu_options(family)
 
 
 def with_drafters(
     root: Path, checkpoint: Callable[..., Path], method: str
 ) -> dict[str, Any]:
-    models = [checkpoint(seed, family="llama") for seed in (0, 1)]
+    models = [checkpoint(seed, family="llama", **SIZE) for seed in (0, 1)]
     return {
         "models": [str(model) for model in models],
         "drafters": [
@@ -41,7 +51,7 @@ def with_drafters(
             "eagle3": "midlayer.mlp.down_proj.weight",
             "draft_model": INSIDE,
         }[method],
-        "options": {},
+        "options": options("llama"),
     }
 
 
@@ -49,13 +59,14 @@ def with_mtp(root: Path, name: str) -> dict[str, Any]:
     kind = MTP_KINDS[name]
     return {
         "models": [
-            str(make_mtp(root / f"{seed}", kind, seed, 5 + seed)) for seed in (0, 1)
+            str(make_mtp(root / f"{seed}", kind, seed, 5 + seed, **SIZE))
+            for seed in (0, 1)
         ],
         "drafters": [],
         "config": MTP,
         "drafter": f"{kind.layer}{kind.block}self_attn.o_proj.weight",
         "mtp": f"{kind.layer}*",
-        "options": cpu_options(kind.family),
+        "options": options(kind.family),
     }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.script import run_script
 from tests.engine.test_stages import every_step_is_of_one_version
@@ -40,12 +41,11 @@ def seen(request: pytest.FixtureRequest, paths: dict[str, Path]) -> dict[str, An
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     executor, parallel = CASES[request.param]
-    env = {
-        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor,
+    env = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor}
+    if not torch.cuda.is_available():
         # What stages hand on goes through NCCL else.
-        "VLLM_USE_RAY_WRAPPED_PP_COMM": "0",
-        "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE": "shm",
-    }
+        env["VLLM_USE_RAY_WRAPPED_PP_COMM"] = "0"
+        env["VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE"] = "shm"
     return run_script("rayed", *paths.values(), parallel, env=env)
 
 

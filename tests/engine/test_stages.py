@@ -24,8 +24,9 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "two-ranks-each": ("eager", 2, {}),
 }
 """How it runs, tensor-parallel size, and shape of the model."""
-NOISE = 1e-2
-"""Largest difference from the reference, with room; versions are units apart."""
+NOISE = 0.03 if torch.cuda.is_available() else 1e-2
+"""Largest difference from the reference, with room (attention on a GPU rounds to TF32);
+versions are units apart."""
 
 
 @pytest.fixture(

@@ -51,20 +51,3 @@ def test_mixtral_equals_a_fresh_engine(
     old, new = (checkpoint(seed, family="mixtral") for seed in (0, 1))
     fresh = greedy(start(new, enforce_eager=False))
     commits_and_rollbacks(start(old, enforce_eager=False), old, new, fresh)
-
-
-@pytest.mark.parametrize("is_shared_out", [False, True])
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_experts_of_two_ranks_equal_a_fresh_engine(
-    start: Callable[..., Any], old: Path, new: Path, is_shared_out: bool
-) -> None:
-    options = {
-        "tensor_parallel_size": 2,
-        "enable_expert_parallel": is_shared_out,
-        "enforce_eager": False,
-    }
-    with pytest.MonkeyPatch.context() as environment:
-        # A process that has computed on a CPU's threads is not to be forked.
-        environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        fresh = greedy(start(new, **options))
-        commits_and_rollbacks(start(old, **options), old, new, fresh)

@@ -1,6 +1,7 @@
 """Families of models on a GPU: eager and with CUDA graphs, and models that see."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.engine.test_media import (  # noqa: F401 (tests, run here on a GPU)
     old,
     test_a_picture_seen_before_is_seen_with_the_new_tower,
 )
-from tests.families import FAMILIES
+from tests.families import FAMILIES, gpu_options
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,10 +29,8 @@ ELSEWHERE = ("llama", "qwen3", "qwen3_moe", "mixtral", "mixtral_unrouted")
 """Proved by test_engine.py, test_two_ranks.py and test_experts.py."""
 UNTRIED = ("bert", "bloom")
 """The first is refused, the second is for other tests."""
-LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 COMPUTED = ("jamba", "nemotron_h")
 """Loaders that take exponentials: of what is loaded, and of the parameter."""
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
@@ -45,11 +44,7 @@ def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
     family: str,
     eager: bool,
 ) -> None:
-    options: dict[str, Any] = {"enforce_eager": eager}
-    if family in LATENT:  # what its kernels want
-        options["block_size"] = 64
-    if family in LINEAR:  # else vLLM takes FlashInfer's, installed or not
-        options["additional_config"] = {"gdn_prefill_backend": "triton"}
+    options = {"enforce_eager": eager} | gpu_options(family)
     if family == "mistral" and not eager:
         # FlashAttention's schedule for full graphs is wrong under one window of all
         # layers: vLLM contradicts itself (docs/models.md).
@@ -57,18 +52,29 @@ def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
             **OPTIONS["compilation_config"],
             "cudagraph_mode": "PIECEWISE",
         }
+    equals_a_fresh_engine(partial(start, **options), checkpoint, tmp_path, family, 10)
+
+
+def equals_a_fresh_engine(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    root: Path,
+    family: str,
+    rounds: int,
+) -> None:
+    """After each of `rounds` of commits and rollbacks, and after a subset of it."""
     odd = FAMILIES[family].odd
     before, after = (checkpoint(seed, family=family) for seed in (0, 1))
-    llm = start(after, **options)
+    llm = start(after)
     expected, whole = greedy(llm), checksums(llm)
-    mixture = mixed(before, after, odd, tmp_path / "mixed")
-    expected_mixture = greedy(start(mixture, **options))
-    llm = start(before, **options)
-    commits_and_rollbacks(llm, before, after, expected, rounds=10)
+    mixture = mixed(before, after, odd, root / "mixed")
+    expected_mixture = greedy(start(mixture))
+    llm = start(before)
+    commits_and_rollbacks(llm, before, after, expected, rounds=rounds)
     llm.update_weights_from_disk(str(after), "after")
     assert checksums(llm) == whole
     llm.rollback_weights()
-    some = part(after, odd, tmp_path / "part")
+    some = part(after, odd, root / "part")
     llm.update_weights_from_disk(some, "odd", subset=odd)
     assert greedy(llm) == expected_mixture
 

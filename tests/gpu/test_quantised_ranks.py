@@ -4,7 +4,8 @@ What is let through there is in the table `PROVED_ON_RANKS`. Here every pair is,
 each case prints those it met; one that passes can be entered there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.engine.probe import commits_and_rollbacks, flips_under_load, greedy, send
+from tests.gpu.ranked import STAGES, start  # noqa: F401 (a fixture)
 from tests.quantised import quantise
 from vllm.inflight.errors import EngineFault, StagingUnavailable, WeightsMismatch
 
@@ -37,24 +39,15 @@ def folder(checkpoint: Callable[..., Path]) -> Folder:
 
 
 @pytest.fixture(scope="module")
-def two(start: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+def two(start: Callable[..., Any]) -> Callable[..., Any]:  # noqa: F811
     """`two(folder, **options)`: an engine on two GPUs that admits every layer."""
+    from vllm.config.weight_transfer import WeightTransferConfig
 
-    def llm(folder: Path, **options: Any) -> Any:
-        from vllm.config.weight_transfer import WeightTransferConfig
-
-        return start(
-            folder,
-            tensor_parallel_size=2,
-            weight_transfer_config=WeightTransferConfig(backend="other"),
-            worker_extension_cls="tests.gpu.admitting_worker.Extension",
-            **options,
-        )
-
-    with pytest.MonkeyPatch.context() as environment:
-        # A process that has computed on a CPU's threads is not to be forked.
-        environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        yield llm
+    return partial(
+        start,
+        weight_transfer_config=WeightTransferConfig(backend="other"),
+        worker_extension_cls="tests.gpu.admitting_worker.Extension",
+    )
 
 
 @pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graphs"])
@@ -107,6 +100,27 @@ def test_two_ranks_flip_quantised_weights_under_load(
     llm = two(old, enforce_eager=False)
     flips_under_load(llm, (new, old), 20)
     llm.reset_prefix_cache()  # FP8 is not the same to the bit in pieces
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+
+
+@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-block", "int8", "int4-wide"])
+def test_two_stages_equal_a_fresh_engine_and_a_wrong_tensor_of_one_changes_neither(
+    two: Callable[..., Any], folder: Folder, kind: str
+) -> None:
+    old, new = folder(0, kind), folder(1, kind)
+    options = {**STAGES, "enforce_eager": False}
+    fresh = greedy(two(new, **options))
+    llm = two(old, **options)
+    commits_and_rollbacks(llm, old, new, fresh)
+    before = greedy(llm)
+    last = PACKED if kind == "int4-wide" else WEIGHT
+    for missing in (last, last.replace(".3.", ".0.")):
+        llm.start_weight_update()
+        with pytest.raises(WeightsMismatch):
+            send(llm, new, skip=[missing])
+            llm.finish_weight_update("new")
+        assert greedy(llm) == before
     llm.update_weights_from_disk(str(new), "new")
     assert greedy(llm) == fresh
 

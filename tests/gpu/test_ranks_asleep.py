@@ -1,6 +1,7 @@
 """Sleep of two tensor-parallel ranks: memory given back, and equal again."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.probe import greedy
+from tests.gpu.ranked import start  # noqa: F401 (a fixture)
 from vllm.inflight.errors import EngineAsleep
 
 pytestmark = [
@@ -26,20 +28,11 @@ def free_bytes() -> list[int]:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
-def two(request: pytest.FixtureRequest, start: Callable[..., Any]) -> Any:
-    def llm(folder: Path, **options: Any) -> Any:
-        return start(
-            folder,
-            tensor_parallel_size=2,
-            enforce_eager=request.param,
-            kv_cache_memory_bytes=KV_BYTES,
-            **options,
-        )
-
-    with pytest.MonkeyPatch.context() as environment:
-        # A process that has computed on a CPU's threads is not to be forked.
-        environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        yield llm
+def two(
+    request: pytest.FixtureRequest,
+    start: Callable[..., Any],  # noqa: F811
+) -> Callable[..., Any]:
+    return partial(start, enforce_eager=request.param, kv_cache_memory_bytes=KV_BYTES)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ In float32, so that the reference on the CPU tells versions apart from noise.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 
 from tests.engine.probe import commits_and_rollbacks, greedy
 from tests.engine.reference import Reference
+from tests.engine.test_stages import NOISE
 from tests.engine.test_tearing import mismatches, stream_under_commits
-from tests.gpu.test_tearing import NOISE
+from tests.gpu.ranked import STAGES, start  # noqa: F401 (a fixture)
 from vllm.inflight.errors import WeightsMismatch
 
 pytestmark = [
@@ -27,19 +29,11 @@ NUM_COMMITS = 60
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
-def staged(request: pytest.FixtureRequest, start: Callable[..., Any]) -> Any:
-    def llm(folder: Path) -> Any:
-        return start(
-            folder,
-            pipeline_parallel_size=2,
-            enforce_eager=request.param,
-            dtype="float32",
-        )
-
-    with pytest.MonkeyPatch.context() as environment:
-        # A process that has computed on a CPU's threads is not to be forked.
-        environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        yield llm
+def staged(
+    request: pytest.FixtureRequest,
+    start: Callable[..., Any],  # noqa: F811
+) -> Callable[[Path], Any]:
+    return partial(start, **STAGES, enforce_eager=request.param, dtype="float32")
 
 
 @pytest.fixture(scope="module")

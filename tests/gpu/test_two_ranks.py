@@ -1,6 +1,6 @@
 """Tensor parallelism on GPUs: both ranks flip together, under CUDA graphs and load."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 
 from tests.engine.far_trainer import FarTrainer
 from tests.engine.probe import flips_under_load, greedy
+from tests.gpu.ranked import start  # noqa: F401 (a fixture)
 from vllm.inflight.errors import TransferFault, WeightsMismatch
 
 pytestmark = [
@@ -24,21 +25,14 @@ BACKEND = "inflight_nccl" if torch.cuda.device_count() > 2 else "inflight_ipc"
 
 
 @pytest.fixture(scope="module")
-def two(start: Callable[..., Any]) -> Iterator[Callable[[Path], Any]]:
+def two(start: Callable[..., Any]) -> Callable[[Path], Any]:  # noqa: F811
     def llm(folder: Path) -> Any:
         from vllm.config.weight_transfer import WeightTransferConfig
 
-        return start(
-            folder,
-            tensor_parallel_size=2,
-            enforce_eager=False,
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        )
+        transport = WeightTransferConfig(backend=BACKEND)
+        return start(folder, enforce_eager=False, weight_transfer_config=transport)
 
-    with pytest.MonkeyPatch.context() as environment:
-        # A process that has computed on a CPU's threads is not to be forked.
-        environment.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        yield llm
+    return llm
 
 
 @pytest.fixture(scope="module")
