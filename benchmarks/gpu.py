@@ -15,6 +15,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -49,9 +50,8 @@ NO_FIGURE = "-"
 console = Console()
 
 
-def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Both arms on one shape, one after the other."""
-    report: dict[str, Any] = {}
+def measure(shape: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """The figures of both arms on one shape, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(shape, Path(folder))
         for name in options.arms:
@@ -68,9 +68,8 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
                 for _ in range(options.rounds):
                     record = process.carry_out(plan(options, options.updates))
                     console.print(f"[dim]{name}: {_line(record)}")
-            report[name] = figures(process.records)
-            report[name]["first"] = [asdict(u) for u in update_figures(first)]
-    return report
+            found = figures(process.records)
+            yield name, found | {"first": [asdict(u) for u in update_figures(first)]}
 
 
 def plan(options: argparse.Namespace, num_updates: int) -> Plan:
@@ -149,9 +148,11 @@ def main() -> None:
     os.environ["BENCH_BACKEND"] = options.backend
     report: dict[str, Any] = {"machine": facts() | {"gpus": gpus}, "shapes": {}}
     for shape in options.shapes:
-        report["shapes"][shape] = measure(shape, options)
-        show(shape, report["shapes"][shape])
-        (options.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+        report["shapes"][shape] = arms = {}
+        for name, found in measure(shape, options):
+            arms[name] = found
+            (options.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+        show(shape, arms)
 
     from benchmarks.chart import draw_gaps
 
