@@ -55,8 +55,8 @@ demo: setup ## weights change while tokens flow: pictures and a report in out/de
 test: setup lint ## lint, then every fast test that needs no GPU
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
 
-# They look at how much of the GPU's memory is free, which other lanes would change.
-ALONE := $(addprefix tests/gpu/test_,arena.py sleep.py ranks_asleep.py)
+# They look at how much of the GPU's memory is free, which other lanes would change, or take it.
+ALONE := $(addprefix tests/gpu/test_,arena.py sleep.py ranks_asleep.py out_of_memory.py)
 
 test-gpu: setup ## the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(ALONE)

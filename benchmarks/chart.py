@@ -14,6 +14,7 @@ from benchmarks.figures import gaps
 from benchmarks.record import OURS, UPSTREAM, Record
 
 BEFORE_S, PAST_S = 2.0, 2.0
+TICKS = [5, 10, 20, 50, 100, 200, 500]
 COLOURS = {OURS: "#1b7f5c", UPSTREAM: "#c2452d"}
 TITLES = {
     OURS: "vLLM in-flight: staged while decoding, switched between two steps",
@@ -59,9 +60,7 @@ def draw_gaps(shapes: dict[str, dict[str, Any]], file: Path) -> None:
         panel.set_xlabel("update")
         panel.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         panel.set_yscale("log")
-        panel.set_yticks(
-            [5, 10, 20, 50, 100, 200], ["5", "10", "20", "50", "100", "200"]
-        )
+        panel.set_yticks(TICKS, [str(tick) for tick in TICKS])
         panel.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         panel.grid(axis="y", alpha=0.3)
         panel.legend(fontsize=8, loc="center right")

@@ -70,6 +70,7 @@ RUNS = (
         "gpu-h200-parts-experts.json",
         ("rounds", "all"),
     ),
+    Run("32B\nNCCL", 65.5, "gpu-h200-nccl.json", **_shape("32B")),
     Run("32B, two GPUs\nNCCL", 65.5, "gpu-h200-x4.json", ("shapes", "32B", OURS)),
 )
 """The asterisk: upstream's arm moved no bytes there; see docs/performance.md."""
@@ -130,7 +131,10 @@ def main() -> None:
         )
     panels.flat[0].plot([], [], color="black", label="largest without an update")
     panels.flat[0].legend(fontsize=8)
-    figure.suptitle("Weights replaced on H200 while 64 streams decode", fontsize=12)
+    figure.suptitle(
+        "Weights replaced on H200 while 64 streams decode (32B on one GPU: 32)",
+        fontsize=12,
+    )
     figure.tight_layout()
     figure.savefig(RESULTS / "overview.png", dpi=110)
 

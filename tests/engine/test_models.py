@@ -154,7 +154,7 @@ def test_a_quantised_drafter_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("device", "method"), [("cpu", "mtp"), ("cuda", "eagle")])
+@pytest.mark.parametrize(("device", "method"), [("cpu", "mtp"), ("cuda", "eagle3")])
 def test_a_drafter_beside_a_quantised_model_is_refused_where_it_was_not_seen(
     device: str, method: str
 ) -> None:

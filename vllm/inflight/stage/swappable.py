@@ -65,7 +65,7 @@ engine; upstream makes one method of all."""
 
 BESIDE_QUANTISED = {
     "cpu": ("draft_model", "eagle", "eagle3"),
-    "cuda": ("draft_model",),
+    "cuda": ("draft_model", "eagle"),
 }
 """Drafters, themselves not quantised, that were seen to change beside a model that is,
 by device."""
