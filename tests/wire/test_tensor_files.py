@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.broken_files import BROKEN, F32, header
@@ -16,7 +18,7 @@ from tests.wire.checkpoints import everything, written
 from tests.wire.peers import digests, open_things, process
 from vllm.inflight.errors import Malformed
 from vllm.inflight.wire.local import read_files
-from vllm.inflight.wire.tensor_files import TensorFiles
+from vllm.inflight.wire.tensor_files import DTYPES, TensorFiles
 
 
 def test_tensors_are_those_that_safetensors_reads(tmp_path: Path) -> None:
@@ -82,6 +84,45 @@ def test_tensors_are_announced_as_they_lie_in_their_file(tmp_path: Path) -> None
     file.write_bytes(header(entries, bytes(16)))
     with TensorFiles([file]) as opened:
         assert opened.announced.names == ("b", "a")
+
+
+def test_to_open_files_touches_no_tensor_in_them() -> None:
+    """A page that is touched is there afterwards; it had to come from the disk."""
+    num_bytes = 4 * (size := 1 << 20)
+    offsets = [[at, at + size] for at in range(0, num_bytes, size)]
+    f32 = F32 | {"shape": [size // 4]}
+    entries = {f"t{n}": f32 | {"data_offsets": o} for n, o in enumerate(offsets)}
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".safetensors") as file:
+        file.write(header(entries))
+        file.flush()
+        file.truncate(file.tell() + num_bytes)  # in memory it has no page yet
+        before = os.fstat(file.fileno()).st_blocks
+        with TensorFiles([Path(file.name)]) as opened:
+            assert len(opened.stored) == 4
+        assert os.fstat(file.fileno()).st_blocks == before
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes_and_shapes_are_those_that_safetensors_reads(
+    tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "one.safetensors"
+    num_bytes = 6 * DTYPES[name].itemsize // (2 if name == "F4" else 1)
+    entry = {"dtype": name, "shape": [3, 2], "data_offsets": [0, num_bytes]}
+    file.write_bytes(header({"a": entry}, bytes(num_bytes)))
+    with safe_open(file, framework="pt") as reader:
+        expected = reader.get_tensor("a")
+    with TensorFiles([file]) as opened:
+        assert opened.announced.dtypes == (expected.dtype,)
+        assert opened.announced.shapes == (tuple(expected.shape),)
+
+
+def test_a_dtype_that_torch_lacks_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "six.safetensors"
+    entry = {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}
+    file.write_bytes(header({"a": entry}, bytes(3)))
+    with pytest.raises(Malformed, match=r"six\.safetensors .*'a' has .* F6_E2M3"):
+        TensorFiles([file])
 
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN.keys())

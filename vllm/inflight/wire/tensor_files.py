@@ -1,26 +1,55 @@
 """Tensor files: safetensors that are open, and where in them each tensor lies.
 
 What such a file says of itself is judged by safetensors' own reader, which then tells
-names, dtypes and shapes. The header is read a second time for the offsets alone:
+names, dtypes and shapes. The header is read here first, for the offsets alone:
 
     length of the header (8 bytes, little-endian) | header (JSON) | tensors
+
+No tensor is asked for. safetensors maps it and touches it, and who waits for a disk in
+a page fault holds Python's lock meanwhile: nothing else of the process goes on.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm.inflight.errors import Malformed
-from vllm.inflight.wire.announcement import Announcement, Pair
+from vllm.inflight.wire.announcement import Announcement
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F4": torch.float4_e2m1fn_x2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""By safetensors' names; those of six bits have no counterpart in torch."""
 
 UNREADABLE = (
     struct.error,
@@ -60,6 +89,16 @@ class Stored:
             into, at = into[num_read:], at + num_read
 
 
+class Entry(NamedTuple):
+    """What a file says of a tensor."""
+
+    offset: int
+    """In bytes, from the beginning of the file."""
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 class TensorFiles:
     """Files that are open until the `with` around them ends, and must not change.
 
@@ -82,20 +121,23 @@ class TensorFiles:
     ) -> None:
         self.stored: list[Stored] = []
         self._states: list[tuple[Path, int, tuple[int, int]]] = []
-        pairs: list[Pair] = []
+        entries: list[Entry] = []
         with ExitStack() as opened:
             for file in files:
                 try:
                     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                     opened.callback(os.close, descriptor)
                     self._states.append((file, descriptor, _state(descriptor)))
-                    found = sorted(_tensors(file, descriptor), key=lambda one: one[0])
+                    found = sorted(_entries(file, descriptor))
                 except (SafetensorError, OSError) as error:
                     raise broken(file, error) from error
-                for offset, (name, tensor) in found:
-                    self.stored.append(Stored(file, descriptor, offset))
-                    pairs.append((rename(name), tensor))
-            self.announced = Announcement.of(pairs)
+                self.stored += (Stored(file, descriptor, e.offset) for e in found)
+                entries += found
+            self.announced = Announcement(
+                tuple(rename(entry.name) for entry in entries),
+                tuple(entry.dtype for entry in entries),
+                tuple(entry.shape for entry in entries),
+            )
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -114,22 +156,27 @@ def _state(descriptor: int) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def _tensors(file: Path, descriptor: int) -> Iterator[tuple[int, Pair]]:
-    """Offset, name and tensor, which is mapped: no byte of it is read here."""
+def _entries(file: Path, descriptor: int) -> Iterator[Entry]:
+    """What there is, no byte of which is read here."""
+    offsets = _offsets(file, descriptor)
     with safe_open(file, framework="pt") as opened:
-        offsets = _offsets(file, descriptor)
         for name in opened.keys():  # noqa: SIM118 (not a dict)
-            tensor = opened.get_tensor(name)
+            told = opened.get_slice(name)
+            dtype, shape = DTYPES.get(told.get_dtype()), tuple(told.get_shape())
+            if dtype is None:
+                raise broken(file, f"{name!r:.300} has the dtype {told.get_dtype()}")
+            if dtype is torch.float4_e2m1fn_x2:  # two numbers in each
+                shape = (*shape[:-1], shape[-1] // 2)
             begin, end = offsets.get(name, (0, -1))
-            if end - begin != tensor.nbytes:
+            if end - begin != math.prod(shape) * dtype.itemsize:
                 raise broken(file, f"{name!r:.300} has changed while it was opened")
-            yield begin, (name, tensor)
+            yield Entry(begin, name, dtype, shape)
 
 
 def _offsets(file: Path, descriptor: int) -> dict[str, tuple[int, int]]:
     """Where each tensor begins and ends, in bytes from the beginning of the file.
 
-    What can be wrong here is what was written since the file was judged.
+    Whether they fit each other, and their tensors, is judged by safetensors after this.
     """
     try:
         size = os.fstat(descriptor).st_size
