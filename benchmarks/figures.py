@@ -27,6 +27,8 @@ class UpdateFigures:
 
     seconds: float
     gap_max_ms: float
+    gap_at_s: float
+    """When that one began, from the call."""
     gap_alone_ms: float
     """Largest gap of a stretch as long as the update, just before it."""
     tokens_share: float
@@ -54,10 +56,13 @@ def update_figures(record: Record) -> list[UpdateFigures]:
         # The decode-only stretch ends where the update begins; it is shorter than
         # the update only if the whole stretch is.
         alone = (max(before[0], update.start - seconds), update.start)
+        touching = (gap for gap in gaps(record) if _touches(gap, update))
+        largest = max(touching, key=_length, default=(update.start, update.start))
         figures.append(
             UpdateFigures(
                 seconds=seconds,
-                gap_max_ms=_longest(g for g in gaps(record) if _touches(g, update)),
+                gap_max_ms=1e3 * _length(largest),
+                gap_at_s=largest[0] - update.start,
                 gap_alone_ms=_longest(g for g in gaps(record) if _within(g, alone)),
                 tokens_share=share,
                 lost_s=seconds * (1 - share),
@@ -130,5 +135,9 @@ def _within(gap: Gap, stretch: Gap) -> bool:
     return stretch[0] <= gap[0] and gap[1] <= stretch[1]
 
 
+def _length(gap: Gap) -> float:
+    return gap[1] - gap[0]
+
+
 def _longest(chosen: Iterable[Gap]) -> float:
-    return max((1e3 * (end - start) for start, end in chosen), default=0.0)
+    return 1e3 * max(map(_length, chosen), default=0.0)
