@@ -166,6 +166,8 @@ def stop(alive: list[Any]) -> None:
     while alive:
         alive.pop().llm_engine.engine_core.shutdown()
         gc.collect()
+        if torch.cuda.is_available():  # what it had is not the next one's
+            torch.cuda.empty_cache()
     # One that was refused as it started has left its groups: a mixture has one more.
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()

@@ -109,6 +109,8 @@ def with_ray(run: Any) -> None:
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    # On GPUs vLLM would fork, and what a fork asks of Ray is never answered.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_AUTH_MODE"] = "disabled"
     with_ray(lambda: main(*sys.argv[1:]))

@@ -24,7 +24,6 @@ from tests.tiny_drafters import (
     make_mtp,
 )
 from vllm.inflight.errors import EngineFault
-from vllm.inflight.stage import swappable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,14 +107,9 @@ def test_model_and_drafter_equal_a_fresh_engines(
 # ---------------------------------------------------------------- MTP layers
 @pytest.mark.parametrize("name", ALL_MTP_KINDS)
 def test_model_and_mtp_layers_equal_a_fresh_engines(
-    start: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    start: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     kind = ALL_MTP_KINDS[name]
-    seen = swappable.MTP["cuda"]
-    monkeypatch.setitem(swappable.MTP, "cuda", (*seen, "Qwen3NextMTP"))
     folders = {
         labels: make_mtp(tmp_path / f"{labels}", kind, *labels, hidden=256)
         for labels in itertools.product((0, 1), (5, 6))

@@ -1,8 +1,4 @@
-"""Drafters beside quantised models, under CUDA graphs; needs one GPU.
-
-Every method of drafting is let through here; one that passes with all kinds can be
-entered in the table `BESIDE_QUANTISED`.
-"""
+"""Drafters beside quantised models, under CUDA graphs; needs one GPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +9,6 @@ import torch
 
 from tests.engine.drafted import either_or_both
 from tests.tiny_drafters import METHODS
-from vllm.inflight.stage import swappable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,11 +26,9 @@ def test_model_and_drafter_equal_fresh_engines_after_commits_and_rollbacks(
     old: Path,
     new: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     method: str,
     kind: str,
 ) -> None:
-    monkeypatch.setitem(swappable.BESIDE_QUANTISED, "cuda", METHODS)
     either_or_both(
         start,
         (old, new),

@@ -55,6 +55,7 @@ MTP = {
         "Glm4MoeLiteMTPModel",
         "DeepSeekMTPModel",
         "ErnieMTPModel",
+        "Qwen3NextMTP",
         "Qwen3_5MTP",
         "Qwen3_5MoeMTP",
     ),
@@ -62,13 +63,9 @@ MTP = {
 """Architectures of MTP layers, by the device on which they were seen to equal a fresh
 engine; upstream makes one method of all."""
 
-
-BESIDE_QUANTISED = {
-    "cpu": ("draft_model", "eagle", "eagle3"),
-    "cuda": ("draft_model", "eagle"),
-}
+BESIDE_QUANTISED = ("draft_model", "eagle", "eagle3")
 """Drafters, themselves not quantised, that were seen to change beside a model that is,
-by device."""
+on both devices."""
 
 
 def config_obstacle(vllm_config: Any) -> str | None:
@@ -118,8 +115,7 @@ def _beside_drafter(vllm_config: Any, device: str) -> str | None:
     if draft_config is not None and draft_config.quantization is not None:
         return f"the drafter is quantised ({draft_config.quantization})"
     quantization = vllm_config.model_config.quantization
-    is_seen = drafting.method in BESIDE_QUANTISED.get(device, ())
-    if quantization is not None and not is_seen:
+    if quantization is not None and drafting.method not in BESIDE_QUANTISED:
         return f"the model is quantised ({quantization})"
     if vllm_config.model_config.enable_sleep_mode:
         return "sleep mode is enabled (--enable-sleep-mode)"
