@@ -246,16 +246,22 @@ FAMILIES: dict[str, Family] = STATE_SPACES | {
     ),
 }
 
-UNPROVED = (
-    *("bert", "bloom", "qwen3_next"),
-    *("jamba", "falcon_mamba", "nemotron_h_moe"),
-)
+WITHOUT_KERNELS = ("jamba", "falcon_mamba", "nemotron_h_moe")
+"""vLLM's CPU build has none for the first Mamba, nor for experts without a gate."""
+
+UNPROVED = ("bert", "bloom", "qwen3_next", *WITHOUT_KERNELS)
 """The first is refused, the second is for other tests, the third has none in a process
-with others; vLLM's CPU build has no kernel for the first Mamba, and none for experts
-without a gate."""
+with others."""
 
 LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Some of their layers have linear attention."""
+
+CUT_UP = (
+    *("deepseek_v3", "falcon_h1", "gemma3", "glm4_moe_lite", "gpt2"),
+    *("granite_moe_hybrid", "jamba", "lfm2_moe", "llama4", "mamba2", "nemotron_h"),
+    *("nemotron_h_moe", "phi3", "qwen2", "qwen3_5_moe", "qwen3_next"),
+)
+"""Of the ways in which loaders cut up for several ranks what they get, one each."""
 
 WANT_TORCHVISION = ("qwen3_5", "qwen3_5_moe")
 """vLLM reads their classes in a file of models that see."""

@@ -54,9 +54,14 @@ def begin(
     env: dict[str, str],
     stdout: Path,
     stderr: Path,
+    *,
+    spawned: bool = False,
 ) -> Nursling | subprocess.Popen[bytes]:
-    """`python -m module words…` in its own session; spawned if `env` asks for it."""
-    if IS_ON_CPU and {name: env.get(name) for name in TOO_LATE} == READ:
+    """`python -m module words…` in its own session; spawned, too, if `env` asks for it.
+
+    A forked one forks its engine, which Ray does not live through.
+    """
+    if IS_ON_CPU and not spawned and {name: env.get(name) for name in TOO_LATE} == READ:
         return Nursling(module, words, env, stdout, stderr)
     with stdout.open("ab") as out, stderr.open("ab") as err:
         return subprocess.Popen(

@@ -1,14 +1,15 @@
 """Mixtures of two checkpoints: as a folder of their own, and as a subset of one."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tests.engine.probe import greedy
+from tests.engine.probe import checksums, commits_and_rollbacks, greedy
+from tests.families import FAMILIES
 from vllm.inflight.api.door import run_sync
 from vllm.inflight.api.methods import control_of
 
@@ -50,6 +51,31 @@ def said(llm: Any) -> tuple[list[list[int]], dict[str, str]]:
     (counts, *_) = run_sync(control_of(llm).ask("checksums"))
     (rank, *_) = counts["ranks"]
     return greedy(llm), rank["checksums"]
+
+
+def equals_fresh_engines(
+    start: Callable[[Path], Any],
+    folders: tuple[Path, Path],
+    family: str,
+    root: Path,
+    *,
+    rounds: int,
+) -> None:
+    """After each of `rounds` of commits and rollbacks, and after a subset of it."""
+    odd = FAMILIES[family].odd
+    before, after = folders
+    llm = start(after)
+    expected, whole = greedy(llm), checksums(llm)
+    mixture = mixed(before, after, odd, root / "mixed")
+    expected_mixture = greedy(start(mixture))
+    llm = start(before)
+    commits_and_rollbacks(llm, before, after, expected, rounds=rounds)
+    llm.update_weights_from_disk(str(after), "after")
+    assert checksums(llm) == whole
+    llm.rollback_weights()
+    some = part(after, odd, root / "part")
+    llm.update_weights_from_disk(some, "odd", subset=odd)
+    assert greedy(llm) == expected_mixture
 
 
 def behind(llm: Any) -> set[str]:

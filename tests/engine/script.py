@@ -49,12 +49,14 @@ def run_script(
     *arguments: Any,
     room: str = "tests.engine",
     env: dict[str, str] | None = None,
+    spawned: bool = False,
 ) -> dict[str, Any]:
     """Run `<name>.py` of a room, with `env` beside our own; returns what it told."""
     words = list(map(str, arguments))
     with TemporaryDirectory(prefix="script-") as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = begin(f"{room}.{name}", words, os.environ | (env or {}), out, err)
+        env = os.environ | (env or {})
+        process = begin(f"{room}.{name}", words, env, out, err, spawned=spawned)
         try:
             process.wait(LONGEST_S)
         finally:

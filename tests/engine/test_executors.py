@@ -46,7 +46,7 @@ def seen(request: pytest.FixtureRequest, paths: dict[str, Path]) -> dict[str, An
         # What stages hand on goes through NCCL else.
         env["VLLM_USE_RAY_WRAPPED_PP_COMM"] = "0"
         env["VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE"] = "shm"
-    return run_script("rayed", *paths.values(), parallel, env=env)
+    return run_script("rayed", *paths.values(), parallel, env=env, spawned=True)
 
 
 def test_rays_ranks_commit_together_and_roll_back(seen: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.mixtures import mixed, part
-from tests.engine.probe import checksums, commits_and_rollbacks, greedy
+from tests.engine.mixtures import equals_fresh_engines
+from tests.engine.probe import checksums
 from tests.engine.script import OPTIONS
 from tests.engine.test_media import (  # noqa: F401 (tests, run here on a GPU)
     engine,
@@ -52,31 +52,10 @@ def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
             **OPTIONS["compilation_config"],
             "cudagraph_mode": "PIECEWISE",
         }
-    equals_a_fresh_engine(partial(start, **options), checkpoint, tmp_path, family, 10)
-
-
-def equals_a_fresh_engine(
-    start: Callable[..., Any],
-    checkpoint: Callable[..., Path],
-    root: Path,
-    family: str,
-    rounds: int,
-) -> None:
-    """After each of `rounds` of commits and rollbacks, and after a subset of it."""
-    odd = FAMILIES[family].odd
-    before, after = (checkpoint(seed, family=family) for seed in (0, 1))
-    llm = start(after)
-    expected, whole = greedy(llm), checksums(llm)
-    mixture = mixed(before, after, odd, root / "mixed")
-    expected_mixture = greedy(start(mixture))
-    llm = start(before)
-    commits_and_rollbacks(llm, before, after, expected, rounds=rounds)
-    llm.update_weights_from_disk(str(after), "after")
-    assert checksums(llm) == whole
-    llm.rollback_weights()
-    some = part(after, odd, root / "part")
-    llm.update_weights_from_disk(some, "odd", subset=odd)
-    assert greedy(llm) == expected_mixture
+    folders = (checkpoint(0, family=family), checkpoint(1, family=family))
+    equals_fresh_engines(
+        partial(start, **options), folders, family, tmp_path, rounds=10
+    )
 
 
 @pytest.mark.parametrize("staging", ["device", "host"])
