@@ -248,18 +248,20 @@ def engine(device: torch.device, staging: str = "auto") -> LocalEngine:
 
 
 @pytest.mark.parametrize(
-    ("device", "staging", "expected"),
+    ("device", "staging", "fills_gpu", "is_shared"),
     [
-        ("cpu", "auto", False),
-        ("cuda", "auto", True),
-        ("cuda", "device", True),
-        ("cuda", "host", False),
+        ("cpu", "auto", False, False),
+        ("cuda", "auto", True, True),
+        ("cuda", "device", True, True),
+        ("cuda", "host", False, True),
     ],
 )
-def test_what_is_to_be_on_a_gpu_is_read_for_it(
-    device: str, staging: str, expected: bool
+def test_what_is_to_be_on_a_gpu_is_read_for_it_and_beside_one_by_several(
+    device: str, staging: str, fills_gpu: bool, is_shared: bool
 ) -> None:
-    assert engine(torch.device(device), staging).fills_gpu is expected
+    receiving = engine(torch.device(device), staging)
+    assert receiving.fills_gpu is fills_gpu
+    assert (receiving.num_threads > 1) is is_shared
 
 
 @pytest.mark.parametrize("fills_gpu", [False, True])

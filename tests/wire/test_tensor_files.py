@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from tests.broken_files import BROKEN, F32, header
 from tests.wire.checkpoints import everything, written
 from tests.wire.peers import digests, open_things, process
 from vllm.inflight.errors import Malformed
+from vllm.inflight.wire import local
 from vllm.inflight.wire.local import read_files
-from vllm.inflight.wire.tensor_files import DTYPES, TensorFiles
+from vllm.inflight.wire.tensor_files import DTYPES, Stored, TensorFiles
 
 
 def test_tensors_are_those_that_safetensors_reads(tmp_path: Path) -> None:
@@ -57,6 +59,47 @@ def test_read_tensor_by_tensor_they_take_the_memory_of_two(tmp_path: Path) -> No
             kept.append((name, tensor))
     assert len(places) == 3  # and one more, for that which is kept
     assert all(torch.equal(tensor, named[name]) for name, tensor in kept)
+
+
+def test_large_tensors_are_read_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "RUN_BYTES", 1 << 10)
+    large, small = torch.arange(1 << 10), torch.arange(1 << 7)
+    files = written(tmp_path, {"large": large, "small": small}, 1)
+    threads: list[threading.Thread] = []
+    read, two = Stored.read, threading.Barrier(2, timeout=60)
+
+    def meet(self: Stored, start: int, into: memoryview) -> None:
+        threads.append(threading.current_thread())
+        if threading.current_thread() is not threading.main_thread():
+            two.wait()
+        read(self, start, into)
+
+    before = open_things()
+    with monkeypatch.context() as patched:
+        patched.setattr(Stored, "read", meet)
+        found = dict(read_files(files, 4))
+    assert torch.equal(found["large"], large)
+    assert torch.equal(found["small"], small)
+    assert len(threads) == 8 + 1
+    assert threads.count(threading.main_thread()) == 1  # what is small is not shared
+    os.truncate(files[0], files[0].stat().st_size // 2)
+    with pytest.raises(Malformed):
+        list(read_files(files, 4))
+    assert open_things() == before
+
+
+def test_one_thread_reads_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staging beside decoding on a CPU rests by what its own thread has used."""
+    monkeypatch.setattr(local, "RUN_BYTES", 1 << 10)
+    (file,) = written(tmp_path, {"large": (large := torch.arange(1 << 10))}, 1)
+    before = threading.enumerate()
+    for _, tensor in read_files([file]):
+        assert threading.enumerate() == before
+        assert torch.equal(tensor, large)
 
 
 def shortening(pipe: Any, folder: Path) -> None:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +30,16 @@ from vllm.inflight.errors import Malformed
 from vllm.inflight.update import drafters
 from vllm.inflight.wire.announcement import Pair
 from vllm.inflight.wire.engine import StagedEngine
-from vllm.inflight.wire.file_reader import BUCKET_BYTES, FileReader
+from vllm.inflight.wire.file_reader import (
+    BUCKET_BYTES,
+    NUM_THREADS,
+    RUN_BYTES,
+    FileReader,
+)
 from vllm.inflight.wire.paths import existing, read_json, resolved
 from vllm.inflight.wire.receiver import Receiver
 from vllm.inflight.wire.slots import Slots
-from vllm.inflight.wire.tensor_files import TensorFiles
+from vllm.inflight.wire.tensor_files import Stored, TensorFiles
 from vllm.inflight.wire.watch import Watch
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -122,7 +128,7 @@ class LocalEngine(StagedEngine):
         rename = drafters if update_info.draft else str
         if not self.fills_gpu or not self._load_in_buckets(files, rename):
             # Closed here: who is told of an error holds frames, and they what is open.
-            with contextlib.closing(read_files(files)) as pairs:
+            with contextlib.closing(read_files(files, self.num_threads)) as pairs:
                 self.model.load_weights((rename(name), each) for name, each in pairs)
 
     def shutdown(self) -> None:
@@ -178,6 +184,11 @@ class LocalEngine(StagedEngine):
         self.model.load_weights(receiver.tensors(files.announced, watch))
 
     @property
+    def num_threads(self) -> int:
+        """That read a large tensor: a GPU's host has cores to spare, a CPU's decode."""
+        return NUM_THREADS if self.device.type == "cuda" else 1
+
+    @property
     def _allowed(self) -> str:
         return InflightConfig.of(self.vllm_config).allowed_paths
 
@@ -210,12 +221,17 @@ def _shards(index: Path) -> list[str]:
     return sorted(names)
 
 
-def read_files(files: list[Path]) -> Generator[Pair]:
+def read_files(files: list[Path], num_threads: int = 1) -> Generator[Pair]:
     """Every tensor of `files`; raises `Malformed` naming a file that is broken.
 
-    Where nobody looks into one any more, later ones are read into its memory.
+    Where nobody looks into one any more, later ones are read into its memory. What is
+    large is read by `num_threads` side by side.
     """
-    with TensorFiles(files) as opened:
+    with (
+        TensorFiles(files) as opened,
+        ThreadPoolExecutor(num_threads, "inflight-read") as readers,
+    ):
+        share = readers.map if num_threads > 1 else None
         announced = opened.announced
         facts = zip(
             announced.names,
@@ -229,8 +245,22 @@ def read_files(files: list[Path]) -> Generator[Pair]:
         for number, (name, dtype, shape, size, stored) in enumerate(facts):
             # Not where the file is mapped: to look at what was cut off ends a process.
             data = slots.take(number, size)[:size]
-            stored.read(0, data.numpy().data)
+            _fill(data, stored, share)
             tensor = data.view(dtype).view(shape)
             del data
             yield name, tensor
             del tensor
+
+
+def _fill(
+    data: torch.Tensor, stored: Stored, share: Callable[..., Iterable[None]] | None
+) -> None:
+    """Read a tensor, in runs that are shared out if it is large."""
+    memory = data.numpy().data
+    if share is None or len(memory) <= RUN_BYTES:
+        stored.read(0, memory)
+        return
+    starts = range(0, len(memory), RUN_BYTES)
+    runs = [memory[start : start + RUN_BYTES] for start in starts]
+    for _ in share(stored.read, starts, runs):
+        pass
