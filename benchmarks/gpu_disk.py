@@ -89,9 +89,8 @@ def measure(options: argparse.Namespace, root: Path, report: dict[str, Any]) -> 
 
         probes = []
         # All are there before the first decodes: to start one takes the host's cores.
-        for name, process in zip(
-            arms, list(pool.map(begin, range(len(arms)))), strict=True
-        ):
+        processes = list(pool.map(begin, range(len(arms))))
+        for name, process in zip(arms, processes, strict=True):
             process.carry_out(Plan(options.streams, 32, 0.3, [str(new), str(old)]))
             record = process.carry_out(Plan(options.streams, 32, 1.0, versions))
             report["arms"][name] = figures = summary([record])
