@@ -6,6 +6,7 @@ no memory, and the next server starts and is updated.
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_what_a_killed_process_leaves_is_nothing(
             raise httpx.ReadError("it was told")
         speaking.result(timeout=60)
     assert trap.disarm(), "the point was not reached"
-    until(lambda: not any(map(lives, family)), "a process lives on")
+    are_gone(family)
     nothing_came(known)
     choices = [choice for chunk in got for choice in chunk.get("choices", ())]
     said = [token for choice in choices for token in choice["token_ids"] or ()]
@@ -82,6 +83,13 @@ def test_what_a_killed_process_leaves_is_nothing(
     turned = [span["start"] for span in spans if span["version"] == "new"]
     before = min(turned, default=len(said))
     assert said[:before] == expected[:before]
+
+
+def are_gone(family: list[psutil.Process]) -> None:
+    """Wait for the end of them all; fails with the names of those that live on."""
+    with suppress(AssertionError):
+        until(lambda: not any(map(lives, family)))
+    assert [process.cmdline() for process in family if lives(process)] == []
 
 
 def lives(process: psutil.Process) -> bool:
@@ -123,5 +131,5 @@ def test_a_rank_that_does_not_come_out_of_its_flip_ends_the_engine_with_a_reason
         except httpx.TransportError:
             pass  # it ended before it could say so
         assert trap.disarm(), "the point was not reached"
-        until(lambda: not any(map(lives, family)), "a process lives on")
+        are_gone(family)
         assert "a flip failed and could not be taken back" in server.log()
