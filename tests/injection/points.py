@@ -82,6 +82,11 @@ class Trap:
         return str(facts["fault"])
 
     @property
+    def was_hit(self) -> bool:
+        """Whether what was armed has happened."""
+        return self._hit.exists()
+
+    @property
     def is_armed(self) -> bool:
         return self._armed.exists()
 
@@ -105,6 +110,8 @@ def happen(point: str, places: set[str]) -> str | None:
         time.sleep(STALL_S)
     if fault == "long stall":
         time.sleep(8 * STALL_S)
+    if fault == "no end":
+        time.sleep(DAY_S)
     if fault == "clock jump":
         # Until it is disarmed; in every module that asks for the time of day.
         jumped = lambda: _clock() + (DAY_S if trap().is_armed else 0.0)  # noqa: E731

@@ -114,6 +114,24 @@ def test_after_all_that_a_server_starts_and_is_updated(
     assert generate(server)["weight_versions"][0]["version"] == "new"
 
 
+def test_a_rank_that_waits_for_good_ends_with_its_core(
+    server: Server, trap: Trap, new: Path
+) -> None:
+    """As in a step that its core was killed before it asked another rank for."""
+    generate(server)
+    family = psutil.Process(server.pid).children(recursive=True)
+    (core,) = [each for each in family if "EngineCore" in " ".join(each.cmdline())]
+    trap.arm("inside the flip", "no end", "rank 1 of 2")
+    body = {"path": str(new), "weight_version": "new"}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.client.post, "/update_weights_from_disk", json=body)
+        until(lambda: trap.was_hit, "the point was not reached")
+        core.kill()
+        are_gone(family)
+        with suppress(httpx.TransportError):
+            assert asked.result().status_code >= 500
+
+
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_out_of_its_flip_ends_the_engine_with_a_reason(
     trap: Trap, old: Path, new: Path

@@ -1,8 +1,8 @@
-"""An engine core ends with the process that started it.
+"""An engine core ends with the process that started it, and so does a worker.
 
-Upstream's workers notice that their core is gone. A core notices nothing when its front
-end is killed: it stays for good, with its workers and the memory of their GPUs, and no
-server can be started in its place.
+A core notices nothing when its front end is killed: it stays for good, with its workers
+and the memory of their GPUs, and no server can be started in its place. A worker
+notices that its core is gone, and stays all the same if it waits for another rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.inflight import upstream
 
 POLL_S = 1.0
 PATIENCE_S = 10.0
-"""For a core to end by itself, as it does at SIGTERM."""
+"""For a process to end by itself, as it does at SIGTERM."""
 
 logger = upstream.init_logger(__name__)
 
@@ -41,7 +41,7 @@ def _watch(parent: BaseProcess, forked_by: int) -> None:
     # whatever else the parent has forked.
     while os.getppid() == forked_by and parent.is_alive():
         time.sleep(POLL_S)
-    logger.critical("process %d, which started this engine core, is gone", parent.pid)
+    logger.critical("process %d, which started this one, is gone", parent.pid)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(PATIENCE_S)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,15 +1,21 @@
-"""Changes in the executor of several processes: an answer belongs to its question.
+"""Changes in the executor of several processes, and in its workers.
 
-Ranks answer in the order in which they are asked, and upstream tells answers apart by
-nothing else. A call that fails on one rank, or is not waited for any longer, leaves the
-answers of the others behind, and every later call would be given those of the one
-before it: a flip that all ranks have made would look like one that failed.
+An answer belongs to its question. Ranks answer in the order in which they are asked,
+and upstream tells answers apart by nothing else. A call that fails on one rank, or is
+not waited for any longer, leaves the answers of the others behind, and every later call
+would be given those of the one before it: a flip that all ranks have made would look
+like one that failed.
+
+A worker ends with its core. Upstream's leaves when it is next to be asked for a step,
+and one may have been asked for a step that another was not, when its core was killed:
+in that step it waits for the other for good.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from vllm.inflight.engine.parent import end_with_parent
 from vllm.inflight.patch.record import Patch
 
 
@@ -86,6 +92,14 @@ def _all_or_left(read: Any, answers: list[Answers]) -> Any:
     return get_response
 
 
+def _end_with_core(original: Any) -> Any:
+    def monitor_death_pipe(self: Any, death_pipe: Any, shutdown_requested: Any) -> None:
+        original(self, death_pipe, shutdown_requested)
+        end_with_parent()
+
+    return monitor_death_pipe
+
+
 _EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 
 PATCHES = [
@@ -105,5 +119,12 @@ PATCHES = [
         why="a call that fails on one rank leaves no answers to the next call",
         remove_when="upstream's answers say which call they belong to",
         around=_asked,
+    ),
+    Patch(
+        target="vllm.v1.executor.multiproc_executor:WorkerProc.monitor_death_pipe",
+        expects=("self", "death_pipe", "shutdown_requested"),
+        why="a worker whose core was killed ends, whatever it waits for",
+        remove_when="upstream's workers do not wait for other ranks without a limit",
+        around=_end_with_core,
     ),
 ]
