@@ -164,7 +164,8 @@ def _entries(file: Path, descriptor: int) -> Iterator[Entry]:
             told = opened.get_slice(name)
             dtype, shape = DTYPES.get(told.get_dtype()), tuple(told.get_shape())
             if dtype is None:
-                raise broken(file, f"{name!r:.300} has the dtype {told.get_dtype()}")
+                why = f"{name!r:.300} has a dtype that torch lacks, {told.get_dtype()}"
+                raise broken(file, why)
             if dtype is torch.float4_e2m1fn_x2:  # two numbers in each
                 shape = (*shape[:-1], shape[-1] // 2)
             begin, end = offsets.get(name, (0, -1))
