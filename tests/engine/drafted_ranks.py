@@ -93,7 +93,10 @@ def main(case: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # All prompts are there before the first step, as in family_ranks.py.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    described = json.loads(sys.argv[1])
+    # Latent attention on a CPU: all prompts there before the first step, as in
+    # family_ranks.py.
+    is_latent = "attention_backend" in described["options"]
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if is_latent else "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    main(json.loads(sys.argv[1]))
+    main(described)
