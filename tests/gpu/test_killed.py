@@ -1,0 +1,52 @@
+"""Two ranks on GPUs end with their engine core, whatever they wait for."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.injection.conftest import trap  # noqa: F401 (a fixture)
+from tests.injection.points import Trap
+from tests.injection.test_killed import (  # noqa: F401 (one is a test, run here too)
+    NUM_TOKENS,
+    are_gone,
+    says,
+    test_a_rank_that_waits_for_good_ends_with_its_core,
+)
+from tests.serving import Server
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+FLAGS = {
+    "--tensor-parallel-size": 2,
+    "--gpu-memory-utilization": 0.05,
+    "--kv-cache-memory-bytes": 1 << 30,
+}
+
+
+@pytest.fixture
+def server(trap: Trap, old: Path) -> Iterator[Server]:  # noqa: F811
+    words = [str(word) for flag in FLAGS.items() for word in flag]
+    with Server(old, *words) as running:
+        yield running
+
+
+def test_ranks_end_with_a_core_that_is_killed_while_they_decode(server: Server) -> None:
+    family = psutil.Process(server.pid).children(recursive=True)
+    (core,) = [each for each in family if "EngineCore" in " ".join(each.cmdline())]
+    got: list[Any] = []
+    with ThreadPoolExecutor(1) as pool:
+        speaking = pool.submit(says, server, got)
+        until(lambda: len(got) > 4, "it says nothing")
+        core.kill()
+        are_gone(family)
+        speaking.result(timeout=60)
+    assert len(got) < NUM_TOKENS
