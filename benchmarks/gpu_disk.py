@@ -78,12 +78,14 @@ def measure(options: argparse.Namespace, root: Path, report: dict[str, Any]) -> 
     num_bytes = sum(file.stat().st_size for file in new.glob("*.safetensors"))
     report |= {"bytes": num_bytes, "arms": {}}
     versions = [str((new, old)[n % 2]) for n in range(options.updates)]
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = os.environ.get(GPUS, every).split(",")
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
 
         def begin(number: int) -> ArmProcess:
-            name, gpu = arms[number], number % torch.cuda.device_count()
+            name, gpu = arms[number], gpus[number % len(gpus)]
             log = options.out / f"gpu-disk-{number}.log"
-            module, environment = "benchmarks.gpu_staging_arm", {GPUS: str(gpu)}
+            module, environment = "benchmarks.gpu_staging_arm", {GPUS: gpu}
             context = arm(name, module, old, log, environment)
             return stack.enter_context(context)
 

@@ -166,6 +166,15 @@ def test_a_patch_wraps_a_callable_of_any_kind_once(engine, change, call):
     assert check(change) is None
 
 
+def test_what_ray_adds_to_the_methods_of_its_actors_is_no_change(engine):
+    def step(self, budget, _ray_trace_ctx=None):
+        return [budget]
+
+    engine.Core.step = step
+    apply(record("Core.step", "self", "budget"))
+    assert engine.Core().step(0) == ["ours", 0]
+
+
 def test_a_changed_signature_is_refused_naming_both(engine):
     change = record("Core.step", "self")
     before = engine.Core.step

@@ -111,6 +111,9 @@ if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     # On GPUs vLLM would fork, and what a fork asks of Ray is never answered.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if torch.cuda.is_available():
+        # Where Ray's compiled graph looks for a worker's GPU; vLLM has Ray not set it.
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_AUTH_MODE"] = "disabled"
     with_ray(lambda: main(*sys.argv[1:]))

@@ -23,7 +23,9 @@ KV_BYTES = 2048 * MIB
 ROUNDS = 5
 
 
-def free_bytes() -> list[int]:
+def free_bytes(llm: Any) -> list[int]:
+    """Also counts what torch keeps for itself, which every sleep makes it let go."""
+    llm.collective_rpc(lambda _: torch.cuda.empty_cache())
     return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(2)]
 
 
@@ -49,9 +51,9 @@ def llm(two: Callable[..., Any], fresh: Any, old: Path) -> Any:
 def test_both_ranks_give_their_memory_back_and_take_it_again(
     llm: Any, old: Path, level: int
 ) -> None:
-    before, awake = greedy(llm), free_bytes()
+    before, awake = greedy(llm), free_bytes(llm)
     llm.sleep(level=level)
-    for free, then in zip(free_bytes(), awake, strict=True):
+    for free, then in zip(free_bytes(llm), awake, strict=True):
         assert free - then > KV_BYTES + 250 * MIB  # two sets of half the weights
     with pytest.raises(EngineAsleep):
         llm.update_weights_from_disk(str(old), "asleep")
@@ -59,7 +61,7 @@ def test_both_ranks_give_their_memory_back_and_take_it_again(
     if level == 2:
         llm.update_weights_from_disk(str(old), "old")
     llm.wake_up(tags=["kv_cache"])
-    for free, then in zip(free_bytes(), awake, strict=True):
+    for free, then in zip(free_bytes(llm), awake, strict=True):
         assert abs(free - then) < 512 * MIB
     assert greedy(llm) == before
 

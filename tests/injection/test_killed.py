@@ -121,7 +121,7 @@ def test_a_rank_that_waits_for_good_ends_with_its_core(
     generate(server)
     family = psutil.Process(server.pid).children(recursive=True)
     (core,) = [each for each in family if "EngineCore" in " ".join(each.cmdline())]
-    trap.arm("inside the flip", "no end", "rank 1 of 2")
+    trap.arm("before the flip", "no end", "rank 1 of 2")
     body = {"path": str(new), "weight_version": "new"}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(server.client.post, "/update_weights_from_disk", json=body)

@@ -18,6 +18,7 @@ from typing import Any
 from vllm.inflight.errors import UpstreamChanged
 
 MARK = "__inflight_patch__"
+RAYS = "_ray_trace_ctx"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +53,12 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def signature_of(function: Any) -> tuple[str, ...]:
-    """The parameter names of a function, static method or class method."""
-    return tuple(inspect.signature(plain(function)).parameters)
+    """The parameter names of a function, static method or class method.
+
+    Without the one that Ray adds to the methods of its actors, and of their bases.
+    """
+    names = inspect.signature(plain(function)).parameters
+    return tuple(name for name in names if name != RAYS)
 
 
 def plain(function: Any) -> Any:
