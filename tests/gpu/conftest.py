@@ -1,5 +1,8 @@
 """The fixtures of tests/engine, for engines on GPUs."""
 
+import os
+from pathlib import Path
+
 from tests.engine.conftest import (  # noqa: F401
     booted,
     checkpoint,
@@ -16,3 +19,7 @@ from tests.engine.conftest import (  # noqa: F401
     start,
     versions,
 )
+
+# Else torch's compiler has a folder for each model, and every engine that it compiles
+# for compiles vLLM's own kernels again.
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton/cache"))
