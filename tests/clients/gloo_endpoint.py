@@ -14,8 +14,8 @@ import torch
 
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.broadcast import GlooInitInfo
-from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting
+from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.sender import Sender
 from vllm.inflight.wire.watch import Watch
 

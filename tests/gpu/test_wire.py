@@ -12,8 +12,8 @@ from tests.wire.peers import HOST, digests, process, tensors
 from tests.wire.peers_on_gpu import GPU_BUCKET_BYTES, large, trainer
 from vllm.inflight.errors import Cancelled, TransferFault
 from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.receiver import Receiver
 from vllm.inflight.wire.watch import Watch, in_background
 

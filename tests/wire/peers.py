@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.receiver import Receiver
 from vllm.inflight.wire.sender import Sender
 from vllm.inflight.wire.watch import Watch, in_background

@@ -10,8 +10,8 @@ import torch
 
 from tests.wire.peers import HOST, PATIENT, tensors
 from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.sender import Sender
 
 GPU_BUCKET_BYTES = 256 << 20

@@ -26,8 +26,8 @@ from tests.wire.peers import (
 )
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
 from vllm.inflight.wire import plain
-from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.plain import _PlainNccl
 from vllm.inflight.wire.receiver import Receiver
 from vllm.inflight.wire.rendezvous import Rendezvous

@@ -23,9 +23,10 @@ from tests.wire.peers import (
 )
 from vllm.inflight.errors import Cancelled, TransferFault
 from vllm.inflight.wire import process_group
-from vllm.inflight.wire.group import Group, open_group
+from vllm.inflight.wire.group import Group
 from vllm.inflight.wire.meeting import Meeting, Terms
 from vllm.inflight.wire.membership import Membership
+from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.process_group import GroupsEngine
 from vllm.inflight.wire.slots import Slots
 from vllm.inflight.wire.watch import in_background

@@ -20,8 +20,9 @@ from vllm.inflight.errors import EngineFault, Malformed, TransferFault
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.environment import unpinned
-from vllm.inflight.wire.group import Group, open_group
+from vllm.inflight.wire.group import Group
 from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.receiver import Receiver
 from vllm.inflight.wire.watch import Watch, check_timeout
 

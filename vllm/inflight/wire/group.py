@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch.distributed import DistError
 
-from vllm.inflight.errors import Malformed, TransferFault
-from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.errors import TransferFault
+from vllm.inflight.wire.meeting import Terms
 from vllm.inflight.wire.watch import Watch
 
 Pending = Callable[[], bool]
@@ -53,41 +52,6 @@ class Group(Protocol):
     def close(self) -> None:
         """Leave in peace, with nothing under way."""
         ...
-
-
-def open_group(
-    meeting: Meeting, device: torch.device, watch: Watch, *, max_ctas: int | None = 8
-) -> Group:
-    """The group of all who come to the meeting; every rank calls it.
-
-    Args:
-        meeting: hosted or joined; used up by this.
-        device: where the buffers of this rank are.
-        watch: bounds each of the steps.
-        max_ctas: most thread blocks that NCCL may take from other work on the GPU.
-
-    Raises:
-        Malformed: there is no such wire.
-        TransferFault: somebody did not come, or it does not work.
-
-    """
-    wire = meeting.terms.wire
-    try:
-        meeting.gather(watch)
-        if wire == "gloo":
-            from vllm.inflight.wire.gloo import GlooGroup
-
-            return GlooGroup(meeting, device, watch)
-        if wire == "nccl":
-            from vllm.inflight.wire.nccl import NcclGroup
-
-            return NcclGroup(meeting, device, watch, max_ctas=max_ctas)
-        raise Malformed(f"there is no wire {wire!r}, only 'nccl' and 'gloo'")
-    except BaseException as error:
-        meeting.end(f"could not open the group: {error}")
-        if isinstance(error, DistError | OSError):
-            raise TransferFault(f"the trainer was lost: {error}") from error
-        raise
 
 
 def lost(reason: str) -> TransferFault:

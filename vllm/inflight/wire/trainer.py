@@ -17,8 +17,8 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.trainer.source import gathering
 from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.group import open_group
 from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.sender import Sender
 from vllm.inflight.wire.shards import Shard
 from vllm.inflight.wire.watch import Watch, in_background
