@@ -79,3 +79,12 @@ def test_what_was_seen_is_forgotten_with_the_weights_and_with_a_retraction(
     run_sync(control_of(llm).pause(mode="retract"))
     assert not encoded(llm)
     run_sync(control_of(llm).resume())
+
+
+def test_pictures_the_front_end_remembers_are_there_after_a_commit_that_flushes(
+    llm: Any, old: Path
+) -> None:
+    before = described(llm)
+    told = llm.update_weights_from_disk(str(old), "same", flush_cache=True)
+    assert told["dropped"] is not None
+    assert described(llm) == before

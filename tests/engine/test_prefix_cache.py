@@ -117,3 +117,48 @@ def test_kv_of_weights_that_hardly_moved_may_be_read(
     assert hit_tokens(core, "fourth", prompt(35, 100)) == 0
     publish(core, folders["new"], "far away")
     assert hit_tokens(core, "fifth", prompt(35, 100)) == 0
+
+
+def test_a_rollback_of_a_rollback_goes_as_far_as_the_first(
+    core: EngineCore,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = load_file(folders["old"] / "model.safetensors")
+    nearby = {name: tensor.float() * 1.02 for name, tensor in tensors.items()}
+    save_file(nearby, tmp_path / "model.safetensors")
+    policy = Policy.parse("versioned:auto", drift=0.05)
+    monkeypatch.setattr(core.scheduler, "inflight_policy", policy)
+    publish(core, folders["old"], "old")
+    publish(core, tmp_path, "by 2 %")
+    publish(core, folders["new"], "far away")
+    for way in ("back", "and forth", "and back again"):
+        call(core, "rollback")
+        assert hit_tokens(core, way, prompt(36, 100)) == 0
+
+
+def test_an_undone_commit_leaves_the_way_back_as_long_as_it_was(
+    core: EngineCore,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = load_file(folders["new"] / "model.safetensors")
+    nearby = {name: tensor.float() * 1.02 for name, tensor in tensors.items()}
+    save_file(nearby, tmp_path / "model.safetensors")
+    policy = Policy.parse("versioned:auto", drift=0.05)
+    monkeypatch.setattr(core.scheduler, "inflight_policy", policy)
+    publish(core, folders["old"], "old")
+    publish(core, folders["new"], "far away")
+    served = core.inflight_gate.served
+    between = served._between
+    served.go_back()
+    served.retreat()
+    assert served._between == between
+    publish(core, tmp_path, "by 2 %")
+    assert served._between["overall"] < 0.05 < between["overall"]
+    served.go_back()
+    assert served._between["overall"] < 0.05
+    served.retreat()
+    assert served._between["overall"] < 0.05

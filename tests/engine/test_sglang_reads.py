@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from tests.engine.bare_core import publish
 from tests.engine.core_door import Door
@@ -30,6 +31,20 @@ def test_weights_are_read_by_the_checkpoints_names(
         assert rows == served[name][:3].float().tolist(), name
     rows = door.get("/get_weights_by_name", name="model.norm.weight")
     assert len(rows) == min(100, len(served["model.norm.weight"]))
+
+
+def test_what_is_no_number_of_json_is_read_as_null(
+    door: Door, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    served = tensors(folders["old"])
+    norm = served["model.norm.weight"].clone()
+    norm[1], norm[2] = float("inf"), float("nan")
+    save_file(served | {"model.norm.weight": norm}, tmp_path / "model.safetensors")
+    diverged = {"path": str(tmp_path), "allow_nonfinite": True}
+    reply = door.client.post("/update_weights_from_disk", json=diverged)
+    assert reply.status_code == 200, reply.text
+    rows = door.get("/get_weights_by_name", name="model.norm.weight", truncate_size=4)
+    assert rows == [norm[0].item(), None, None, norm[3].item()]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import call
 from tests.simulated.core import publish_weights
 from tests.simulated.load import ask, code
+from vllm.inflight.api import pieces
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.disk import from_disk
 from vllm.inflight.api.door import run_sync
@@ -58,6 +59,42 @@ def test_one_call_repeated_after_its_commit_gives_the_same_reply(
         return run_sync(from_disk(control, "/w", "one", **expected))
 
     assert update() == update()
+    assert core.model_executor.live == 1
+
+
+def test_a_commit_repeated_under_another_label_is_told_where_the_update_stands(
+    core: EngineCore,
+) -> None:
+    body = {"update_id": "labelled", "weight_version": "two"}
+    call(core, "begin", update_id="labelled", weight_version="one", transport="local")
+    call(core, "receive", update_info={"weights": 1})
+    call(core, "seal")
+    for phase in ("staged", "committed"):
+        refused = ask(core, "commit", **body).result(timeout=30)["error"]
+        assert refused["message"].endswith(f"it stays {phase}")
+        call(core, "commit")
+
+
+def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
+    core: EngineCore,
+) -> None:
+    class Hurried(Door):
+        """Who ends the update is heard between the piece and its answer."""
+
+        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+            if method != "receive":
+                return await super().call(method, body)
+            received = ask(core, "receive", **body | {"update_info": {"weights": 1}})
+            ask(core, "seal", update_id=body["update_id"]).result(timeout=30)
+            answer = received.result(timeout=30)
+            assert answer["ok"]["phase"] == "staged"
+            assert {"bytes", "parameters"} < answer["ok"].keys()
+            return [answer]
+
+    control, usual = Control(Hurried(core)), {"can_repeat": False, "commit": {}}
+    taken = run_sync(pieces.take(control, "local", {}, label="pieces", **usual))
+    assert taken["message"] == "weights updated"
+    assert taken["weight_version"] == "pieces"
     assert core.model_executor.live == 1
 
 

@@ -97,6 +97,45 @@ def test_a_commit_that_its_caller_cancels_is_made_on_both_or_on_none(
     assert served(cores) == [("three", 3)] * 2
 
 
+def test_a_commit_that_two_ask_for_and_one_engine_cannot_make_is_undone_once(
+    cores: list[Any],
+) -> None:
+    """As when a reply was lost, and what asks again finds another API server."""
+    publish(Control(Door(cores)), 1, "one")
+    cores[1].model_executor.refused = (2, 3)
+    told: list[str] = []
+
+    async def finish(control: Control, update_id: str) -> None:
+        with pytest.raises(EngineFault) as refusal:
+            await control.finish("two", update_id=update_id)
+        told.append(refusal.value.message)
+
+    class Twice(Door):
+        """Before the first goes on after its commit, the second has come and gone."""
+
+        has_asked = False
+
+        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+            answers = await super().call(method, body)
+            if method == "commit" and not self.has_asked:
+                self.has_asked = True
+                await finish(Control(Door(cores)), body["update_id"])
+            return answers
+
+    async def phases() -> None:
+        control = Control(Twice(cores))
+        begun = await control.start(transport="local")
+        await control.update({"weights": 2}, begun["update_id"])
+        await finish(control, begun["update_id"])
+
+    asyncio.run(phases())
+    assert len(told) == 2
+    assert all("the test says so" in each for each in told)
+    assert served(cores) == [("one", 1)] * 2
+    publish(Control(Door(cores)), 3, "three")
+    assert served(cores) == [("three", 3)] * 2
+
+
 def test_a_pause_that_one_refuses_pauses_none(cores: list[Any]) -> None:
     control = Control(Door(cores))
     add(cores[1], "r0", prompt(0))

@@ -16,6 +16,7 @@ from typing import Any
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
 from vllm.inflight.errors import InflightError, UpdateBusy, WeightsMismatch
+from vllm.inflight.update import Phase
 
 PREFIX = "pieces-"
 TWICE = "it was sent twice"
@@ -56,7 +57,12 @@ async def take(
             raise
         update_id = await _start(control, transport, label, begin)
         progress = await control.update(update_info, update_id)
-    parts = [reply["parameters"] for reply in progress.get("engines", [progress])]
+    replies = progress.get("engines", [progress])
+    if any(reply["phase"] != Phase.STAGING for reply in replies):
+        # Somebody else finishes it meanwhile; to finish twice is to finish.
+        reply = await control.finish_or_abort(update_id, label, **commit)
+        return reply | {"message": "weights updated"}
+    parts = [reply["parameters"] for reply in replies]
     if all(part["begun"] == 0 for part in parts):
         await control.abort(update_id)
         return {"message": "no parameter of this model is filled by these tensors"}

@@ -6,6 +6,7 @@ Upstream has some of these paths in its development mode only, without a key.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -96,7 +97,10 @@ async def model_info(engine: Any, body: dict[str, Any]) -> Reply:
 
 
 async def get_weights_by_name(engine: Any, body: dict[str, Any]) -> Any:
-    """The first rows of a tensor as lists of numbers, from all ranks."""
+    """The first rows of a tensor as lists of numbers, from all ranks.
+
+    JSON knows no infinity and no NaN: they are null.
+    """
     fields = Fields(body)
     name, size = fields.needed("name"), fields.take("truncate_size")
     fields.only()
@@ -104,7 +108,14 @@ async def get_weights_by_name(engine: Any, body: dict[str, Any]) -> Any:
         size = int(size)  # a query parameter
     size = NO_ROWS if size is None else size
     replies = await control_of(engine).ask("rows", name=name, num_rows=size)
-    return replies[0]["rows"]
+    return _finite(replies[0]["rows"])
+
+
+def _finite(rows: Any) -> Any:
+    """Numbers of any depth, None for what is none that JSON knows."""
+    if isinstance(rows, list):
+        return [_finite(row) for row in rows]
+    return rows if math.isfinite(rows) else None
 
 
 async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:

@@ -7,8 +7,14 @@ from typing import Any
 from vllm.inflight.errors import PauseConflict
 
 
-def flush(core: Any) -> dict[str, Any]:
+def flush(core: Any, *, media: bool) -> dict[str, Any]:
     """Drop every cache of an engine that holds no request's KV.
+
+    Args:
+        core: upstream's.
+        media: also what was made of pictures and sounds before any weight saw them.
+            The front end has the same under the same names, and sends the name alone
+            of what it believes to be here: it has to drop its own first.
 
     Returns:
         `blocks`: cached KV blocks dropped. `connector`: True if its cache was
@@ -28,7 +34,8 @@ def flush(core: Any) -> dict[str, Any]:
             "flush_cache found blocks in use; pause with 'retract' and flush again"
         )
     is_dropped = _flush_connector(scheduler.connector)
-    core.reset_mm_cache()
+    if media:
+        core.reset_mm_cache()
     core.reset_encoder_cache()
     return {
         "blocks": num_blocks,

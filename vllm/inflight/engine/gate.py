@@ -109,7 +109,8 @@ class Gate:
         if update.label is not None and label not in (None, update.label):
             raise VersionConflict(
                 f"update {update.update_id!r} was begun for version "
-                f"{update.label!r}, finished as {label!r}; it stays staged",
+                f"{update.label!r}, finished as {label!r}; it stays "
+                f"{update.phase.value}",
                 update_id=update.update_id,
             )
         if update.phase is Phase.COMMITTED:

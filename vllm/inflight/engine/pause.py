@@ -96,7 +96,7 @@ class Pauses:
             # A stricter pause may have come meanwhile, and has done its own part.
             if mode is PauseMode.RETRACT and self.asked is mode:
                 counts["num_retracted"] = self._core.scheduler.inflight_retract()
-            flushed = self._flushed() if flush_cache else {"dropped": None}
+            flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
             treated = self._gate.counts.treated(counts)
             return self._reply(started) | treated | flushed
 
@@ -136,7 +136,7 @@ class Pauses:
     def flush(self) -> Reply:
         """Drop every cached block nobody holds; refused while one is held."""
         requests.check_flush(self._core.scheduler, PauseMode.IN_PLACE)
-        return {"dropped": flush.flush(self._core)}
+        return {"dropped": flush.flush(self._core, media=True)}
 
     def state(self) -> Reply:
         """Whether decoding stands still, in which mode, whose it is and how long."""
@@ -213,13 +213,13 @@ class Pauses:
             facts["num_retracted"] = self._core.scheduler.inflight_retract()
         elif mode is PauseMode.ABORT:
             facts |= doors.abort_requests(self._gate, {})
-        return facts | self._flushed() if flush_cache else facts
+        return facts | self._flushed(media=False) if flush_cache else facts
 
     # ---------------------------------------------------------------- helpers
-    def _flushed(self) -> Reply:
+    def _flushed(self, *, media: bool) -> Reply:
         """Drop the caches where that can be told, but not be refused any more."""
         try:
-            return {"dropped": flush.flush(self._core)}
+            return {"dropped": flush.flush(self._core, media=media)}
         except PauseConflict as error:
             return {"dropped": None, "not_dropped": error.message}
 

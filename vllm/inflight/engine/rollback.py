@@ -46,8 +46,10 @@ class Rollbacks:
                 raise WrongPhase("this rollback is not what was switched to last")
             return self.roll_back({}, is_undo=True)
         update = self._gate.updates.ledger.require(
-            body.get("update_id"), Phase.COMMITTED
+            body.get("update_id"), Phase.COMMITTED, Phase.ROLLED_BACK
         )
+        if update.phase is Phase.ROLLED_BACK:  # another who finished it was quicker
+            return self._gate.version.to_dict()
         if update is not self._gate.served.update:
             raise WrongPhase(f"update {update.update_id!r} is not what is served")
         return self.roll_back({}, is_undo=True)

@@ -36,6 +36,8 @@ class Served:
         self._recipe: Recipe | None = ()
         """How it is had again, if files lead to it."""
         self._before: tuple[Version, Update | None, Recipe | None] | None = None
+        self._between: dict[str, Any] | None = None
+        """How far that is from what is served, in either direction; None: not known."""
         self._left: tuple[Any, ...] = ()
         """All of this as it was before the last switch."""
 
@@ -58,8 +60,9 @@ class Served:
     def advance(self, label: str | None, update: Update) -> dict[str, Any]:
         """Serve what `update` has staged; returns the facts of the switch."""
         held = (self.version, self.update, self._recipe)
-        facts = self._flip(label, update.digest, update.step, update)
+        facts = self._flip(label, update.digest, update.step, update.drift)
         self._before = held if self._ranks.is_reversible else None
+        self._between = update.drift
         self.update = update
         self._recipe = extended(
             self._recipe, update, has_drafter=self._ranks.has_drafter
@@ -73,7 +76,8 @@ class Served:
         As if it had not been: no step was scheduled since.
         """
         self._ranks.flip()
-        numbers, version, self.update, self._recipe, self._before = self._left
+        numbers, version, self.update, self._recipe, *before = self._left
+        self._before, self._between = before
         self._epoch, self._cache_epoch, self._moved = numbers
         self._serve(version)
         self._note()
@@ -83,8 +87,7 @@ class Served:
         assert self._before is not None
         held = (self.version, self.update, self._recipe)
         version, update, recipe = self._before
-        # As far back as the one that is left went forth.
-        facts = self._flip(version.label, version.digest, version.step, held[1])
+        facts = self._flip(version.label, version.digest, version.step, self._between)
         self._before, self.update, self._recipe = held, update, recipe
         self._note()
         return facts
@@ -97,7 +100,7 @@ class Served:
         """Others weights have come in the place of those served, past any update."""
         self._age_cache(None)
         self._take_on(None, None, None)
-        self.update = self._recipe = None
+        self.update = self._recipe = self._between = None
         self._note()
 
     def rename(self, label: str) -> None:
@@ -110,17 +113,18 @@ class Served:
         label: str | None,
         digest: str | None,
         step: int | None,
-        moved_by: Update | None,
+        drift: dict[str, Any] | None,
     ) -> dict[str, Any]:
         started = time.perf_counter()
         in_flight = self._core.batch_queue
         self._ranks.wait_for_steps(in_flight)
         numbers = self._epoch, self._cache_epoch, self._moved
-        self._left = numbers, self.version, self.update, self._recipe, self._before
+        before = self._before, self._between
+        self._left = numbers, self.version, self.update, self._recipe, *before
         connectors.drop(self._core.scheduler, in_flight)
         flip_s = self._ranks.flip()
         try:
-            self._age_cache(None if moved_by is None else moved_by.drift)
+            self._age_cache(drift)
             self._take_on(label, digest, step)
         except Exception as fault:
             self._take_back(fault)

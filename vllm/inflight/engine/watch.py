@@ -64,8 +64,8 @@ class Watch:
         def ready() -> dict[str, Any] | None:
             notices = self._alive(update)
             done = min(n.get("orders", 0) for n in notices) >= num_orders
-            if not done or update.phase is not Phase.STAGING:
-                return None if update.phase is Phase.STAGING else _state(update)
+            if not done and update.phase is Phase.STAGING:
+                return None
             return _state(update) | {
                 "bytes": sum(n.get("bytes", 0) for n in notices),
                 "parameters": _added(n.get("parameters", {}) for n in notices),
