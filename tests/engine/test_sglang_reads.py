@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from tests.engine.bare_core import publish
 from tests.engine.core_door import Door
 from tests.engine.sent_tensors import tensors
+from vllm.inflight.stage import readout
 
 pytestmark = pytest.mark.engine
 
@@ -58,6 +59,16 @@ def test_what_is_no_number_of_json_is_read_as_null(
 )
 def test_a_read_that_makes_no_sense_is_refused(door: Door, body: Any) -> None:
     assert door.refused("/get_weights_by_name", **body)[0] == 400
+
+
+def test_more_numbers_than_are_read_at_once_are_refused(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readout, "MOST_NUMBERS", 1000)
+    status, told = door.refused("/get_weights_by_name", name=HEAD, truncate_size=99)
+    assert status == 400
+    assert "at most 1000" in told
+    assert len(door.post("/get_weights_by_name", name=HEAD, truncate_size=2)) == 2
 
 
 def test_checksums_tell_two_versions_apart_and_come_back_with_one(

@@ -116,6 +116,12 @@ def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
             f"{name!r} is of a quantised layer, which holds its weights as a kernel "
             "wants them; checksums tell whether two engines have the same"
         )
+    for part in parts:
+        if "at_most" in part:
+            raise Malformed(
+                f"{count} rows of {name!r} are {part['numbers']} numbers on one rank, "
+                f"and at most {part['at_most']} are read at once; ask for fewer rows"
+            )
     # An embedding that the head is tied to is in the first stage and in the last.
     stages = {part["stage"] for part in parts}
     found = [joined([p for p in parts if p["stage"] == s], count) for s in stages]

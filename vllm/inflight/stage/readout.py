@@ -27,6 +27,8 @@ from vllm.inflight.update import DRAFT
 
 SLAB = 1024
 """Columns of a packed weight that are read at a time."""
+MOST_NUMBERS = 1 << 22
+"""That a rank is asked for at once: as Python's they are many times as large."""
 
 Pair = tuple[str, torch.Tensor]
 
@@ -85,7 +87,8 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
 
     Returns:
         For a quantised layer, which holds its weights as a kernel wants them, only
-        `is_quantised`. Else `rows`, and the dimension along which the parts of a
+        `is_quantised`. Where they are too many, how many `numbers` they are, and what is
+        read `at_most`. Else `rows`, and the dimension along which the parts of a
         `stage`'s ranks lie side by side: 0, 1, or None where every rank has the whole.
 
     """
@@ -111,8 +114,11 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
                 start, size = 0, None
             whole = content(layer, key, param)
             part = whole[start:] if size is None else whole[start : start + size]
+            part = part[:num_rows]
+            if part.numel() > MOST_NUMBERS:
+                return {"numbers": part.numel(), "at_most": MOST_NUMBERS}
             return {
-                "rows": part[:num_rows].float().tolist(),
+                "rows": part.float().tolist(),
                 "stage": _stage(worker),
                 "dim": _dimension(layer, whole, worker),
                 "is_copy": _is_copy(layer, number, worker),
