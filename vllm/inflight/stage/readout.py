@@ -87,8 +87,8 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
 
     Returns:
         For a quantised layer, which holds its weights as a kernel wants them, only
-        `is_quantised`. Where they are too many, how many `numbers` they are, and what is
-        read `at_most`. Else `rows`, and the dimension along which the parts of a
+        `is_quantised`. Where they are too many, how many `numbers` they are, and what
+        is read `at_most`. Else `rows`, and the dimension along which the parts of a
         `stage`'s ranks lie side by side: 0, 1, or None where every rank has the whole.
 
     """
