@@ -114,6 +114,7 @@ def test_a_file_cut_short_in_the_middle_leaves_what_is_served(
     assert greedy(served) == fresh
 
 
+@pytest.mark.parametrize("has_had_some", [False, True], ids=["at first", "later"])
 @pytest.mark.parametrize(
     "taken",
     ["local.Receiver", "assembly.Assembly.make_room"],
@@ -123,13 +124,17 @@ def test_without_memory_for_buckets_files_are_read_all_the_same(
     served: Any,
     made: list[FileReader],
     fresh: list[list[int]],
+    old: Path,
     new: Path,
     monkeypatch: pytest.MonkeyPatch,
     taken: str,
+    has_had_some: bool,
 ) -> None:
     def refuse(*_: Any) -> None:
         raise local.torch.OutOfMemoryError("none")
 
+    if has_had_some:
+        served.update_weights_from_disk(str(old), "old")
     monkeypatch.setattr(f"vllm.inflight.wire.{taken}", refuse)
     served.update_weights_from_disk(str(new), "new")
     assert greedy(served) == fresh

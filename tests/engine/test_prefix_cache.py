@@ -91,74 +91,46 @@ def test_a_salt_of_the_user_still_separates(core: EngineCore) -> None:
     assert len({salted(user, root) for user in users for root in roots}) == 5 * 9
 
 
-def test_kv_of_weights_that_hardly_moved_may_be_read(
-    core: EngineCore,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tensors = load_file(folders["old"] / "model.safetensors")
-    nearby = []
-    for step in (1, 2, 3):
-        nearby.append(tmp_path / str(step))
-        nearby[-1].mkdir()
-        moved = {n: t.float() * (1 + 0.02 * step) for n, t in tensors.items()}
-        save_file(moved, nearby[-1] / "model.safetensors")
+@pytest.fixture
+def by_drift(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
+    """The core where KV may be read until the weights have moved by 5 %."""
     policy = Policy.parse("versioned:auto", drift=0.05)
     monkeypatch.setattr(core.scheduler, "inflight_policy", policy)
+    return core
+
+
+def nearby(folder: Path, at: Path) -> Path:
+    """The checkpoint of `folder`, moved by 2 %."""
+    tensors = load_file(folder / "model.safetensors")
+    moved = {name: tensor.float() * 1.02 for name, tensor in tensors.items()}
+    save_file(moved, at / "model.safetensors")
+    return at
+
+
+def test_kv_of_weights_that_hardly_moved_may_be_read(
+    by_drift: EngineCore, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    core, near = by_drift, nearby(folders["old"], tmp_path)
     publish(core, folders["old"], "old")  # how far that is, is not known to be little
     assert hit_tokens(core, "first", prompt(35, 100)) == 0
-    publish(core, nearby[0], "by 2 %")
+    publish(core, near, "by 2 %")
     assert hit_tokens(core, "second", prompt(35, 100)) == 96
     call(core, "rollback")
     assert hit_tokens(core, "third", prompt(35, 100)) == 96
     # By now it may have moved 4 %; two more could be more than 5 in all.
-    publish(core, nearby[0], "by 2 % again")
+    publish(core, near, "by 2 % again")
     assert hit_tokens(core, "fourth", prompt(35, 100)) == 0
     publish(core, folders["new"], "far away")
     assert hit_tokens(core, "fifth", prompt(35, 100)) == 0
 
 
 def test_a_rollback_of_a_rollback_goes_as_far_as_the_first(
-    core: EngineCore,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    by_drift: EngineCore, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    tensors = load_file(folders["old"] / "model.safetensors")
-    nearby = {name: tensor.float() * 1.02 for name, tensor in tensors.items()}
-    save_file(nearby, tmp_path / "model.safetensors")
-    policy = Policy.parse("versioned:auto", drift=0.05)
-    monkeypatch.setattr(core.scheduler, "inflight_policy", policy)
+    core = by_drift
     publish(core, folders["old"], "old")
-    publish(core, tmp_path, "by 2 %")
+    publish(core, nearby(folders["old"], tmp_path), "by 2 %")
     publish(core, folders["new"], "far away")
     for way in ("back", "and forth", "and back again"):
         call(core, "rollback")
         assert hit_tokens(core, way, prompt(36, 100)) == 0
-
-
-def test_an_undone_commit_leaves_the_way_back_as_long_as_it_was(
-    core: EngineCore,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tensors = load_file(folders["new"] / "model.safetensors")
-    nearby = {name: tensor.float() * 1.02 for name, tensor in tensors.items()}
-    save_file(nearby, tmp_path / "model.safetensors")
-    policy = Policy.parse("versioned:auto", drift=0.05)
-    monkeypatch.setattr(core.scheduler, "inflight_policy", policy)
-    publish(core, folders["old"], "old")
-    publish(core, folders["new"], "far away")
-    served = core.inflight_gate.served
-    between = served._between
-    served.go_back()
-    served.retreat()
-    assert served._between == between
-    publish(core, tmp_path, "by 2 %")
-    assert served._between["overall"] < 0.05 < between["overall"]
-    served.go_back()
-    assert served._between["overall"] < 0.05
-    served.retreat()
-    assert served._between["overall"] < 0.05

@@ -76,8 +76,7 @@ class Served:
         As if it had not been: no step was scheduled since.
         """
         self._ranks.flip()
-        numbers, version, self.update, self._recipe, *before = self._left
-        self._before, self._between = before
+        numbers, version, self.update, self._recipe, self._before = self._left
         self._epoch, self._cache_epoch, self._moved = numbers
         self._serve(version)
         self._note()
@@ -119,8 +118,7 @@ class Served:
         in_flight = self._core.batch_queue
         self._ranks.wait_for_steps(in_flight)
         numbers = self._epoch, self._cache_epoch, self._moved
-        before = self._before, self._between
-        self._left = numbers, self.version, self.update, self._recipe, *before
+        self._left = numbers, self.version, self.update, self._recipe, self._before
         connectors.drop(self._core.scheduler, in_flight)
         flip_s = self._ranks.flip()
         try:

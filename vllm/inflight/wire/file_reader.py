@@ -135,6 +135,7 @@ class FileReader(Fetcher):
         """Wait for what is under way: files may be closed and buffers go after this."""
         super().close()
         self._buckets = iter(())
+        self.num_begun = 0
 
     def _end(self) -> None:
         if self._filler is not None and self._readers is not None:
