@@ -16,7 +16,7 @@ from tests.engine.script import tell
 from tests.waiting import until
 
 NUM_REQUESTS = 4
-NUM_TOKENS = 600
+NUM_TOKENS = 900
 """Of a request: on a busy machine none must end before the pause reaches it."""
 PAUSE_S = 0.3
 
@@ -56,6 +56,7 @@ def live(door: Door, path: str, label: str, mode: str) -> dict[str, Any]:
     # What the weights now live make of the same texts, begun anew.
     texts = [p + t[:k] for p, (t, _), k in zip(prompts, done, first, strict=True)]
     left = min(NUM_TOKENS - k for k in first)
+    assert left > 0, "a request ended before the pause"
     again = [future.result(timeout=120) for future in door.send(texts, left)]
     rest = [t[k : k + left] for (t, _), k in zip(done, first, strict=True)]
     return {
