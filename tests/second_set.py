@@ -13,6 +13,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.intake import Intake
+from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.remainder import carry
 from vllm.inflight.stage.spares import Spares
@@ -138,6 +139,9 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         known_names={},
         asks_loader=True,
         spares=Spares(),
+        origin=Origin({}),
+        may_idle=lambda name: False,
+        is_alone=True,
         is_reversible=True,
         plan=(plan := Plan()),
         place=plan.place,

@@ -1,22 +1,30 @@
-"""The names in the checkpoint that an engine started from."""
+"""What is known of the checkpoint that an engine started from."""
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm.inflight.stage.origin import Origin, origin_of
+from vllm.inflight.stage.origin import Origin
+from vllm.inflight.stage.shadow import Shadow
 
 
-def origin(model: str, draft: str | None = None) -> Origin:
+def origin(
+    model: str,
+    draft: str | None = None,
+    load_format: str = "auto",
+    hf_overrides: Any = None,
+) -> Origin:
     def config(path: str) -> SimpleNamespace:
-        return SimpleNamespace(model=path, revision=None)
+        return SimpleNamespace(model=path, revision=None, hf_overrides=hf_overrides)
 
     drafting = draft and SimpleNamespace(draft_model_config=config(draft))
-    return Origin(
+    return Origin.of(
         SimpleNamespace(
-            load_config=SimpleNamespace(download_dir=None),
+            load_config=SimpleNamespace(download_dir=None, load_format=load_format),
             model_config=config(model),
             speculative_config=drafting,
         )
@@ -49,18 +57,43 @@ def test_what_is_not_on_this_host_has_no_names(tmp_path: Path):
         assert "a.weight" not in origin(model)
 
 
-def test_where_ranks_hold_parts_nothing_is_known_to_be_of_no_use(tmp_path: Path):
+@pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer_sharded"])
+def test_files_of_ranks_are_no_checkpoint(tmp_path: Path, load_format: str):
     model = written(tmp_path / "model", one="a.weight")
-    config = SimpleNamespace(
-        load_config=SimpleNamespace(download_dir=None),
-        model_config=SimpleNamespace(model=model, revision=None),
-        speculative_config=None,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-    )
-    live = torch.nn.Module()
-    assert "a.weight" in origin_of(live, config)
-    live._expert_map = torch.zeros(2)
-    assert "a.weight" not in origin_of(live, config)
-    del live._expert_map
-    config.parallel_config.pipeline_parallel_size = 2
-    assert "a.weight" not in origin_of(live, config)
+    assert not origin(model, load_format=load_format)
+
+
+def test_where_nothing_was_loaded_a_changed_model_need_not_be_that_of_the_folder(
+    tmp_path: Path,
+):
+    model = written(tmp_path / "model", one="a.weight")
+    assert "a.weight" in origin(model, load_format="dummy")
+    assert not origin(model, load_format="dummy", hf_overrides={"hidden_size": 8})
+    assert "a.weight" in origin(model, hf_overrides={"rope_theta": 8})
+
+
+def test_shapes_are_known_where_files_agree(tmp_path: Path):
+    for file, shapes in {"one": [(2, 3), (4,)], "two": [(2, 3), (5,)]}.items():
+        tensors = dict(zip(("a", "b"), map(torch.zeros, shapes), strict=True))
+        save_file(tensors, tmp_path / f"{file}.safetensors")
+    found = origin(str(tmp_path))
+    assert found.shape("a") == (2, 3)
+    assert "b" in found
+    assert found.shape("b") is None
+    assert found.shape("c") is None
+
+
+def test_it_is_what_was_there_at_the_start(tmp_path: Path):
+    """A trainer may save its next version over it."""
+    model = written(tmp_path / "model", one="a.weight")
+    found = origin(model)
+    save_file({"b.weight": torch.zeros(2)}, tmp_path / "model" / "one.safetensors")
+    assert "a.weight" in found
+    assert "b.weight" not in found
+
+
+@pytest.mark.parametrize("has_some", [False, True])
+def test_where_ranks_hold_parts_nothing_is_known_to_be_of_no_use(has_some: bool):
+    shadow: Any = SimpleNamespace(origin=Origin({"a": [(1,)]}), _has_some=has_some)
+    assert Shadow.may_idle(shadow, "a") is not has_some
+    assert not Shadow.may_idle(shadow, "b")

@@ -203,3 +203,30 @@ def test_views_that_overlap_are_not_complete_because_they_add_up(views, missing)
     fill = Fill(12, {view: math.prod(view[1]) for view in views})
     assert sum(fill.views.values()) == 12
     assert fill.missing == missing
+
+
+@pytest.mark.parametrize(
+    ("loader", "shape", "num_unread"),
+    [
+        (whole, (8, 3), 0),
+        (turned, (3, 8), 0),
+        (padded, (6, 3), 0),
+        (second_shard, (6, 3), 6),
+        (lambda param, tensor: param.data.copy_(tensor[:8]), (16, 3), 24),
+        (scaled, (8, 3), 0),  # nobody can tell
+        (lambda param, tensor: param.data.zero_(), (8, 3), 0),
+    ],
+    ids=["whole", "turned", "padded", "a shard", "cut", "computed", "not used"],
+)
+def test_what_a_loader_leaves_of_a_tensor_is_told(loader, shape, num_unread):
+    entry = recorded(loader, torch.nn.Parameter(torch.zeros(8, 3)), torch.ones(shape))
+    assert entry.num_unread == num_unread
+
+
+def test_what_is_read_twice_is_read_once():
+    def twice(param, tensor):
+        for _ in range(2):
+            param.data[:2].copy_(tensor[:2])
+
+    entry = recorded(twice, torch.nn.Parameter(torch.zeros(8, 3)), torch.ones(4, 3))
+    assert entry.num_unread == 6

@@ -27,6 +27,7 @@ from tests.wire.peers import (
 )
 from vllm.inflight.errors import Cancelled, EngineFault, TransferFault, WeightsMismatch
 from vllm.inflight.stage.intake import Intake
+from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.announcement import Announcement
@@ -167,7 +168,9 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         views={},
         behind=set(),
         quantised=set(),
-        origin=(),
+        origin=Origin({}),
+        may_idle=lambda name: False,
+        is_alone=True,
     )
     entries = [
         {"name": n, "shape": list(t.shape), "dtype": "float32"}

@@ -18,7 +18,7 @@ from tests.broken_files import BROKEN, F32, header
 from tests.wire.checkpoints import everything, written
 from tests.wire.peers import digests, open_things, process
 from vllm.inflight.errors import Malformed
-from vllm.inflight.wire import local
+from vllm.inflight.wire import local, tensor_files
 from vllm.inflight.wire.local import read_files
 from vllm.inflight.wire.tensor_files import DTYPES, Stored, TensorFiles
 
@@ -194,23 +194,42 @@ OTHERS = {
 }
 
 
+def before_safetensors(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[], Any]
+) -> None:
+    """A change when the file is open, and before safetensors judges it."""
+    real = tensor_files.safe_open
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        change()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(tensor_files, "safe_open", opened)
+
+
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
 def test_a_file_that_changes_while_it_is_opened_is_malformed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes]
 ) -> None:
     (file,) = written(tmp_path, {"a": torch.ones(2)}, 1)
     changed = change(file.read_bytes())
-    real = os.open
-
-    def opened(path: Any, *rest: Any) -> int:
-        """Another file than the one that safetensors will judge."""
-        other = tmp_path / "other"
-        other.write_bytes(changed)
-        return real(other if path == file else path, *rest)
-
-    monkeypatch.setattr(os, "open", opened)
+    before_safetensors(monkeypatch, lambda: file.write_bytes(changed))
     with pytest.raises(Malformed, match=r"0\.safetensors is not a whole"):
         TensorFiles([file])
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes as what it has them for: the other one has as many, of another kind."""
+    named = {"a": torch.full((8,), 1.5, dtype=torch.bfloat16)}
+    (file,) = written(tmp_path, named, 1)
+    (tmp_path / "other").mkdir()
+    (other,) = written(tmp_path / "other", {"a": named["a"].half()}, 1)
+    before_safetensors(monkeypatch, lambda: other.replace(file))
+    found = dict(read_files([file]))
+    assert digests(found.items()) == digests(named.items())
+    assert found["a"].dtype == torch.bfloat16
 
 
 def test_a_file_that_is_written_to_while_it_is_read_is_malformed(

@@ -16,6 +16,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.stage import buffers
 from vllm.inflight.stage.layers import layers
+from vllm.inflight.stage.tandem import Tandem, share, trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +107,16 @@ def _part(module: torch.nn.Module, live: torch.nn.Module) -> None:
         for name, child in layer._modules.items():
             if child is not None and id(child) in shared:
                 layer._modules[name] = stand_in(child)
+
+
+def build_second(
+    live: torch.nn.Module, vllm_config: Any, device: torch.device
+) -> torch.nn.Module:
+    """A second tree of a model, or of a tandem: of each of the two."""
+    built = [
+        blueprint_of(tree, vllm_config).build(tree, device) for tree in trees(live)
+    ]
+    if not isinstance(live, Tandem):
+        return built[0]
+    share(live, *built)
+    return Tandem(*built, is_mtp=live.is_mtp).eval()

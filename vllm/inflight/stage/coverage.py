@@ -106,8 +106,20 @@ class Coverage:
                 self.refilled.add(name)
             self.fills[name].views[view] = prod(view[1])
 
-    def wrote(self, name: str, param: torch.Tensor) -> None:
-        """All of a parameter is about to be written, past its loader."""
+    def wrote(self, name: str, param: torch.Tensor, source: torch.Tensor) -> None:
+        """All of a parameter is about to be written, past its loader.
+
+        Raises:
+            TypeError: a copy would make other numbers of `source`.
+            ValueError: it would repeat them, or leave some of what came.
+
+        """
+        _require_dtype(param, source)
+        came = source if self.handed is None else self.handed
+        if source.shape != param.shape or came.numel() != param.numel():
+            raise ValueError(
+                f"{list(source.shape)} of it are for {list(param.shape)} of the model"
+            )
         self.begin(name)
         self.num_loads += 1
         self.fills[name].views[0, tuple(param.shape), param.stride()] = param.numel()

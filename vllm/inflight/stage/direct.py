@@ -42,12 +42,15 @@ class Writes(TorchDispatchMode):
 
     Args:
         module: the tree that is loaded, with a load under way.
-        seen: called with the name of a parameter before all of it is written.
+        seen: called with the name of a parameter, it, and what is copied into it,
+            before all of it is written.
 
     """
 
     def __init__(
-        self, module: torch.nn.Module, seen: Callable[[str, torch.Tensor], None]
+        self,
+        module: torch.nn.Module,
+        seen: Callable[[str, torch.Tensor, torch.Tensor], None],
     ) -> None:
         super().__init__()
         self._seen = seen
@@ -70,7 +73,7 @@ class Writes(TorchDispatchMode):
             found = self._places.get(args[0].data_ptr())
             if found is not None and found[1].shape == args[0].shape:
                 name, param, info = found
-                self._seen(name, param)
+                self._seen(name, param, args[1])
                 if info.can_load():
                     # Not complete by its own count, so it is processed in the end.
                     info.load_numel = max(1, info.load_numel)

@@ -5,7 +5,9 @@ What is wrong is kept and not raised, so that one refusal names all of it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import zip_longest
+from math import prod
 
 import torch
 
@@ -13,6 +15,7 @@ from vllm.inflight import ops
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.names import matcher
 from vllm.inflight.stage.content import Facts
+from vllm.inflight.stage.origin import Origin, Shape
 from vllm.inflight.stage.refusal import refusal, require_matches
 from vllm.inflight.stage.shadow import Known
 from vllm.inflight.stage.spares import Spares
@@ -32,6 +35,7 @@ class Inspection:
         manifest: what was announced.
         known: the names that the model's parameters have in a checkpoint.
         spares: what may come and is of no use.
+        origin: the tensors of the checkpoint that the engine started from.
         asks_loader: whether the model's loader alone can tell what a name is.
         allow_nonfinite: whether NaN and Inf are served.
 
@@ -42,6 +46,7 @@ class Inspection:
         manifest: Manifest,
         known: Known,
         spares: Spares,
+        origin: Origin,
         *,
         asks_loader: bool,
         allow_nonfinite: bool,
@@ -49,6 +54,7 @@ class Inspection:
         self._manifest = manifest
         self._known = known
         self._spares = spares
+        self._origin = origin
         self._asks_loader = asks_loader
         self._allow_nonfinite = allow_nonfinite
         self._is_declared = matcher(manifest.subset)
@@ -77,6 +83,11 @@ class Inspection:
     def may_come(self, name: str) -> bool:
         """Whether the update may have such a tensor: a subset declares its own."""
         return not self._manifest.subset or self._is_declared(name)
+
+    def is_spare(self, name: str) -> bool:
+        """Whether it may come, and this engine has no use for it."""
+        is_part = bool(self._manifest.subset)
+        return name in self._spares or (not is_part and self._spares.has_left_out(name))
 
     def is_strange(self, name: str) -> bool:
         """Whether the model has no such name, though most of its others are known."""
@@ -114,11 +125,17 @@ class Inspection:
             # Not even its content can be looked at (ops.py), whatever it is called.
             self._wrong[name] = f"it is {dtype}, which no model has"
             return False
-        # The shape is known to the loaders, for every shard; they refuse.
         expected = self._known.get(name, (None, None))[1] or dtype
-        is_spare = name in self._spares
+        is_spare = self.is_spare(name)
         if dtype != expected and not is_spare and not {dtype, expected} <= PLAIN:
             self._wrong[name] = f"it is {dtype}, the model's is {expected}"
+            return False
+        whole = None if is_spare else self._origin.shape(name)
+        if whole is not None and not _is_alike(shape, whole):
+            self._wrong[name] = (
+                f"its shape is {list(shape)}; in the checkpoint that the engine was "
+                f"started from it is {list(whole)}"
+            )
             return False
         self._digests[name] = ops.Digest.ZERO
         return True
@@ -145,6 +162,14 @@ class Inspection:
     def note_wrong(self, name: str, why: str) -> None:
         """A tensor, or a parameter, cannot be served as it came."""
         self._wrong[name] = why
+
+    def note_cut(self, name: str, num_unread: int) -> None:
+        """A loader has used a part of a tensor, and no other rank has the rest."""
+        shape, _ = self._entries[name]
+        self._wrong[name] = (
+            f"its shape is {list(shape)}, and the model has no place for {num_unread} "
+            f"of its {prod(shape)} elements"
+        )
 
     def note_refused(self, name: str, error: Exception) -> None:
         """The model's loader has refused a tensor."""
@@ -184,16 +209,22 @@ class Inspection:
                 tensors=subset,
             )
 
-    def refusal(self, missing: Iterable[list[str]], *, is_end: bool) -> WeightsMismatch:
+    def refusal(
+        self, missing: Mapping[str, list[str]], *, is_end: bool
+    ) -> WeightsMismatch:
         """The error that names all that is wrong.
 
         Args:
-            missing: for each parameter that is not full, the tensors it is made of.
+            missing: each parameter that is not full, and what it is made of. If that
+                is not how it was when the engine started, the parameter is named.
             is_end: whether what was announced should have come by now.
 
         """
         absent: list[str] = []
-        for names in missing:
+        for param, names in missing.items():
+            if self._origin and not any(n in self._origin for n in names):
+                absent.append(param)
+                continue
             absent += [n for n in names if n not in self._digests] or names
         if is_end:
             absent += [n for n in self._announced() if n not in absent]
@@ -217,3 +248,9 @@ class Inspection:
         """What was announced, did not come, and is not wrong by another count."""
         missing = self._manifest.tensors.keys() - self._digests.keys()
         return sorted(missing - self._wrong.keys())
+
+
+def _is_alike(shape: Shape, whole: Shape) -> bool:
+    """Whether they differ in nothing but ones at the end: a scale is [] or [1, 1]."""
+    longest = zip_longest(shape, whole, fillvalue=1)
+    return all(came == expected for came, expected in longest)

@@ -68,6 +68,7 @@ class Intake:
             manifest,
             shadow.known_names,
             shadow.spares,
+            shadow.origin,
             asks_loader=shadow.asks_loader,
             allow_nonfinite=allow_nonfinite,
         )
@@ -130,7 +131,7 @@ class Intake:
                 raise Cancelled("the update was aborted")
             with undirected():
                 fresh = self._replay(self._accepted(batch))
-            fresh = [pair for pair in fresh if not self._is_spare(pair[0])]
+            fresh = [pair for pair in fresh if not self._inspection.is_spare(pair[0])]
             if fresh:
                 coverage.stand_behind()
             while fresh:
@@ -147,7 +148,9 @@ class Intake:
                         self.unfilled.append(name)
                 if self._inspection.is_renamed(name, coverage.fills):
                     self._renamed.update(param for param, _ in entry.filled)
-                if self._shadow.plan is not None and name not in self._tried:
+                if entry.num_unread and self._shadow.is_alone:
+                    self._inspection.note_cut(name, entry.num_unread)
+                elif self._shadow.plan is not None and name not in self._tried:
                     self._shadow.plan.keep(name, entry)
                 # A transport uses memory again that nobody looks into.
                 coverage.handed = coverage.entry = None
@@ -156,11 +159,6 @@ class Intake:
                 self._proof.loaded()
             self._progress(self.num_bytes, self._inspection.num_seen)
         current.clear()
-
-    def _is_spare(self, name: str) -> bool:
-        """Whether it may come, and this engine has no use for it."""
-        spares, is_subset = self._shadow.spares, bool(self._manifest.subset)
-        return name in spares or (not is_subset and spares.has_left_out(name))
 
     def _accepted(self, batch: list[Pair]) -> list[Pair]:
         """Those of a batch that may go on, under the model's names."""
@@ -252,7 +250,7 @@ class Intake:
         except Exception as error:  # each loader has its own for what it does not know
             inspection.note_refused(name, error)
             return False
-        if coverage.num_loads == before and name in self._shadow.origin:
+        if coverage.num_loads == before and self._shadow.may_idle(name):
             self.unfilled.append(name)
         elif coverage.num_loads == before:
             inspection.note_unknown(name)
@@ -286,7 +284,7 @@ class Intake:
 
     def _pass_over(self) -> None:
         """Forget of what filled nothing that which did not at the start, either."""
-        idle = {name for name in self.unfilled if name in self._shadow.origin}
+        idle = set(filter(self._shadow.may_idle, self.unfilled))
         if not idle or (self._manifest.subset and not self.coverage.begun):
             return  # a subset of nothing else would replace nothing
         if self.coverage.passes_over(self._load, self._inspection.hollow(idle)):
@@ -296,5 +294,5 @@ class Intake:
         self, missing: Iterable[str] = (), *, is_end: bool = False
     ) -> WeightsMismatch:
         """What is wrong; `missing` are parameters that are not full."""
-        lists = [tensor_names(self._module, param) for param in missing]
-        return self._inspection.refusal(lists, is_end=is_end)
+        names = {param: tensor_names(self._module, param) for param in missing}
+        return self._inspection.refusal(names, is_end=is_end)

@@ -1,86 +1,98 @@
-"""The checkpoint that an engine started from, and what it has that is of no use.
+"""The checkpoint that an engine started from: its tensors, and how they are shaped.
 
-A loader passes over more than can be foretold: layers of a tower behind the last one
-that is looked at (LLaVA), biases that a quantiser left, MTP layers that no field of the
-configuration counts. It did so when the engine started. So a tensor that fills nothing
-may come again if that checkpoint has it, too: an engine that is started from the new
-one passes it over as well.
+Loaders cut what they get to the size of their shard, and do not ask whether it was the
+whole that they expect: a tensor of twice as many rows would fill a parameter with its
+first half. So what has a name of that checkpoint has to have its shape there.
+
+And a loader passes over more than can be foretold: layers of a tower behind the last
+one that is looked at (LLaVA), biases that a quantiser left, MTP layers that no field of
+the configuration counts. It did so when the engine started. So a tensor that fills
+nothing may come again if that checkpoint has it, too: an engine that is started from
+the new one passes it over as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
-from vllm.inflight.stage import experts
 from vllm.inflight.update import DRAFT
+
+Shape = tuple[int, ...]
+
+OF_RANKS = ("sharded_state", "runai_streamer_sharded")
+"""Load formats whose files hold parameters of the engine, and not a checkpoint."""
 
 
 class Origin:
-    """The names of its tensors, a drafter's under `draft.`; read when first asked for.
+    """The tensors of that checkpoint, a drafter's under `draft.`.
 
     Of safetensors alone: what came in another form has no names here.
 
     Args:
-        vllm_config: of the engine.
+        shapes: name → shape; more than one, where files of a folder do not agree.
 
     """
 
-    def __init__(self, vllm_config: Any) -> None:
-        self._cache = vllm_config.load_config.download_dir
-        drafting = vllm_config.speculative_config
-        self._configs = {
+    def __init__(self, shapes: Mapping[str, Collection[Shape]]) -> None:
+        self._shapes = shapes
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Self:
+        """That of an engine that has just been loaded, as it is now."""
+        loading, drafting = vllm_config.load_config, vllm_config.speculative_config
+        configs = {
             "": vllm_config.model_config,
             DRAFT: getattr(drafting, "draft_model_config", None),
         }
+        # If nothing was loaded, the model need not be what is in the folder.
+        is_other = loading.load_format == "dummy" and configs[""].hf_overrides
+        shapes: dict[str, set[Shape]] = {}
+        if is_other or loading.load_format in OF_RANKS:
+            return cls(shapes)
+        for prefix, config in configs.items():
+            for file in _files(config, loading.download_dir) if config else ():
+                for name, shape in _tensors(file):
+                    shapes.setdefault(prefix + name, set()).add(shape)
+        return cls(shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._shapes
 
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(
-            prefix + name
-            for prefix, config in self._configs.items()
-            if config is not None
-            for file in self._files(config)
-            for name in _names_in(file)
-        )
+    def shape(self, name: str) -> Shape | None:
+        """The shape that a tensor had; None if it had none, or more than one."""
+        shapes = self._shapes.get(name, ())
+        return next(iter(shapes)) if len(shapes) == 1 else None
 
-    def _files(self, config: Any) -> list[Path]:
-        folder = Path(config.model)
-        if not folder.is_dir():
-            try:
-                folder = Path(
-                    snapshot_download(
-                        config.model,
-                        revision=config.revision,
-                        cache_dir=self._cache,
-                        local_files_only=True,
-                    )
+
+def _files(config: Any, cache: str | None) -> list[Path]:
+    folder = Path(config.model)
+    if not folder.is_dir():
+        try:
+            folder = Path(
+                snapshot_download(
+                    config.model,
+                    revision=config.revision,
+                    cache_dir=cache,
+                    local_files_only=True,
                 )
-            except (OSError, ValueError):  # it was streamed, or is gone
-                return []
-        return sorted(folder.glob("*.safetensors"))
+            )
+        except (OSError, ValueError):  # it was streamed, or is gone
+            return []
+    return sorted(folder.glob("*.safetensors"))
 
 
-def origin_of(live: torch.nn.Module, vllm_config: Any) -> Container[str]:
-    """That of an engine; empty where what fills nothing here may fill another rank."""
-    is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
-    if is_stage or experts.are_shared_out(live):
-        return ()
-    return Origin(vllm_config)
-
-
-def _names_in(file: Path) -> Iterator[str]:
+def _tensors(file: Path) -> Iterator[tuple[str, Shape]]:
     try:
         with safe_open(file, "pt") as opened:
-            yield from opened.keys()
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, tuple(opened.get_slice(name).get_shape())
     except (OSError, SafetensorError):
         return  # it has been replaced, or is being written

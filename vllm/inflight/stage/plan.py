@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -44,10 +45,23 @@ class Entry:
     """(parameter, view) of everything that is written."""
     is_whole: bool = True
     """Whether nothing happened that cannot be replayed."""
+    is_traced: bool = True
+    """Whether all that was written is a part of the tensor, or a constant."""
     is_proved: bool = False
     """Whether replaying it was seen to do what its loader does; see proof.py."""
     home: Home | None = None
     """Where the tensor ends up, if that is whole and in one piece."""
+
+    @property
+    def num_unread(self) -> int:
+        """Elements that are copied nowhere, where others are; 0 if nobody can tell.
+
+        Loaders cut what they get to the size of what they fill.
+        """
+        if not (self.copies and self.is_traced):
+            return 0
+        parts = {part for _, part in self.copies}  # that overlap count too often
+        return max(0, self.shape.numel() - sum(prod(shape) for _, shape, _ in parts))
 
 
 class Plan:
@@ -181,7 +195,7 @@ class Writes(TorchDispatchMode):
         elif func in _FILLS and (len(args) == 1 or args[1] == 0):
             self._entry.zeros.append(target.detach())
         else:
-            self._entry.is_whole = False
+            self._entry.is_whole = self._entry.is_traced = False
 
     def _part(self, source: torch.Tensor, target: torch.Tensor) -> View | None:
         """`source` as a part of the tensor handed over; None if it is not one."""

@@ -24,12 +24,12 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.stage import audit, derived, experts, quantised, swappable, twins
 from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.blueprint import blueprint_of
-from vllm.inflight.stage.origin import origin_of
+from vllm.inflight.stage.blueprint import build_second
+from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.spares import Spares
-from vllm.inflight.stage.tandem import Tandem, has_mtp, share, trees
+from vllm.inflight.stage.tandem import Tandem, has_mtp, trees
 from vllm.inflight.wire.assembly import Home
 
 Known = dict[str, tuple[list[int] | None, str | None]]
@@ -41,6 +41,7 @@ class Shadow:
     Attributes:
         module: the tree; load into it, never run it.
         reason: why this model cannot be updated in flight; None if it can.
+        is_alone: whether no other rank has a part of the model.
         required: parameter name → shape, in load format, that an update must fill.
 
     """
@@ -52,8 +53,12 @@ class Shadow:
         self.device = device
         self.model_config = vllm_config.model_config
         self.spares = Spares.of(live, self.model_config)
-        self.origin = origin_of(live, vllm_config)
-        self._is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
+        self.origin = Origin.of(vllm_config)
+        parallel = vllm_config.parallel_config
+        self._is_stage = parallel.pipeline_parallel_size > 1
+        self._has_some = self._is_stage or experts.are_shared_out(live)
+        """Whether other ranks have tensors that this one has nothing of."""
+        self.is_alone = parallel.world_size == 1 and not self._has_some
         self.module: torch.nn.Module | None = None
         self.quantised: set[str] = set()
         """Parameters of quantised layers, in load format."""
@@ -84,7 +89,7 @@ class Shadow:
             # The map of which experts are whose is read while a model is built.
             nowhere = "cpu" if experts.are_shared_out(live) else "meta"
             at = device if is_cpu else torch.device(nowhere)
-            self.module = _build(live, vllm_config, at)
+            self.module = build_second(live, vllm_config, at)
             derived.make_places(live, self.module)
             self.reason = swappable.difference(live, self.module)
             self._note_parameters()
@@ -201,6 +206,10 @@ class Shadow:
         maps_names |= getattr(self.module, "supports_multimodal", False)
         return maps_names or self._is_stage or self.has_drafter
 
+    def may_idle(self, name: str) -> bool:
+        """Whether a tensor that fills nothing may come: a start passed it over, too."""
+        return name in self.origin and not self._has_some
+
     def prepare(self) -> None:
         """Make the tree fit to be loaded into; what it held is gone after that.
 
@@ -285,15 +294,3 @@ def shadow_of(
         root = live if draft is None else Tandem(live, draft, is_mtp=is_mtp)
         _shadows[live] = Shadow(root, vllm_config, device)
     return _shadows[live]
-
-
-def _build(
-    live: torch.nn.Module, vllm_config: Any, device: torch.device
-) -> torch.nn.Module:
-    built = [
-        blueprint_of(tree, vllm_config).build(tree, device) for tree in trees(live)
-    ]
-    if not isinstance(live, Tandem):
-        return built[0]
-    share(live, *built)
-    return Tandem(*built, is_mtp=live.is_mtp).eval()

@@ -157,9 +157,12 @@ def _state(descriptor: int) -> tuple[int, int]:
 
 
 def _entries(file: Path, descriptor: int) -> Iterator[Entry]:
-    """What there is, no byte of which is read here."""
+    """What there is, no byte of which is read here.
+
+    Of the file that is open, whatever has its path by now.
+    """
     offsets = _offsets(file, descriptor)
-    with safe_open(file, framework="pt") as opened:
+    with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118 (not a dict)
             told = opened.get_slice(name)
             dtype, shape = DTYPES.get(told.get_dtype()), tuple(told.get_shape())
