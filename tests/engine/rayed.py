@@ -114,6 +114,9 @@ if __name__ == "__main__":
     if torch.cuda.is_available():
         # Where Ray's compiled graph looks for a worker's GPU; vLLM has Ray not set it.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1")
+        if sys.argv[-1] == "pipeline":
+            # The other one waits for tokens that Ray's graph has no stage ask for.
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_AUTH_MODE"] = "disabled"
     with_ray(lambda: main(*sys.argv[1:]))
