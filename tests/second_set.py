@@ -142,6 +142,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         origin=Origin({}),
         may_idle=lambda name: False,
         is_alone=True,
+        num_threads=1,
         is_reversible=True,
         plan=(plan := Plan()),
         place=plan.place,

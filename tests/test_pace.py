@@ -10,9 +10,18 @@ from itertools import count
 from typing import Any
 
 import pytest
+import torch
 
+from vllm.inflight.config import InflightConfig
 from vllm.inflight.stage import pace as paces
-from vllm.inflight.stage.pace import LONGEST_REST_S, DevicePace, Pace, free_cores
+from vllm.inflight.stage import packing
+from vllm.inflight.stage.pace import (
+    LONGEST_REST_S,
+    DevicePace,
+    Pace,
+    free_cores,
+    pace_of,
+)
 from vllm.inflight.stage.steps import Steps
 
 
@@ -152,3 +161,21 @@ def test_a_device_s_pace_has_the_interpreter_switch_more_often_only_while_it_sta
     with pace.settled():
         assert sys.getswitchinterval() < before
     assert sys.getswitchinterval() == before
+
+
+@pytest.mark.parametrize(("staging", "expected"), [("host", 3), ("auto", 1)])
+def test_what_is_staged_on_a_gpus_host_is_copied_by_several(
+    staging: str, expected: int
+) -> None:
+    config = InflightConfig(staging=staging)
+    pace = pace_of(config, torch.device("cuda"), Steps(), 3)
+    seen: list[int] = []
+
+    def stage() -> None:
+        packing.set_threads(1)
+        with pace.settled():
+            seen.append(torch.get_num_threads())
+        seen.append(torch.get_num_threads())
+
+    in_a_thread(stage)
+    assert seen == [expected, 1]

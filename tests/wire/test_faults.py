@@ -171,6 +171,7 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         origin=Origin({}),
         may_idle=lambda name: False,
         is_alone=True,
+        num_threads=1,
     )
     entries = [
         {"name": n, "shape": list(t.shape), "dtype": "float32"}

@@ -94,7 +94,6 @@ class Intake:
         """Whether all of it is the drafter's."""
         return self._manifest.draft
 
-    # ------------------------------------------------------------ the door
     def load_weights(self, weights: Iterable[Pair]) -> Any:
         """Stands in for the shadow's own `load_weights`."""
         current: list[str] = []
@@ -229,8 +228,11 @@ class Intake:
             return False
         if not self._verify or tensor.is_cuda:
             return True
-        bad = 0 if self._allow_nonfinite else ops.count_nonfinite([tensor])[0]
-        return self._inspection.judge(name, ops.digest([tensor])[0], bad)
+        num, bad = self._shadow.num_threads, 0
+        if not self._allow_nonfinite:
+            (bad,) = ops.count_nonfinite([tensor], num_threads=num)
+        (digest,) = ops.digest([tensor], num_threads=num)
+        return self._inspection.judge(name, digest, bad)
 
     def _takes(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the loader takes a tensor by a name that the model does not have.

@@ -65,7 +65,12 @@ class Job(threading.Thread):
         self._notice: dict[str, Any] = {"serial": serial, "state": "open"}
         self._notice |= {"orders": 0, "bytes": 0, "tensors": 0}
         self._posted = 0.0
-        self._pace = pace_of(self._config, self._worker.device, stager.steps)
+        self._pace = pace_of(
+            self._config,
+            self._worker.device,
+            stager.steps,
+            stager.shadow.num_threads,
+        )
 
     def put(self, order: str, payload: Any) -> None:
         """Have an order carried out, after those before it."""

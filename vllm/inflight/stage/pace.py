@@ -48,18 +48,28 @@ through Python, which takes four times as long. What is ours names its devices.
 
 
 def pace_of(
-    config: InflightConfig, device: torch.device, steps: Steps
+    config: InflightConfig, device: torch.device, steps: Steps, num_threads: int
 ) -> Pace | DevicePace:
-    """The pace of one job on that device, beside those steps."""
+    """The pace of one job on that device, beside those steps.
+
+    Args:
+        config: of the engine.
+        device: that decodes.
+        steps: of its decoding.
+        num_threads: that may copy, where what is staged for a GPU is on the host.
+
+    """
     if device.type == "cpu":
         return Pace(config.stage_share, steps)
-    return DevicePace(config.stage_gb_per_s)
+    is_on_host = config.staging == "host"
+    return DevicePace(config.stage_gb_per_s, num_threads if is_on_host else None)
 
 
 class DevicePace:
     """The pace of a job that writes to a GPU; called by its thread."""
 
-    def __init__(self, gb_per_s: float) -> None:
+    def __init__(self, gb_per_s: float, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
         self._seconds_per_byte = 1 / (gb_per_s * 1e9)
         self._hurry_at = math.inf
         self._num_bytes = 0
@@ -69,13 +79,19 @@ class DevicePace:
     def settled(self) -> Iterator[None]:
         """Ask the interpreter to share its lock in smaller pieces meanwhile.
 
-        Decoding alone is faster with fewer switches.
+        Decoding alone is faster with fewer switches. And let torch's copies on the
+        host have their threads: upstream leaves it one.
         """
+        own = torch.get_num_threads()
         sys.setswitchinterval(min(SWITCH_S, USUAL_S))
+        if self._num_threads is not None:
+            set_threads(self._num_threads)
         try:
             yield
         finally:
             sys.setswitchinterval(USUAL_S)
+            if self._num_threads is not None:
+                set_threads(own)
 
     def hurry_after(self, seconds: float) -> None:
         """Rest no more once `seconds` have passed: a late update is a failed one."""

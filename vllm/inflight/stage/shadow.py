@@ -31,6 +31,7 @@ from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.spares import Spares
 from vllm.inflight.stage.tandem import Tandem, has_mtp, trees
 from vllm.inflight.wire.assembly import Home
+from vllm.inflight.wire.threads import num_threads
 
 Known = dict[str, tuple[list[int] | None, str | None]]
 
@@ -41,6 +42,7 @@ class Shadow:
     Attributes:
         module: the tree; load into it, never run it.
         reason: why this model cannot be updated in flight; None if it can.
+        num_threads: that look into what arrives on the host.
         is_alone: whether no other rank has a part of the model.
         required: parameter name → shape, in load format, that an update must fill.
 
@@ -58,6 +60,7 @@ class Shadow:
         self._is_stage = parallel.pipeline_parallel_size > 1
         self._has_some = self._is_stage or experts.are_shared_out(live)
         """Whether other ranks have tensors that this one has nothing of."""
+        self.num_threads = num_threads(device, parallel)
         self.is_alone = parallel.world_size == 1 and not self._has_some
         self.module: torch.nn.Module | None = None
         self.quantised: set[str] = set()

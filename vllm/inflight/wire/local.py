@@ -32,7 +32,6 @@ from vllm.inflight.wire.announcement import Pair
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.file_reader import (
     BUCKET_BYTES,
-    NUM_THREADS,
     RUN_BYTES,
     FileReader,
 )
@@ -40,6 +39,7 @@ from vllm.inflight.wire.paths import existing, read_json, resolved
 from vllm.inflight.wire.receiver import Receiver
 from vllm.inflight.wire.slots import Slots
 from vllm.inflight.wire.tensor_files import Stored, TensorFiles
+from vllm.inflight.wire.threads import num_threads
 from vllm.inflight.wire.watch import Watch
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -128,7 +128,8 @@ class LocalEngine(StagedEngine):
         rename = drafters if update_info.draft else str
         if not self.fills_gpu or not self._load_in_buckets(files, rename):
             # Closed here: who is told of an error holds frames, and they what is open.
-            with contextlib.closing(read_files(files, self.num_threads)) as pairs:
+            num = num_threads(self.device, self.vllm_config.parallel_config)
+            with contextlib.closing(read_files(files, num)) as pairs:
                 self.model.load_weights((rename(name), each) for name, each in pairs)
 
     def shutdown(self) -> None:
@@ -182,11 +183,6 @@ class LocalEngine(StagedEngine):
         receiver = Receiver(reader, NUM_BUCKETS, watch)
         reader.begin(files)
         self.model.load_weights(receiver.tensors(files.announced, watch))
-
-    @property
-    def num_threads(self) -> int:
-        """That read a large tensor: a GPU's host has cores to spare, a CPU's decode."""
-        return NUM_THREADS if self.device.type == "cuda" else 1
 
     @property
     def _allowed(self) -> str:
