@@ -13,14 +13,15 @@ the new one passes it over as well.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 
+from vllm.inflight.errors import Malformed
 from vllm.inflight.update import DRAFT
+from vllm.inflight.wire.tensor_files import TensorFiles
 
 Shape = tuple[int, ...]
 
@@ -34,11 +35,11 @@ class Origin:
     Of safetensors alone: what came in another form has no names here.
 
     Args:
-        shapes: name → shape; more than one, where files of a folder do not agree.
+        shapes: name → shape; None, where files of a folder do not agree.
 
     """
 
-    def __init__(self, shapes: Mapping[str, Collection[Shape]]) -> None:
+    def __init__(self, shapes: Mapping[str, Shape | None]) -> None:
         self._shapes = shapes
 
     @classmethod
@@ -51,13 +52,14 @@ class Origin:
         }
         # If nothing was loaded, the model need not be what is in the folder.
         is_other = loading.load_format == "dummy" and configs[""].hf_overrides
-        shapes: dict[str, set[Shape]] = {}
+        shapes: dict[str, Shape | None] = {}
         if is_other or loading.load_format in OF_RANKS:
             return cls(shapes)
         for prefix, config in configs.items():
             for file in _files(config, loading.download_dir) if config else ():
                 for name, shape in _tensors(file):
-                    shapes.setdefault(prefix + name, set()).add(shape)
+                    agrees = shapes.setdefault(prefix + name, shape) == shape
+                    shapes[prefix + name] = shape if agrees else None
         return cls(shapes)
 
     def __len__(self) -> int:
@@ -68,8 +70,7 @@ class Origin:
 
     def shape(self, name: str) -> Shape | None:
         """The shape that a tensor had; None if it had none, or more than one."""
-        shapes = self._shapes.get(name, ())
-        return next(iter(shapes)) if len(shapes) == 1 else None
+        return self._shapes.get(name)
 
 
 def _files(config: Any, cache: str | None) -> list[Path]:
@@ -89,10 +90,10 @@ def _files(config: Any, cache: str | None) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Shape]]:
+def _tensors(file: Path) -> Iterable[tuple[str, Shape]]:
     try:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                yield name, tuple(opened.get_slice(name).get_shape())
-    except (OSError, SafetensorError):
-        return  # it has been replaced, or is being written
+        with TensorFiles([file]) as opened:
+            told = opened.announced
+            return zip(told.names, told.shapes, strict=True)
+    except Malformed:
+        return ()  # it has been replaced, or is being written
