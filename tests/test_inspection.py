@@ -15,6 +15,7 @@ from vllm.inflight.ops import Digest
 from vllm.inflight.stage import intake
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.inspection import Inspection
+from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
 
@@ -144,14 +145,15 @@ def test_what_is_announced_and_may_yet_come_is_not_called_missing(sets):
     inspection = Inspection(
         Manifest.parse({"format": 1, "tensors": announced}),
         sets.shadow.known_names,
-        (),
+        Spares(),
+        Origin({}),
         asks_loader=False,
         allow_nonfinite=False,
     )
     wrong = torch.ones(3)
     assert not inspection.admits("norm", wrong)
-    assert inspection.refusal([], is_end=False).tensors == ["norm"]
-    assert set(inspection.refusal([], is_end=True).tensors) == version(1).keys()
+    assert inspection.refusal({}, is_end=False).tensors == ["norm"]
+    assert set(inspection.refusal({}, is_end=True).tensors) == version(1).keys()
 
 
 def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):
@@ -163,7 +165,7 @@ def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):
 def test_what_is_kept_of_a_tensor_is_nothing_to_a_collection_of_garbage():
     named = version(1)
     inspection = Inspection(
-        Manifest(), {}, Spares(), asks_loader=True, allow_nonfinite=False
+        Manifest(), {}, Spares(), Origin({}), asks_loader=True, allow_nonfinite=False
     )
     for name, tensor in named.items():
         assert inspection.admits(name, tensor)

@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from tests.engine import gentle
 from tests.serving import Server
 
 pytestmark = pytest.mark.engine
@@ -32,7 +33,7 @@ CHOICES = ("/v1/completions", "/v1/chat/completions")
 
 @pytest.fixture(scope="module")
 def server(old: Path) -> Iterator[Server]:
-    with Server(old) as running:
+    with Server(old, "--logits-processors", gentle.NAME) as running:
         body = {"path": str(old), "weight_version": LABEL}
         assert running.post("/update_weights_from_disk", body)["epoch"] == 1
         yield running

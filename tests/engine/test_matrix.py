@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine import gentle
 from tests.engine.matrix import NUM_REQUESTS, NUM_TOKENS, both
 from tests.engine.script import run_script
 from tests.serving import Server
@@ -53,7 +54,8 @@ class Http:
 
 
 def over_http(tp: int, dp: int, old: Path, new: Path) -> Any:
-    flags = ("--tensor-parallel-size", str(tp), "--data-parallel-size", str(dp))
+    parallel = ("--tensor-parallel-size", str(tp), "--data-parallel-size", str(dp))
+    flags = (*parallel, "--logits-processors", gentle.NAME)
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if tp * dp > 1 else {}
     with Server(old, "--dtype", "float32", *flags, env=bind) as server:
         return both(Http(server), str(old), str(new))
