@@ -137,6 +137,38 @@ def test_what_is_no_number_of_that_kind_is_refused_by_any_name(sets):
         sets.stage(named.items())
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_what_is_on_the_host_is_looked_into_by_as_many_as_may(
+    sets, monkeypatch, num_threads
+):
+    seen = []
+    for name in ("digest", "count_nonfinite"):
+        real = getattr(intake.ops, name)
+
+        def looked(tensors, *, num_threads=1, real=real):
+            seen.append(num_threads)
+            return real(tensors, num_threads=num_threads)
+
+        monkeypatch.setattr(intake.ops, name, looked)
+    sets.shadow.num_threads = num_threads
+    sets.stage(version(1).items())
+    assert seen == [num_threads] * 2 * len(version(1))
+
+
+def test_a_name_is_looked_up_among_spares_only_if_it_does_not_fit(monkeypatch):
+    """To map one takes microseconds, and there are thousands."""
+    asked = []
+    monkeypatch.setattr(Inspection, "is_spare", lambda _, name: asked.append(name))
+    known = {name: (None, "float32") for name in ("one", "two")}
+    origin = Origin({"one": (2,), "two": (2,)})
+    inspection = Inspection(
+        Manifest(), known, Spares(), origin, asks_loader=False, allow_nonfinite=False
+    )
+    assert inspection.admits("one", torch.ones(2, 1))
+    assert not inspection.admits("two", torch.ones(1, 2))
+    assert asked == ["two"]
+
+
 def test_what_is_announced_and_may_yet_come_is_not_called_missing(sets):
     announced = [
         {"name": name, "shape": list(tensor.shape), "dtype": "float32"}

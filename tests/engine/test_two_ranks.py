@@ -46,6 +46,13 @@ def test_one_rank_that_fails_lets_no_rank_commit(
     assert seen[f"label after rank {rank}"] == "default"
 
 
+def test_what_is_larger_than_the_shards_of_all_ranks_is_refused(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["larger"] == ["weights_mismatch"] * 2
+    assert seen["after larger"] == seen["before"]
+
+
 def test_updates_from_another_thread_reach_an_engine_of_its_own_process(
     seen: dict[str, Any],
 ) -> None:

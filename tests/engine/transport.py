@@ -44,6 +44,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     extra: dict[str, str] = field(default_factory=dict)
     poison: str | None = None
     reshape: str | None = None
+    double: str | None = None
     fail_after: int | None = None
     fail_rank: int | None = None
     fail_first: str | None = None
@@ -92,6 +93,8 @@ class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 tensor = torch.full_like(tensor, float("nan"))
             if name == info.reshape and here:
                 tensor = tensor[:-1]
+            if name == info.double and here:
+                tensor = torch.cat([tensor, tensor])
             yield info.rename.get(name, name), tensor
         for name, like in info.extra.items():
             yield name, tensors[like]

@@ -66,6 +66,9 @@ def main(old: str, new: str) -> None:
         seen[f"rank {rank} poisoned"] = send(llm, poison=name, fail_rank=rank)
         seen[f"after rank {rank}"] = greedy(llm)
         seen[f"label after rank {rank}"] = llm.get_weight_version()
+    larger = (name, "model.layers.1.self_attn.q_proj.weight")
+    seen["larger"] = [send(llm, double=name) for name in larger]
+    seen["after larger"] = greedy(llm)
     seen["whole"] = send(llm)
     seen["after commit"] = greedy(llm)
     llm.rollback_weights()

@@ -262,6 +262,27 @@ def test_what_is_to_be_on_a_gpu_is_read_for_it(
     assert engine(torch.device(device), staging).fills_gpu is fills_gpu
 
 
+@pytest.mark.parametrize(("device", "is_shared"), [("cpu", False), ("cuda", True)])
+def test_what_is_read_for_the_host_of_a_gpu_is_read_by_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, is_shared: bool
+) -> None:
+    seen: list[int] = []
+
+    def read(files: list[Path], num_threads: int) -> Iterator[Any]:
+        seen.append(num_threads)
+        yield from ()
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(local, "read_files", read)
+    receiving = engine(torch.device(device), "host")
+    receiving.vllm_config.parallel_config = SimpleNamespace(
+        local_world_size=1, data_parallel_size_local=1
+    )
+    (file,) = written(tmp_path, {"one": torch.ones(3)}, 1)
+    receiving.receive_weights(receiving.parse_update_info({"path": str(file)}))
+    assert [num > 1 for num in seen] == [is_shared]
+
+
 @pytest.mark.parametrize("fills_gpu", [False, True])
 def test_a_drafters_tensors_are_renamed_however_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fills_gpu: bool

@@ -125,17 +125,10 @@ class Inspection:
             # Not even its content can be looked at (ops.py), whatever it is called.
             self._wrong[name] = f"it is {dtype}, which no model has"
             return False
-        expected = self._known.get(name, (None, None))[1] or dtype
-        is_spare = self.is_spare(name)
-        if dtype != expected and not is_spare and not {dtype, expected} <= PLAIN:
-            self._wrong[name] = f"it is {dtype}, the model's is {expected}"
-            return False
-        whole = None if is_spare else self._origin.shape(name)
-        if whole is not None and not _is_alike(shape, whole):
-            self._wrong[name] = (
-                f"its shape is {list(shape)}; in the checkpoint that the engine was "
-                f"started from it is {list(whole)}"
-            )
+        misfit = self._misfit(name, shape, dtype)
+        # Asked of what does not fit alone: to map a name takes microseconds.
+        if misfit is not None and not self.is_spare(name):
+            self._wrong[name] = misfit
             return False
         self._digests[name] = ops.Digest.ZERO
         return True
@@ -243,6 +236,19 @@ class Inspection:
             for name, (shape, dtype) in self._entries.items()
             if (digest := self._digests.get(name)) is not None
         }
+
+    def _misfit(self, name: str, shape: Shape, dtype: str) -> str | None:
+        """Why the model has no use for such a tensor; None if it may have."""
+        expected = self._known.get(name, (None, None))[1] or dtype
+        if dtype != expected and not {dtype, expected} <= PLAIN:
+            return f"it is {dtype}, the model's is {expected}"
+        whole = self._origin.shape(name)
+        if whole is None or shape == whole or _is_alike(shape, whole):
+            return None
+        return (
+            f"its shape is {list(shape)}; in the checkpoint that the engine was "
+            f"started from it is {list(whole)}"
+        )
 
     def _announced(self) -> list[str]:
         """What was announced, did not come, and is not wrong by another count."""
