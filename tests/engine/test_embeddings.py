@@ -1,6 +1,7 @@
 """Models that embed: a decoder without its head, and an encoder without KV."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,26 @@ def test_a_token_is_embedded_once_though_a_retraction_came_into_its_prompt(
     assert torch.equal(data, fresh.outputs.data)
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_request_that_embeds_can_be_aborted(
+    start: Callable[..., Any], checkpoint: Callable[..., Path], is_running: bool
+) -> None:
+    options = {"max_num_batched_tokens": 32, "enable_chunked_prefill": True}
+    llm = start(checkpoint(0, family="qwen2"), **POOLING, **options)
+    before = embedded(llm)
+    engine, long = llm.llm_engine, {"prompt_token_ids": list(range(100))}
+    engine.add_request("r", long, PoolingParams(task="embed"))
+    if is_running:
+        assert engine.step() == []
+    assert llm.pause_generation(mode="abort")["num_aborted"] == 1
+    (output,) = engine.step()
+    assert output.finished
+    assert output.error.code == "aborted"
+    assert not engine.has_unfinished_requests()
+    llm.continue_generation()
+    assert embedded(llm) == before
+
+
 def test_a_server_that_embeds_is_updated_and_paused_over_http(
     start: Callable[..., Any], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -85,12 +106,11 @@ def test_a_server_that_embeds_is_updated_and_paused_over_http(
     (output,) = start(new, **POOLING).embed([prompt], use_tqdm=False)
     flags = (
         *("--runner", "pooling", "--max-model-len", "512"),
-        *("--inflight-when-paused", "reject"),
         *("--inflight-journal", str(tmp_path / "served.json")),
     )
     body = {"model": "tiny", "input": prompt["prompt_token_ids"]}
     update = {"path": str(new), "weight_version": "new"}
-    with Server(old, *flags) as server:
+    with Server(old, *flags, "--inflight-when-paused", "reject") as server:
         (before,) = server.post("/v1/embeddings", body)["data"]
         assert server.client.get("/weight_info").json()["epoch"] == 0
         assert server.post("/update_weights_from_disk", update)["success"]
@@ -109,4 +129,13 @@ def test_a_server_that_embeds_is_updated_and_paused_over_http(
         server.post("/update_weights_from_disk", update)
     with Server(old, *flags) as server:
         assert server.client.get("/weight_info").json()["weight_version"] == "new"
+        assert server.post("/v1/embeddings", body)["data"] == [after]
+        server.post("/pause_generation", {"mode": "in_place"})
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(server.client.post, "/v1/embeddings", json=body)
+            while not server.post("/pause_generation", {})["num_aborted"]:
+                assert not asked.done()
+        assert asked.result().status_code == 503
+        server.post("/continue_generation")
+        assert server.client.get("/health").status_code == 200
         assert server.post("/v1/embeddings", body)["data"] == [after]

@@ -117,6 +117,8 @@ NAMES = {
     "RayDistributedExecutor": "vllm.v1.executor.ray_executor:RayDistributedExecutor",
     "resolve_obj_by_qualname": "vllm.utils.import_utils:resolve_obj_by_qualname",
     "WeightVersionSpan": "vllm.outputs:WeightVersionSpan",
+    "RequestError": "vllm.outputs:RequestError",
+    "EMPTY_CPU_TENSOR": "vllm.v1.engine.output_processor:EMPTY_CPU_TENSOR",
     "envs": "vllm:envs",
     # front end
     "get_prometheus_registry": "vllm.v1.metrics.prometheus:get_prometheus_registry",

@@ -58,9 +58,15 @@ def _take_trails(original: Any) -> Any:
     def process_outputs(
         self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        from vllm.inflight import upstream
         from vllm.inflight.engine.stamp import KV_FIELD
 
         for output in engine_core_outputs:
+            if output.finish_reason == upstream.FinishReason.ABORT:
+                state = self.request_states.get(output.request_id)
+                if state is not None and state.detokenizer is None:
+                    # It would be taken for one that generates.
+                    output.pooling_output = upstream.EMPTY_CPU_TENSOR
             params = output.kv_transfer_params
             if params is None or KV_FIELD not in params:
                 continue
@@ -71,6 +77,29 @@ def _take_trails(original: Any) -> Any:
         return original(self, engine_core_outputs, *args, **kwargs)
 
     return process_outputs
+
+
+def _aborted_is_an_error(original: Any) -> Any:
+    def make_request_output(
+        self: Any,
+        new_token_ids: Any,
+        pooling_output: Any,
+        finish_reason: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from vllm.inflight import upstream
+
+        is_aborted = finish_reason == upstream.FinishReason.ABORT
+        if is_aborted and pooling_output is not None and not kwargs.get("error"):
+            kwargs["error"] = upstream.RequestError(
+                "aborted", "the request was aborted; ask again", retryable=True
+            )
+        return original(
+            self, new_token_ids, pooling_output, finish_reason, *args, **kwargs
+        )
+
+    return make_request_output
 
 
 # ----------------------------------------------------------- /inference/v1/generate
@@ -180,9 +209,27 @@ PATCHES = [
             "iteration_stats",
             "weight_version",
         ),
-        why="whose KV a request reads travels beside what a connector has to say",
-        remove_when="an engine output has room for it",
+        why="whose KV a request reads travels beside what a connector has to say; and "
+        "one that embeds is aborted without ending the front end",
+        remove_when="an engine output has room for it, and upstream's pause aborts "
+        "requests that embed",
         around=_take_trails,
+    ),
+    Patch(
+        target=f"{_STATE}.make_request_output",
+        expects=(
+            "self",
+            "new_token_ids",
+            "pooling_output",
+            "finish_reason",
+            "stop_reason",
+            "kv_transfer_params",
+            "ec_transfer_params",
+            "error",
+        ),
+        why="one that embeds and is aborted has no answer, and not an empty one",
+        remove_when="upstream's pooling outputs say that they were aborted",
+        around=_aborted_is_an_error,
     ),
     Patch(
         target="vllm.outputs:WeightVersionSpan.__get_pydantic_core_schema__",
