@@ -1,9 +1,10 @@
 """Loading an adapter on two ranks: both take it, or neither does."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from vllm.inflight.commit import adapter
 from vllm.inflight.engine.adapters import load_everywhere
@@ -11,14 +12,26 @@ from vllm.inflight.errors import EngineFault, Malformed
 from vllm.inflight.patch.rpc import inflight_adapter
 
 
+class Read(NamedTuple):
+    """An adapter in the host's memory."""
+
+    id: int
+    text: str
+
+
 class Registry:
-    """What of upstream's registry a proposal needs."""
+    """What of upstream's registry a proposal needs: it has room for one."""
 
     def __init__(self) -> None:
-        self.loaded: dict[int, str] = {}
+        self.loaded: dict[int, Read] = {}
 
-    def get_adapter(self, number: int) -> str | None:
-        return self.loaded.get(number)
+    def list_adapters(self) -> dict[int, Read]:
+        return dict(self.loaded)
+
+    def add_adapter(self, adapter: Read) -> bool:
+        self.loaded.setdefault(adapter.id, adapter)
+        assert len(self.loaded) == 1
+        return True
 
 
 class Manager:
@@ -32,13 +45,13 @@ class Manager:
     def list_adapters(self) -> set[int]:
         return set(self._adapter_manager.loaded)
 
-    def _load_adapter(self, request: Any) -> str:
-        return self.files[request.lora_path]
+    def _load_adapter(self, request: Any) -> Read:
+        return Read(request.lora_int_id, self.files[request.lora_path])
 
     def add_adapter(self, request: Any) -> bool:
         read = self._load_adapter(request)
-        self._adapter_manager.loaded.pop(request.lora_int_id, None)
-        if read == self.unfit:
+        self._adapter_manager.loaded.clear()
+        if read.text == self.unfit:
             raise ValueError("it does not fit")
         self._adapter_manager.loaded[request.lora_int_id] = read
         return True
@@ -63,13 +76,18 @@ class Ranks:
 
     @property
     def served(self) -> list[dict[int, str]]:
-        return [manager._adapter_manager.loaded for manager in self.managers]
+        loaded = (manager._adapter_manager.loaded for manager in self.managers)
+        return [{number: read.text for number, read in each.items()} for each in loaded]
 
 
-def request(path: str, *, load_inplace: bool = True) -> Any:
-    return SimpleNamespace(
-        lora_name="name", lora_int_id=1, lora_path=path, load_inplace=load_inplace
-    )
+def request(path: str, number: int = 1, *, load_inplace: bool = True) -> LoRARequest:
+    return LoRARequest("name", number, path, load_inplace=load_inplace)
+
+
+def read_from(manager: Manager, asked: LoRARequest) -> str:
+    """The files that an adapter is read from again, for a request that asked so."""
+    (again,) = adapter.last_loaded(manager, {asked})
+    return again.lora_path
 
 
 @pytest.fixture
@@ -97,6 +115,26 @@ def test_what_one_cannot_take_the_other_puts_back(ranks):
     with pytest.raises(EngineFault, match=r"no rank.*it does not fit"):
         load_everywhere(ranks, request("b"))
     assert ranks.served == [{1: "A"}, {1: "A"}]
+
+
+def test_what_had_to_make_room_is_put_back(ranks):
+    ranks.managers[1].unfit = "B"
+    with pytest.raises(EngineFault):
+        load_everywhere(ranks, request("b", 2))
+    assert ranks.served == [{1: "A"}, {1: "A"}]
+
+
+def test_the_files_of_the_last_load_are_those_that_are_read_again(ranks):
+    asked = request("a", load_inplace=False)
+    ranks.managers[1].unfit = "B"
+    with pytest.raises(EngineFault):
+        load_everywhere(ranks, request("b"))
+    assert [read_from(manager, asked) for manager in ranks.managers] == ["a", "a"]
+    ranks.managers[1].unfit = ""
+    load_everywhere(ranks, request("b"))
+    assert [read_from(manager, asked) for manager in ranks.managers] == ["b", "b"]
+    adapter.let_go(ranks.managers[0], 1)
+    assert [read_from(manager, asked) for manager in ranks.managers] == ["a", "b"]
 
 
 def test_what_was_on_no_rank_before_is_on_none_after_a_failure():

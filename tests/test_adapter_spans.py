@@ -1,11 +1,14 @@
 """Stamps and spans that tell which load of an adapter sampled a token."""
 
 from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.lora.request import LoRARequest
 from vllm.outputs import WeightVersionSpan
 
+from vllm.inflight.engine.adapters import Adapters
 from vllm.inflight.engine.stamp import Stamp
 from vllm.inflight.outputs.spans import as_dicts, decoded
 
@@ -33,3 +36,21 @@ def test_a_load_of_an_adapter_begins_a_span_for_its_requests_only():
         {"version": "a", "epoch": 1, "start": 0, "end": 2},
         {"version": "b", "epoch": 2, "start": 2, "end": 3},
     ]
+
+
+def test_a_stamp_tells_of_adapters_that_requests_have_and_of_no_others():
+    requests: dict[str, Any] = {}
+    adapters = Adapters(requests)
+    asked = [LoRARequest("x", number, "/x") for number in range(1, 1001)]
+    for adapter in asked:
+        adapters.load(adapter)
+    assert adapters.replaced == ()
+    requests["r"] = SimpleNamespace(lora_request=asked[6])
+    adapters.load(asked[6])
+    assert adapters.replaced == (("x", 7, 6),)
+    adapters.drop(7)
+    assert adapters.replaced == (("x", 7, 1000),)
+    assert adapters.load_of(asked[6]) == 1000
+    del requests["r"]
+    adapters.load(LoRARequest("y", 1, "/y"))
+    assert adapters.replaced == ()

@@ -177,3 +177,15 @@ def test_spans_name_the_adapter_and_its_load_in_replies(
     (output,) = llm.generate([TEXT], params, use_tqdm=False, lora_request=adapter)
     (later,) = as_dicts(output.outputs[0].weight_versions)
     assert later == span | {"adapter_load": span["adapter_load"] + 1}
+
+
+def test_an_adapter_that_is_let_go_under_its_request_is_another_load(
+    llm: Any, adapter: LoRARequest
+) -> None:
+    def let_go() -> None:
+        assert llm.llm_engine.remove_lora(1)
+
+    params = SamplingParams(**LONG)
+    for choice in lived(llm, params, let_go, lora_request=adapter):
+        first, second = choice.weight_versions
+        assert second.adapter_load == first.adapter_load + 1

@@ -2,12 +2,19 @@
 
 An adapter is read while the one of its number stays where it is. When all ranks have
 read theirs, all take it, in one turn of the engine core; a rank that cannot puts the
-one before back. The reading and the taking are upstream's.
+ones before back. The reading and the taking are upstream's.
+
+A request names the files that its adapter had when it was asked for. If vLLM reads the
+adapter again for it, as it does for one that had to make room for others, those of the
+last load are read: name and number stand for one adapter, whoever asks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from msgspec.structs import replace
 
 
 class Proposal:
@@ -17,28 +24,34 @@ class Proposal:
         self._manager = manager
         self._request = request
         self._read = manager._load_adapter(request)
-        self._before = manager._adapter_manager.get_adapter(request.lora_int_id)
-        """That of the same number, as it is in the host's memory; None without one."""
+        self._there = manager._adapter_manager.list_adapters()
+        """Number → adapter, in the host's memory; the one used least recently first."""
+        self._named = dict(_loaded(manager))
 
     def take(self) -> None:
-        """Put it into its slot; what fails leaves the one before there."""
+        """Put it into its slot; what fails leaves the ones before there."""
         try:
             self._put(self._read)
         except Exception:
             self.put_back()
             raise
+        _note(self._manager, self._request)
 
     def put_back(self) -> None:
-        """Undo `take`."""
-        if self._before is None:
-            self._manager.remove_adapter(self._request.lora_int_id)
-            return
+        """Undo `take`, which may have let another adapter go to make room."""
         registry = self._manager._adapter_manager
+        before = self._there.get(self._request.lora_int_id)
         registry._create_merged_loras_inplace = lambda _: None  # it was, when it came
         try:
-            self._put(self._before)
+            if before is None:
+                self._manager.remove_adapter(self._request.lora_int_id)
+            else:
+                self._put(before)
+            for adapter in self._there.values():
+                registry.add_adapter(adapter)
         finally:
             del registry._create_merged_loras_inplace
+            self._manager._inflight_loaded = self._named
 
     def _put(self, adapter: Any) -> None:
         # Upstream's own way of taking an adapter, with one that has been read.
@@ -76,3 +89,35 @@ def step(worker: Any, move: str, request: Any) -> bool:
     elif move == "end":
         worker._inflight_proposal = None
     return True
+
+
+def last_loaded(manager: Any, requests: Iterable[Any]) -> set[Any]:
+    """The adapters of a step, each from the files that it was last loaded from."""
+    for request in requests:
+        if request is not None and request.load_inplace:
+            _note(manager, request)
+    loaded = _loaded(manager)
+    return {
+        request
+        if request is None or request.load_inplace
+        else loaded.get((request.lora_name, request.lora_int_id), request)
+        for request in requests
+    }
+
+
+def let_go(manager: Any, number: int) -> None:
+    """The next request of this number says which files it is loaded from."""
+    known = _loaded(manager)
+    manager._inflight_loaded = {k: r for k, r in known.items() if k[1] != number}
+
+
+def _loaded(manager: Any) -> dict[tuple[str, int], Any]:
+    """(name, number) → the request that it was last loaded with, if by itself."""
+    known: dict[tuple[str, int], Any] = getattr(manager, "_inflight_loaded", {})
+    return known
+
+
+def _note(manager: Any, request: Any) -> None:
+    once = replace(request, load_inplace=False)
+    key = request.lora_name, request.lora_int_id
+    manager._inflight_loaded = _loaded(manager) | {key: once}

@@ -10,6 +10,7 @@ count is a part of a request's root, and of what its tokens are stamped with.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.stamp import Loads
 from vllm.inflight.errors import EngineFault, Malformed
 from vllm.inflight.wire.paths import resolved
+
+Key = tuple[str, int]
+"""Name and number of an adapter."""
 
 
 def require_allowed(adapter: Any, vllm_config: Any) -> None:
@@ -68,30 +72,52 @@ def load_everywhere(executor: Any, adapter: Any) -> bool:
 
 
 class Adapters:
-    """Those of one engine core, as `LoRARequest`s name them."""
+    """Those of one engine core, as `LoRARequest`s name them.
 
-    def __init__(self) -> None:
+    Args:
+        requests: of its scheduler, by id.
+
+    """
+
+    def __init__(self, requests: Mapping[str, Any]) -> None:
+        self._requests = requests
         self._num_loads: Counter[str] = Counter()
-        self._loads: dict[tuple[str, int], int] = {}
-        """(name, number) → which load of that name it is; the first one is 0."""
+        self._loads: dict[Key, int] = {}
+        """Which load of its name each is; the first one is 0."""
+        self._listed: set[Key] = set()
         self.replaced: Loads = ()
-        """All that are not the first load of their name; another object at a change."""
+        """Those of `requests` that are not the first load of their name.
+
+        Another object at a change. It travels with every step.
+        """
 
     def load(self, adapter: Any) -> None:
         """Note that workers are about to load `adapter`, if they will."""
         key = adapter.lora_name, adapter.lora_int_id
         if adapter.load_inplace or key not in self._loads:
-            self._loads[key] = self._num_loads[adapter.lora_name]
-            self._num_loads[adapter.lora_name] += 1
-            self._changed()
+            self._count(key)
+            self._list()
+        elif self._loads[key] and key not in self._listed:
+            self._list()
 
     def drop(self, number: int) -> None:
-        """Note that workers let the adapter of this number go."""
-        self._loads = {k: load for k, load in self._loads.items() if k[1] != number}
-        self._changed()
+        """Note that workers let the adapter of this number go.
 
-    def _changed(self) -> None:
-        self.replaced = tuple((*k, load) for k, load in self._loads.items() if load)
+        Those of its requests that run have it loaded again for their next step.
+        """
+        for key in [key for key in self._loads if key[1] == number]:
+            self._count(key)
+        self._list()
+
+    def _count(self, key: Key) -> None:
+        self._loads[key] = self._num_loads[key[0]]
+        self._num_loads[key[0]] += 1
+
+    def _list(self) -> None:
+        adapters = (request.lora_request for request in self._requests.values())
+        keys = {(a.lora_name, a.lora_int_id) for a in adapters if a is not None}
+        self._listed = {key for key in keys if self._loads.get(key)}
+        self.replaced = tuple((*key, self._loads[key]) for key in sorted(self._listed))
 
     def load_of(self, adapter: Any) -> int:
         """Which load of its name `adapter` is, or will be; 0 for no adapter."""

@@ -37,7 +37,7 @@ class InflightSchedulerMixin:
             nonce_for(self.connector),  # type: ignore[attr-defined]
             config.prefix_cache_drift,
         )
-        self.inflight_adapters = Adapters()
+        self.inflight_adapters = Adapters(self.requests)  # type: ignore[attr-defined]
         self._inflight_stamped = self.inflight_adapters.replaced
         managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
         full = (i for i, m in enumerate(managers) if _keeps_all(m))

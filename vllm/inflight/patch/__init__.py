@@ -52,6 +52,7 @@ def check_release() -> str:
 def rooms() -> list[ModuleType]:
     """The modules that hold patch records, in the order of the data."""
     from vllm.inflight.patch import (
+        adapters,
         api,
         client,
         core,
@@ -65,7 +66,7 @@ def rooms() -> list[ModuleType]:
         worker,
     )
 
-    inside = [worker, steps, rpc, executor, core, client, sleep, scheduler]
+    inside = [worker, steps, rpc, executor, core, client, sleep, adapters, scheduler]
     return [*inside, outputs, replies, api]
 
 

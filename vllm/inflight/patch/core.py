@@ -98,31 +98,6 @@ def inflight(self: Any, method: str, body: dict[str, Any]) -> Any:
     return self.inflight_gate.call(method, body)
 
 
-def _load_everywhere(original: Any) -> Any:
-    def add_lora(self: Any, lora_request: Any) -> bool:
-        from vllm.inflight.engine.adapters import load_everywhere, require_allowed
-
-        require_allowed(lora_request, self.vllm_config)
-        # In a turn of its own: whoever is scheduled from here on has the new one.
-        self.inflight_gate.ranks.wait_for_steps(self.batch_queue)
-        if not load_everywhere(self.model_executor, lora_request):
-            added: bool = original(self, lora_request)
-            return added
-        self.scheduler.inflight_adapters.load(lora_request)
-        return True
-
-    return add_lora
-
-
-def _count_drop(original: Any) -> Any:
-    def remove_lora(self: Any, lora_id: int) -> bool:
-        self.scheduler.inflight_adapters.drop(lora_id)
-        removed: bool = original(self, lora_id)
-        return removed
-
-    return remove_lora
-
-
 _CORE = "vllm.v1.engine.core:EngineCore"
 
 PATCHES = [
@@ -160,20 +135,6 @@ PATCHES = [
         why="upstream's phases, called on the workers, become the transaction",
         remove_when="upstream's updates are transactional",
         around=_redirect_phases,
-    ),
-    Patch(
-        target=f"{_CORE}.add_lora",
-        expects=("self", "lora_request"),
-        why="an adapter is loaded on all ranks or none, and reads no KV of another",
-        remove_when="upstream loads them so, and its hashes tell loads apart",
-        around=_load_everywhere,
-    ),
-    Patch(
-        target=f"{_CORE}.remove_lora",
-        expects=("self", "lora_id"),
-        why="the same, where the name was let go in between",
-        remove_when="upstream's block hashes tell loads of an adapter apart",
-        around=_count_drop,
     ),
     Patch(
         target=f"{_CORE}.inflight",
