@@ -167,7 +167,7 @@ class Pauses:
                 "a commit cannot 'wait' for them; pause with 'wait' first"
             )
         frozen = self.mode not in (None, PauseMode.WAIT)
-        if mode is PauseMode.WAIT and frozen and self._core.scheduler.running:
+        if mode is PauseMode.WAIT and frozen and self._core.scheduler.inflight_active():
             raise PauseConflict(
                 "mode 'wait' would wait for ever: running requests are paused"
             )
@@ -181,7 +181,7 @@ class Pauses:
         def after() -> Reply:
             self.commit = None
             try:
-                if scheduler.running or scheduler.inflight_sent_back():
+                if scheduler.inflight_active() or scheduler.inflight_sent_back():
                     raise PauseConflict(
                         "requests were paused while it waited; it is still staged"
                     )

@@ -134,10 +134,21 @@ class InflightSchedulerMixin:
         """Requests that have run and lie in the queue, as they had to give KV up."""
         return [each for each in self.waiting if _is_sent_back(each)]  # type: ignore[attr-defined]
 
+    def inflight_active(self) -> list[Any]:
+        """Requests that hold KV and go on by themselves.
+
+        Those that run, and those that wait with KV from a tier or another engine, or
+        for it. A session between two inputs goes on when its user does.
+        """
+        idle = upstream.RequestStatus.WAITING_FOR_STREAMING_REQ
+        waiting = self.kv_holding_waiting  # type: ignore[attr-defined]
+        return [*self.running, *(r for r in waiting if r.status != idle)]  # type: ignore[attr-defined]
+
     def inflight_is_busy(self) -> bool:
-        """Whether requests are under way that go on by themselves."""
+        """Whether a `wait` has somebody to wait for."""
         is_frozen = self.pause_state == upstream.PauseState.PAUSED_ALL  # type: ignore[attr-defined]
-        return bool(self.running or (not is_frozen and self.inflight_sent_back()))  # type: ignore[attr-defined]
+        sent_back = [] if is_frozen else self.inflight_sent_back()
+        return bool(sent_back or self.inflight_active())
 
     def get_num_unfinished_requests(self) -> int:
         """While new requests wait, those sent back are not finished either."""
@@ -202,12 +213,12 @@ class InflightSchedulerMixin:
 
     # -------------------------------------------------------------- retraction
     def inflight_retract(self) -> int:
-        """Send every running request back to the front of the queue, in order.
+        """Send every request that holds KV back to the front of the queue, in order.
 
         Tokens already sampled are kept; prompt and output are prefilled again
         under the weights then live. Returns how many were retracted.
         """
-        num_retracted = len(self.running)  # type: ignore[attr-defined]
+        num_retracted = len(self.running) + self._inflight_retract_loaded()  # type: ignore[attr-defined]
         timestamp = time.monotonic()
         while self.running:  # type: ignore[attr-defined]
             # The last first: each goes to the front of the waiting queue.
@@ -226,6 +237,23 @@ class InflightSchedulerMixin:
         self.prev_step_scheduled_req_ids.clear()  # type: ignore[attr-defined]
         return num_retracted
 
+    def _inflight_retract_loaded(self) -> int:
+        """Have those begin again whose KV has come from elsewhere, but no turn yet.
+
+        For want of blocks, say. They come behind the running ones, and most of them
+        no worker knows: they are not preempted. Returns how many there were.
+        """
+        waiting = self.kv_holding_waiting  # type: ignore[attr-defined]
+        loaded = [request for request in waiting if _is_loaded(request)]
+        waiting.remove_requests(loaded)
+        for request in reversed(loaded):
+            self._free_request_blocks(request)  # type: ignore[attr-defined]
+            self._inflight_prefills.discard(request)  # type: ignore[attr-defined]
+            request.num_computed_tokens = 0
+            request.inflight_is_retracted = True
+            self.waiting.prepend_request(request)  # type: ignore[attr-defined]
+        return len(loaded)
+
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Let nobody overtake a retracted request whose last tokens are on their way.
 
@@ -242,6 +270,12 @@ def _is_late(request: Any) -> bool:
 
 def _is_sent_back(request: Any) -> bool:
     return bool(request.status == upstream.RequestStatus.PREEMPTED)
+
+
+def _is_loaded(request: Any) -> bool:
+    """Of those that hold KV without running: whether none of it is on its way."""
+    statuses = upstream.RequestStatus
+    return request.status in (statuses.WAITING, statuses.PREEMPTED)
 
 
 def _keeps_all(manager: Any) -> bool:
