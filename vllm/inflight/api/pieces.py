@@ -10,16 +10,24 @@ deadline, or `continue_generation`, which says what is missing.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from collections.abc import Sequence
 from typing import Any
+
+from safetensors import safe_open
 
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
-from vllm.inflight.errors import InflightError, UpdateBusy, WeightsMismatch
+from vllm.inflight.errors import InflightError, UpdateBusy
 from vllm.inflight.update import Phase
+from vllm.inflight.wire.local import SHARED_MEMORY
 
 PREFIX = "pieces-"
-TWICE = "it was sent twice"
+
+_came: dict[str, frozenset[str]] = {}
+"""By the id of the last version that came by way of this API server, the tensors of its
+pieces: an engine tells only at the end that one came twice."""
 
 
 async def take(
@@ -28,9 +36,9 @@ async def take(
     update_info: Any,
     *,
     label: str | None,
-    can_repeat: bool,
     commit: dict[str, Any],
     begin: dict[str, Any] | None = None,
+    files: Sequence[str] = (),
 ) -> Reply:
     """Stage a piece; commit if the model is complete with it.
 
@@ -39,24 +47,25 @@ async def take(
         transport: what brings it.
         update_info: the piece, as that transport is told of it.
         label: the version it belongs to, if its sender says.
-        can_repeat: whether the piece can be read again: a tensor that came before then
-            begins a new version, where that of a broadcast ends the old one.
         commit: `mode` and `flush_cache` of the commit.
         begin: what else is said when the update begins.
+        files: those in shared memory that the piece is, unless it is broadcast. A
+            tensor that came before then begins a new version: its sender begins anew.
 
     Raises:
         UpdateBusy: a version with a label is under way, and the piece has none.
 
     """
+    names = await asyncio.to_thread(_names, files)
     active = await _open(control, transport, label)
+    if active and names & _came.get(active, frozenset()):
+        await control.abort(active)
+        active = None
     update_id = active or await _start(control, transport, label, begin)
-    try:
-        progress = await control.update(update_info, update_id)
-    except WeightsMismatch as error:
-        if not (active and can_repeat and TWICE in error.message):
-            raise
-        update_id = await _start(control, transport, label, begin)
-        progress = await control.update(update_info, update_id)
+    before = _came.get(update_id, frozenset())
+    _came.clear()
+    _came[update_id] = before | names
+    progress = await control.update(update_info, update_id)
     replies = progress.get("engines", [progress])
     if any(reply["phase"] != Phase.STAGING for reply in replies):
         # Somebody else finishes it meanwhile; to finish twice is to finish.
@@ -103,6 +112,15 @@ async def unfinished(control: Control) -> str | None:
     if active is None or not active["update_id"].startswith(PREFIX):
         return None
     return str(active["update_id"])
+
+
+def _names(files: Sequence[str]) -> frozenset[str]:
+    """What the tensors of these files in shared memory are called."""
+    names: set[str] = set()
+    for file in files:
+        with safe_open(SHARED_MEMORY / file, framework="pt") as opened:
+            names.update(opened.keys())
+    return frozenset(names)
 
 
 async def _open(control: Control, transport: str, label: str | None) -> str | None:

@@ -141,16 +141,10 @@ async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply
         spool = spooled(entries, load_format, allow_pickle=allow)
         names = await asyncio.to_thread(stack.enter_context, spool)
         info: Any = [{"shm": name} for name in names]
-        if len(info) > 1:
-            replicas = engine.vllm_config.parallel_config.data_parallel_size
-            info = info * replicas
+        replicas = engine.vllm_config.parallel_config.data_parallel_size
+        info = info * replicas if len(info) > 1 else info[0]
         reply = await pieces.take(
-            control,
-            "local",
-            info if len(info) > 1 else info[0],
-            label=label,
-            can_repeat=True,
-            commit=commit,
+            control, "local", info, label=label, commit=commit, files=names
         )
     return _ok(reply, reply["message"])
 
@@ -203,9 +197,7 @@ async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> 
         }
         commit = await commit_options(engine, control, fields)
         label = fields.only("weight_version").get("weight_version")
-        reply = await pieces.take(
-            control, "groups", info, label=label, can_repeat=False, commit=commit
-        )
+        reply = await pieces.take(control, "groups", info, label=label, commit=commit)
     return _ok(reply, reply["message"])
 
 
