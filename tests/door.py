@@ -35,7 +35,7 @@ class Engine:
         facts |= {"owner": None}
         facts |= {"active": None, "num_running": 0, "num_waiting": 0, "paused": False}
         facts |= {"num_aborted": 0, "ranks": [], "rows": [], "dropped": {}}
-        facts |= {"found": None, "path": None, "tried": True}
+        facts |= {"found": None, "path": None, "tried": True, "weights": "live"}
         facts |= {"parameters": {"total": 1, "begun": 1, "complete": 1}}
         return [{"ok": facts | {"weight_version": "v", "epoch": 0}}]
 

@@ -276,15 +276,3 @@ def test_a_request_whose_id_begins_alike_is_another_one() -> None:
     ]
     assert matching(known, ["resp_a"]) == ["resp_a_0-0123abcd", "resp_a_1-0123abcd"]
     assert matching(known, ["cmpl-a-0", "other"]) == ["cmpl-a-0-0123abcd"]
-
-
-def test_a_rename_aborts_nobody_unless_it_is_asked_to(door: Door) -> None:
-    add(door.core, "r", prompt(6))
-    streams = Streams(door.core).step(5)
-    reply = door.post("/update_weight_version", new_version="best")
-    assert (reply["success"], reply["new_version"]) == (True, "best")
-    streams.run()
-    assert streams.stamps["r"] == ["old"] * 5 + ["best"] * 35
-    add(door.core, "s", prompt(6))
-    door.post("/update_weight_version", new_version="b", abort_all_requests=True)
-    assert not door.core.scheduler.has_unfinished_requests()

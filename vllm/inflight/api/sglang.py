@@ -25,6 +25,7 @@ from vllm.inflight.api.schema import OPENING
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.lease import check_owner
 from vllm.inflight.errors import Malformed
+from vllm.inflight.update import check_label
 from vllm.inflight.wire.spool import spooled
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Reply]]
@@ -240,8 +241,11 @@ async def update_weight_version(engine: Any, body: dict[str, Any]) -> Reply:
     abort = fields.flag("abort_all_requests", False)
     fields.only()
     control = control_of(engine)
-    if abort:
-        await control.ask("abort_requests", ids=None)
+    if abort and check_label(label):
+        replies = await control.ask("info")
+        # Else it is refused. First, so that none of them has tokens of both names.
+        if all(reply["weights"] == "live" for reply in replies):
+            await control.ask("abort_requests", ids=None)
     await control.rename(label)
     return _ok({"new_version": label}, f"Weight version updated to {label}")
 
