@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.worker.gpu_worker import Worker
 
 from tests.engine.adapters import RANK, make_adapter
 from tests.engine.bare_core import call
@@ -93,6 +95,28 @@ def test_parameters_are_read_under_the_names_of_a_model_without_adapters(
     name = "model.layers.1.self_attn.k_proj.weight"
     stored = load_file(old / "model.safetensors")[name][:3].float()
     assert call(core, "rows", name=name, num_rows=3)["rows"] == stored.tolist()
+
+
+def test_adapters_stay_loaded_where_a_sleep_has_lost_their_memory(
+    llm: Any, adapter: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = said(llm, adapter)
+    shutil.rmtree(adapter.lora_path)
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    registry = worker.model_runner.lora_manager._adapter_manager
+    slot = registry.lora_index_to_id.index(adapter.lora_int_id)
+    for layer in worker.model_runner.get_model().modules():
+        for stack in ("lora_a_stacked", "lora_b_stacked"):
+            stacked = getattr(layer, stack, ())
+            for tensor in stacked if isinstance(stacked, tuple) else (stacked,):
+                tensor[slot] = torch.nan
+    # The CPU build has no sleep: this is what wakes a GPU's worker.
+    asleep = SimpleNamespace(resume=lambda tags: None)
+    monkeypatch.setattr(worker, "_sleep_mode_backend", asleep, raising=False)
+    monkeypatch.setattr(worker, "synchronize_device", lambda: None)
+    Worker.wake_up(worker, ["weights"])
+    assert said(llm, adapter) == before
 
 
 # ---------------------------------------------------------------- prefix cache

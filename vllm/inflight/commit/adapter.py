@@ -11,7 +11,8 @@ last load are read: name and number stand for one adapter, whoever asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec.structs import replace
@@ -41,16 +42,15 @@ class Proposal:
         """Undo `take`, which may have let another adapter go to make room."""
         registry = self._manager._adapter_manager
         before = self._there.get(self._request.lora_int_id)
-        registry._create_merged_loras_inplace = lambda _: None  # it was, when it came
         try:
-            if before is None:
-                self._manager.remove_adapter(self._request.lora_int_id)
-            else:
-                self._put(before)
-            for adapter in self._there.values():
-                registry.add_adapter(adapter)
+            with _merged(registry):
+                if before is None:
+                    self._manager.remove_adapter(self._request.lora_int_id)
+                else:
+                    self._put(before)
+                for adapter in self._there.values():
+                    registry.add_adapter(adapter)
         finally:
-            del registry._create_merged_loras_inplace
             self._manager._inflight_loaded = self._named
 
     def _put(self, adapter: Any) -> None:
@@ -103,6 +103,31 @@ def last_loaded(manager: Any, requests: Iterable[Any]) -> set[Any]:
         else loaded.get((request.lora_name, request.lora_int_id), request)
         for request in requests
     }
+
+
+def write_again(runner: Any) -> None:
+    """Have all adapters written anew, since the memory of their slots was lost.
+
+    Upstream lets them go where that may be, and they would be read from their files.
+    """
+    if not runner.lora_config:
+        return
+    registry = runner.lora_manager._adapter_manager
+    there = registry.list_adapters()
+    runner.reset_lora_state()
+    with _merged(registry):
+        for adapter in there.values():
+            registry.add_adapter(adapter)
+
+
+@contextmanager
+def _merged(registry: Any) -> Iterator[None]:
+    """Take adapters that it had before: they were merged when they came."""
+    registry._create_merged_loras_inplace = lambda _: None
+    try:
+        yield
+    finally:
+        del registry._create_merged_loras_inplace
 
 
 def let_go(manager: Any, number: int) -> None:

@@ -47,6 +47,20 @@ def _outside_of_pools(original: Any) -> Any:
     return _maybe_get_memory_pool_context
 
 
+def _adapters_again(original: Any) -> Any:
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        from vllm.inflight.commit.adapter import write_again
+        from vllm.inflight.stage.residence import is_wanted
+
+        original(self, tags)
+        if getattr(self, "_inflight_stager", None) is None:
+            return  # updates are upstream's, which lets adapters go at each
+        if (tags is None or "weights" in tags) and not is_wanted(self.vllm_config):
+            write_again(self.model_runner)
+
+    return wake_up
+
+
 def inflight_drowse(self: Any, level: int) -> dict[str, Any]:
     """Prepare a sleep, as far as it can fail; level 0 takes that back."""
     from vllm.inflight.patch.rpc import answered
@@ -93,6 +107,13 @@ PATCHES = [
         why="the arena's weights lie in no pool of upstream's sleep",
         remove_when="upstream lets a sleep backend have pools of its own",
         around=_outside_of_pools,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.wake_up",
+        expects=("self", "tags"),
+        why="adapters stay loaded, also those that lay in a pool of upstream's",
+        remove_when="upstream keeps the stacks of adapters over a sleep",
+        around=_adapters_again,
     ),
     Patch(
         target="vllm.v1.worker.worker_base:WorkerBase.inflight_drowse",
