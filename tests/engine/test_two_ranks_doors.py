@@ -48,3 +48,10 @@ def test_tensors_for_each_rank_and_a_broadcast_to_both_are_served(
     assert seen["one entry each"] is True
     assert seen["broadcast"] == "weights updated"
     assert seen["after broadcast"] == seen["expected"] != seen["before"]
+
+
+def test_both_ranks_know_of_a_reload_that_goes_past_updates(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["odd after reload"] == seen["odd after that reload"] == []
+    assert "nowhere" in seen["reload of nothing"]

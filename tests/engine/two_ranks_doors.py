@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from starlette.testclient import TestClient
 
 from tests.door import served
@@ -100,6 +100,16 @@ def entry(named: dict[str, torch.Tensor]) -> str:
     return base64.b64encode(save(named)).decode()
 
 
+def piece(folder: Path) -> Path:
+    """A folder with one tensor of a checkpoint, beside it."""
+    at = folder.with_name(f"{folder.name}-piece")
+    at.mkdir()
+    name = NAMES[2]
+    tensors = {name: load_file(folder / "model.safetensors")[name]}
+    save_file(tensors, at / "model.safetensors")
+    return at
+
+
 def main(old: Path, new: Path) -> None:
     from vllm import LLM, SamplingParams
 
@@ -165,6 +175,14 @@ def main(old: Path, new: Path) -> None:
         seen["broadcast"] = reply["message"]
     seen["after broadcast"] = greedy()
     seen["odd after broadcast"] = checked(new)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(old)})
+    llm.update_weights_from_disk(str(piece(old)), subset=[NAMES[2]])
+    seen["odd after reload"] = checked(old)
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": "/nowhere"})
+    except Exception as error:
+        seen["reload of nothing"] = str(error)
+    seen["odd after that reload"] = checked(old)
     llm.llm_engine.engine_core.shutdown()
     tell(seen)
 

@@ -16,7 +16,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import EngineAsleep
+from vllm.inflight.engine import asked, connectors
+from vllm.inflight.errors import EngineAsleep, EngineFault, UpdateBusy
+from vllm.inflight.stage import stager
 
 logger = upstream.init_logger(__name__)
 
@@ -27,10 +29,9 @@ FILLING = ("begin", "receive", "seal", "commit", "rollback", "undo")
 READING = ("checksums", "rows", "rename")
 """Control calls that put weights into the memory, and that read or name those there."""
 
-WORKER_CALLS = (
+WORKER_FILLING = ("reload_weights", "reset_weights")
+WORKER_READING = (
     "compute_weight_checksums",
-    "reload_weights",
-    "reset_weights",
     "save_sharded_state",
     "save_tensorized_model",
 )
@@ -48,7 +49,7 @@ class Sleep:
         self._fall: Future[Any] | None = None
         """What tells that it has been given back, if requests have to end first."""
         self._is_lost = False
-        """Whether what the weights' memory held was given up, and not replaced yet."""
+        """Whether what the weights' memory held is lost, and not replaced yet."""
         self.is_dozing = False
         """From a sleep of level 0 on, which gives nothing back, until it is ended."""
 
@@ -89,8 +90,9 @@ class Sleep:
             raise EngineAsleep("the weights of this engine are asleep")
         if self.weights == "gone" and not is_whole:
             raise EngineAsleep(
-                "a sleep of level 2 has given the weights up, so there are none to "
-                "read, to name or to leave in place; publish a whole version first"
+                "a sleep of level 2 has given the weights up, or a call that failed "
+                "has left them half written, so there are none to read, to name or to "
+                "leave in place; publish a whole version first"
             )
 
     def call_workers(self, method: Any, call: Callable[[], Any]) -> Any:
@@ -99,14 +101,74 @@ class Sleep:
         Where weights are gone, a call of the user's own is taken for what fills them:
         nobody here can tell, and whoever sleeps at level 2 has some way to do it.
         """
-        is_reload = method == "reload_weights"
-        if method in WORKER_CALLS:
-            self.check_weights(is_whole=is_reload)
+        if method in WORKER_FILLING:
+            self.check_weights(is_whole=method == "reload_weights")
+            if self._gate.in_process:
+                return self._gate.turns.run(lambda: self._overwrite(method, call))
+            return self._overwrite(method, call)
+        if method in WORKER_READING:
+            self.check_weights(is_whole=False)
         replies = call()
-        if self.weights == "gone" and (is_reload or self._is_own(method)):
+        if self.weights == "gone" and self._is_own(method):
             self._gate.served.replaced()
             self.filled()
         return replies
+
+    def _overwrite(self, method: str, call: Callable[[], Any]) -> Any:
+        """`call` what writes into live weights: a commit of what nobody knows.
+
+        Raises:
+            Conflict: something is under way that a commit or an update has to wait for.
+            Exception: the call has failed. Where it had written, nothing is decoded
+                until there are whole weights again.
+
+        """
+        gate, scheduler = self._gate, self._core.scheduler
+        try:
+            gate.may_begin({})
+            gate.updates.require_connected()
+        except UpdateBusy as error:
+            raise UpdateBusy(
+                f"{method} writes into the weights that are served, which has to wait: "
+                f"{error.message}. update_weights_from_disk loads files beside them"
+            ) from error
+        connectors.check(scheduler)
+        mode = asked.mode({}, connectors.default_mode(scheduler))
+        gate.pauses.check_commit(mode)
+        self._core.model_executor.collective_rpc(stager.let_go)
+        gate.ranks.wait_for_steps(self._core.batch_queue)
+        connectors.drop(scheduler, self._core.batch_queue)
+        try:
+            replies = call()
+        except BaseException as error:
+            if self._overwritten(has_failed=True) and isinstance(error, Exception):
+                raise EngineFault(
+                    f"{method} has failed and left the weights half written "
+                    f"({type(error).__name__}: {error}); decoding goes on when a "
+                    "whole version has been published"
+                ) from error
+            raise
+        self._overwritten(has_failed=False)
+        gate.pauses.treat(mode)
+        return replies
+
+    def _overwritten(self, *, has_failed: bool) -> bool:
+        """Claim no version for what is there now; whether nobody may decode with it.
+
+        A call that has failed before its first write has changed nothing.
+        """
+        on_ranks = self._core.model_executor.collective_rpc
+        if has_failed and all(on_ranks(stager.put_back)):
+            return False
+        on_ranks(stager.overwritten)
+        self._gate.served.replaced()
+        self._gate.served.forget_before()
+        if not has_failed:
+            self.filled()
+        elif self._gate.ranks.reason is None:
+            self._is_lost = True
+            self._hold()
+        return self._is_lost
 
     def _is_own(self, method: Any) -> bool:
         """Whether a call of the workers is the user's, and not upstream's or ours."""

@@ -110,7 +110,7 @@ class Updates:
         allow_nonfinite = asked.flag(body, "allow_nonfinite")
         check_owner(body.get("owner"))
         self._served.expect(body.get("base_version"), "base_version")
-        self._require_connected()
+        self.require_connected()
         update, is_new = self.ledger.begin(body, float(deadline_s))
         if is_new:
             payload = {
@@ -236,7 +236,7 @@ class Updates:
         order, payload = body["order"], body.get("init_info")
         if order in ("init", "join") and not isinstance(payload, dict):
             raise Malformed("init_info must be an object")
-        self._require_connected(order, payload)
+        self.require_connected(order, payload)
         serial = self.ledger.next_serial()
         self._ranks.order(serial, order, payload)
         answer = self._watch.when_carried_out(serial, self._config.update_deadline_s)
@@ -255,7 +255,7 @@ class Updates:
         """End the watch over the ranks."""
         self._watch.close()
 
-    def _require_connected(self, order: str = "", payload: Any = None) -> None:
+    def require_connected(self, order: str = "", payload: Any = None) -> None:
         """Raise `UpdateBusy` while a transport waits for its trainer.
 
         What comes meanwhile would wait with it, and its outcome would be lost. Only the
