@@ -13,13 +13,13 @@ that epoch or later, which makes the root a bound on its age:
 
     versioned     look under the current epoch only
     versioned:K   look under the last K + 1 epochs, and take the longest hit
-    versioned:auto  look under the current epoch only, but an update by which the
-                  weights have hardly moved begins no new one
+    versioned:auto  look under one epoch only, the last one since which the weights
+                  may have moved too far
     shared        look under epoch 0 only, as upstream does
 
 KV of an earlier load of the adapter is looked for by `shared` only.
 A request that was retracted is to be computed again under the weights then live, so it
-looks under the current epoch whatever the policy.
+looks under the current epoch only, whatever the policy.
 """
 
 from __future__ import annotations

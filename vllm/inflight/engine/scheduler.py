@@ -25,7 +25,9 @@ class InflightSchedulerMixin:
     """Scheduler methods around and beside upstream's."""
 
     inflight_cache_epoch = 0
-    """Counts the changes of the weights' bytes."""
+    """The change of the weights' bytes that began the root of new requests."""
+    _inflight_last_change = 0
+    """Nothing under its root is of other weights: the root of retracted ones."""
     _inflight_version = Stamp("default", 0)
     _inflight_stamp = _inflight_step_stamp = _inflight_version.encode()
 
@@ -50,13 +52,16 @@ class InflightSchedulerMixin:
         self._inflight_late: list[Any] = []
         """Retracted requests that tokens are still on their way to."""
 
-    def inflight_serve(self, version: Version, cache_epoch: int) -> None:
+    def inflight_serve(
+        self, version: Version, cache_epoch: int, last_change: int
+    ) -> None:
         """Stamp the steps from the next one on with `version`."""
         self._inflight_version = Stamp(version.label, version.epoch)
         self._inflight_restamp()
         if self.inflight_cache_epoch != cache_epoch:
             self._inflight_drop_media()
         self.inflight_cache_epoch = cache_epoch
+        self._inflight_last_change = last_change
 
     def _inflight_drop_media(self) -> None:
         """Forget what idle encoder outputs there are, unless KV is shared as well."""
@@ -194,10 +199,11 @@ class InflightSchedulerMixin:
         provenance.forget(request)
         if request.lora_request is not None:
             self.inflight_adapters.load(request.lora_request)
+        is_retracted = vars(request).get("inflight_is_retracted", False)
         roots = self.inflight_policy.roots(
-            self.inflight_cache_epoch,
+            self._inflight_last_change if is_retracted else self.inflight_cache_epoch,
             self.inflight_adapters.load_of(request.lora_request),
-            is_retracted=vars(request).get("inflight_is_retracted", False),
+            is_retracted=is_retracted,
         )
         cache.forget(request, roots)
         best, best_root = None, roots[0]

@@ -27,7 +27,10 @@ class Served:
         self._ranks = ranks
         self.journal = Journal(core.vllm_config)
         self._epoch = 0
+        self._changes = 0
+        """Of the weights' bytes, counted: what roots are named by."""
         self._cache_epoch = 0
+        """The change that began the root of new requests."""
         self._moved = 0.0
         """How far the weights have moved in this cache epoch, at most."""
         self.version = Version()
@@ -77,7 +80,7 @@ class Served:
         """
         self._ranks.flip()
         numbers, version, self.update, self._recipe, self._before = self._left
-        self._epoch, self._cache_epoch, self._moved = numbers
+        self._epoch, self._changes, self._cache_epoch, self._moved = numbers
         self._serve(version)
         self._note()
 
@@ -117,7 +120,7 @@ class Served:
         started = time.perf_counter()
         in_flight = self._core.batch_queue
         self._ranks.wait_for_steps(in_flight)
-        numbers = self._epoch, self._cache_epoch, self._moved
+        numbers = self._epoch, self._changes, self._cache_epoch, self._moved
         self._left = numbers, self.version, self.update, self._recipe, self._before
         connectors.drop(self._core.scheduler, in_flight)
         flip_s = self._ranks.flip()
@@ -144,8 +147,9 @@ class Served:
         """Begin a new root, unless the weights have hardly moved since the last one."""
         overall = None if drift is None else drift["overall"]
         self._moved += math.inf if overall is None else overall
+        self._changes += 1
         if self._moved > self._core.scheduler.inflight_policy.drift:
-            self._cache_epoch += 1
+            self._cache_epoch = self._changes
             self._moved = 0.0
 
     def _take_on(self, label: str | None, digest: str | None, step: int | None) -> None:
@@ -160,4 +164,4 @@ class Served:
     def _serve(self, version: Version) -> None:
         self.version = version
         self._core._weight_version = version.label
-        self._core.scheduler.inflight_serve(version, self._cache_epoch)
+        self._core.scheduler.inflight_serve(version, self._cache_epoch, self._changes)
