@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from tests.door import Engine, served
+from vllm.inflight.api import kv_cache
 from vllm.inflight.api.body import read
 from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.errors import Malformed
@@ -172,21 +173,22 @@ def test_each_route_has_its_limit():
     assert "serialized_named_tensors" in reply.json()["message"]
 
 
+class Sleeper(Engine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vllm_config.model_config.enable_sleep_mode = True
+
+    async def sleep(self, **how: Any) -> None:
+        self.asked.append(f"sleep {how}")
+
+    async def release_kv_cache_memory(self) -> None:
+        self.asked.append("release kv_cache")
+
+    async def wake_up(self, tags: Any) -> None:
+        self.asked.append(f"wake {tags}")
+
+
 def test_sglangs_tags_are_vllms_sleep():
-    class Sleeper(Engine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.vllm_config.model_config.enable_sleep_mode = True
-
-        async def sleep(self, **how: Any) -> None:
-            self.asked.append(f"sleep {how}")
-
-        async def release_kv_cache_memory(self) -> None:
-            self.asked.append("release kv_cache")
-
-        async def wake_up(self, tags: Any) -> None:
-            self.asked.append(f"wake {tags}")
-
     engine = Sleeper()
     door = client(engine)
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
@@ -198,10 +200,31 @@ def test_sglangs_tags_are_vllms_sleep():
         "sleep {'level': 1, 'mode': 'abort'}",
         "wake ['weights']",
         "wake ['kv_cache']",
+        "info",
+        "paused",
         "sleep {'level': 0, 'mode': 'abort'}",
         "release kv_cache",
     ]
     assert refusal(door.post(resume, json={"tags": ["cuda_graph"]}))[0] == 400
+
+
+@pytest.mark.parametrize(
+    "why, expected",
+    [
+        (kv_cache.NOT_AT_REST, (409, "pause_conflict")),
+        ("out of luck", (500, "engine_fault")),
+    ],
+)
+def test_a_release_that_fails_in_another_process_is_refused_and_undone(why, expected):
+    class Failing(Sleeper):
+        async def release_kv_cache_memory(self) -> None:
+            raise Exception(f"Call to release_kv_cache_memory method failed: {why}")
+
+    engine = Failing()
+    body = {"tags": ["kv_cache"]}
+    reply = client(engine).post("/release_memory_occupation", json=body)
+    assert refusal(reply) == expected
+    assert engine.asked[-1] == "wake ['kv_cache']"
 
 
 def test_query_and_path_are_fields_too():

@@ -35,6 +35,15 @@ class CoreClient:
     async def clear_mm_cache_async(self) -> None:
         """There is none."""
 
+    async def sleep(self, **how: Any) -> None:
+        self.core.sleep(**how)
+
+    async def release_kv_cache_memory(self) -> None:
+        self.core.release_kv_cache_memory()
+
+    async def wake_up(self, tags: list[str] | None) -> bool:
+        return bool(self.core.wake_up(tags))
+
     async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
         return bool(self.core.reset_prefix_cache(running, external))
 

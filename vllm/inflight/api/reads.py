@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
+from vllm.inflight.api.kv_cache import release_kv_cache
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.errors import Conflict, Malformed
 
@@ -196,8 +197,7 @@ async def release_memory_occupation(engine: Any, body: dict[str, Any]) -> Reply:
     """Sleep: give the memory of weights and KV back; running requests are aborted."""
     tags = _tags(engine, body)
     if tags == {"kv_cache"}:
-        await engine.sleep(level=0, mode="abort")  # a pause, which that needs
-        await engine.release_kv_cache_memory()
+        await release_kv_cache(engine)
         return {"success": True, "message": "the KV cache is asleep"}
     # Level 1 keeps a copy of the weights in host memory, so waking needs no trainer.
     await engine.sleep(level=1, mode="abort")
