@@ -1,10 +1,11 @@
 """What is read of a layer's weights, wherever the build keeps them."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 
 from vllm.inflight.stage.readout import rows
 from vllm.inflight.stage.swappable import PACKED
@@ -41,3 +42,76 @@ def test_a_row_parallel_weight_is_a_part_along_its_inputs_and_its_bias_is_whole(
     assert weight is not None and bias is not None
     assert (weight["dim"], weight["rows"]) == (1, whole.tolist())
     assert (bias["dim"], bias["rows"]) == (None, [0.0, 1.0, 2.0])
+
+
+class Mixer(torch.nn.Module):
+    """A layer with a state: what is of its heads is cut by a loader of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = torch.nn.Parameter(torch.arange(4.0), False)
+        vars(self.A_log)["weight_loader"] = sharded_weight_loader(0)
+        self.norm = torch.nn.Parameter(torch.arange(4.0), False)
+
+
+class Linear(torch.nn.Module):
+    """A layer of several tensors in one, or what is on every rank."""
+
+    input_size = 2
+
+    def __init__(self, sizes: list[int], parts: list[int] | None = None) -> None:
+        super().__init__()
+        self.output_size = sum(sizes)
+        self.output_partition_sizes = parts or sizes
+        if parts:
+            self.output_size_per_partition = sum(parts)
+        rows = sum(self.output_partition_sizes)
+        self.weight = torch.nn.Parameter(torch.zeros(rows, 2), False)
+        vars(self.weight)["weight_loader"] = self.weight_loader
+
+    def weight_loader(self, param: Any, tensor: Any) -> None: ...
+
+
+class Model(torch.nn.Module):
+    packed_modules_mapping: ClassVar = {"gate_up_proj": ["gate_proj", "up_proj"]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = Mixer()
+        self.gate = Linear([6])
+        self.gate_up_proj = Linear([4, 4], [2, 2])
+        self.in_proj = Linear([8], [4])
+        self.in_proj.weight.weight_loader = sharded_weight_loader(0)
+
+
+def read(name: str, num_ranks: int) -> dict[str, Any]:
+    model = Model()
+    parallel = SimpleNamespace(tensor_parallel_size=num_ranks, pipeline_parallel_size=1)
+    worker: Any = SimpleNamespace(
+        model_runner=SimpleNamespace(get_model=lambda: model),
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+        rank=0,
+    )
+    found = rows(worker, name, 100)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["mixer.A_log", "gate_up_proj.weight", "in_proj.weight"]
+)
+def test_what_a_loader_of_its_own_has_cut_is_refused_by_name_on_several_ranks(
+    name: str,
+) -> None:
+    assert name in read(name, 2)["refused"]
+    assert "refused" not in read(name, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [("mixer.norm", None), ("gate.weight", None), ("up_proj.weight", 0)],
+)
+def test_what_is_whole_or_cut_side_by_side_is_read_on_several_ranks(
+    name: str, dim: int | None
+) -> None:
+    assert read(name, 2)["dim"] == dim

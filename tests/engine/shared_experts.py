@@ -30,10 +30,17 @@ def main(*folders: Path) -> None:
             **OPTIONS,
         )
 
-    def checksums() -> list[Any]:
+    def post(path: str, **body: Any) -> Any:
         door = TestClient(served(Client(llm)), client=("127.0.0.1", 1))
-        ranks = door.post("/weights_checker", json={}).json()["ranks"]
+        return door.post(path, json=body).json()
+
+    def checksums() -> list[Any]:
+        ranks = post("/weights_checker")["ranks"]
         return [rank["checksums"] for rank in ranks]
+
+    def unread(name: str) -> Any:
+        """The error that a read of one tensor is answered with."""
+        return post("/get_weights_by_name", name=name)["error"]
 
     def refused(folder: Path) -> list[str]:
         try:
@@ -48,6 +55,8 @@ def main(*folders: Path) -> None:
     llm.llm_engine.engine_core.shutdown()
     llm = start(old)
     seen["before"] = checksums()
+    experts = [n for n in seen["before"][0] if n.endswith(("w13_weight", "w2_weight"))]
+    seen["unread"] = {name: unread(name) for name in experts}
     for _ in range(2):
         llm.update_weights_from_disk(str(new), "new")
         seen["after commit"] = checksums()

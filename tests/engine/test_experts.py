@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.probe import commits_and_rollbacks, greedy
 from tests.engine.script import run_script
-from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.api.door import run_sync
+from vllm.inflight.api.methods import control_of
+from vllm.inflight.errors import Malformed, WeightsMismatch
 from vllm.inflight.stage import experts
 
 pytestmark = pytest.mark.engine
@@ -52,6 +54,14 @@ def test_an_expert_that_is_missing_is_named(
     assert greedy(llm) == fresh
 
 
+def test_who_reads_an_expert_is_told_where_it_is(llm: Any) -> None:
+    with pytest.raises(Malformed, match=r"1\S*\.w13_weight") as refusal:
+        run_sync(control_of(llm).ask("rows", name=EXPERT, num_rows=2))
+    stacked = str(refusal.value).split("'")[3]
+    (reply,) = run_sync(control_of(llm).ask("rows", name=stacked, num_rows=2))
+    assert len(reply["rows"]) == 2
+
+
 def spoilt(checkpoint: Path, folder: Path) -> tuple[Path, Path]:
     """A checkpoint without one of its experts, and one with an expert too many."""
     short, odd = folder / "short.safetensors", folder / "odd.safetensors"
@@ -67,6 +77,10 @@ def test_experts_that_ranks_share_out_are_exchanged_on_both_of_them(
     old: Path, new: Path, tmp_path: Path
 ) -> None:
     seen = run_script("shared_experts", old, new, *spoilt(new, tmp_path))
+    # What is cut is refused by its name, and is no fault of the engine.
+    assert len(seen["unread"]) == 4
+    for name, error in seen["unread"].items():
+        assert (error["code"], name in error["message"]) == ("malformed", True)
     # Each rank has experts of its own.
     assert seen["fresh"][0] != seen["fresh"][1]
     assert seen["after commit"] == seen["fresh"]

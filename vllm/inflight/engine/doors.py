@@ -111,17 +111,9 @@ def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     parts = [part for part in _read(gate, "rows", name, count) if part is not None]
     if not parts:
         raise Malformed(f"this model has no parameter {name!r}")
-    if any(part.get("is_quantised") for part in parts):
-        raise Malformed(
-            f"{name!r} is of a quantised layer, which holds its weights as a kernel "
-            "wants them; checksums tell whether two engines have the same"
-        )
     for part in parts:
-        if "at_most" in part:
-            raise Malformed(
-                f"{count} rows of {name!r} are {part['numbers']} numbers on one rank, "
-                f"and at most {part['at_most']} are read at once; ask for fewer rows"
-            )
+        if "refused" in part:
+            raise Malformed(part["refused"])
     # An embedding that the head is tied to is in the first stage and in the last.
     stages = {part["stage"] for part in parts}
     found = [joined([p for p in parts if p["stage"] == s], count) for s in stages]

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from vllm.inflight import ops
+from vllm.inflight import ops, upstream
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.names import checkpoint_names
 from vllm.inflight.stage.audit import Audit
 from vllm.inflight.stage.convolutions import UNPACKED
 from vllm.inflight.stage.derived import is_derived
+from vllm.inflight.stage.experts import checkpoint_names as expert_names
+from vllm.inflight.stage.experts import is_experts
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.stage.swappable import PACKED
@@ -29,6 +31,8 @@ SLAB = 1024
 """Columns of a packed weight that are read at a time."""
 MOST_NUMBERS = 1 << 22
 """That a rank is asked for at once: as Python's they are many times as large."""
+CHECKSUMS = "checksums tell whether two engines have the same"
+"""What is left to who is refused."""
 
 Pair = tuple[str, torch.Tensor]
 
@@ -86,10 +90,9 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
         num_rows: how many are wanted of the whole tensor.
 
     Returns:
-        For a quantised layer, which holds its weights as a kernel wants them, only
-        `is_quantised`. Where they are too many, how many `numbers` they are, and what
-        is read `at_most`. Else `rows`, and the dimension along which the parts of a
-        `stage`'s ranks lie side by side: 0, 1, or None where every rank has the whole.
+        Where they cannot be had as they are in a checkpoint, only why they are
+        `refused`. Else `rows`, and the dimension along which the parts of a `stage`'s
+        ranks lie side by side: 0, 1, or None where every rank has the whole.
 
     """
     model = served_by(worker)
@@ -100,27 +103,47 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
             # Of its weights there may be no parameter left that has the name.
             shards = [path, *checkpoint_names(f"{path}.weight", fused)]
             if name.rpartition(".")[0] in (s.removesuffix(".weight") for s in shards):
-                return {"is_quantised": True}
+                return {
+                    "refused": f"{name!r} is of a quantised layer, which holds its "
+                    f"weights as a kernel wants them; {CHECKSUMS}"
+                }
         for key, param in layer._parameters.items():
             param_name = f"{path}.{key}" if path else key
+            if name in sent_names(model, expert_names(layer, path, key) or []):
+                return {
+                    "refused": f"{name!r} is a part of {param_name!r}, in which the "
+                    "experts of its layer are stacked as a kernel wants them; "
+                    f"ask for that on one rank, or {CHECKSUMS}"
+                }
             shards = sent_names(model, checkpoint_names(param_name, fused))
             if param is None or name not in (param_name, *shards):
                 continue
-            number = shards.index(name) if name in shards else None
-            if len(shards) > 1 and number is not None:
+            is_one = len(shards) > 1 and name in shards
+            number = shards.index(name) if is_one else None
+            whole = content(layer, key, param)
+            dim = _dimension(layer, whole, worker)
+            if _is_cut_apart(layer, key, dim, worker, is_one=is_one):
+                return {
+                    "refused": f"{name!r} is cut over the ranks in another way than "
+                    f"into parts side by side, which is not undone here; {CHECKSUMS}"
+                }
+            if number is not None:
                 sizes = list(layer.output_partition_sizes)
                 start, size = sum(sizes[:number]), sizes[number]
             else:
                 start, size = 0, None
-            whole = content(layer, key, param)
             part = whole[start:] if size is None else whole[start : start + size]
             part = part[:num_rows]
             if part.numel() > MOST_NUMBERS:
-                return {"numbers": part.numel(), "at_most": MOST_NUMBERS}
+                return {
+                    "refused": f"{num_rows} rows of {name!r} are {part.numel()} "
+                    f"numbers on one rank, and at most {MOST_NUMBERS} are read at "
+                    "once; ask for fewer rows"
+                }
             return {
                 "rows": part.float().tolist(),
                 "stage": _stage(worker),
-                "dim": _dimension(layer, whole, worker),
+                "dim": dim,
                 "is_copy": _is_copy(layer, number, worker),
             }
     return None
@@ -173,11 +196,40 @@ def _dimension(layer: Any, whole: torch.Tensor, worker: Any) -> int | None:
         (1, "input_size_per_partition"),
     ):
         full = attribute.replace("_per_partition", "")
-        if hasattr(layer, full) and getattr(layer, attribute, None) != getattr(
-            layer, full
-        ):
+        part = getattr(layer, attribute, None)  # a layer that is on every rank has none
+        if part is not None and part != getattr(layer, full, part):
             return dim
     return None
+
+
+def _is_cut_apart(
+    layer: Any, key: str, dim: int | None, worker: Any, *, is_one: bool
+) -> bool:
+    """Whether ranks may have other parts of a parameter than `dim` says.
+
+    Experts and layers with a state cut theirs by loaders of their own, and of several
+    tensors in one each is cut for itself.
+
+    Args:
+        is_one: whether one of these is asked for.
+
+    """
+    if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
+        return False
+    if is_experts(getattr(layer, "quant_method", None)) or UNPACKED in vars(layer):
+        return True
+    # A parameter that was packed away has lost its loader; upstream keeps a note of it.
+    noted = upstream.get_layerwise_info(layer).restore_metadata[0]
+    param = noted.get(key, layer._parameters[key])
+    loader = getattr(param, "weight_loader", upstream.default_weight_loader)
+    own = getattr(type(layer), loader.__name__, None)
+    if loader is not upstream.default_weight_loader and not (
+        any(hasattr(layer, size) for size in ("input_size", "num_embeddings"))
+        and own is getattr(loader, "__func__", loader)
+    ):
+        return True
+    is_joint = dim == 0 and len(getattr(layer, "output_partition_sizes", ())) > 1
+    return is_joint and not is_one
 
 
 def _is_copy(layer: Any, number: int | None, worker: Any) -> bool:
