@@ -122,6 +122,22 @@ def test_weights_that_were_filled_in_place_are_carried_into_the_next_subset(
     assert shows(worker.sets.live, version(3) | norm)
 
 
+def test_so_are_weights_that_were_written_over_awake(worker: Worker) -> None:
+    worker.publish(1)
+    norm = {"norm": version(2)["norm"]}
+    worker.sets.stage(norm.items(), subset=["norm"])
+    worker.sets.stager.flip()  # the two sets differ in this alone
+    worker.sets.live.load_weights(version(3).items())
+    worker.sets.stager.overwritten()
+    with pytest.raises(RuntimeError, match="nothing is staged"):
+        worker.sets.stager.flip()
+    assert worker.sets.stager.served is None
+    norm = {"norm": version(4)["norm"]}
+    worker.sets.stage(norm.items(), subset=["norm"])
+    worker.sets.stager.flip()
+    assert shows(worker.sets.live, version(3) | norm)
+
+
 def test_a_second_set_without_room_at_waking_comes_with_the_next_update(
     worker: Worker,
 ) -> None:
