@@ -90,6 +90,7 @@ def emptied(core: EngineCore) -> EngineCore:
     call(core, "begin", transport="local")  # and so there is no way back
     call(core, "abort")
     assert core.reset_prefix_cache()
+    core.scheduler._inflight_over.clear()  # the next one's session has its name
     worker.sampled.clear()
     worker.rows.clear()
     return core

@@ -265,7 +265,7 @@ def test_a_request_that_fails_before_its_first_step_has_read_nothing(
     streams = Streams(core).step(2)
     assert streams.finished == {"fails": "error"}
     assert len(streams.run().finished) == 7
-    assert core.scheduler._inflight_told == {}
+    assert core.scheduler._inflight_listeners.told == {}
 
 
 def test_what_is_known_of_a_request_is_forgotten_when_it_ends(
@@ -276,6 +276,6 @@ def test_what_is_known_of_a_request_is_forgotten_when_it_ends(
         add(core, f"r{index}", prompt(index))
     Streams(core).step(3)
     core.abort_requests(["r0"])
-    assert sorted(core.scheduler._inflight_told) == ["r1", "r2", "r3"]
+    assert sorted(core.scheduler._inflight_listeners.told) == ["r1", "r2", "r3"]
     ask(core, "pause", mode="abort")
-    assert core.scheduler._inflight_told == {}
+    assert core.scheduler._inflight_listeners.told == {}

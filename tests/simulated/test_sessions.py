@@ -1,12 +1,13 @@
 """Sessions whose input comes in chunks: whose KV they read, chunk after chunk."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from vllm.v1.engine.core import EngineCore
 
-from tests.engine.bare_core import Streams, add, prompt, request
+from tests.engine.bare_core import Streams, add, call, prompt, request
 from tests.simulated.core import publish_weights
 from tests.simulated.load import KINDS
 from vllm.inflight.engine.stamp import KV_FIELD, Stamp
@@ -74,7 +75,28 @@ def test_a_session_knows_whose_kv_it_reads_in_every_chunk(core: EngineCore) -> N
     ]
     say(core, [0], is_last=True)
     streams.step(3)
-    assert core.scheduler._inflight_told == {}
+    assert core.scheduler._inflight_listeners.told == {}
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_what_comes_for_a_session_that_was_aborted_is_no_new_request(
+    core: EngineCore, is_idle: bool, is_last: bool
+) -> None:
+    streams = Told(core)
+    say(core, list(TEXT))
+    heard(core, streams, 4) if is_idle else streams.step(2)
+    if not is_idle:
+        say(core, prompt(2, 30))  # queued behind the first
+    said = len(streams.tokens.get("s", ()))
+    paused = core.inflight("pause", {"mode": "abort"})
+    streams.step(3)
+    assert not isinstance(paused, Future) or paused.done()
+    call(core, "resume")
+    say(core, prompt(3, 30), is_last=is_last)
+    streams.step(3)
+    assert len(streams.tokens.get("s", ())) == said
+    assert not core.scheduler.has_requests()
 
 
 def test_blocks_of_a_session_are_known_to_who_finds_them(core: EngineCore) -> None:

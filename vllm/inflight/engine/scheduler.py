@@ -17,8 +17,12 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import cache, media, provenance
 from vllm.inflight.engine.adapters import Adapters
 from vllm.inflight.engine.connectors import nonce_for
-from vllm.inflight.engine.stamp import KV_FIELD, KV_OPTION, Stamp
+from vllm.inflight.engine.listeners import Listeners
+from vllm.inflight.engine.stamp import Stamp
 from vllm.inflight.update import Version
+
+ON_ITS_WAY_S = 1.0
+"""After an abort, a chunk that the front end had sent before it knew."""
 
 
 class InflightSchedulerMixin:
@@ -46,9 +50,9 @@ class InflightSchedulerMixin:
         group = next(full, 0) if managers else None
         size = 1 if group is None else managers[group].block_size
         self._inflight_provenance = provenance.Provenance(size, group)
-        self._inflight_tells_all = config.kv_versions == "on"
-        self._inflight_told: dict[str, tuple[Any, provenance.Trail]] = {}
-        """Requests that want to know whose KV they read → what they know by now."""
+        self._inflight_listeners = Listeners(hear_all=config.kv_versions == "on")
+        self._inflight_over: dict[str, float] = {}
+        """Sessions that were aborted, and until when: what comes is no new request."""
         self._inflight_late: list[Any] = []
         """Retracted requests that tokens are still on their way to."""
 
@@ -99,39 +103,25 @@ class InflightSchedulerMixin:
         )
         for output in outputs.values():
             output.weight_version = scheduler_output.inflight_stamp
-            if self._inflight_told:
-                self._tell(output.outputs)
+            if self._inflight_listeners.told:
+                self._inflight_listeners.tell(output.outputs)
         return outputs
-
-    def _tell(self, outputs: Any) -> None:
-        """Send along the trails that have changed; the front end keeps the last."""
-        for output in outputs:
-            if (told := self._inflight_told.get(output.request_id)) is None:
-                continue
-            request, known = told
-            # One that ends before it was ever scheduled has none.
-            trail = list(provenance.trail_of(request) or known)
-            if trail != known:
-                self._inflight_told[output.request_id] = (request, trail)
-                params = output.kv_transfer_params or {}
-                output.kv_transfer_params = params | {KV_FIELD: trail}
-            # So does every chunk of a session, which goes on.
-            if output.finish_reason is not None and request.is_finished():
-                del self._inflight_told[output.request_id]
 
     def add_request(self, request: Any) -> None:
         """Note whether the request wants to know whose KV it reads."""
-        options = request.sampling_params and request.sampling_params.extra_args
-        if self._inflight_tells_all or (options and options.get(KV_OPTION)):
-            # The next chunk of a session becomes a part of the request there is.
-            name = request.request_id
-            asking = self.requests.get(name, request)  # type: ignore[attr-defined]
-            self._inflight_told.setdefault(name, (asking, []))
+        name = request.request_id
+        if time.monotonic() < self._inflight_over.get(name, 0):
+            return
+        self._inflight_listeners.add(request, self.requests.get(name))  # type: ignore[attr-defined]
         super().add_request(request)  # type: ignore[misc]
 
     def _free_request(self, request: Any, **kwargs: Any) -> Any:
         if request.status == upstream.RequestStatus.FINISHED_ABORTED:
-            self._inflight_told.pop(request.request_id, None)
+            self._inflight_listeners.forget(request)
+            if request.streaming_queue is not None:
+                now = time.monotonic()
+                over = {k: t for k, t in self._inflight_over.items() if now < t}
+                self._inflight_over = over | {request.request_id: now + ON_ITS_WAY_S}
         return super()._free_request(request, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------- what a `wait` waits for

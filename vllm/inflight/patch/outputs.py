@@ -64,9 +64,8 @@ def _take_trails(original: Any) -> Any:
         for output in engine_core_outputs:
             if output.finish_reason == upstream.FinishReason.ABORT:
                 state = self.request_states.get(output.request_id)
-                if state is not None and state.detokenizer is None:
-                    # It would be taken for one that generates.
-                    output.pooling_output = upstream.EMPTY_CPU_TENSOR
+                if state is not None:
+                    _end(state, output)
             params = output.kv_transfer_params
             if params is None or KV_FIELD not in params:
                 continue
@@ -77,6 +76,19 @@ def _take_trails(original: Any) -> Any:
         return original(self, engine_core_outputs, *args, **kwargs)
 
     return process_outputs
+
+
+def _end(state: Any, output: Any) -> None:
+    """Let an aborted request be ended that upstream would take for another kind."""
+    from vllm.inflight import upstream
+
+    if state.detokenizer is None:  # it embeds
+        output.pooling_output = upstream.EMPTY_CPU_TENSOR
+    if state.streaming_input:
+        # A session: its context is gone, so what came after it begins nothing.
+        state.streaming_input, state.input_chunk_queue = False, None
+        if state.queue is not None:
+            state.queue.close()
 
 
 def _aborted_is_an_error(original: Any) -> Any:
@@ -210,9 +222,9 @@ PATCHES = [
             "weight_version",
         ),
         why="whose KV a request reads travels beside what a connector has to say; and "
-        "one that embeds is aborted without ending the front end",
+        "requests that embed, and sessions, are ended by an abort of the engine's",
         remove_when="an engine output has room for it, and upstream's pause aborts "
-        "requests that embed",
+        "requests of every kind",
         around=_take_trails,
     ),
     Patch(

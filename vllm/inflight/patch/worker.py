@@ -165,7 +165,8 @@ def _wait_for_decoding_only(original: Any) -> Any:
         # waits for the steps, and not for that.
         import torch
 
-        torch.cuda.current_stream(self.device).synchronize()
+        stream = stager.steps.stream or torch.cuda.current_stream(self.device)
+        stream.synchronize()
 
     return synchronize_device
 

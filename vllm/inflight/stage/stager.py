@@ -48,7 +48,7 @@ class Stager:
     ) -> None:
         self.worker = worker
         self.shadow = shadow
-        self.steps = Steps()
+        self.steps = Steps(shadow.device)
         self._pair = pair
         """Makes the call that exchanges what the two trees hold."""
         self._flip: Flip | None = None
@@ -204,7 +204,8 @@ class Stager:
         flip = self._flip
         if not self.shadow.is_reversible:
             self._flip = None
-        seconds = flip()
+        with torch.cuda.stream(self.steps.stream):  # of None: the current one
+            seconds = flip()
         if not self.shadow.is_reversible:
             self.shadow.behind.clear()  # the one set was copied over the other
         self._contents.reverse()
