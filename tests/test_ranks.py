@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -168,18 +169,27 @@ def test_a_worker_tells_a_lost_set_from_a_flip_that_did_nothing():
     assert inflight_flip(Worker) == BAD
 
 
+def stream(waited: list[str], name: str) -> Any:
+    return SimpleNamespace(synchronize=lambda: waited.append(name))
+
+
+@pytest.mark.parametrize("has_stepped", [True, False])
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_while_a_version_is_staged_only_the_steps_are_waited_for(monkeypatch, is_busy):
+def test_while_a_version_is_staged_only_the_steps_are_waited_for(
+    monkeypatch, is_busy, has_stepped
+):
     """A broadcast stands on the device for as long as its trainer is silent."""
-    waited = []
-    stream = SimpleNamespace(synchronize=lambda: waited.append("steps"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    waited: list[str] = []
+    current = stream(waited, "this thread's")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     synchronize = worker._wait_for_decoding_only(lambda self: waited.append("device"))
-    stager = SimpleNamespace(is_busy=is_busy)
+    steps = SimpleNamespace(stream=stream(waited, "steps") if has_stepped else None)
+    stager = SimpleNamespace(is_busy=is_busy, steps=steps)
     synchronize(
         SimpleNamespace(_inflight_stager=stager, device=torch.device("cuda", 0))
     )
-    assert waited == ["steps" if is_busy else "device"]
+    busy = "steps" if has_stepped else "this thread's"
+    assert waited == [busy if is_busy else "device"]
 
 
 @pytest.mark.parametrize(("asked_gib", "is_refused"), [(None, 0), (3, 0), (5, 1)])

@@ -91,8 +91,8 @@ def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
             assert {"bytes", "parameters"} < answer["ok"].keys()
             return [answer]
 
-    control, usual = Control(Hurried(core)), {"can_repeat": False, "commit": {}}
-    taken = run_sync(pieces.take(control, "local", {}, label="pieces", **usual))
+    control = Control(Hurried(core))
+    taken = run_sync(pieces.take(control, "local", {}, label="pieces", commit={}))
     assert taken["message"] == "weights updated"
     assert taken["weight_version"] == "pieces"
     assert core.model_executor.live == 1
