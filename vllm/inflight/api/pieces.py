@@ -56,7 +56,7 @@ async def take(
         UpdateBusy: a version with a label is under way, and the piece has none.
 
     """
-    names = await asyncio.to_thread(_names, files)
+    names = await asyncio.to_thread(_names, files) if files else frozenset()
     active = await _open(control, transport, label)
     if active and names & _came.get(active, frozenset()):
         await control.abort(active)
