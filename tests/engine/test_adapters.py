@@ -101,6 +101,7 @@ def test_adapters_stay_loaded_where_a_sleep_has_lost_their_memory(
     llm: Any, adapter: LoRARequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = said(llm, adapter)
+    assert llm.llm_engine.pin_lora(adapter.lora_int_id)
     shutil.rmtree(adapter.lora_path)
     core = llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
@@ -117,6 +118,7 @@ def test_adapters_stay_loaded_where_a_sleep_has_lost_their_memory(
     monkeypatch.setattr(worker, "synchronize_device", lambda: None)
     Worker.wake_up(worker, ["weights"])
     assert said(llm, adapter) == before
+    assert set(registry._registered_adapters.pinned_items) == {adapter.lora_int_id}
 
 
 # ---------------------------------------------------------------- prefix cache

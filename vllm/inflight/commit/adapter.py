@@ -114,10 +114,13 @@ def write_again(runner: Any) -> None:
         return
     registry = runner.lora_manager._adapter_manager
     there = registry.list_adapters()
+    pinned = set(registry._registered_adapters.pinned_items)
     runner.reset_lora_state()
     with _merged(registry):
         for adapter in there.values():
             registry.add_adapter(adapter)
+    for number in pinned:
+        registry.pin_adapter(number)
 
 
 @contextmanager
