@@ -14,6 +14,7 @@ from vllm.inflight.api.control import Control
 from vllm.inflight.api.disk import from_disk
 from vllm.inflight.api.door import run_sync
 from vllm.inflight.api.pipelinerl import receive
+from vllm.inflight.update import Phase
 
 pytestmark = pytest.mark.engine
 
@@ -76,17 +77,27 @@ def test_a_commit_repeated_under_another_label_is_told_where_the_update_stands(
 
 
 def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
-    core: EngineCore,
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    updates = core.inflight_gate.updates
+    answer_those_who_wait = updates._watch._answer
+
+    def answer_once_it_is_staged() -> None:
+        if (active := updates.ledger.active) and active.phase is Phase.STAGED:
+            answer_those_who_wait()
+
     class Hurried(Door):
         """Who ends the update is heard between the piece and its answer."""
 
         async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
             if method != "receive":
                 return await super().call(method, body)
-            received = ask(core, "receive", **body | {"update_info": {"weights": 1}})
-            ask(core, "seal", update_id=body["update_id"]).result(timeout=30)
-            answer = received.result(timeout=30)
+            with monkeypatch.context() as patched:
+                patched.setattr(updates._watch, "_answer", answer_once_it_is_staged)
+                info = {"update_info": {"weights": 1}}
+                received = ask(core, "receive", **body | info)
+                ask(core, "seal", update_id=body["update_id"]).result(timeout=30)
+                answer = received.result(timeout=30)
             assert answer["ok"]["phase"] == "staged"
             assert {"bytes", "parameters"} < answer["ok"].keys()
             return [answer]
