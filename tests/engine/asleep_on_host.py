@@ -7,30 +7,42 @@ import sys
 from pathlib import Path
 
 from vllm import LLM
+from vllm.lora.request import LoRARequest
 
 from tests.engine.probe import greedy
 from tests.engine.script import OPTIONS, tell
+from tests.engine.test_adapters import ADAPTERS, adapted
 
 
-def main(old: Path, new: Path, eager: bool) -> None:
-    """Tell what it says before it sleeps, after level 1, and updated after level 2."""
+def main(old: Path, new: Path, eager: bool, folder: str | None = None) -> None:
+    """Tell what it says before it sleeps, after level 1, and updated after level 2.
+
+    With the adapter in `folder`, if there is one, which is loaded once.
+    """
+
+    def said() -> list[list[int]]:
+        if folder is None:
+            return greedy(llm)
+        return adapted(llm, LoRARequest("adapter", 1, folder))
+
     llm = LLM(
         str(old),
         **OPTIONS | {"enforce_eager": eager, "gpu_memory_utilization": 0.3},
         enable_sleep_mode=True,
         additional_config={"inflight": {"staging": "host"}},
+        **({} if folder is None else ADAPTERS),
     )
-    seen = {"before": greedy(llm)}
+    seen = {"before": said()}
     llm.sleep(level=1)
     llm.wake_up()
-    seen["level_1"] = greedy(llm)
+    seen["level_1"] = said()
     llm.sleep(level=2)
     llm.wake_up(tags=["weights"])
     llm.update_weights_from_disk(str(new), "new")
     llm.wake_up(tags=["kv_cache"])
-    seen["level_2"] = greedy(llm)
+    seen["level_2"] = said()
     tell(seen)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), bool(int(sys.argv[3])))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), bool(int(sys.argv[3])), *sys.argv[4:])

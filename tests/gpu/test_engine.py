@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.probe import commits_and_rollbacks, flips_under_load, greedy
+from vllm.inflight.errors import NothingToRollBack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +42,21 @@ def test_flips_under_load_leave_every_request_whole(
     _, seconds = flips_under_load(llm, (new, old), NUM_FLIPS)
     print(f"flip: {1e3 * median(seconds):.3f} ms median")
     llm.update_weights_from_disk(str(new), "last")
+    assert greedy(llm) == fresh
+
+
+def test_upstreams_reload_is_a_version_to_go_back_to(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path
+) -> None:
+    llm.update_weights_from_disk(str(old), "old")
+    before = greedy(llm)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
+    assert greedy(llm) == fresh
+    with pytest.raises(NothingToRollBack):
+        llm.rollback_weights()
+    llm.update_weights_from_disk(str(old), "again")
+    assert greedy(llm) == before
+    llm.rollback_weights()
     assert greedy(llm) == fresh
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.engine.adapters import make_adapter
 from tests.engine.bare_core import call
 from tests.engine.probe import greedy, prompts
 from tests.engine.script import run_script
@@ -251,6 +252,16 @@ def test_a_second_set_on_the_host_sleeps_upstreams_way(
     llm.sleep(level=1)  # leaves the GPU to the other process
     seen = run_script("asleep_on_host", old, new, int(eager))
     assert seen == {"before": before, "level_1": before, "level_2": fresh}
+
+
+def test_an_adapter_beside_a_second_set_on_the_host_outlives_every_sleep(
+    llm: Any, old: Path, eager: bool, tmp_path: Path
+) -> None:
+    make_adapter(old, tmp_path)
+    without = greedy(llm)
+    llm.sleep(level=1)
+    seen = run_script("asleep_on_host", old, old, int(eager), tmp_path)
+    assert seen["before"] == seen["level_1"] == seen["level_2"] != without
 
 
 def test_the_example_of_a_hybrid_engine_learns_its_sentence() -> None:
