@@ -197,7 +197,7 @@ async def test_no_server_answers_before_the_first_has_restored(tmp_path: Path) -
     await asyncio.sleep(0.3)
     assert not second.done()
     await Server(0, kept).start()
-    await asyncio.wait_for(second, 5)
+    await asyncio.wait_for(second, 30)
     # It may have failed: then they answer as well.
-    await asyncio.wait_for(Server(1, kept).start(), 5)
+    await asyncio.wait_for(Server(1, kept).start(), 30)
     kept.close()

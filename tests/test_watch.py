@@ -59,4 +59,4 @@ def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
     answer = watch.when_staged(update)
     watch.close()
     with pytest.raises(EngineFault, match="shut down"):
-        answer.result(timeout=5)
+        answer.result(timeout=30)

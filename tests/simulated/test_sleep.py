@@ -13,6 +13,7 @@ from tests.simulated.core import (
     publish_weights,
     stage_weights,
 )
+from tests.waiting import until
 from vllm.inflight.errors import EngineAsleep, EngineFault
 
 
@@ -36,6 +37,16 @@ def slept(streams: Streams, answer: Any) -> Streams:
         answered(streams, answer)
     assert "weights" in streams.core.model_executor.sleeping_tags
     return streams
+
+
+def goes_on(core: EngineCore, streams: Streams) -> None:
+    """Go on with the loop until the lease of its pause has run out."""
+
+    def is_going() -> bool:
+        streams.step()
+        return not core.is_scheduler_paused()
+
+    until(is_going, "the lease has run out, and it stands still")
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
@@ -137,8 +148,7 @@ def test_a_sleep_of_level_0_ends_with_nothing_but_waking_up_or_a_continue(
     assert len(streams.run().tokens["arrives"]) == 40
     # It has ended: the next pause ends with its lease.
     core.inflight("pause", {"mode": "in_place", "lease_s": 0.1})
-    time.sleep(0.3)
-    streams.step(3)
+    goes_on(core, streams)
     assert call(core, "paused")["is_paused"] is False
 
 
@@ -187,12 +197,7 @@ def test_a_sleep_that_is_refused_holds_no_pause_beyond_its_lease(
     with pytest.raises(ValueError, match="nap"):
         core.sleep(0, "nap")
     call(core, "pause", mode="in_place", lease_s=0.05)
-    streams = Streams(core)
-    deadline = time.monotonic() + 20
-    while core.is_scheduler_paused():
-        assert time.monotonic() < deadline, "the lease has run out, and it stands still"
-        streams.step()
-        time.sleep(0.01)
+    goes_on(core, Streams(core))
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])

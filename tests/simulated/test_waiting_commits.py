@@ -1,6 +1,5 @@
 """Commits that wait for running requests, and who may come in between."""
 
-import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,6 +9,7 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import add, call, prompt
 from tests.simulated.core import publish_weights, stage_weights
 from tests.simulated.load import answered, ask, code, started
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -70,11 +70,11 @@ def test_an_update_past_its_deadline_lets_new_requests_in_again(
     core: EngineCore,
 ) -> None:
     streams = started(core)
-    call(core, "begin", transport="local", deadline_s=0.1)
-    call(core, "receive", update_info={"weights": 1})
-    call(core, "seal")
-    commit = ask(core, "commit", mode="wait")
-    time.sleep(0.2)
+    commit = waiting_commit(core)
+    updates = core.inflight_gate.updates
+    updates.ledger.active.deadline = 0.0
+    # Who watches over it ends when that is done and told.
+    until(lambda: updates._watch._thread is None, "its deadline ends nothing")
     streams.step(2)
     assert code(answered(commit)) == "deadline_exceeded"
     assert call(core, "paused")["is_paused"] is False

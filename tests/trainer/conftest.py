@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.trainer.stand_in import StandIn
-from vllm.inflight.trainer import parcel
+from vllm.inflight.trainer import parcel, patience
 from vllm.inflight.trainer.parcel import SHARED_MEMORY
+from vllm.inflight.trainer.queue import Queue
 
 
 @pytest.fixture
@@ -41,6 +44,21 @@ def logged() -> Iterator[list[str]]:
     logger.addHandler(listener)
     yield lines
     logger.removeHandler(listener)
+
+
+@pytest.fixture
+def leaping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever a publisher waits to try again, its clock leaps instead."""
+    leapt_s = 0.0
+
+    def leap(_: Queue, seconds: float) -> bool:
+        nonlocal leapt_s
+        leapt_s += seconds
+        return False
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + leapt_s)
+    monkeypatch.setattr(Queue, "give_way", leap)
+    monkeypatch.setattr(patience, "time", clock)
 
 
 def parcels(folder: Path = SHARED_MEMORY) -> set[Path]:

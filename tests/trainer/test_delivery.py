@@ -51,11 +51,12 @@ def test_a_call_whose_reply_is_lost_is_made_again_under_the_same_id(
 
 def test_a_call_that_is_not_answered_in_time_is_made_again(engine, monkeypatch):
     monkeypatch.setattr(server, "REPLY_S", 0.1)
-    engine.delays[START] = 0.25
-    to = publisher(engine, timeout_s=1.5)
-    with to, pytest.raises(EngineUnreachable):
-        to.publish()
-    assert len(engine.bodies(START)) > 1
+    engine.held[START] = threading.Event()
+    with publisher(engine) as to:
+        future = to.publish(block=False)
+        until(lambda: len(engine.bodies(START)) > 1)
+        engine.held[START].set()
+        assert future.result().epoch == 1
     assert len({body["update_id"] for body in engine.bodies(START)}) == 1
 
 
@@ -181,10 +182,11 @@ def test_while_one_has_yet_to_commit_another_trainer_leaves_the_way_back(engine,
     with publisher([engine, other]) as to, theirs:
         to.publish("good")
         other.faults[FINISH] = [PauseConflict("not now")]
-        other.delays[FINISH] = 2.0
+        other.held[FINISH] = threading.Event()
         future = to.publish("bad", block=False)
         until(lambda: engine.version["weight_version"] == "bad")
         assert theirs.publish("theirs").skipped
+        other.held[FINISH].set()
         with pytest.raises(PauseConflict, match="not now") as caught:
             future.result()
     assert "could not be taken back" not in str(caught.value)
@@ -238,6 +240,10 @@ def test_one_busy_engine_does_not_hold_the_others_up(engine, other):
         assert future.result().epochs == {engine.url: 1, other.url: 1}
 
 
+def came_since(before: set[threading.Thread]) -> set[threading.Thread]:
+    return set(threading.enumerate()) - before
+
+
 def test_a_publish_that_is_given_up_calls_no_engine_any_more(engine, other):
     def stop(phase, *_):
         if phase == "transfer":
@@ -245,18 +251,22 @@ def test_a_publish_that_is_given_up_calls_no_engine_any_more(engine, other):
 
     engine.held[UPDATE] = threading.Event()
     other.faults[UPDATE] = [DROP] * 100
+    before = set(threading.enumerate())
     with publisher([engine, other], timeout_s=60, progress=stop) as to:
         with pytest.raises(KeyError):
             to.publish()
         engine.held[UPDATE].set()
         # An exit would wait for whatever still calls.
-        until(lambda: not any("Pool" in t.name for t in threading.enumerate()))
+        until(lambda: not any("Pool" in t.name for t in came_since(before)))
 
 
-def test_the_last_try_is_taken_back_with_as_much_patience_as_the_first(engine):
-    engine.faults[START] = [UpdateBusy("elsewhere", retry_after_s=2.5)]
-    engine.delays = {UPDATE: 2.0, ABORT: 1.0}
-    with publisher(engine, timeout_s=4) as to:
+def test_the_last_try_is_taken_back_with_as_much_patience_as_the_first(engine, leaping):
+    engine.faults[START] = [UpdateBusy("elsewhere", retry_after_s=16.5)]
+    engine.held[UPDATE] = threading.Event()
+    with publisher(engine, timeout_s=20) as to:
+        future = to.publish(block=False)
+        until(lambda: engine.bodies(UPDATE) or future.done())
+        engine.delays[ABORT] = 4.5  # more than is left for the last try
         with pytest.raises(EngineUnreachable, match="within") as caught:
-            to.publish()
+            future.result()
         assert "could not be taken back" not in str(caught.value)

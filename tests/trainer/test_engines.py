@@ -11,6 +11,8 @@ import pytest
 from tests.trainer.stand_in import weights
 from vllm.inflight.errors import ConfigError, EngineUnreachable, NoTransport
 from vllm.inflight.trainer import Publisher
+from vllm.inflight.trainer.engines import LocalEngine
+from vllm.inflight.trainer.patience import Patience
 
 
 class Sync:
@@ -103,7 +105,7 @@ async def test_an_async_llm_is_called_on_its_own_loop():
     assert engine.threads == {threading.current_thread().name}
 
 
-async def test_a_finish_that_is_not_waited_for_goes_on_to_its_end():
+async def test_a_finish_that_is_not_waited_for_goes_on_to_its_end(monkeypatch):
     """Several engines behind one `AsyncLLM` are taken back there, if need be."""
     aborted, ended = asyncio.Event(), []
 
@@ -117,8 +119,12 @@ async def test_a_finish_that_is_not_waited_for_goes_on_to_its_end():
             aborted.set()
             return self.inner.abort_weight_update(update_id)
 
+    finish = LocalEngine.finish
+    monkeypatch.setattr(
+        LocalEngine, "finish", lambda self, body, _: finish(self, body, Patience(0.1))
+    )
     with (
-        Publisher(Slow(), weights(), timeout_s=0.5) as to,
+        Publisher(Slow(), weights(), timeout_s=20) as to,
         pytest.raises(EngineUnreachable, match="finish_weight_update"),
     ):
         await asyncio.to_thread(to.publish)

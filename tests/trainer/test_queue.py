@@ -32,10 +32,11 @@ def test_a_busy_engine_is_waited_for(engine):
         assert future.result().version == "v"
 
 
-def test_waiting_for_a_busy_engine_ends_with_the_patience(engine):
-    engine.begin_elsewhere()
-    with publisher(engine, timeout_s=0.5) as to, pytest.raises(UpdateBusy):
+def test_waiting_for_a_busy_engine_ends_with_the_patience(engine, leaping):
+    engine.faults[START] = [UpdateBusy("elsewhere", retry_after_s=8)] * 9
+    with publisher(engine, timeout_s=20) as to, pytest.raises(UpdateBusy):
         to.publish()
+    assert 1 < len(engine.bodies(START)) < 4
 
 
 def limited(left: int) -> Rate:
@@ -169,9 +170,9 @@ def test_at_most_two_snapshots_exist(engine):
 
 
 def test_updates_keep_their_distance(engine):
+    started = time.monotonic()  # before the first commit
     with publisher(engine, min_interval_s=0.4) as to:
         to.publish()
-        started = time.monotonic()
         to.publish()
     assert time.monotonic() - started >= 0.4
 

@@ -98,10 +98,10 @@ def test_a_cancelled_update_lets_go_at_once_and_the_interpreter_goes_on(worker):
         receiving.result(timeout=60)
     assert time.monotonic() - asked < SOON_S
     # Gloo's own thread is still waiting; nobody waits for it.
+    before = time.monotonic()
     for _ in range(20):
-        before = time.monotonic()
         time.sleep(0.01)
-        assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < SOON_S
     with pytest.raises(TransferFault, match="rank 1 stopped receiving: cancelled"):
         send(sender, tensors())
     cancelled.clear()

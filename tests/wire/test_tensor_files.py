@@ -96,9 +96,9 @@ def test_one_thread_reads_by_itself(
     """Staging beside decoding on a CPU rests by what its own thread has used."""
     monkeypatch.setattr(local, "RUN_BYTES", 1 << 10)
     (file,) = written(tmp_path, {"large": (large := torch.arange(1 << 10))}, 1)
-    before = threading.enumerate()
+    before = set(threading.enumerate())
     for _, tensor in read_files([file]):
-        assert threading.enumerate() == before
+        assert set(threading.enumerate()) <= before  # others may end meanwhile
         assert torch.equal(tensor, large)
 
 
