@@ -1,10 +1,12 @@
 """A real server: control calls answer, and tokens flow, whatever is being staged."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import httpx
 import pytest
 
 from tests.serving import Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -63,35 +66,40 @@ def stream(server: Server, num_tokens: int) -> Iterator[Any]:
                 yield json.loads(line.removeprefix("data: "))
 
 
-def stage_slowly(server: Server, path: Path, seconds: float) -> threading.Thread:
-    """Start an update whose transfer takes about `seconds`; returns its thread."""
+@contextmanager
+def staging(server: Server, path: Path, ends: Path) -> Iterator[threading.Thread]:
+    """An update whose transfer, in a thread, ends with the `with`: once `ends` is."""
     server.post("/start_weight_update", {"update_id": f"slow-{time.time_ns()}"})
-    info = {"path": str(path), "sleep_s": seconds / 25}
+    info = {"path": str(path), "waits_for": str(ends)}
 
     def send() -> None:
         with httpx.Client(base_url=server.url, headers=server.client.headers) as client:
-            client.post("/update_weights", json={"update_info": info}, timeout=60)
+            client.post("/update_weights", json={"update_info": info}, timeout=180)
 
     thread = threading.Thread(target=send)
     thread.start()
-    return thread
+    try:
+        yield thread
+    finally:
+        ends.touch()
+        thread.join()
 
 
 def test_control_calls_and_tokens_do_not_wait_for_a_slow_transfer(
-    server: Server, new: Path
+    server: Server, new: Path, tmp_path: Path
 ) -> None:
-    transfer = stage_slowly(server, new, 5)
-    assert server.client.get("/is_paused").json()["is_paused"] is False
-    assert server.client.get("/weight_info").json()["weight_version"] == "old"
-    chunks = list(stream(server, 100))
-    active = server.client.get("/weight_update").json()["active"]
-    while not active["ranks"][0]["bytes"]:
-        active = server.client.get("/weight_update").json()["active"]
-    # All of that was answered while the transfer was still going on.
-    assert transfer.is_alive()
-    assert active["phase"] == "staging"
+    def active() -> Any:
+        return server.client.get("/weight_update").json()["active"]
+
+    with staging(server, new, tmp_path / "ends") as transfer:
+        until(lambda: active()["ranks"] and active()["ranks"][0].get("bytes"))
+        assert server.client.get("/is_paused").json()["is_paused"] is False
+        assert server.client.get("/weight_info").json()["weight_version"] == "old"
+        chunks = list(stream(server, 100))
+        assert active()["phase"] == "staging"
+        # All of that was answered while the transfer was still going on.
+        assert transfer.is_alive()
     assert sum(len(c["choices"][0]["token_ids"] or ()) for c in chunks) == 100
-    transfer.join()
     assert server.post("/finish_weight_update")["epoch"] > 0
 
 
@@ -161,8 +169,8 @@ def test_a_commit_that_waits_can_be_asked_for_again_and_given_up(
             pool.submit(server.client.post, "/finish_weight_update", json=finish)
             for _ in range(2)
         ]
-        while server.client.get("/weight_update/waiting").json()["phase"] != "staged":
-            time.sleep(0.005)
+        waiting = "/weight_update/waiting"
+        until(lambda: server.client.get(waiting).json()["phase"] == "staged")
         aborted = server.post("/abort_weight_update", {"update_id": "waiting"})
         *_, last = chunks
         codes = {reply.result().status_code for reply in replies}
@@ -173,22 +181,27 @@ def test_a_commit_that_waits_can_be_asked_for_again_and_given_up(
 
 
 def test_a_pause_whose_controller_is_gone_ends_with_its_lease(server: Server) -> None:
-    lease = {"mode": "in_place", "lease_s": 1.0, "owner": "trainer"}
-    reply = server.post("/pause_generation", lease)
-    assert reply["owner"] == "trainer"
-    assert 0 < reply["lease_s"] <= 1
+    def pause(lease_s: float) -> Any:
+        body = {"mode": "in_place", "lease_s": lease_s, "owner": "trainer"}
+        return server.post("/pause_generation", body)
+
+    pause(1.0)
+    reply = pause(600)
+    assert (reply["owner"], reply["paused"]) == ("trainer", True)
+    assert 1 < reply["lease_s"] <= 600
     for path in ("/pause_generation", "/continue_generation"):
         refused = server.client.post(path, json={"owner": "somebody"})
         assert refused.status_code == 423
         assert "trainer" in refused.json()["error"]["message"]
-    time.sleep(0.6)
-    assert server.post("/pause_generation", lease)["paused"] is True
-    time.sleep(0.6)
-    assert server.client.get("/is_paused").json()["is_paused"] is True
+    time.sleep(1.2)  # longer than it was held for first
+    renewed = server.client.get("/is_paused").json()
+    assert renewed["is_paused"] is True
+    pause(0.5)
     # Nobody renews it any more: the request that waits is answered all the same.
     assert len(generate(server, max_tokens=5)["token_ids"]) == 5
     state = server.client.get("/is_paused").json()
-    assert (state["is_paused"], state["leases_expired"]) == (False, 1)
+    assert state["is_paused"] is False
+    assert state["leases_expired"] == renewed["leases_expired"] + 1
 
 
 def test_a_pause_without_a_lease_is_ended_by_its_owner_or_by_no_name(
@@ -284,13 +297,12 @@ def test_a_caller_that_lost_the_reply_can_ask_what_happened(
     server: Server, new: Path
 ) -> None:
     body = {"path": str(new), "weight_version": "v", "update_id": "lost"}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{server.url}/update_weights_from_disk",
-            json=body,
-            headers=server.client.headers,
-            timeout=0.005,
-        )
+    route = "/update_weights_from_disk"
+    asked = server.client.build_request("POST", route, json=body)
+    lines = [f"POST {route} HTTP/1.1", *(f"{k}: {v}" for k, v in asked.headers.items())]
+    with socket.create_connection((asked.url.host, asked.url.port)) as caller:
+        caller.sendall("\r\n".join([*lines, "", ""]).encode() + asked.content)
+    until(lambda: server.client.get("/weight_update/lost").is_success)
     again = server.post("/update_weights_from_disk", body)
     outcome = server.client.get("/weight_update/lost").json()
     assert outcome["phase"] == "committed"

@@ -237,7 +237,7 @@ def test_a_lease_that_runs_out_does_not_wake_anything(sleeper: EngineCore) -> No
     call(sleeper, "pause", mode="retract", lease_s=0.05)
     sleeper.sleep(1)
     add(sleeper, "waits", prompt(3))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not call(sleeper, "paused")["leases_expired"]:
         assert time.monotonic() < deadline
         sleeper.inflight_gate.turns.run(lambda: None)

@@ -25,6 +25,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from tests.waiting import until
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -49,6 +51,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     fail_rank: int | None = None
     fail_first: str | None = None
     sleep_s: float = 0.0
+    waits_for: str | None = None
+    """A file that has to be there before the last tensor comes."""
     one_by_one: bool = False
 
 
@@ -89,6 +93,8 @@ class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if info.fail_after == index and here:
                 raise RuntimeError("the wire broke")
             time.sleep(info.sleep_s)
+            if info.waits_for is not None and index == len(tensors) - 1:
+                until(Path(info.waits_for).exists, "it never comes", 120)
             if name == info.poison and here:
                 tensor = torch.full_like(tensor, float("nan"))
             if name == info.reshape and here:

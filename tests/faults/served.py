@@ -16,7 +16,15 @@ from typing import Any
 import httpx
 
 from tests.faults.in_process import NUM_TENSORS
-from tests.faults.site import LEASE_S, NEVER_S, PATIENCE_S, Seen, Site, Stream
+from tests.faults.site import (
+    DEADLINE_S,
+    LEASE_S,
+    NEVER_S,
+    PATIENCE_S,
+    Seen,
+    Site,
+    Stream,
+)
 
 
 def slow_transfer(site: Site) -> Seen:
@@ -154,7 +162,7 @@ def never_ends(site: Site) -> Seen:
     """A trainer dies in the middle of its transfer; then others call."""
     before = site.tokens()
     site.pause()
-    start = site.call("/start_weight_update", {"deadline_s": PATIENCE_S / 2})
+    start = site.call("/start_weight_update", {"deadline_s": DEADLINE_S})
     return {
         "before": before,
         "start": start,

@@ -17,8 +17,10 @@ from tests.serving import Server
 KEY = "a-key-of-the-tests"
 NEVER_S = 3600
 """How long a trainer that has died takes over a tensor."""
-PATIENCE_S = 4.0
+PATIENCE_S = 12.0
 """After which a client gives up waiting for a reply."""
+DEADLINE_S = 2
+"""Of updates whose trainer dies, where an engine knows of deadlines."""
 LEASE_S = 5
 """Of pauses, where an engine knows of leases."""
 PROMPT = list(range(3, 100))

@@ -12,12 +12,14 @@ from tests.engine.test_server import generate
 from tests.injection.cells import ENGINES, Cell, params
 from tests.injection.conftest import manifest_of
 from tests.injection.points import Trap
-from tests.injection.subject import DEADLINE_S
 from tests.serving import Server
 
 pytestmark = pytest.mark.engine
 
 NUM_REQUESTS = 6
+DEADLINE_S = 2.5
+"""Of an update that stalls: less than the stall, and enough to get there, whatever runs
+beside it."""
 
 
 @pytest.fixture(scope="module")
