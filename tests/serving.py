@@ -104,6 +104,14 @@ class Server:
         """POST JSON; returns the decoded reply, whatever its status."""
         return self.client.post(path, json=body or {}, **options).json()
 
+    def post_and_leave(self, path: str, body: Any) -> None:
+        """POST JSON, and hang up before there is a reply."""
+        asked = self.client.build_request("POST", path, json=body)
+        headers = (f"{name}: {value}" for name, value in asked.headers.items())
+        head = "\r\n".join([f"POST {path} HTTP/1.1", *headers, "", ""])
+        with socket.create_connection((asked.url.host, asked.url.port)) as caller:
+            caller.sendall(head.encode() + asked.content)
+
     def stop(self) -> None:
         """End the server, politely first; only its own process group."""
         self.client.close()

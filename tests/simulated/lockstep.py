@@ -23,6 +23,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineShutdownStat
 from tests.engine.bare_core import add, call, prompt
 from tests.simulated.core import simulated_core
 from tests.simulated.worker import SimulatedExecutor
+from tests.waiting import until
 from vllm.inflight.engine.stamp import Stamp
 
 HOST = "127.0.0.1"
@@ -144,6 +145,18 @@ class Together:
         """The answers of both engines to a control call, whenever they come."""
         answers = self.of_both(lambda core: core.inflight(method, dict(body)), lag_s)
         return [a.result(timeout=20) if isinstance(a, Future) else a for a in answers]
+
+    def control_apart(self, method: str, **body: Any) -> None:
+        """Ask the first, and the second once the first is some steps further."""
+
+        def act(core: Any) -> Any:
+            return core.inflight(method, dict(body))
+
+        self.ask(0, act).result(timeout=20)
+        forwards = self.cores[0].model_executor.forwards
+        num_before = len(forwards)
+        until(lambda: len(forwards) > num_before + 2 * SYNC_INTERVAL)
+        self.ask(1, act).result(timeout=20)
 
     @property
     def num_engines(self) -> int:

@@ -9,8 +9,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
 from tests.engine.bare_core import add, call, prompt
-from tests.simulated.lockstep import SYNC_INTERVAL, Together, together
-from tests.waiting import until
+from tests.simulated.lockstep import Together, together
 from vllm.inflight.api.control import Control
 from vllm.inflight.engine import lockstep
 from vllm.inflight.engine.lockstep import Lockstep
@@ -54,15 +53,7 @@ def test_without_it_they_mix_versions_in_a_step(
     monkeypatch.setattr(Lockstep, "together", lambda self, flip, back: flip())
     both.start(3, 1)
     both.stage(1)
-
-    def commit(core: Any) -> Any:
-        return core.inflight("commit", {"weight_version": "one"})
-
-    both.ask(0, commit).result(timeout=20)
-    forwards = both.cores[0].model_executor.forwards
-    num_before = len(forwards)
-    until(lambda: len(forwards) > num_before + 2 * SYNC_INTERVAL)
-    both.ask(1, commit).result(timeout=20)
+    both.control_apart("commit", weight_version="one")
     first, second = both.finish()
     assert any(a != b for a, b in zip(first, second, strict=False))
 
