@@ -13,10 +13,9 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from tests.door import Engine, served
-from vllm.inflight.api import kv_cache
 from vllm.inflight.api.body import read
 from vllm.inflight.api.routes import ROUTES
-from vllm.inflight.errors import Malformed
+from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
 JSON = st.recursive(
@@ -181,9 +180,6 @@ class Sleeper(Engine):
     async def sleep(self, **how: Any) -> None:
         self.asked.append(f"sleep {how}")
 
-    async def release_kv_cache_memory(self) -> None:
-        self.asked.append("release kv_cache")
-
     async def wake_up(self, tags: Any) -> None:
         self.asked.append(f"wake {tags}")
 
@@ -201,30 +197,35 @@ def test_sglangs_tags_are_vllms_sleep():
         "wake ['weights']",
         "wake ['kv_cache']",
         "info",
-        "paused",
+        "rest",
         "sleep {'level': 0, 'mode': 'abort'}",
-        "release kv_cache",
+        "release_kv_cache",
     ]
     assert refusal(door.post(resume, json={"tags": ["cuda_graph"]}))[0] == 400
 
 
+@pytest.mark.parametrize("ends_on_waking", [True, False])
 @pytest.mark.parametrize(
-    "why, expected",
+    "error, expected",
     [
-        (kv_cache.NOT_AT_REST, (409, "pause_conflict")),
-        ("out of luck", (500, "engine_fault")),
+        (PauseConflict("a request came"), (409, "pause_conflict")),
+        (EngineFault("out of luck"), (500, "engine_fault")),
     ],
 )
-def test_a_release_that_fails_in_another_process_is_refused_and_undone(why, expected):
+def test_a_release_that_fails_is_refused_and_undone(error, expected, ends_on_waking):
     class Failing(Sleeper):
-        async def release_kv_cache_memory(self) -> None:
-            raise Exception(f"Call to release_kv_cache_memory method failed: {why}")
+        async def call_utility_all_async(self, _: str, method: str, body: Any) -> Any:
+            (reply,) = await super().call_utility_all_async(_, method, body)
+            if method == "release_kv_cache":
+                return [{"error": error.to_dict()}]
+            return [{"ok": reply["ok"] | {"ends_on_waking": ends_on_waking}}]
 
     engine = Failing()
     body = {"tags": ["kv_cache"]}
     reply = client(engine).post("/release_memory_occupation", json=body)
     assert refusal(reply) == expected
-    assert engine.asked[-1] == "wake ['kv_cache']"
+    assert error.message + "; requests were aborted" in reply.json()["message"]
+    assert (engine.asked[-1] == "wake ['kv_cache']") is not ends_on_waking
 
 
 def test_query_and_path_are_fields_too():

@@ -38,9 +38,6 @@ class CoreClient:
     async def sleep(self, **how: Any) -> None:
         self.core.sleep(**how)
 
-    async def release_kv_cache_memory(self) -> None:
-        self.core.release_kv_cache_memory()
-
     async def wake_up(self, tags: list[str] | None) -> bool:
         return bool(self.core.wake_up(tags))
 

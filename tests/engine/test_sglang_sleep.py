@@ -9,6 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.engine.bare_core import Streams, add, call, prompt
 from tests.engine.core_door import CoreClient, Door
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -28,13 +29,11 @@ def sleeper(door: Door, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, by: Any) -> None:
     """Have something happen between upstream's two calls."""
-    release = CoreClient.release_kv_cache_memory
 
-    async def later(self: CoreClient) -> None:
+    async def between(self: CoreClient) -> None:
         by(self.core)
-        await release(self)
 
-    monkeypatch.setattr(CoreClient, "release_kv_cache_memory", later)
+    monkeypatch.setattr(CoreClient, "clear_mm_cache_async", between)
 
 
 def come_and_go(core: EngineCore) -> None:
@@ -81,6 +80,34 @@ def test_a_pause_from_before_outlives_a_release_that_is_refused(
         sleeper.core.sleep(level=0)
     else:
         sleeper.post("/pause_generation", mode="abort")
+    interrupted(monkeypatch, come_and_go)
+    assert sleeper.refused(RELEASE, **KV)[0] == 409
+    assert sleeper.get("/is_paused")["is_paused"] is True
+    sleeper.post("/continue_generation")
+    assert decodes(sleeper)
+
+
+def test_a_pause_with_a_lease_ends_with_it_after_a_release_that_is_refused(
+    sleeper: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper.post("/pause_generation", mode="in_place", lease_s=60)
+    interrupted(monkeypatch, come_and_go)
+    assert sleeper.refused(RELEASE, **KV)[0] == 409
+    assert sleeper.get("/is_paused")["mode"] == "in_place"
+    sleeper.post("/pause_generation", mode="in_place", lease_s=0.05)
+
+    def is_going() -> bool:
+        sleeper.core.inflight_gate.turns.drain()  # as before a step
+        return not sleeper.core.is_scheduler_paused()
+
+    until(is_going, "the lease has run out, and it stands still")
+    assert decodes(sleeper)
+
+
+def test_a_pause_of_upstreams_own_outlives_a_release_that_is_refused(
+    sleeper: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper.core.pause_scheduler("abort")
     interrupted(monkeypatch, come_and_go)
     assert sleeper.refused(RELEASE, **KV)[0] == 409
     assert sleeper.get("/is_paused")["is_paused"] is True

@@ -13,7 +13,15 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 
+logger = upstream.init_logger(__name__)
+
 MAX_ROWS = 1 << 16
+
+KV_CACHE = "kv_cache"
+"""Upstream's name of this part of the memory."""
+
+NOT_AT_REST = "requires a completed pause"
+"""How upstream refuses a release of the KV cache under an engine that goes on."""
 
 RANDOM = re.compile(r"-[0-9a-f]{8}$")
 """What vLLM writes behind every id that a user gave."""
@@ -85,6 +93,47 @@ def requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
         "num_waiting": waiting,
         "paused": gate.pauses.is_paused,
     }
+
+
+def rest(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Whether decoding stands still, and whether waking up would end that.
+
+    It ends a sleep of level 0, and a pause of upstream's own that nobody here knows of.
+    """
+    del body
+    pauses, sleep = gate.pauses, gate.sleep
+    is_held = pauses.asked or pauses.commit is not None or sleep.weights == "gone"
+    return {
+        "is_paused": pauses.is_paused,
+        "ends_on_waking": sleep.is_dozing or (pauses.is_paused and not is_held),
+    }
+
+
+def release_kv_cache(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Give the KV cache's memory back, under a pause that is complete.
+
+    Raises:
+        PauseConflict: there is none.
+        EngineFault: the memory could not be given back.
+
+    """
+    del body
+    core = gate._core
+    is_asleep = KV_CACHE in core.model_executor.sleeping_tags
+    if not is_asleep:
+        try:
+            core.release_kv_cache_memory()
+        except Exception as error:
+            if NOT_AT_REST in str(error):
+                raise PauseConflict(
+                    "the KV cache was not released: somebody has continued meanwhile, "
+                    "or a request came and was given up"
+                ) from error
+            logger.exception("the KV cache could not be released")
+            raise EngineFault(
+                f"the KV cache could not be released: {type(error).__name__}: {error}"
+            ) from error
+    return {"released": not is_asleep}
 
 
 def checksums(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -167,6 +216,8 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "abort_requests": abort_requests,
     "flush": flush,
     "requests": requests,
+    "rest": rest,
+    "release_kv_cache": release_kv_cache,
     "checksums": checksums,
     "rows": rows,
     "source": source,
