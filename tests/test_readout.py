@@ -1,5 +1,6 @@
 """What is read of a layer's weights, wherever the build keeps them."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -82,6 +83,9 @@ class Model(torch.nn.Module):
         self.gate_up_proj = Linear([4, 4], [2, 2])
         self.in_proj = Linear([8], [4])
         self.in_proj.weight.weight_loader = sharded_weight_loader(0)
+        self.out_proj = Linear([8], [4])
+        loader = partial(self.out_proj.weight_loader, tensor=None)
+        vars(self.out_proj.weight)["weight_loader"] = loader  # which has no name
 
 
 def read(name: str, num_ranks: int) -> dict[str, Any]:
@@ -98,7 +102,8 @@ def read(name: str, num_ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["mixer.A_log", "gate_up_proj.weight", "in_proj.weight"]
+    "name",
+    ["mixer.A_log", "gate_up_proj.weight", "in_proj.weight", "out_proj.weight"],
 )
 def test_what_a_loader_of_its_own_has_cut_is_refused_by_name_on_several_ranks(
     name: str,

@@ -222,7 +222,7 @@ def _is_cut_apart(
     noted = upstream.get_layerwise_info(layer).restore_metadata[0]
     param = noted.get(key, layer._parameters[key])
     loader = getattr(param, "weight_loader", upstream.default_weight_loader)
-    own = getattr(type(layer), loader.__name__, None)
+    own = getattr(type(layer), getattr(loader, "__name__", ""), None)
     if loader is not upstream.default_weight_loader and not (
         any(hasattr(layer, size) for size in ("input_size", "num_embeddings"))
         and own is getattr(loader, "__func__", loader)
