@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -72,6 +73,44 @@ def test_every_way_to_begin_is_counted_and_nothing_else_is(path, body):
     assert engine.asked.count("begin") == 2
     for other in ("/abort_weight_update", "/rollback_weights", "/pause", "/resume"):
         assert door.post(other).status_code == 200
+
+
+class Knowing(Engine):
+    """Engines of which some say that the update was begun already."""
+
+    def __init__(self, *known: bool) -> None:
+        super().__init__()
+        self.core_engines = [str(index).encode() for index in range(len(known))]
+        self._known = known
+
+    async def call_utility_all_async(self, *call: Any) -> list[dict[str, Any]]:
+        (reply,) = await super().call_utility_all_async(*call)
+        return [{"ok": reply["ok"] | {"was_begun": known}} for known in self._known]
+
+
+@pytest.mark.parametrize(
+    ("known", "update_id", "statuses"),
+    [
+        ((True,), "u", [200, 200, 200, 200]),
+        ((True, True), "u", [200, 200, 200, 200]),
+        ((True, False), "u", [200, 200, 429, 429]),
+        ((False,), "u", [200, 200, 429, 429]),
+        ((True,), None, [200, 200, 429, 429]),
+    ],
+)
+def test_a_start_that_every_engine_knows_is_not_spent_for(known, update_id, statuses):
+    app = served(Knowing(*known), additional_config=LIMITED)
+    door = TestClient(app, client=("127.0.0.1", 1))
+    body = {"update_id": update_id}
+    replies = [door.post("/start_weight_update", json=body) for _ in statuses]
+    assert [reply.status_code for reply in replies] == statuses
+
+
+def test_without_a_rate_no_engine_is_asked_what_it_knows():
+    engine = Engine()
+    door = TestClient(served(engine), client=("127.0.0.1", 1))
+    door.post("/start_weight_update", json={"update_id": "u"})
+    assert engine.asked == ["begin"]
 
 
 def test_callers_are_told_apart_by_their_keys():

@@ -9,11 +9,12 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import call
 from tests.simulated.core import publish_weights
 from tests.simulated.load import ask, code
-from vllm.inflight.api import pieces
+from vllm.inflight.api import pieces, rate
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.disk import from_disk
 from vllm.inflight.api.door import run_sync
 from vllm.inflight.api.pipelinerl import receive
+from vllm.inflight.errors import Conflict, InflightError, UpdateBusy
 from vllm.inflight.update import Phase
 
 pytestmark = pytest.mark.engine
@@ -48,6 +49,33 @@ def test_a_start_repeated_after_its_commit_is_of_the_same_update(
     committed(core, "first")
     begun = call(core, "begin", update_id="first", **OPENING)
     assert begun == {"update_id": "first", "phase": "committed"}
+
+
+def test_a_start_is_spent_for_unless_it_is_a_repetition(
+    core: EngineCore,
+) -> None:
+    control = Control(Door(core))
+
+    def costs(refusal: type[InflightError] | None = None, **body: Any) -> int:
+        spent: list[None] = []
+        token = rate.allowance.set(lambda: spent.append(None))
+        try:
+            run_sync(control.start(**OPENING, **body))
+            assert refusal is None
+        except InflightError as error:
+            assert type(error) is refusal
+        finally:
+            rate.allowance.reset(token)
+        return len(spent)
+
+    assert costs(update_id="spent") == 1
+    assert costs(update_id="spent") == 0
+    assert costs(Conflict, update_id="spent", owner="another") == 1
+    assert [costs(UpdateBusy, update_id="too many") for _ in range(3)] == [1] * 3
+    assert costs(UpdateBusy) == 1
+    call(core, "abort")
+    assert costs(update_id="spent") == 0
+    assert costs(update_id="too many") == 1
 
 
 def test_one_call_repeated_after_its_commit_gives_the_same_reply(

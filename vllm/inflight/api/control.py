@@ -18,7 +18,7 @@ from vllm.inflight.api.door import Door, Reply
 from vllm.inflight.api.envelopes import is_partial, merged
 from vllm.inflight.api.shield import shielded
 from vllm.inflight.errors import EngineFault, InflightError, Malformed
-from vllm.inflight.update import ACTIVE
+from vllm.inflight.update import ACTIVE, fingerprint
 
 
 class Control:
@@ -34,8 +34,9 @@ class Control:
 
     async def start(self, **body: Any) -> Reply:
         """Open an update on every engine, or on none."""
-        rate.spend()
         update_id = body.get("update_id")
+        if not await self._was_begun(body):
+            rate.spend()
         if update_id is None:
             # One id for all engines, so that each can be asked about it.
             body["update_id"] = update_id = uuid.uuid4().hex
@@ -44,6 +45,17 @@ class Control:
             # need it if one of the others, which this one would refuse, cannot switch.
             await self.ask("may_begin", update_id=update_id)
         return await self._begin(body)
+
+    async def _was_begun(self, body: dict[str, Any]) -> bool:
+        """Whether a start that would have to be spent for is a repetition.
+
+        Only if every engine says so; one refused before is none, and is spent for.
+        """
+        if not rate.is_limited() or body.get("update_id") is None:
+            return False
+        # Not the body itself, which is sent once more if it begins something.
+        mark = {"update_id": body["update_id"], "fingerprint": fingerprint(body)}
+        return all(reply["was_begun"] for reply in await self.ask("was_begun", **mark))
 
     @shielded
     async def _begin(self, body: dict[str, Any]) -> Reply:

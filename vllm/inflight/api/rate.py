@@ -17,8 +17,10 @@ from vllm.inflight.errors import TooManyUpdates
 MOST_CALLERS = 1024
 """After that, those that have been quiet for a minute are forgotten."""
 
-allowance: ContextVar[Callable[[], None]] = ContextVar("inflight_allowance")
-"""Takes one out for whoever sent the request; not set for callers in Python."""
+allowance: ContextVar[Callable[[], None] | None] = ContextVar(
+    "inflight_allowance", default=None
+)
+"""Takes one out for whoever sent the request; None where any number may begin."""
 
 
 @dataclass(slots=True)
@@ -41,9 +43,14 @@ class Rate:
         self._clock = clock
         self._buckets: dict[str, Bucket] = {}
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a rate at all."""
+        return self._per_second > 0
+
     def spend(self, caller: str) -> None:
         """Let `caller` begin an update; raises `TooManyUpdates` if it has to wait."""
-        if not self._per_second:
+        if not self.is_limited:
             return
         now = self._clock()
         if len(self._buckets) > MOST_CALLERS:
@@ -61,12 +68,18 @@ class Rate:
         bucket.left -= 1
 
 
+def is_limited() -> bool:
+    """Whether what begins now has to be spent for."""
+    return allowance.get() is not None
+
+
 def spend() -> None:
     """An update begins; raises `TooManyUpdates` if its caller has to wait."""
-    allowance.get(lambda: None)()
+    if (take := allowance.get()) is not None:
+        take()
 
 
 def spend_once() -> None:
     """The same, for all updates that this call begins from now on."""
     spend()
-    allowance.set(lambda: None)
+    allowance.set(None)

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.convertors import PathConvertor, register_url_convertor
 
 from vllm.inflight import upstream
 from vllm.inflight.api import auth, pipelinerl, port, rate, reads, sglang
@@ -31,6 +32,15 @@ from vllm.inflight.errors import InflightError, Malformed, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
+
+
+class Rest(PathConvertor):
+    """All that is left of a path: an update's id may have any character in it."""
+
+    regex = r"[\s\S]+"
+
+
+register_url_convertor("rest", Rest())
 
 
 def _control(engine: Any) -> Control:
@@ -207,7 +217,7 @@ def add_routes(router: APIRouter, rates: rate.Rate) -> None:
     """Every control route, behind its key; updates begin at these rates."""
     for (method, path), handler in ROUTES.items():
         router.add_api_route(
-            path,
+            path.replace("}", ":rest}"),
             _endpoint(handler, LARGEST_BODY.get(path, MAX_MANIFEST_BYTES), rates),
             methods=[method],
             name=handler.__name__.strip("_"),
@@ -234,7 +244,7 @@ def check_routing(app: FastAPI) -> None:
     """Raise unless every control path is answered by us first."""
     for method, path in ROUTES:
         for route in app.routes:
-            if getattr(route, "path", None) == path and method in (
+            if getattr(route, "path_format", None) == path and method in (
                 getattr(route, "methods", None) or ()
             ):
                 endpoint = getattr(route, "endpoint", None)
@@ -252,7 +262,8 @@ def _endpoint(
     async def endpoint(request: Request) -> JSONResponse:
         try:
             caller = auth.check(request)
-            rate.allowance.set(partial(rates.spend, caller))
+            if rates.is_limited:
+                rate.allowance.set(partial(rates.spend, caller))
             said = parse(await read(request, largest))
             # Path, query and body as one object.
             body = {**request.query_params, **said, **request.path_params}

@@ -87,6 +87,14 @@ class Ledger:
             )
         return known
 
+    def was_begun(self, update_id: Any, fingerprint: str) -> bool:
+        """Whether `begun` would find an update for a body with that fingerprint."""
+        if not isinstance(update_id, str):
+            return False
+        with self._lock:
+            known = self._updates.get(update_id)
+        return known is not None and known.fingerprint == fingerprint
+
     def begin(self, body: dict[str, Any], deadline_s: float) -> tuple[Update, bool]:
         """Open an update; (update, whether it is new: see `begun`)."""
         if (known := self.begun(body)) is not None:

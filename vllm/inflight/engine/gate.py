@@ -242,6 +242,9 @@ class Gate:
 
 _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "may_begin": Gate.may_begin,
+    "was_begun": lambda gate, body: {
+        "was_begun": gate.updates.ledger.was_begun(**body)
+    },
     "begin": lambda gate, body: gate.updates.begin(body),
     "receive": lambda gate, body: gate.updates.receive(body),
     "seal": lambda gate, body: gate.updates.seal(body),
