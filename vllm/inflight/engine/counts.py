@@ -74,14 +74,13 @@ class Counts:
 def told(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     """All that `/metrics` tells of an engine."""
     del body
-    update, pauses = gate.served.update, gate.pauses.state()
-    drift = None if update is None else update.drift
+    pauses = gate.pauses.state()
     return gate.counts.to_dict() | {
         **gate.updates.progress(),
         "epoch": gate.version.epoch,
         "weight_version": gate.version.label,
         "digest": gate.version.digest,
-        "drift": None if drift is None else drift["overall"],
+        "drift": gate.served.drift,
         "outcomes": dict(gate.updates.ledger.ended),
         "paused": pauses["is_paused"],
         "leases_expired": pauses["leases_expired"],

@@ -49,6 +49,11 @@ class Served:
         """The version that a rollback returns to; None if it is not held."""
         return None if self._before is None else self._before[0]
 
+    @property
+    def drift(self) -> float | None:
+        """How far what is served is from what was before it; None: not known."""
+        return None if self._between is None else self._between["overall"]
+
     def forget_before(self) -> None:
         """The ranks are about to write over the set served before."""
         self._before = None
@@ -79,7 +84,8 @@ class Served:
         As if it had not been: no step was scheduled since.
         """
         self._ranks.flip()
-        numbers, version, self.update, self._recipe, self._before = self._left
+        numbers, version, self.update, self._recipe, way_back = self._left
+        self._before, self._between = way_back
         self._epoch, self._changes, self._cache_epoch, self._moved = numbers
         self._serve(version)
         self._note()
@@ -121,7 +127,8 @@ class Served:
         in_flight = self._core.batch_queue
         self._ranks.wait_for_steps(in_flight)
         numbers = self._epoch, self._changes, self._cache_epoch, self._moved
-        self._left = numbers, self.version, self.update, self._recipe, self._before
+        way_back = self._before, self._between
+        self._left = numbers, self.version, self.update, self._recipe, way_back
         connectors.drop(self._core.scheduler, in_flight)
         flip_s = self._ranks.flip()
         try:
