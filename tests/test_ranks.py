@@ -56,6 +56,14 @@ def test_the_ranks_that_flipped_flip_back():
         flip([GOOD, BAD], [GOOD, GOOD])
 
 
+def test_what_ranks_give_up_as_they_are_shut_down_was_not_given_up_here():
+    ranks = Ranks(Executor(), 2)
+    ranks.cancel(2)
+    ranks._board.cancel(3)
+    assert [ranks.has_given_up(serial) for serial in (1, 2, 3)] == [True, True, False]
+    ranks.close()
+
+
 def test_ranks_that_cannot_go_back_stop_the_engine():
     with pytest.raises(SystemExit, match="of no version"):
         flip([GOOD, BAD], [BAD, GOOD])

@@ -51,6 +51,25 @@ def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
     watch.close()
 
 
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
+    ranks, is_given_up
+):
+    left = Cancelled("the update was aborted").to_dict()
+    ranks.notices = lambda: [{"serial": 1, "state": "failed", "error": left}]
+    ranks.has_given_up = lambda serial: is_given_up
+    expected = Cancelled if is_given_up else EngineFault
+    ended, ledger = [], Ledger()
+    watch = Watch(ranks, ledger, ended.append)
+    update, _ = ledger.begin({"update_id": "one"}, 60.0)
+    ledger.move(update, Phase.STAGING)
+    watch.start(update)
+    for answer in (watch.when_staged(update), watch.when_carried_out(1, 60.0)):
+        assert type(answer.exception(timeout=30)) is expected
+    assert type(ended[0]) is expected
+    watch.close()
+
+
 def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
     ledger = Ledger()
     watch = Watch(ranks, ledger, lambda error: None)

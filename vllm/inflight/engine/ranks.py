@@ -45,6 +45,8 @@ class Ranks:
         """Futures of the replies to orders, the oldest first."""
         self._notices: list[dict[str, Any]] = []
         self._read_at: tuple[int, ...] | None = None
+        self._given_up = 0
+        """The serial of the last update that was cancelled from here."""
         self.reason = kind.refusal
         """Why no version can be staged here; None if one can."""
         replies: list[dict[str, Any]] = []
@@ -136,7 +138,15 @@ class Ranks:
 
     def cancel(self, serial: int) -> None:
         """Make every rank stop working on update `serial`."""
+        self._given_up = max(serial, self._given_up)
         self._board.cancel(serial)
+
+    def has_given_up(self, serial: int) -> bool:
+        """Whether update `serial` was cancelled from here.
+
+        A rank that is shut down cancels on the board too.
+        """
+        return serial <= self._given_up
 
     def drowse(self, level: int) -> None:
         """Prepare a sleep of `level` on every rank; 0 takes that back.

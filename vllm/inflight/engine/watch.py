@@ -90,7 +90,7 @@ class Watch:
 
         def ready() -> dict[str, Any] | None:
             notices = self._ranks.notices()
-            state = verdict(notices, serial)
+            state = self._verdict(notices, serial)
             if isinstance(state, InflightError):
                 raise state
             if state is not None and all(n["orders"] for n in notices):
@@ -165,7 +165,7 @@ class Watch:
             return
         notices = self._ranks.notices()
         self._note_progress(update, notices)
-        state = verdict(notices, update.serial)
+        state = self._verdict(notices, update.serial)
         if isinstance(state, InflightError):
             self.end(update, state)
         elif state == "staged":
@@ -182,6 +182,15 @@ class Watch:
                 # Every rank is handed every tensor, and samples the same.
                 update.drift = notices[0].get("drift")
                 self._ledger.move(update, Phase.STAGED)
+
+    def _verdict(
+        self, notices: list[dict[str, Any]], serial: int
+    ) -> InflightError | str | None:
+        state = verdict(notices, serial)
+        if isinstance(state, Cancelled) and not self._ranks.has_given_up(serial):
+            # One rank has died, and the executor ends those that live on.
+            return EngineFault("a rank was shut down meanwhile; the engine ends")
+        return state
 
     def _note_progress(self, update: Update, notices: list[dict[str, Any]]) -> None:
         facts = ("serial", "orders", "bytes")
