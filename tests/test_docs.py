@@ -112,6 +112,18 @@ def test_json_in_the_pages_is_json(name, body):
     json.loads(body)
 
 
+def test_the_quickstarts_command_prints_what_the_page_shows(tmp_path):
+    page = (DOCS / "quickstart.md").read_text()
+    command = re.search(r"^python3 -c '.*?'$", page, re.DOTALL | re.MULTILINE)[0]
+    shown = next(b for kind, b in FENCE.findall(page) if kind == "json")
+    answer = tmp_path / "answer.json"
+    spans = {"weight_versions": json.loads(shown)}
+    answer.write_text(json.dumps({"choices": [spans]}))
+    command = command.replace("/tmp/answer.json", str(answer))
+    printed = subprocess.run(["bash", "-c", command], stdout=-1, text=True, check=True)
+    assert printed.stdout == shown
+
+
 def test_links_lead_somewhere():
     broken = []
     for page, target in links():

@@ -199,6 +199,14 @@ def test_the_last_outcomes_are_kept_the_newest_first():
         ledger.find("5")
 
 
+def test_the_one_under_way_is_the_first_of_them():
+    ledger = Ledger()
+    brought_to(ledger, Phase.COMMITTED, "over")
+    brought_to(ledger, Phase.STAGING, "active")
+    told = [(each["update_id"], each["phase"]) for each in ledger.outcomes()]
+    assert told == [("active", "staging"), ("over", "committed")]
+
+
 @pytest.mark.parametrize("update_id", [7, {}, ["u"], {"u": 1}])
 def test_an_id_that_is_no_string_is_malformed(update_id):
     with pytest.raises(Malformed, match="update_id must be a string"):
