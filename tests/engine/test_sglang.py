@@ -8,9 +8,7 @@ import pytest
 from tests.engine.bare_core import Streams, add, call, prompt
 from tests.engine.core_door import Door, said
 from tests.engine.mixtures import MLP, mixed, part
-from vllm.inflight.api import sglang
 from vllm.inflight.engine.doors import matching
-from vllm.inflight.errors import Malformed
 
 pytestmark = pytest.mark.engine
 
@@ -140,43 +138,6 @@ def test_flush_cache_sends_running_requests_back_to_be_prefilled_again(
     assert reply["num_retracted"] == 1
     streams.run()
     assert len(streams.tokens["r"]) == 40
-
-
-def test_keep_pause_leaves_the_engine_paused_and_counts_what_is_frozen(
-    door: Door, folders: dict[str, Path]
-) -> None:
-    add(door.core, "r", prompt(4))
-    streams = Streams(door.core).step(5)
-    path = str(folders["new"])
-    reply = door.post("/update_weights_from_disk", model_path=path, keep_pause=True)
-    assert reply["num_paused_requests"] == 1
-    assert door.get("/is_paused")["is_paused"] is True
-    assert len(streams.step(3).tokens["r"]) == 5
-    status, _ = door.refused(
-        "/update_weights_from_disk", model_path="/nowhere", keep_pause=True
-    )
-    assert (status, door.get("/is_paused")["is_paused"]) == (400, True)
-    door.post("/continue_generation")
-    assert len(streams.run().tokens["r"]) == 40
-
-
-def test_a_pause_of_an_update_that_fails_is_taken_back(door: Door) -> None:
-    door.refused("/update_weights_from_disk", model_path="/nowhere", keep_pause=True)
-    assert door.get("/is_paused")["is_paused"] is False
-
-
-def test_a_pause_that_another_has_renewed_outlives_an_update_that_fails(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def failing(*_: Any, **__: Any) -> Any:
-        call(door.core, "pause", mode="in_place", owner="another")
-        raise Malformed("the test says so")
-
-    monkeypatch.setattr(sglang, "from_disk", failing)
-    door.refused("/update_weights_from_disk", model_path="/nowhere", keep_pause=True)
-    state = door.get("/is_paused")
-    assert (state["is_paused"], state["owner"]) == (True, "another")
-    door.post("/continue_generation")
 
 
 # ------------------------------------------------------------------------ pause

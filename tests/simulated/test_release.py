@@ -100,7 +100,7 @@ def test_a_request_that_came_to_one_has_the_release_of_both_undone(
     for core in front_end.cores:
         call(core, "pause", mode="retract", owner="trainer")
     front_end.between = come_and_go
-    with pytest.raises(PauseConflict, match="engine 1 of 2: .*Call again"):
+    with pytest.raises(PauseConflict, match=r"engine 1 of 2: .*Call again"):
         release(front_end)
     assert asleep(front_end) == [set()] * 2
     for core in front_end.cores:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from vllm.inflight.api.control import Control
@@ -19,9 +21,14 @@ async def from_disk(
     subset: Any = None,
     draft_path: str | None = None,
     expect_digest: str | None = None,
+    keep_pause: bool = False,
     **options: Any,
 ) -> Reply:
-    """All four phases; see `update_weights_from_disk` for what is taken and raised."""
+    """All four phases; see `update_weights_from_disk` for what is taken and raised.
+
+    With `keep_pause` the engine is paused in place when all has been received, and
+    stays so if the version is served.
+    """
     given: list[dict[str, Any]] = [] if path is None else [{"path": path}]
     if draft_path is not None:
         given.append({"path": draft_path, "draft": True})
@@ -44,9 +51,27 @@ async def from_disk(
         if started["phase"] == "staging":
             for chunk, info in enumerate(given):
                 await control.update(info, update_id, chunk=chunk)
-        return await control.finish(
-            mode=mode,
-            flush_cache=flush_cache,
-            expect_digest=expect_digest,
-            update_id=update_id,
-        )
+        async with _paused(control) if keep_pause else nullcontext():
+            return await control.finish(
+                mode=mode,
+                flush_cache=flush_cache,
+                expect_digest=expect_digest,
+                update_id=update_id,
+            )
+
+
+@asynccontextmanager
+async def _paused(control: Control) -> AsyncIterator[None]:
+    """A pause that begins here and stays, unless what is done meanwhile fails."""
+    is_new = not (await control.paused())["is_paused"]
+    try:
+        if is_new:
+            await control.pause("in_place")
+        yield
+    except BaseException:
+        if is_new:
+            state = await control.paused()
+            is_ours = (state["mode"], state["owner"]) == ("in_place", None)
+            if is_ours:  # and nobody's who came meanwhile
+                await control.resume()
+        raise

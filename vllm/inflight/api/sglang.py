@@ -106,15 +106,7 @@ async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
         manifest = options.setdefault("manifest", {"format": 1})
         if isinstance(manifest, dict):
             manifest["step"] = step
-    paused_here = keep_pause and not (await control.paused())["is_paused"]
-    if paused_here:
-        await control.pause("in_place")
-    try:
-        reply = await from_disk(control, path, **options, **commit)
-    except BaseException:
-        if paused_here and (await control.paused())["owner"] is None:  # still ours
-            await control.resume()
-        raise
+    reply = await from_disk(control, path, keep_pause=keep_pause, **options, **commit)
     counts = await control.ask("requests")
     frozen = sum(c["num_running"] + c["num_waiting"] for c in counts if c["paused"])
     return _ok(reply, "weights updated") | {"num_paused_requests": frozen}
