@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from tests.door import Engine, served
 from vllm.inflight.errors import UnknownUpdate
 
-IDS = ["a/b", "a/b/c", "/", "run 7/step?200", "a\nb/c", "weight_info", "ü/ü"]
+IDS = ["u", "a/b", "a/b/c", "/", "run 7/step?200", "a\nb/c", "weight_info", "ü/ü"]
 
 
 class Forgetful(Engine):
