@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.engine.adapters import make_adapter
-from tests.engine.test_adapters import ADAPTERS, TEXT, adapted
+from tests.engine.test_adapters import ADAPTERS, TEXT, adapted, pinned
 from tests.engine.test_pause_features import GREEDY as LONG
 from tests.engine.test_pause_features import lived
 from vllm.inflight.errors import EngineFault, Forbidden, Malformed
@@ -120,6 +120,21 @@ def test_an_adapter_is_replaced_and_replaced_again(
     make_adapter(old, folder)
     again(llm, adapter)
     assert adapted(llm, adapter) == first
+
+
+def test_a_pinned_adapter_stays_pinned(
+    llm: Any, old: Path, adapter: LoRARequest
+) -> None:
+    adapted(llm, adapter)
+    assert llm.llm_engine.pin_lora(adapter.lora_int_id)
+    folder = Path(adapter.lora_path)
+    make_adapter(old, folder, seed=1)
+    again(llm, adapter)
+    assert pinned(llm) == {adapter.lora_int_id}
+    of_a_larger_model(folder)
+    with pytest.raises(EngineFault):
+        again(llm, adapter)
+    assert pinned(llm) == {adapter.lora_int_id}
 
 
 def test_a_new_adapter_that_does_not_fit_is_on_no_rank(

@@ -118,7 +118,26 @@ def test_adapters_stay_loaded_where_a_sleep_has_lost_their_memory(
     monkeypatch.setattr(worker, "synchronize_device", lambda: None)
     Worker.wake_up(worker, ["weights"])
     assert said(llm, adapter) == before
-    assert set(registry._registered_adapters.pinned_items) == {adapter.lora_int_id}
+    assert pinned(llm) == {adapter.lora_int_id}
+
+
+def test_adapters_stay_loaded_when_upstream_reloads_the_base_weights(
+    llm: Any, old: Path, adapter: LoRARequest
+) -> None:
+    before = said(llm, adapter)
+    assert llm.llm_engine.pin_lora(adapter.lora_int_id)
+    shutil.rmtree(adapter.lora_path)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(old)})
+    assert said(llm, adapter) == before
+    assert pinned(llm) == {adapter.lora_int_id}
+
+
+def pinned(llm: Any) -> set[int]:
+    """The numbers of the adapters that make room for no others."""
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    registry = runner.lora_manager._adapter_manager
+    return set(registry._registered_adapters.pinned_items)
 
 
 # ---------------------------------------------------------------- prefix cache

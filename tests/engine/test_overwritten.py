@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from vllm.v1.engine.core import EngineCore
 
@@ -128,6 +129,62 @@ def test_a_reload_that_begins_with_nothing_changes_nothing(
     assert call(core, "info") == told
     assert says(core, "after") == expected
     assert call(core, "rollback")["weight_version"] == "old"
+
+
+UNKNOWN = {
+    "weights_iterator": [("model.unknown.weight", torch.zeros(1))],
+    "is_checkpoint_format": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "kwargs"),
+    [
+        ("reload_weights", (), {"weight_path": "of a mistyped argument"}),
+        ("reload_weights", (), {"weights_iterator": "no pairs"}),
+        ("reload_weights", (), UNKNOWN),
+        ("reset_weights", ("something",), {}),
+    ],
+)
+def test_a_call_that_is_refused_before_it_writes_changes_nothing(
+    core: EngineCore, folders: dict[str, Path], method: str, args: Any, kwargs: Any
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, told = says(core, "expected"), call(core, "info")
+    add(core, "runs", prompt(3))
+    streams = Streams(core).step(8)
+    with pytest.raises(Exception, match=r"argument|unpack|unknown") as raised:
+        core.collective_rpc(method, args=args, kwargs=kwargs)
+    assert not isinstance(raised.value, EngineFault)
+    assert call(core, "info") == told
+    assert streams.run().tokens["runs"] == expected
+    assert call(core, "rollback")["weight_version"] == "old"
+
+
+def test_a_loader_that_reloads_nothing_changes_nothing(
+    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, told = says(core, "expected"), call(core, "info")
+    monkeypatch.setattr(core.vllm_config.load_config, "load_format", "dummy")
+    with pytest.raises(NotImplementedError, match="dummy"):
+        reload(core, folders["old"])
+    assert call(core, "info") == told
+    assert says(core, "after") == expected
+
+
+def test_a_reload_in_kernel_format_that_breaks_off_has_written(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    told = call(core, "info")
+    some = [("model.norm.weight", torch.zeros(1)), *UNKNOWN["weights_iterator"]]
+    with pytest.raises(EngineFault, match=r"reload_weights has.*published"):
+        core.collective_rpc(
+            "reload_weights", kwargs=UNKNOWN | {"weights_iterator": some}
+        )
+    after = call(core, "info")
+    assert (after["weights"], after["epoch"]) == ("gone", told["epoch"] + 1)
+    publish(core, folders["old"], "again")
 
 
 def test_a_reload_that_breaks_off_leaves_weights_that_nobody_decodes_with(

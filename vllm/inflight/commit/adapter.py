@@ -28,11 +28,13 @@ class Proposal:
         self._there = manager._adapter_manager.list_adapters()
         """Number → adapter, in the host's memory; the one used least recently first."""
         self._named = dict(_loaded(manager))
+        self._pinned = _pinned(manager._adapter_manager)
 
     def take(self) -> None:
         """Put it into its slot; what fails leaves the ones before there."""
         try:
             self._put(self._read)
+            _pin(self._manager._adapter_manager, self._pinned)
         except Exception:
             self.put_back()
             raise
@@ -50,6 +52,7 @@ class Proposal:
                     self._put(before)
                 for adapter in self._there.values():
                     registry.add_adapter(adapter)
+            _pin(registry, self._pinned)
         finally:
             self._manager._inflight_loaded = self._named
 
@@ -106,21 +109,28 @@ def last_loaded(manager: Any, requests: Iterable[Any]) -> set[Any]:
 
 
 def write_again(runner: Any) -> None:
-    """Have all adapters written anew, since the memory of their slots was lost.
+    """Have all adapters written anew, since the memory of their slots was lost."""
+    with kept(runner):
+        runner.reset_lora_state()
 
-    Upstream lets them go where that may be, and they would be read from their files.
+
+@contextmanager
+def kept(runner: Any) -> Iterator[None]:
+    """Around what lets all adapters go: they are there again when it has succeeded.
+
+    Upstream lets them go where it writes below them, and they would be read from their
+    files, which may be gone by now, or others.
     """
     if not runner.lora_config:
+        yield
         return
     registry = runner.lora_manager._adapter_manager
-    there = registry.list_adapters()
-    pinned = set(registry._registered_adapters.pinned_items)
-    runner.reset_lora_state()
+    there, pinned = registry.list_adapters(), _pinned(registry)
+    yield
     with _merged(registry):
         for adapter in there.values():
             registry.add_adapter(adapter)
-    for number in pinned:
-        registry.pin_adapter(number)
+    _pin(registry, pinned)
 
 
 @contextmanager
@@ -131,6 +141,16 @@ def _merged(registry: Any) -> Iterator[None]:
         yield
     finally:
         del registry._create_merged_loras_inplace
+
+
+def _pinned(registry: Any) -> set[int]:
+    """The numbers of those that make room for no others."""
+    return set(registry._registered_adapters.pinned_items)
+
+
+def _pin(registry: Any, numbers: set[int]) -> None:
+    for number in numbers - _pinned(registry):  # who came in the place of one is not
+        registry.pin_adapter(number)
 
 
 def let_go(manager: Any, number: int) -> None:

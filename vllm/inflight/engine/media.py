@@ -4,7 +4,8 @@ vLLM keeps what a vision tower has made of an image under a name that tells the 
 and no weights. So a request that begins under a root (see cache.py) calls its media by
 names of that root. A request that runs on keeps its names, which its worker knows; what
 no request refers to is dropped when the weights change, so that one that is computed
-again is computed from the new ones.
+again is computed from the new ones. Where workers have dropped what they had, a request
+in the middle of an item begins again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+
+from vllm.inflight.engine import requests
+from vllm.inflight.errors import PauseConflict
 
 Rename = Callable[[str], str]
 """The name of an item → its name under a root."""
@@ -59,3 +63,28 @@ def drop_idle(manager: Any) -> int:
         manager.num_free_slots += num_embeds
         manager.freed.append(name)  # the workers learn of it with the next step
     return num_dropped
+
+
+def readers(scheduler: Any) -> set[str]:
+    """The requests that have yet to read an output that there is, by id."""
+    # Of an encoder whose decoder keeps what it makes of it, nobody has.
+    items = getattr(scheduler.encoder_cache_manager, "request_cached_ids", {})
+    return {name for name, numbers in items.items() if numbers}
+
+
+def check(scheduler: Any) -> None:
+    """Raise `PauseConflict` if somebody cannot see again what it is looking at."""
+    if stuck := requests.unretractable(scheduler, readers(scheduler)):
+        raise PauseConflict(
+            f"the encoder outputs that are dropped with these weights are read by "
+            f"{stuck}; try again when its turn is over"
+        )
+
+
+def see_again(core: Any) -> None:
+    """Have all items computed anew, since workers may have dropped what they had."""
+    scheduler = core.scheduler
+    scheduler.inflight_retract(readers(scheduler))
+    # Upstream's own call of both parts warns of requests that read what is dropped.
+    scheduler.reset_encoder_cache()
+    core.model_executor.reset_encoder_cache()

@@ -49,14 +49,19 @@ def check_flush(scheduler: Any, mode: PauseMode, *, is_later: bool = False) -> N
         raise PauseConflict(f"flush_cache cannot drop the KV of {held}")
 
 
-def unretractable(scheduler: Any) -> str:
+def unretractable(scheduler: Any, among: Iterable[str] | None = None) -> str:
     """The requests whose KV cannot be computed again here; empty if there are none.
 
     KV that another engine is sending arrives into blocks that must stay, and a
     streaming session goes on from KV of tokens it no longer has.
+
+    Args:
+        among: the ids that matter, if not all do.
+
     """
     remote, sessions = [], []
-    for request in scheduler.requests.values():
+    for name in scheduler.requests if among is None else among:
+        request = scheduler.requests[name]
         if request.status == upstream.RequestStatus.WAITING_FOR_REMOTE_KVS:
             remote.append(request.request_id)
         elif request.streaming_queue is not None:

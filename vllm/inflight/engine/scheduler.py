@@ -7,7 +7,7 @@ async and a user's own scheduler all have it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,11 +18,9 @@ from vllm.inflight.engine import cache, media, provenance
 from vllm.inflight.engine.adapters import Adapters
 from vllm.inflight.engine.connectors import nonce_for
 from vllm.inflight.engine.listeners import Listeners
+from vllm.inflight.engine.sessions import Aborted
 from vllm.inflight.engine.stamp import Stamp
 from vllm.inflight.update import Version
-
-ON_ITS_WAY_S = 1.0
-"""After an abort, a chunk that the front end had sent before it knew."""
 
 
 class InflightSchedulerMixin:
@@ -51,8 +49,7 @@ class InflightSchedulerMixin:
         size = 1 if group is None else managers[group].block_size
         self._inflight_provenance = provenance.Provenance(size, group)
         self._inflight_listeners = Listeners(hear_all=config.kv_versions == "on")
-        self._inflight_over: dict[str, float] = {}
-        """Sessions that were aborted, and until when: what comes is no new request."""
+        self._inflight_aborted = Aborted()
         self._inflight_late: list[Any] = []
         """Retracted requests that tokens are still on their way to."""
 
@@ -109,19 +106,20 @@ class InflightSchedulerMixin:
 
     def add_request(self, request: Any) -> None:
         """Note whether the request wants to know whose KV it reads."""
-        name = request.request_id
-        if time.monotonic() < self._inflight_over.get(name, 0):
+        if self._inflight_aborted.is_late(request):
             return
-        self._inflight_listeners.add(request, self.requests.get(name))  # type: ignore[attr-defined]
+        known = self.requests.get(request.request_id)  # type: ignore[attr-defined]
+        self._inflight_listeners.add(request, known)
         super().add_request(request)  # type: ignore[misc]
+        if not request.resumable:
+            # Where it has ended a session, upstream has called that an abort.
+            self._inflight_aborted.forget(request)
 
     def _free_request(self, request: Any, **kwargs: Any) -> Any:
         if request.status == upstream.RequestStatus.FINISHED_ABORTED:
             self._inflight_listeners.forget(request)
             if request.streaming_queue is not None:
-                now = time.monotonic()
-                over = {k: t for k, t in self._inflight_over.items() if now < t}
-                self._inflight_over = over | {request.request_id: now + ON_ITS_WAY_S}
+                self._inflight_aborted.add(request)
         return super()._free_request(request, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------- what a `wait` waits for
@@ -208,17 +206,27 @@ class InflightSchedulerMixin:
         return best
 
     # -------------------------------------------------------------- retraction
-    def inflight_retract(self) -> int:
+    def inflight_retract(self, only: Collection[str] | None = None) -> int:
         """Send every request that holds KV back to the front of the queue, in order.
 
         Tokens already sampled are kept; prompt and output are prefilled again
         under the weights then live. Returns how many were retracted.
+
+        Args:
+            only: the ids of running ones, if the others stay where they are.
+
         """
-        num_retracted = len(self.running) + self._inflight_retract_loaded()  # type: ignore[attr-defined]
+        running = self.running  # type: ignore[attr-defined]
+        names = {r.request_id for r in running} if only is None else only
+        chosen = [r for r in running if r.request_id in names]
+        running[:] = [r for r in running if r.request_id not in names]
+        num_retracted = len(chosen)
+        if only is None:
+            num_retracted += self._inflight_retract_loaded()
         timestamp = time.monotonic()
-        while self.running:  # type: ignore[attr-defined]
+        while chosen:
             # The last first: each goes to the front of the waiting queue.
-            request = self.running.pop()  # type: ignore[attr-defined]
+            request = chosen.pop()
             self._preempt_request(  # type: ignore[attr-defined]
                 request, timestamp, drop_stale_output=False
             )
@@ -230,7 +238,7 @@ class InflightSchedulerMixin:
                 request.inflight_is_retracted = True
         self._inflight_drop_media()
         # A request retracted and resumed within one step is not "still running".
-        self.prev_step_scheduled_req_ids.clear()  # type: ignore[attr-defined]
+        self.prev_step_scheduled_req_ids.difference_update(names)  # type: ignore[attr-defined]
         return num_retracted
 
     def _inflight_retract_loaded(self) -> int:

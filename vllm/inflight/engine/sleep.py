@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine import asked, connectors
+from vllm.inflight.commit import overwrite
+from vllm.inflight.engine import asked, connectors, media
 from vllm.inflight.errors import EngineAsleep, EngineFault, UpdateBusy
 from vllm.inflight.stage import stager
 
@@ -135,6 +136,7 @@ class Sleep:
         connectors.check(scheduler)
         mode = asked.mode({}, connectors.default_mode(scheduler))
         gate.pauses.check_commit(mode)
+        media.check(scheduler)
         self._core.model_executor.collective_rpc(stager.let_go)
         gate.ranks.wait_for_steps(self._core.batch_queue)
         connectors.drop(scheduler, self._core.batch_queue)
@@ -158,9 +160,10 @@ class Sleep:
         A call that has failed before its first write has changed nothing.
         """
         on_ranks = self._core.model_executor.collective_rpc
-        if has_failed and all(on_ranks(stager.put_back)):
+        if has_failed and all(on_ranks(overwrite.put_back)):
             return False
-        on_ranks(stager.overwritten)
+        on_ranks(overwrite.overwritten)
+        media.see_again(self._core)
         self._gate.served.replaced()
         self._gate.served.forget_before()
         if not has_failed:

@@ -58,6 +58,7 @@ def rooms() -> list[ModuleType]:
         core,
         executor,
         outputs,
+        overwrite,
         replies,
         rpc,
         scheduler,
@@ -66,8 +67,9 @@ def rooms() -> list[ModuleType]:
         worker,
     )
 
-    inside = [worker, steps, rpc, executor, core, client, sleep, adapters, scheduler]
-    return [*inside, outputs, replies, api]
+    workers = [worker, steps, rpc, overwrite]
+    inside = [executor, core, client, sleep, adapters, scheduler]
+    return [*workers, *inside, outputs, replies, api]
 
 
 def all_patches() -> list[Patch]:

@@ -46,19 +46,23 @@ def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
 def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
     """Read something of what this rank serves; see stage/readout.py."""
     from vllm.inflight.stage import readout
+    from vllm.inflight.stage.steps import between_steps
 
     reads: dict[str, Callable[..., Any]] = {
         "checksums": readout.checksums,
         "rows": readout.rows,
     }
-    return answered(lambda: reads[what](self, *args))
+    with between_steps(self):
+        return answered(lambda: reads[what](self, *args))
 
 
 def inflight_adapter(self: Any, move: str, request: Any) -> dict[str, Any]:
     """Make one move of loading an adapter; see commit/adapter.py."""
     from vllm.inflight.commit import adapter
+    from vllm.inflight.stage.steps import between_steps
 
-    return answered(lambda: adapter.step(self, move, request))
+    with between_steps(self):
+        return answered(lambda: adapter.step(self, move, request))
 
 
 def _added(function: Any, why: str) -> Patch:

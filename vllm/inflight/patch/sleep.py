@@ -51,12 +51,14 @@ def _adapters_again(original: Any) -> Any:
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
         from vllm.inflight.commit.adapter import write_again
         from vllm.inflight.stage.residence import is_wanted
+        from vllm.inflight.stage.steps import between_steps
 
         original(self, tags)
         if getattr(self, "_inflight_stager", None) is None:
             return  # updates are upstream's, which lets adapters go at each
         if (tags is None or "weights" in tags) and not is_wanted(self.vllm_config):
-            write_again(self.model_runner)
+            with between_steps(self):
+                write_again(self.model_runner)
 
     return wake_up
 

@@ -15,14 +15,21 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.stage import audit, derived, experts, quantised, swappable, twins
+from vllm.inflight.stage import (
+    audit,
+    derived,
+    experts,
+    quantised,
+    reload,
+    swappable,
+    twins,
+)
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.blueprint import build_second
 from vllm.inflight.stage.origin import Origin
@@ -261,23 +268,13 @@ class Shadow:
 
         Upstream's end of a reload would warn of each, and finish some of them.
         """
-        self._release(lambda info: not info.load_numel)
+        assert self.module is not None
+        reload.release(self.module, lambda info: not info.load_numel)
 
     def reset(self) -> None:
         """Leave a load that did not end, so that the next one starts clean."""
-        self._release(lambda info: True)
         assert self.module is not None
-        if hasattr(self.module, "_original_do_torchao_reload"):
-            self.module._do_torchao_reload = self.module._original_do_torchao_reload
-
-    def _release(self, chosen: Callable[[Any], bool]) -> None:
-        assert self.module is not None
-        for layer in self.module.modules():
-            info = upstream.get_layerwise_info(layer)
-            if info.can_load() and chosen(info):
-                if info.kernel_tensors is not None:
-                    upstream.place_kernel_tensors(layer, info)
-                info.reset()
+        reload.leave(self.module)
 
 
 _shadows: weakref.WeakKeyDictionary[torch.nn.Module, Shadow] = (

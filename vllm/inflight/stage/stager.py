@@ -162,11 +162,6 @@ class Stager:
                 "weights, so nothing may change under it; try again later"
             )
 
-    def overwritten(self) -> None:
-        """Somebody has written into what is served, past any update."""
-        self.forget(served=True)
-        self.shadow.behind.update(self.shadow.required)
-
     @property
     def served(self) -> Content | None:
         """What is served, tensor by tensor, if that is known."""
@@ -204,7 +199,7 @@ class Stager:
         flip = self._flip
         if not self.shadow.is_reversible:
             self._flip = None
-        with torch.cuda.stream(self.steps.stream):  # of None: the current one
+        with self.steps.between():
             seconds = flip()
         if not self.shadow.is_reversible:
             self.shadow.behind.clear()  # the one set was copied over the other
@@ -230,25 +225,3 @@ def let_go(worker: Any) -> None:
     """On a worker: see `Stager.let_go`."""
     if (stager := getattr(worker, "_inflight_stager", None)) is not None:
         stager.let_go()
-
-
-def overwritten(worker: Any) -> None:
-    """On a worker: see `Stager.overwritten`."""
-    if (stager := getattr(worker, "_inflight_stager", None)) is not None:
-        stager.overwritten()
-
-
-def put_back(worker: Any) -> bool:
-    """Take what a worker serves out of a load that has not ended.
-
-    Else its parameters would have no memory, and nothing could be put into it. Returns
-    whether that makes it whole: no layer had been written.
-    """
-    layers = list(worker.model_runner.get_model().modules())
-    infos = [(layer, upstream.get_layerwise_info(layer)) for layer in layers]
-    loading = [(layer, info) for layer, info in infos if info.can_load()]
-    for layer, info in loading:
-        if info.kernel_tensors is not None:
-            upstream.place_kernel_tensors(layer, info)
-        info.reset()
-    return len(loading) == len(layers)
