@@ -4,7 +4,7 @@ The versions differ by far more than the numerical noise between the engine and
 the reference, so a step that mixed two of them would match none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,35 @@ NOISE = 2e-3
 
 def stream_under_commits(llm: Any, paths: dict[str, Path], num_commits: int) -> Any:
     """Decode in this thread while another commits; returns all outputs."""
-    labels = list(paths)
 
-    def commit_all() -> None:
-        for index in range(num_commits):
-            label = labels[(index + 1) % len(labels)]
-            llm.update_weights_from_disk(str(paths[label]), label)
+    def commit(label: str) -> None:
+        llm.update_weights_from_disk(str(paths[label]), label)
+
+    return stream_under(commit, llm, list(paths), num_commits)
+
+
+def stream_under_reloads(
+    llm: Any, paths: dict[str, Path], num_reloads: int
+) -> tuple[Any, dict[str, str]]:
+    """The same with upstream's way; returns the outputs, and what labels stand for."""
+    versions = {}
+
+    def reload(label: str) -> None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": paths[label]})
+        versions[llm.get_weight_version()] = label
+
+    outputs = stream_under(reload, llm, list(paths), num_reloads)
+    return outputs, versions
+
+
+def stream_under(
+    change: Callable[[str], None], llm: Any, labels: list[str], num_changes: int
+) -> Any:
+    """Decode in this thread while another changes the weights; returns all outputs."""
+
+    def change_all() -> None:
+        for index in range(num_changes):
+            change(labels[(index + 1) % len(labels)])
 
     sampling = (
         SamplingParams(
@@ -38,17 +61,31 @@ def stream_under_commits(llm: Any, paths: dict[str, Path], num_commits: int) -> 
         )
         for seed in count(1)
     )
-    return outputs_during(commit_all, llm, 4, sampling)
+    return outputs_during(change_all, llm, 4, sampling)
 
 
 def mismatches(
-    outputs: Any, reference: Reference, first_label: str, noise: float = NOISE
+    outputs: Any,
+    reference: Reference,
+    first_label: str,
+    noise: float = NOISE,
+    versions: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Steps whose log-probability is not that of their version and no other."""
+    """Steps whose log-probability is not that of their version and no other.
+
+    Args:
+        outputs: of requests.
+        reference: says what is right.
+        first_label: of the version that the engine has started with.
+        noise: between the two.
+        versions: what labels stand for that are no version's.
+
+    """
+    known = {"default": first_label} | dict(versions or {})
     wrong = []
     for request in outputs:
         output = request.outputs[0]
-        labels = [first_label if n == "default" else n for n in labels_of(output)]
+        labels = [known.get(name, name) for name in labels_of(output)]
         steps = reference.replay(request.prompt_token_ids, output.token_ids, labels)
         for index, logprobs in enumerate(steps):
             token = output.token_ids[index]
@@ -110,3 +147,12 @@ def test_a_torn_flip_is_found_by_the_test_above(
     monkeypatch.setattr(Exchange, "__init__", half)
     outputs = stream_under_commits(llm, versions, 4)
     assert len(mismatches(outputs, reference, "a")) > 10
+
+
+def test_every_step_around_upstreams_reloads_is_of_one_version(
+    llm: Any, versions: dict[str, Path], reference: Reference
+) -> None:
+    llm.update_weights_from_disk(str(versions["a"]), "a")
+    outputs, reloaded = stream_under_reloads(llm, versions, 90)
+    assert sum(len(o.outputs[0].weight_versions) for o in outputs) > 40
+    assert mismatches(outputs, reference, "a", versions=reloaded) == []

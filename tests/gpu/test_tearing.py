@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from tests.engine.reference import Reference
-from tests.engine.test_tearing import mismatches, stream_under_commits
+from tests.engine.test_tearing import (
+    mismatches,
+    stream_under_commits,
+    stream_under_reloads,
+)
 from vllm.inflight.commit.flip import PageFlip
 
 pytestmark = [
@@ -61,3 +65,12 @@ def test_a_torn_flip_is_found_by_the_test_above(
     monkeypatch.setattr(PageFlip, "__call__", half)
     outputs = stream_under_commits(llm, versions, 4)
     assert len(mismatches(outputs[-16:], reference, "a", NOISE)) > 10
+
+
+def test_every_step_around_upstreams_reloads_is_of_one_version(
+    llm: Any, versions: dict[str, Path], reference: Reference
+) -> None:
+    llm.update_weights_from_disk(str(versions["a"]), "a")
+    outputs, reloaded = stream_under_reloads(llm, versions, 90)
+    assert sum(len(o.outputs[0].weight_versions) for o in outputs) > 40
+    assert mismatches(outputs[-32:], reference, "a", NOISE, reloaded) == []
