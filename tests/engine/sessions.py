@@ -84,6 +84,19 @@ async def aborted(
     }
 
 
+async def answered(engine: Any, name: str) -> int:
+    """How many tokens a request is answered with, and then a session of two chunks."""
+    count = 0
+    async with asyncio.timeout(PATIENCE_S):
+        async for output in engine.generate(chunk(3).prompt, params(4), name):
+            count += len(output.outputs[0].token_ids)
+    await aborted(engine, name, NUM_TOKENS, 1)
+    session = Session(engine, name, 4, 1)
+    session.goes_on.set()
+    await asyncio.wait_for(session.task, PATIENCE_S)
+    return count + len(session.tokens)
+
+
 async def main(model: str) -> None:
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
@@ -109,6 +122,9 @@ async def main(model: str) -> None:
         for token in output.outputs[0].token_ids
     ]
     seen["after"] = len(after)
+    # The ids of aborted ones once more: that of a request, and that of a session.
+    for name in ("b", "c"):
+        seen[f"{name} again"] = await answered(engine, name)
     seen["states"] = len(engine.output_processor.request_states)
     tell(seen)
     engine.shutdown()

@@ -9,6 +9,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 
 from tests.engine.bare_core import Streams, call
 from tests.simulated.worker import BLOCK, SimulatedExecutor
+from vllm.inflight.engine.sessions import Aborted
 
 NUM_BLOCKS = 48
 
@@ -90,7 +91,7 @@ def emptied(core: EngineCore) -> EngineCore:
     call(core, "begin", transport="local")  # and so there is no way back
     call(core, "abort")
     assert core.reset_prefix_cache()
-    core.scheduler._inflight_over.clear()  # the next one's session has its name
+    core.scheduler._inflight_aborted = Aborted()  # the next one's session has its name
     worker.sampled.clear()
     worker.rows.clear()
     return core

@@ -87,6 +87,18 @@ def _admitted_at_once(original: Any) -> Any:
     return _render_and_add_requests
 
 
+def _session_marked(original: Any) -> Any:
+    async def _add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.inflight.engine.sessions import mark
+
+        is_known = self.output_processor.has_request(request.request_id)
+        if request.resumable and not is_known:
+            mark(request)
+        await original(self, request, *args, **kwargs)
+
+    return _add_request
+
+
 def _loaded_once(original: Any) -> Any:
     async def load_lora_adapter(
         self: Any, request: Any, *args: Any, **kwargs: Any
@@ -201,6 +213,13 @@ PATCHES = [
         why="an engine that is paused can refuse requests",
         remove_when="upstream refuses requests in every mode of a pause",
         around=_admitted,
+    ),
+    Patch(
+        target=f"{_ASYNC}._add_request",
+        expects=("self", "request", "prompt", "parent_req", "index", "queue"),
+        why="a new session is told from the rest of an aborted one of the same id",
+        remove_when="upstream's chunks say which of them begins a session",
+        around=_session_marked,
     ),
     Patch(
         target=f"{_OFFLINE}._render_and_add_requests",
