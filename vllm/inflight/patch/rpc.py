@@ -52,8 +52,12 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
         "checksums": readout.checksums,
         "rows": readout.rows,
     }
-    with between_steps(self):
-        return answered(lambda: reads[what](self, *args))
+
+    def read() -> Any:
+        with between_steps(self):
+            return reads[what](self, *args)
+
+    return answered(read)
 
 
 def inflight_adapter(self: Any, move: str, request: Any) -> dict[str, Any]:
@@ -61,8 +65,11 @@ def inflight_adapter(self: Any, move: str, request: Any) -> dict[str, Any]:
     from vllm.inflight.commit import adapter
     from vllm.inflight.stage.steps import between_steps
 
-    with between_steps(self):
-        return answered(lambda: adapter.step(self, move, request))
+    def step() -> Any:
+        with between_steps(self):
+            return adapter.step(self, move, request)
+
+    return answered(step)
 
 
 def _added(function: Any, why: str) -> Patch:
