@@ -24,6 +24,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.loaded: dict[int, Read] = {}
+        self._registered_adapters = SimpleNamespace(pinned_items=set[int]())
 
     def list_adapters(self) -> dict[int, Read]:
         return dict(self.loaded)

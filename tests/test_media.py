@@ -3,17 +3,19 @@
 from types import SimpleNamespace
 
 import pytest
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import (
     EncoderCacheManager,
     EncoderDecoderCacheManager,
 )
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.pool.late_interaction import build_late_interaction_doc_params
 from vllm.v1.request import Request
 
 from vllm.inflight.engine import media
 from vllm.inflight.engine.cache import Policy, Root
+from vllm.inflight.errors import PauseConflict
 from vllm.inflight.patch.scheduler import _hash_once
 
 SIZE, NUM_EMBEDS = 16, 4
@@ -140,3 +142,21 @@ def test_a_request_has_the_names_of_its_root_when_it_is_hashed():
     Policy().plant(added, Root(2))
     Policy().plant(fresh, Root(2))
     assert names(added) == names(fresh) != [one.identifier for one in hashed]
+
+
+def test_who_needs_what_would_be_dropped_is_named(manager: EncoderCacheManager) -> None:
+    looks, scores, plain = asking("a"), asking("b"), asking("c")
+    looks.streaming_queue = []
+    scores.pooling_params = PoolingParams(
+        late_interaction_params=build_late_interaction_doc_params("query")
+    )
+    known = {r.request_id: r for r in (looks, plain)}
+    scheduler = SimpleNamespace(requests=known, encoder_cache_manager=manager)
+    media.check(scheduler)
+    manager.allocate(looks, 0)
+    with pytest.raises(PauseConflict, match="'a'.*streaming session"):
+        media.check(scheduler)
+    manager.free(looks)
+    known["b"] = scores
+    with pytest.raises(PauseConflict, match="'b'.*late interaction"):
+        media.check(scheduler)

@@ -12,6 +12,7 @@ import torch
 
 from tests.second_set import Sets, shows, version
 from tests.test_arena import limit
+from vllm.inflight.commit.overwrite import overwritten
 from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError
 from vllm.inflight.stage import residence
 from vllm.inflight.stage.arena import Arena
@@ -128,7 +129,9 @@ def test_so_are_weights_that_were_written_over_awake(worker: Worker) -> None:
     worker.sets.stage(norm.items(), subset=["norm"])
     worker.sets.stager.flip()  # the two sets differ in this alone
     worker.sets.live.load_weights(version(3).items())
-    worker.sets.stager.overwritten()
+    runner = SimpleNamespace(get_model=lambda: worker.sets.live)
+    stager = worker.sets.stager
+    overwritten(SimpleNamespace(_inflight_stager=stager, model_runner=runner))
     with pytest.raises(RuntimeError, match="nothing is staged"):
         worker.sets.stager.flip()
     assert worker.sets.stager.served is None

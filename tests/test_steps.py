@@ -99,13 +99,26 @@ def test_so_are_adapters_and_what_upstream_writes_and_reads(
     monkeypatch.setattr("vllm.inflight.stage.readout.checksums", see)
     runner = SimpleNamespace(lora_config=None, get_model=lambda: torch.nn.Module())
     stager = SimpleNamespace(steps=steps)
-    worker = SimpleNamespace(_inflight_stager=stager, model_runner=runner)
+    model = SimpleNamespace(model="here", model_weights="", revision=None)
+    worker = SimpleNamespace(
+        _inflight_stager=stager,
+        model_runner=runner,
+        vllm_config=SimpleNamespace(model_config=model),
+    )
     answer = call(worker)
     if isinstance(answer, AbstractContextManager):
         with answer:
             see()
     assert seen == [(steps.stream, 0)]
     assert steps.stream.num_waits == 1  # done, for whoever looks at it elsewhere
+
+
+def test_what_fails_is_over_before_the_next_step_too(
+    current: threading.local, steps: Steps
+) -> None:
+    with pytest.raises(ValueError, match="of a test"), steps.between():
+        raise ValueError("of a test")
+    assert steps.stream is not None and steps.stream.num_waits == 1
 
 
 def test_before_the_first_step_it_is_the_stream_of_whoever_calls(

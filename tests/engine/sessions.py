@@ -19,6 +19,7 @@ from tests.engine import gentle
 from tests.engine.script import tell
 
 NUM_TOKENS = 200
+NUM_LOOKS = 5
 PATIENCE_S = 60
 
 
@@ -84,6 +85,22 @@ async def aborted(
     }
 
 
+async def abandoned(engine: Any, name: str) -> int:
+    """How often a pause finds nothing of a session that its user aborts at a chunk."""
+    session = Session(engine, name, NUM_TOKENS, 1)
+    while len(session.tokens) < 5:
+        await asyncio.sleep(0.01)
+    session.goes_on.set()  # its input gives the chunk out before it is told of the end
+    await engine.abort(name)
+    await asyncio.wait_for(session.task, PATIENCE_S)
+    for _ in range(NUM_LOOKS):
+        # Refused, while there is a session.
+        await engine.pause_generation(mode="retract")
+        await engine.continue_generation()
+        await asyncio.sleep(0.05)
+    return NUM_LOOKS
+
+
 async def answered(engine: Any, name: str) -> int:
     """How many tokens a request is answered with, and then a session of two chunks."""
     count = 0
@@ -122,6 +139,7 @@ async def main(model: str) -> None:
         for token in output.outputs[0].token_ids
     ]
     seen["after"] = len(after)
+    seen["abandoned"] = await abandoned(engine, "e")
     # The ids of aborted ones once more: that of a request, and that of a session.
     for name in ("b", "c"):
         seen[f"{name} again"] = await answered(engine, name)

@@ -1,11 +1,13 @@
 """Upstream's calls that write into live weights: what is served then is nobody's."""
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, call, prompt, publish, stage
@@ -149,6 +151,8 @@ UNKNOWN = {
 def test_a_call_that_is_refused_before_it_writes_changes_nothing(
     core: EngineCore, folders: dict[str, Path], method: str, args: Any, kwargs: Any
 ) -> None:
+    reload(core, folders["old"])  # one that succeeds leaves nothing behind
+    publish(core, folders["old"], "old")
     publish(core, folders["new"], "new")
     expected, told = says(core, "expected"), call(core, "info")
     add(core, "runs", prompt(3))
@@ -171,6 +175,65 @@ def test_a_loader_that_reloads_nothing_changes_nothing(
         reload(core, folders["old"])
     assert call(core, "info") == told
     assert says(core, "after") == expected
+
+
+@pytest.mark.parametrize(
+    "step", ["restore_layer_on_meta", "_wrap_parameters_weight_loader"]
+)
+def test_a_reload_that_fails_while_it_takes_layers_aside_changes_nothing(
+    core: EngineCore,
+    folders: dict[str, Path],
+    step: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As upstream's does at a loader that has no name, in some later layer."""
+    publish(core, folders["new"], "new")
+    expected, told = says(core, "expected"), call(core, "info")
+    whole, calls = getattr(layerwise, step), count()
+
+    def break_off(layer: Any, *args: Any) -> None:
+        whole(layer, *args)
+        if layer._parameters and next(calls) == 3:
+            raise AttributeError("of a test")
+
+    monkeypatch.setattr(layerwise, step, break_off)
+    with pytest.raises(AttributeError, match="of a test"):
+        reload(core, folders["old"])
+    monkeypatch.undo()
+    assert call(core, "info") == told
+    assert says(core, "after") == expected
+    reload(core, folders["new"])
+    assert says(core, "again") == expected
+
+
+def test_a_reload_that_breaks_off_in_its_first_write_has_written(
+    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = layerwise._copy_and_restore_kernel_tensors
+
+    def break_off(*args: Any) -> None:
+        whole(*args)
+        raise RuntimeError("of a test")
+
+    monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", break_off)
+    with pytest.raises(EngineFault, match=r"half written.*of a test"):
+        reload(core, folders["new"])
+    monkeypatch.undo()
+    assert call(core, "info")["weights"] == "gone"
+    publish(core, folders["old"], "again")
+
+
+def test_a_folder_that_is_not_there_is_not_where_the_next_reload_looks(
+    core: EngineCore, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    reload(core, folders["new"])
+    with pytest.raises(Exception, match="nowhere"):
+        reload(core, tmp_path / "nowhere")
+    core.collective_rpc("reload_weights")
+    assert says(core, "after") == expected
+    reload(core, folders["old"])
 
 
 def test_a_reload_in_kernel_format_that_breaks_off_has_written(

@@ -17,5 +17,6 @@ def test_a_session_that_is_aborted_has_ended(old: Path) -> None:
     for when in ("running", "with a chunk that waits", "awaiting a chunk"):
         assert seen[when] == ended, when
     assert seen["after"] == 4
+    assert seen["abandoned"] == 5
     assert (seen["b again"], seen["c again"]) == (12, 12)
     assert seen["states"] == 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
-from vllm.inflight.errors import Malformed
+from vllm.inflight.errors import InflightError, Malformed
 
 
 async def from_disk(
@@ -70,8 +70,9 @@ async def _paused(control: Control) -> AsyncIterator[None]:
         yield
     except BaseException:
         if is_new:
-            state = await control.paused()
-            is_ours = (state["mode"], state["owner"]) == ("in_place", None)
-            if is_ours:  # and nobody's who came meanwhile
-                await control.resume()
+            with suppress(InflightError):  # it is the first error that is told
+                state = await control.paused()
+                # Else somebody has made it stricter or his own meanwhile.
+                if (state["mode"], state["owner"]) == ("in_place", None):
+                    await control.resume()
         raise

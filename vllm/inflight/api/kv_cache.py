@@ -1,7 +1,8 @@
 """The KV cache's memory given back alone, while the weights stay.
 
 Upstream has two calls for that, a pause and a release, and refuses the second one if
-something has happened in between. Here that leaves no engine paused. Of several engines
+something has happened in between. Here that leaves no engine paused, unless one of
+them was in a sleep of level 0 before, which nobody else may end. Of several engines
 each is asked: upstream would tell of one alone, and that one may be asleep already.
 """
 

@@ -1,14 +1,14 @@
 """Upstream's calls that write into what a rank serves, past any update.
 
 One that fails before its first write has changed nothing. So the functions of upstream
-that write note that they were reached; a load whose layers all still wait for their
-tensors has changed nothing either.
+that write note it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
 
@@ -18,13 +18,18 @@ from vllm.inflight.commit.adapter import kept
 from vllm.inflight.stage import reload
 from vllm.inflight.stage.steps import between_steps
 
-_reached: WeakSet[torch.nn.Module] = WeakSet()
-"""Models that something may have been written into, since a call began."""
+_model: ContextVar[torch.nn.Module | None] = ContextVar("what is written into")
+_written: WeakSet[torch.nn.Module] = WeakSet()
+"""Models that a call has written into, and nobody has been told."""
+
+SOURCE = "model", "model_weights", "revision"
+"""Fields of a model's config that a reload sets before it looks for the files."""
 
 
-def reached(model: torch.nn.Module) -> None:
-    """Note that what comes next may write into a model."""
-    _reached.add(model)
+def note() -> None:
+    """What comes next is written into what a worker serves, if a call is under way."""
+    if (model := _model.get(None)) is not None:
+        _written.add(model)
 
 
 @contextmanager
@@ -33,16 +38,25 @@ def overwriting(worker: Any) -> Iterator[None]:
 
     Upstream lets adapters go when the weights below them are others.
     """
-    _reached.discard(worker.model_runner.get_model())
-    if getattr(worker, "_inflight_stager", None) is None:
-        yield
-        return
-    with between_steps(worker), kept(worker.model_runner):
-        yield
+    config = worker.vllm_config.model_config
+    source = {field: getattr(config, field) for field in SOURCE}
+    model = worker.model_runner.get_model()
+    token = _model.set(model)
+    try:
+        with between_steps(worker), kept(worker.model_runner):
+            yield
+    except BaseException:
+        if model not in _written:
+            for field, value in source.items():
+                setattr(config, field, value)
+        raise
+    finally:
+        _model.reset(token)
 
 
 def overwritten(worker: Any) -> None:
     """On a worker: nobody knows what it serves, nor where its second set differs."""
+    _written.discard(worker.model_runner.get_model())
     if (stager := getattr(worker, "_inflight_stager", None)) is not None:
         stager.forget(served=True)
         stager.shadow.behind.update(stager.shadow.required)
@@ -55,6 +69,5 @@ def put_back(worker: Any) -> bool:
     whether it is what it was.
     """
     model = worker.model_runner.get_model()
-    if model not in _reached:
-        return True
-    return reload.leave(model) == len(list(model.modules()))
+    reload.leave(model)
+    return model not in _written

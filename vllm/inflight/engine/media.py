@@ -74,7 +74,8 @@ def readers(scheduler: Any) -> set[str]:
 
 def check(scheduler: Any) -> None:
     """Raise `PauseConflict` if somebody cannot see again what it is looking at."""
-    if stuck := requests.unretractable(scheduler, readers(scheduler)):
+    stuck = requests.unretractable(scheduler, readers(scheduler))
+    if stuck := stuck or requests.scoring(scheduler):
         raise PauseConflict(
             f"the encoder outputs that are dropped with these weights are read by "
             f"{stuck}; try again when its turn is over"

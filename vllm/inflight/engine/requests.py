@@ -72,6 +72,16 @@ def unretractable(scheduler: Any, among: Iterable[str] | None = None) -> str:
     )
 
 
+def scoring(scheduler: Any) -> str:
+    """The requests that workers keep an encoder output for past its own request."""
+    found = [
+        name
+        for name, request in scheduler.requests.items()
+        if getattr(request.pooling_params, "late_interaction_params", None) is not None
+    ]
+    return _joined(("scoring by late interaction", found))
+
+
 def holders(scheduler: Any, *, is_later: bool = False) -> str:
     """The requests that hold KV without running; empty if there are none.
 

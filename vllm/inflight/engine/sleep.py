@@ -163,14 +163,14 @@ class Sleep:
         if has_failed and all(on_ranks(overwrite.put_back)):
             return False
         on_ranks(overwrite.overwritten)
-        media.see_again(self._core)
         self._gate.served.replaced()
         self._gate.served.forget_before()
-        if not has_failed:
-            self.filled()
-        elif self._gate.ranks.reason is None:
+        if has_failed and self._gate.ranks.reason is None:
             self._is_lost = True
             self._hold()
+        media.see_again(self._core)
+        if not has_failed:
+            self.filled()
         return self._is_lost
 
     def _is_own(self, method: Any) -> bool:

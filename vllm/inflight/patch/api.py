@@ -88,13 +88,19 @@ def _admitted_at_once(original: Any) -> Any:
 
 
 def _session_marked(original: Any) -> Any:
-    async def _add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    async def _add_request(
+        self: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
+    ) -> None:
         from vllm.inflight.engine.sessions import mark
 
-        is_known = self.output_processor.has_request(request.request_id)
-        if request.resumable and not is_known:
+        # A session has one queue.
+        has_begun = vars(queue).get("inflight_has_begun")
+        if has_begun and not self.output_processor.has_request(request.request_id):
+            return  # it was aborted, and its input has not been told yet
+        if request.resumable and not has_begun:
+            queue.inflight_has_begun = True
             mark(request)
-        await original(self, request, *args, **kwargs)
+        await original(self, request, prompt, parent_req, index, queue)
 
     return _add_request
 

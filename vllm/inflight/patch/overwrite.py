@@ -19,28 +19,38 @@ def _reload(original: Any) -> Any:
 
 def _reset(original: Any) -> Any:
     def reset_weights(self: Any) -> None:
-        from vllm.inflight.commit.overwrite import overwriting, reached
+        from vllm.inflight.commit.overwrite import note, overwriting
 
         with overwriting(self):
-            reached(self.model_runner.get_model())
+            note()
             original(self)
 
     return reset_weights
 
 
-def _note(original: Any) -> Any:
-    def reach(model: Any, *args: Any) -> Any:
-        from vllm.inflight.commit.overwrite import reached
+def _noted(original: Any) -> Any:
+    def copy(*args: Any) -> None:
+        from vllm.inflight.commit.overwrite import note
 
-        found = original(model, *args)
-        reached(model)
-        return found
+        note()
+        original(*args)
 
-    return reach
+    return copy
+
+
+def _noted_when_found(original: Any) -> Any:
+    def get_parameter_for_reload(model: Any, name: str) -> Any:
+        from vllm.inflight.commit.overwrite import note
+
+        param = original(model, name)
+        note()
+        return param
+
+    return get_parameter_for_reload
 
 
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
-_RELOAD = "vllm.model_executor.model_loader.reload.inplace"
+_RELOAD = "vllm.model_executor.model_loader.reload"
 
 PATCHES = [
     Patch(
@@ -58,17 +68,17 @@ PATCHES = [
         around=_reset,
     ),
     Patch(
-        target=f"{_RELOAD}:initialize_layerwise_reload",
-        expects=("model",),
+        target=f"{_RELOAD}.layerwise:_copy_and_restore_kernel_tensors",
+        expects=("layer", "info"),
         why="a reload that fails before its first write has changed nothing",
         remove_when="upstream's reload says what it has written",
-        around=_note,
+        around=_noted,
     ),
     Patch(
-        target=f"{_RELOAD}:get_parameter_for_reload",
+        target=f"{_RELOAD}.inplace:get_parameter_for_reload",
         expects=("model", "name"),
         why="the same, of weights in kernel format",
         remove_when="upstream's reload says what it has written",
-        around=_note,
+        around=_noted_when_found,
     ),
 ]

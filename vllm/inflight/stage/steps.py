@@ -42,9 +42,11 @@ class Steps:
     def between(self) -> Iterator[None]:
         """What is in it comes after the last step, and is done before the next one."""
         with torch.cuda.stream(self.stream):  # of None: the current one
-            yield
-            if self._device is not None:
-                torch.cuda.current_stream(self._device).synchronize()
+            try:
+                yield
+            finally:
+                if self._device is not None:
+                    torch.cuda.current_stream(self._device).synchronize()
 
 
 def between_steps(worker: Any) -> AbstractContextManager[None]:
