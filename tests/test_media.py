@@ -154,9 +154,9 @@ def test_who_needs_what_would_be_dropped_is_named(manager: EncoderCacheManager) 
     scheduler = SimpleNamespace(requests=known, encoder_cache_manager=manager)
     media.check(scheduler)
     manager.allocate(looks, 0)
-    with pytest.raises(PauseConflict, match="'a'.*streaming session"):
+    with pytest.raises(PauseConflict, match=r"'a'.*streaming session"):
         media.check(scheduler)
     manager.free(looks)
     known["b"] = scores
-    with pytest.raises(PauseConflict, match="'b'.*late interaction"):
+    with pytest.raises(PauseConflict, match=r"'b'.*late interaction"):
         media.check(scheduler)
