@@ -5,8 +5,8 @@ import torch
 
 from tests.engine.test_overwritten import (  # noqa: F401 (tests, run here on a GPU)
     test_a_call_that_is_refused_before_it_writes_changes_nothing,
-    test_a_loader_that_reloads_nothing_changes_nothing,
     test_a_folder_that_is_not_there_is_not_where_the_next_reload_looks,
+    test_a_loader_that_reloads_nothing_changes_nothing,
     test_a_reload_in_kernel_format_that_breaks_off_has_written,
     test_a_reload_reads_no_kv_of_the_weights_before,
     test_a_reload_that_begins_with_nothing_changes_nothing,
