@@ -7,10 +7,12 @@ import os
 from typing import Any
 
 from vllm.inflight.api import methods, pausing, pipelinerl
-from vllm.inflight.config import InflightConfig
+from vllm.inflight.config import InflightConfig, check_keys_of_environment
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Patch
 
+SERVERS = ("API_SERVER", "OPENAI_API_SERVER")
+"""What upstream's `UsageContext` calls an engine that is behind a server."""
 RUST_ENV = "VLLM_USE_RUST_FRONTEND"
 ALLOW_RUST_ENV = "VLLM_INFLIGHT_ALLOW_RUST_FRONTEND"
 
@@ -28,6 +30,8 @@ def _with_flags(original: Any) -> Any:
 
 def _checked(original: Any) -> Any:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        usage = args[0] if args else kwargs.get("usage_context")
+        check_keys_of_environment(serves=getattr(usage, "name", "") in SERVERS)
         extra = self.additional_config
         InflightConfig.parse(extra.get("inflight") if isinstance(extra, dict) else None)
         rust = os.environ.get(RUST_ENV, "0").lower() not in ("", "0", "false")
