@@ -108,6 +108,58 @@ def test_engines_that_hang_or_fail_are_left_out(monkeypatch):
     assert {labels[1] for labels in seen if labels[0] == "epoch"} == {"3"}
 
 
+class Slow(Engine):
+    """Answers when it is let, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+        self.let = asyncio.Event()
+
+    def call_utility_each(self, name, method, body):
+        async def answer():
+            self.num_asked += 1
+            await self.let.wait()
+            return {"ok": Counts().to_dict() | REST}
+
+        return [answer()]
+
+
+def test_scrapes_that_come_together_ask_the_engine_once():
+    async def scrape():
+        engine = Slow()
+        scrapes = route.Scrapes(engine.engine_core)
+        waiting = [asyncio.create_task(scrapes.text()) for _ in range(20)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # who goes away takes nothing from the others
+        engine.let.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[0]
+        texts = await asyncio.gather(*waiting[1:])
+        assert engine.num_asked == 1
+        assert b"vllm:inflight_epoch" in texts[0] and len(set(texts)) == 1
+        assert await scrapes.text() == texts[0]
+        assert engine.num_asked == 1
+        await asyncio.sleep(route.FRESH_S)
+        await scrapes.text()
+        assert engine.num_asked == 2
+
+    asyncio.run(scrape())
+
+
+def test_a_scrape_that_failed_is_not_told_again():
+    async def scrape():
+        engine = Slow()
+        scrapes = route.Scrapes(engine.engine_core)
+        engine.let = None  # it breaks what the engine is asked
+        engine.call_utility_each = lambda *_: 1 / 0
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                await scrapes.text()
+
+    asyncio.run(scrape())
+
+
 def test_a_pause_counts_in_the_mode_it_ends_in(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])

@@ -98,6 +98,28 @@ def test_a_request_that_embeds_can_be_aborted(
     assert embedded(llm) == before
 
 
+OF_POOLING: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {},
+    "/pooling": {"task": "embed"},
+    "/v1/score": {"queries": "hello", "documents": ["you", "and me"]},
+    "/v1/rerank": {"query": "hello", "documents": ["you", "and me"]},
+}
+"""Routes of a model that pools, and their bodies beside its `input`."""
+
+
+def headers(server: Server, body: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Route → version and epoch of its reply, by the headers."""
+    found = {}
+    for path, more in OF_POOLING.items():
+        own = {"model": "tiny"} if "documents" in more else body
+        reply = server.client.post(path, json=own | more)
+        assert reply.status_code == 200, reply.text
+        names = "X-Weight-Version", "X-Weight-Epoch"
+        version, epoch = (reply.headers[name] for name in names)
+        found[path] = version, epoch
+    return found
+
+
 def test_a_server_that_embeds_is_updated_and_paused_over_http(
     start: Callable[..., Any], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -113,9 +135,11 @@ def test_a_server_that_embeds_is_updated_and_paused_over_http(
     with Server(old, *flags, "--inflight-when-paused", "reject") as server:
         (before,) = server.post("/v1/embeddings", body)["data"]
         assert server.client.get("/weight_info").json()["epoch"] == 0
+        assert headers(server, body) == dict.fromkeys(OF_POOLING, ("default", "0"))
         assert server.post("/update_weights_from_disk", update)["success"]
         (after,) = server.post("/v1/embeddings", body)["data"]
         assert after["embedding"] == output.outputs.embedding
+        assert headers(server, body) == dict.fromkeys(OF_POOLING, ("new", "1"))
         findings = visit(server.url, None, 0.1)
         assert {finding.state for finding in findings} == {State.GOOD}
         server.post("/rollback_weights")

@@ -7,7 +7,7 @@ from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, prompt
 from tests.simulated.graph import Graph
-from tests.simulated.worker import Drafting, Windowed
+from tests.simulated.worker import Drafting, DraftingAhead, Windowed
 
 LABELS = {0: "default", 1: "one", 2: "two"}
 """What the simulated weights are called."""
@@ -21,6 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "pipeline, Ray's graph": {"pipeline_parallel_size": 2, "executor": Graph},
     "two groups, sliding window": {"executor": Windowed},
     "drafts": {"executor": Drafting},
+    "drafts, async": {"executor": DraftingAhead, "is_async": True},
 }
 """The ways in which a core steps."""
 

@@ -256,6 +256,32 @@ class Drafting(SimulatedExecutor):
     drafts = 2
 
 
+class DraftingAhead(Drafting):
+    """With drafts that the scheduler learns of when they have been judged.
+
+    As on a GPU: it counts on all of them, and the worker goes on from those that it has
+    taken.
+    """
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self.ahead: dict[str, list[int]] = {}
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return None
+
+    def _run(self, name: str, start: int, count: int, drafts: list[int]) -> list[int]:
+        known = len(self.rows[name].tokens)
+        if start + count >= known:  # it samples
+            proposed = self.ahead.pop(name, [])[: len(drafts)]
+            drafts = proposed + drafts[len(proposed) :]
+            start = min(start, known - 1)
+        told = super()._run(name, start, count, drafts)
+        if name in self.proposals:
+            self.ahead[name] = self.proposals.pop(name)
+        return told
+
+
 def next_token(weights: int, text: list[int]) -> int:
     """What `weights` say after `text`."""
     mixed = weights * 7919 + len(text) * 104729 + sum(text[-7:]) * 31

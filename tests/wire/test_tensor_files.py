@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.broken_files import BROKEN, F32, header
+from tests.fuzz import mutation
 from tests.wire.checkpoints import everything, written
 from tests.wire.peers import digests, open_things, process
 from vllm.inflight.errors import Malformed
-from vllm.inflight.wire import local, tensor_files
+from vllm.inflight.wire import local
 from vllm.inflight.wire.local import read_files
 from vllm.inflight.wire.tensor_files import DTYPES, Stored, TensorFiles
 
@@ -185,37 +190,145 @@ OTHERS = {
     "nothing": lambda data: b"",
     "not JSON": lambda data: data[:8] + b"?" * (len(data) - 8),
     "no object": lambda data: data[:8] + b"[]".ljust(len(data) - 8),
-    "no such tensor": lambda data: data.replace(b'"a"', b'"b"'),
     "past the end": lambda data: data.replace(b"[0,8]", b"[1,9]"),
     "elsewhere": lambda data: data.replace(b"[0,", b"[9,"),
     "no offsets": lambda data: data.replace(b"data_offsets", b"data_offsetz"),
     "no number": lambda data: data.replace(b"[0,", b'["",'),
     "another size": lambda data: data.replace(b"[0,", b"[4,"),
+    "one byte more": lambda data: data + b"0",
+    "a colon less": lambda data: data.replace(b'"a":', b'"a" '),
+    "a name that is a number": lambda data: data.replace(b'"a":', b"123:"),
+    "a comma more": lambda data: data.replace(b"}}", b"},").replace(b"  ", b"} "),
 }
 
 
-def before_safetensors(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[], Any]
-) -> None:
-    """A change when the file is open, and before safetensors judges it."""
-    real = tensor_files.safe_open
-
-    def opened(*args: Any, **kwargs: Any) -> Any:
-        change()
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(tensor_files, "safe_open", opened)
-
-
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
-def test_a_file_that_changes_while_it_is_opened_is_malformed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes]
+def test_a_file_that_is_nearly_whole_is_malformed(
+    tmp_path: Path, change: Callable[[bytes], bytes]
 ) -> None:
     (file,) = written(tmp_path, {"a": torch.ones(2)}, 1)
-    changed = change(file.read_bytes())
-    before_safetensors(monkeypatch, lambda: file.write_bytes(changed))
+    whole = file.read_bytes()
+    file.write_bytes(change(whole))
+    assert file.read_bytes() != whole
     with pytest.raises(Malformed, match=r"0\.safetensors is not a whole"):
         TensorFiles([file])
+
+
+def judged(file: Path) -> Any:
+    """What safetensors itself says of a file: its tensors, or None."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = {}
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                told = opened.get_slice(name)
+                found[name] = DTYPES[told.get_dtype()], tuple(told.get_shape())
+            return found
+    except (SafetensorError, KeyError):
+        return None
+
+
+SEEDS = [
+    header({"a": F32, "b": F32 | {"data_offsets": [8, 16]}}, bytes(16)),
+    header({"b": F32 | {"data_offsets": [8, 16]}, "a": F32}, bytes(16)),
+    header({"a": F32 | {"shape": [0, 3], "data_offsets": [0, 0]}, "b": F32}, bytes(8)),
+    header({"a": F32, "b": F32 | {"shape": [0], "data_offsets": [8, 8]}}, bytes(8)),
+    header({"__metadata__": {"format": "pt"}, "a": F32 | {"shape": [2, 1]}}, bytes(8)),
+    header({"é\n": F32 | {"dtype": "F64", "shape": []}}, bytes(8)),
+    header({}),
+]
+
+
+def test_files_are_judged_as_safetensors_judges_them(tmp_path: Path) -> None:
+    """Whole ones and such as have one to four things changed."""
+    file = tmp_path / "judged.safetensors"
+    rng = random.Random(26)
+    num_accepted = 0
+    for number in range(4000):
+        data = rng.choice(SEEDS)
+        if number >= len(SEEDS):
+            data = mutation.octets(rng, data) if number % 4 else varied(rng, data)
+        file.write_bytes(data)
+        expected = judged(file)
+        try:
+            with TensorFiles([file]) as opened:
+                told = opened.announced
+                found = dict(
+                    zip(
+                        told.names,
+                        zip(told.dtypes, told.shapes, strict=True),
+                        strict=True,
+                    )
+                )
+        except Malformed as error:
+            assert expected is None or "twice" in error.message, data
+            continue
+        assert found == expected, data
+        num_accepted += 1
+    assert num_accepted > 50
+
+
+def varied(rng: random.Random, data: bytes) -> bytes:
+    """The same header with a value changed, and its length as it is then."""
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    return header(mutation.value(rng, entries), data[8 + length :])
+
+
+@pytest.mark.parametrize("length", [100_000_001, (1 << 31) - 8, 1 << 63])
+def test_a_header_that_is_too_long_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """A file of 2 GiB that takes a page on the disk; its header would be all of it."""
+    file = tmp_path / "sparse.safetensors"
+    file.write_bytes(struct.pack("<Q", length) + b"{")
+    os.truncate(file, 1 << 31)
+    read: list[int] = []
+    real = os.pread
+
+    def pread(descriptor: int, count: int, at: int) -> bytes:
+        read.append(count)
+        return real(descriptor, count, at)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(Malformed, match="length of a header") as refusal:
+        TensorFiles([file])
+    assert read == [8]
+    assert str(length) not in refusal.value.message
+
+
+def test_what_a_file_begins_with_is_not_told(tmp_path: Path) -> None:
+    """It may be a file of anybody's that this process can read."""
+    file = tmp_path / "secret"
+    file.write_bytes(secret := b"s3cr3t-t0ken-of-somebody")
+    number = int.from_bytes(secret[:8], "little")
+    with pytest.raises(Malformed) as refusal:
+        TensorFiles([file])
+    told = refusal.value.message.replace(str(file), "")
+    assert str(number) not in told and "s3cr" not in told
+
+
+def test_no_large_part_of_a_header_is_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's lock is free between two parts, so that decoding goes on."""
+    names = [f"model.layers.0.mlp.experts.{n}.up_proj.weight" for n in range(20_000)]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "many.safetensors")
+    longest = 0
+
+    class Watched(json.JSONDecoder):
+        def raw_decode(self, text: str, idx: int = 0) -> Any:
+            nonlocal longest
+            value, end = super().raw_decode(text, idx)
+            longest = max(longest, end - idx)
+            return value, end
+
+    with monkeypatch.context() as patched:
+        patched.setattr(json, "JSONDecoder", Watched)
+        patched.setattr(json, "loads", None)
+        with TensorFiles([tmp_path / "many.safetensors"]) as opened:
+            assert sorted(opened.announced.names) == sorted(names)
+            assert len(opened.stored) == len(names)
+    assert 0 < longest < 200
 
 
 def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(
@@ -226,8 +339,17 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(
     (file,) = written(tmp_path, named, 1)
     (tmp_path / "other").mkdir()
     (other,) = written(tmp_path / "other", {"a": named["a"].half()}, 1)
-    before_safetensors(monkeypatch, lambda: other.replace(file))
-    found = dict(read_files([file]))
+    real = os.open
+
+    def opened(*args: Any) -> int:
+        descriptor = real(*args)
+        other.replace(file)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opened)
+    reading = read_files([file])
+    found = dict([next(reading)])
+    monkeypatch.undo()
     assert digests(found.items()) == digests(named.items())
     assert found["a"].dtype == torch.bfloat16
 
@@ -247,3 +369,19 @@ def test_a_file_that_is_written_to_while_it_is_read_is_malformed(
     with pytest.raises(Malformed, match=r"0\.safetensors .* written to while"):
         list(reading)
     assert open_things() == before
+
+
+def test_a_writer_that_keeps_the_time_is_noticed(tmp_path: Path) -> None:
+    """As `rsync -t` and `cp -p` do, and tools that restore a file."""
+    (file,) = written(tmp_path, {"a": torch.zeros(4), "b": torch.zeros(4)}, 1)
+    told = file.stat()
+    time.sleep(0.05)  # clocks of file systems tick slowly
+    reading = read_files([file])
+    next(reading)
+    with file.open("r+b") as opened:
+        opened.seek(-16, os.SEEK_END)
+        opened.write(torch.ones(4).numpy().tobytes())
+    os.utime(file, ns=(told.st_atime_ns, told.st_mtime_ns))
+    assert file.stat().st_mtime_ns == told.st_mtime_ns
+    with pytest.raises(Malformed, match=r"0\.safetensors .* written to while"):
+        list(reading)

@@ -56,25 +56,37 @@ def _newest_trail(original: Any) -> Any:
 
 def _take_trails(original: Any) -> Any:
     def process_outputs(
-        self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any
+        self: Any,
+        engine_core_outputs: Any,
+        engine_core_timestamp: Any = None,
+        iteration_stats: Any = None,
+        weight_version: Any = None,
     ) -> Any:
         from vllm.inflight import upstream
         from vllm.inflight.engine.stamp import KV_FIELD
 
         ended = upstream.FinishReason.ABORT, upstream.FinishReason.ERROR
         for output in engine_core_outputs:
-            if output.finish_reason in ended:
-                state = self.request_states.get(output.request_id)
-                if state is not None:
+            state = self.request_states.get(output.request_id)
+            if state is not None:
+                if output.finish_reason in ended:
                     _end(state, output)
+                elif output.pooling_output is not None:
+                    state.inflight_stamp = weight_version
             params = output.kv_transfer_params
             if params is None or KV_FIELD not in params:
                 continue
             trail = params.pop(KV_FIELD)
             output.kv_transfer_params = params or None
-            if (state := self.request_states.get(output.request_id)) is not None:
+            if state is not None:
                 state.inflight_kv_trail = trail
-        return original(self, engine_core_outputs, *args, **kwargs)
+        return original(
+            self,
+            engine_core_outputs,
+            engine_core_timestamp,
+            iteration_stats,
+            weight_version,
+        )
 
     return process_outputs
 
@@ -112,7 +124,7 @@ def _ended_is_an_error(original: Any) -> Any:
             elif finish_reason == upstream.FinishReason.ERROR:
                 why = stop_reason or "the request failed"
                 kwargs["error"] = upstream.RequestError("failed", why)
-        return original(
+        made = original(
             self,
             new_token_ids,
             pooling_output,
@@ -121,6 +133,10 @@ def _ended_is_an_error(original: Any) -> Any:
             *args,
             **kwargs,
         )
+        stamp = vars(self).get("inflight_stamp")
+        if stamp is not None and made is not None:
+            made.inflight_stamp = stamp
+        return made
 
     return make_request_output
 
@@ -232,8 +248,9 @@ PATCHES = [
             "iteration_stats",
             "weight_version",
         ),
-        why="whose KV a request reads travels beside what a connector has to say; and "
-        "requests that embed, and sessions, are ended by an abort of the engine's",
+        why="whose KV a request reads travels beside what a connector has to say; the "
+        "version of what was pooled is kept; and requests that embed, and sessions, "
+        "are ended by an abort of the engine's",
         remove_when="an engine output has room for it, and upstream's pause aborts "
         "requests of every kind",
         around=_take_trails,

@@ -137,6 +137,18 @@ def _seen(original: Any) -> Any:
     return generate
 
 
+def _seen_pooled(original: Any) -> Any:
+    def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.inflight.outputs.openai import watched
+        from vllm.inflight.outputs.seen import record
+
+        results = original(self, *args, **kwargs)
+        seen = record.get()
+        return results if seen is None else watched(results, seen.note_pooled)
+
+    return encode
+
+
 _OPENAI = "vllm.entrypoints.openai"
 _COMPLETION = f"{_OPENAI}.completion.serving:OpenAIServingCompletion"
 _CHAT = f"{_OPENAI}.chat_completion.serving:OpenAIServingChat"
@@ -271,5 +283,22 @@ PATCHES = [
         why="a reply's headers say which weights it was made of, by whatever route",
         remove_when="upstream has such headers",
         around=_seen,
+    ),
+    Patch(
+        target="vllm.v1.engine.async_llm:AsyncLLM.encode",
+        expects=(
+            "self",
+            "prompt",
+            "pooling_params",
+            "request_id",
+            "lora_request",
+            "trace_headers",
+            "priority",
+            "tokenization_kwargs",
+            "reasoning_ended",
+        ),
+        why="so do those of an embedding, a score or a class",
+        remove_when="upstream has such headers",
+        around=_seen_pooled,
     ),
 ]
