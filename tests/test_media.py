@@ -75,13 +75,28 @@ def test_the_samples_of_one_prompt_do_not_rename_each_others_items():
     assert names(second) == ["cat"] != names(first)
 
 
-def test_a_request_that_its_worker_knows_keeps_its_names():
-    request = asking("cat")
+def test_a_request_that_resumes_has_names_that_its_worker_is_told():
+    request, plain = asking("cat", "dog"), asking()
     Policy().plant(request, Root(1))
-    known = names(request)
+    known = SimpleNamespace(mm_features=request.mm_features)
     request.num_preemptions = 1
     Policy().plant(request, Root(2))
-    assert names(request) == known
+    assert set(names(request)).isdisjoint(names(known))
+    resumed = SimpleNamespace(resumed_req_ids={"cat-dog", "text"})
+    output = SimpleNamespace(scheduled_cached_reqs=resumed)
+    media.tell({"cat-dog": request, "text": plain}, output)
+    media.learn({"cat-dog": known}, output)
+    assert names(known) == names(request)
+    assert [item.mm_hash for item in known.mm_features] == ["cat", "dog"]
+
+
+def test_a_step_in_which_nothing_resumes_tells_no_names():
+    output = SimpleNamespace(
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set())
+    )
+    media.tell({}, output)
+    media.learn({}, output)
+    assert not hasattr(output, "inflight_media")
 
 
 def test_what_an_older_request_still_reads_is_not_shared_with_a_newer_one(manager):

@@ -2,7 +2,9 @@
 
 import json
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -183,3 +185,48 @@ def test_an_aborted_chat_goes_on_from_its_prompt_and_tokens(server: Server) -> N
 
     whole = generated(prompt, len(had) + 50)
     assert had + generated(prompt + had, 50) == whole
+
+
+def test_an_aborted_reply_says_so_whole_and_streamed(server: Server) -> None:
+    """Where there is no `finish_reason`, by the words that the route has."""
+    long: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"model": "tiny", "input": "hello", "max_output_tokens": 900},
+        "/v1/messages": BODIES["/v1/messages"] | {"max_tokens": 900},
+    }
+
+    def ask(path: str, is_streamed: bool) -> Any:
+        body = long[path] | {"temperature": 0}
+        if is_streamed:
+            return events(server, path, body)
+        return server.post(path, body)
+
+    asked = [(path, streamed) for path in long for streamed in (False, True)]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        replies = [pool.submit(ask, *each) for each in asked]
+        while " 4.0" not in running(server):
+            time.sleep(0.01)
+            assert not any(reply.done() for reply in replies)
+        paused = server.post("/pause_generation", {"mode": "abort"})
+        server.post("/continue_generation")
+        told = dict(zip(asked, (reply.result() for reply in replies), strict=True))
+    assert paused["num_aborted"] == len(asked)
+    responses = (
+        told["/v1/responses", False],
+        told["/v1/responses", True][-1]["response"],
+    )
+    for response in responses:
+        assert response["status"] == "cancelled"
+        assert response["incomplete_details"] is None
+        assert response["usage"]["output_tokens"] < 900
+        assert response["weight_versions"][-1]["version"] == LABEL
+    assert told["/v1/messages", False].get("stop_reason") is None
+    ends = [
+        e["delta"] for e in told["/v1/messages", True] if e["type"] == "message_delta"
+    ]
+    assert ends[-1].get("stop_reason") is None
+
+
+def running(server: Server) -> str:
+    """The line of the metrics that counts the requests that run."""
+    lines = server.client.get("/metrics").text.splitlines()
+    return next(x for x in lines if x.startswith("vllm:num_requests_running{"))

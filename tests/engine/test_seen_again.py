@@ -115,39 +115,45 @@ def test_a_session_in_the_middle_of_a_picture_refuses_a_reload(
     assert len(finish(llm)["session"]) == SAMPLING.max_tokens
 
 
-def preempted_at_a_commit(llm: Any, new: Path, *, is_shared: bool) -> list[int]:
+def preempted_at_a_commit(
+    llm: Any, new: Path, num_before: int, *, is_shared: bool
+) -> list[int]:
     """What a request says that has lost its KV when the weights change in place.
-
-    It has had a few tokens by then.
 
     Args:
         llm: the engine, on the old weights.
         new: the weights that come.
+        num_before: how many tokens it has had by then.
         is_shared: whether another one is in the middle of the same picture meanwhile.
 
     """
     look(llm, "preempted")
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     (request,) = scheduler.running
-    while request.num_output_tokens < 2:
+    while request.num_output_tokens < num_before - is_shared:
         llm.llm_engine.step()
     if is_shared:
-        look(llm, "reader")
+        look(llm, "reader")  # a step
         (reader,) = readers(scheduler)
         assert reader != request.request_id
+    assert request.num_output_tokens == num_before
     scheduler.inflight_retract([request.request_id])
     assert bool(readers(scheduler)) == is_shared
     llm.update_weights_from_disk(str(new), "new", mode="in_place")
-    return finish(llm)["preempted"]
+    text = finish(llm)["preempted"]
+    # Its worker has them under the names that the scheduler thinks of.
+    (worker,) = llm.collective_rpc(
+        lambda worker: set(worker.model_runner.encoder_cache)
+    )
+    assert encoded(llm) <= worker
+    return text
 
 
+@pytest.mark.parametrize("engine", ["versioned"], indirect=True)
 def test_a_preempted_request_does_not_see_with_the_tower_before(
     llm: Any, old: Path, new: Path
 ) -> None:
-    if llm.llm_engine.vllm_config.additional_config["inflight"]["prefix_cache"] != (
-        "versioned"
-    ):
-        return  # what older weights have seen is shared, too
-    alone = preempted_at_a_commit(llm, new, is_shared=False)
     llm.update_weights_from_disk(str(old), "old")
-    assert preempted_at_a_commit(llm, new, is_shared=True) == alone
+    alone = preempted_at_a_commit(llm, new, 3, is_shared=False)
+    llm.update_weights_from_disk(str(old), "old")
+    assert preempted_at_a_commit(llm, new, 3, is_shared=True) == alone

@@ -2,15 +2,15 @@
 
 vLLM keeps what a vision tower has made of an image under a name that tells the image
 and no weights. So a request that begins under a root (see cache.py) calls its media by
-names of that root. A request that runs on keeps its names, which its worker knows; what
-no request refers to is dropped when the weights change, so that one that is computed
-again is computed from the new ones. Where workers have dropped what they had, a request
-in the middle of an item begins again.
+names of that root. A request that runs on keeps its names. A request that has lost its
+KV, and resumes under another root, gets other names, and its workers are told. What no
+request refers to is dropped when the weights change. Where workers have dropped what
+they had, a request in the middle of an item begins again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,11 @@ Rename = Callable[[str], str]
 
 
 def plant(request: Any, rename: Rename) -> None:
-    """Give the media of a request that no worker knows yet their names."""
-    if not request.mm_features or request.num_preemptions:
+    """Give the media of a request that has no KV, and so reads no output, their names.
+
+    Workers may know it by other names, of before it was preempted: see `tell`.
+    """
+    if not request.mm_features:
         return
     # As they came; a session's grow.
     names = vars(request).setdefault("inflight_media", [])
@@ -45,6 +48,38 @@ def renamed(items: Sequence[Any], names: Sequence[str], rename: Rename) -> list[
         replace(item, identifier=rename(name), mm_hash=item.mm_hash or name)
         for item, name in zip(items, names, strict=True)
     ]
+
+
+def tell(requests: Mapping[str, Any], output: Any) -> None:
+    """Have a step tell the names of those that resume; workers keep those they had.
+
+    Otherwise a worker would read what another request of an older root still holds.
+
+    Args:
+        requests: those of the scheduler, by id.
+        output: upstream's `SchedulerOutput`; `inflight_media` is set on it if any of
+            them has media.
+
+    """
+    found = {}
+    for each in output.scheduled_cached_reqs.resumed_req_ids:
+        if items := requests[each].mm_features:
+            found[each] = names_of(items)
+    if found:
+        output.inflight_media = found
+
+
+def learn(known: Mapping[str, Any], output: Any) -> None:
+    """Call the media of a worker's requests by the names that a step tells.
+
+    Args:
+        known: the requests of the worker, by id.
+        output: what `tell` has seen.
+
+    """
+    for each, names in vars(output).get("inflight_media", {}).items():
+        state = known[each]
+        state.mm_features = renamed(state.mm_features, names, str)
 
 
 def drop_idle(manager: Any) -> int:

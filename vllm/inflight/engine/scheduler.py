@@ -92,6 +92,7 @@ class InflightSchedulerMixin:
             self._inflight_restamp()
         output.inflight_stamp = self._inflight_step_stamp
         requests = self.requests  # type: ignore[attr-defined]
+        media.tell(requests, output)
         self._inflight_provenance.note(requests, output, self._inflight_stamp)
         return output
 

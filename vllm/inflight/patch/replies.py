@@ -107,22 +107,42 @@ def _chat_stream(original: Any) -> Any:
 
 def _response(original: Any) -> Any:
     async def responses_full_generator(
-        self: Any, request: Any, *args: Any, **kwargs: Any
+        self: Any,
+        request: Any,
+        sampling_params: Any,
+        result_generator: Any,
+        context: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         from vllm.inflight.outputs.openai import wants_spans
         from vllm.inflight.outputs.seen import record
         from vllm.inflight.outputs.spans import as_dicts
 
-        response = await original(self, request, *args, **kwargs)
-        seen = record.get()
+        response = await original(
+            self, request, sampling_params, result_generator, context, *args, **kwargs
+        )
+        if not hasattr(response, "output"):
+            return response  # an error
+        if _finish_reason(context) == "abort":
+            # What upstream calls it for models that speak Harmony. The response may be
+            # in upstream's store already, which holds this object.
+            response.status, response.incomplete_details = "cancelled", None
         # A response has no choices: these are the spans of its last turn.
-        if seen is None or not hasattr(response, "output"):
-            return response
-        if wants_spans(self, request):
+        if (seen := record.get()) is not None and wants_spans(self, request):
             response.weight_versions = as_dicts(seen.last)
         return response
 
     return responses_full_generator
+
+
+def _finish_reason(context: Any) -> str | None:
+    """Why the last turn of a response ended; upstream has several kinds of context."""
+    if hasattr(context, "finish_reason"):
+        reason: str | None = context.finish_reason
+        return reason
+    result = context.last_output
+    return result.outputs[0].finish_reason if result and result.outputs else None
 
 
 def _seen(original: Any) -> Any:
@@ -258,8 +278,8 @@ PATCHES = [
             "request_metadata",
             "created_time",
         ),
-        why="a response says which weights sampled it",
-        remove_when=_CHOICES,
+        why="a response says which weights sampled it, and that it was aborted",
+        remove_when=f"{_CHOICES}, and so do its responses, which tell an abort",
         around=_response,
     ),
     Patch(

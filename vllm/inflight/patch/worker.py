@@ -198,6 +198,16 @@ def _pool_from_the_start(original: Any) -> Any:
     return add_request
 
 
+def _with_new_names(original: Any) -> Any:
+    from vllm.inflight.engine import media
+
+    def update_states(self: Any, scheduler_output: Any) -> Any:
+        media.learn(self.requests, scheduler_output)
+        return original(self, scheduler_output)
+
+    return update_states
+
+
 PATCHES = [
     Patch(
         target=(
@@ -293,5 +303,12 @@ PATCHES = [
         why="a prompt that is computed again has no rows left of the first time",
         remove_when="upstream drops them when it preempts",
         around=_pool_from_the_start,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
+        expects=("self", "scheduler_output"),
+        why="a request that resumes after a commit does not see with the tower before",
+        remove_when="upstream's workers are told the media of resumed requests again",
+        around=_with_new_names,
     ),
 ]
