@@ -26,7 +26,6 @@ from vllm.inflight.stage.experts import tensor_names
 from vllm.inflight.stage.inspection import Inspection
 from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.plan import Entry, replay
-from vllm.inflight.stage.proof import Proof
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.assembly import Home
@@ -74,9 +73,6 @@ class Intake:
         )
         self._audit = Audit(shadow.device, shadow.tables, shadow.plan)
         self._sampler = Sampler(shadow.views, shadow.plan, shadow.device)
-        self._proof = None if shadow.plan is None else Proof(shadow.plan)
-        self._tried: set[str] = set()
-        """Tensors that are replayed and loaded."""
         self._renamed: set[str] = set()
         """Parameters that are filled by names other than their own in a checkpoint."""
         self._broken: Exception | None = None
@@ -113,9 +109,7 @@ class Intake:
             self._broken = None  # it holds the transport's frames, and their memory
 
     def _load(self, weights: Iterable[Pair]) -> Any:
-        """The model's own loader: its class's, for the instance's is `load_weights`."""
-        load: Callable[..., Any] = type(self._module).load_weights  # type: ignore[attr-defined]
-        return load(self._module, weights)
+        return self._shadow.load(weights)
 
     def _admit(self, weights: Iterable[Pair], current: list[str]) -> Iterator[Pair]:
         """What the model's loader has to see; what the plan knows is done here."""
@@ -140,7 +134,9 @@ class Intake:
                 entry = Entry(tensor.shape, tensor.dtype)
                 coverage.handed, coverage.entry = tensor, entry
                 if self._inspection.is_strange(name):
-                    entry.is_whole &= self._takes(name, tensor)
+                    # The call may itself find that the entry is not whole.
+                    if not self._takes(name, tensor):
+                        entry.is_whole = False
                 else:
                     yield name, tensor
                     if coverage.num_loads == before:
@@ -149,13 +145,11 @@ class Intake:
                     self._renamed.update(param for param, _ in entry.filled)
                 if entry.num_unread and self._shadow.is_alone:
                     self._inspection.note_cut(name, entry.num_unread)
-                elif self._shadow.plan is not None and name not in self._tried:
+                elif self._shadow.plan.entry(name, tensor) is None:
                     self._shadow.plan.keep(name, entry)
                 # A transport uses memory again that nobody looks into.
                 coverage.handed = coverage.entry = None
                 del tensor
-            if self._proof is not None:
-                self._proof.loaded()
             self._progress(self.num_bytes, self._inspection.num_seen)
         current.clear()
 
@@ -177,25 +171,17 @@ class Intake:
     def _replay(self, pairs: list[Pair]) -> list[Pair]:
         """Load what the plan knows, in one call; returns the others."""
         plan = self._shadow.plan
-        if plan is None:
-            return pairs
-        fresh, known, tried = [], [], []
+        fresh, known = [], []
         for name, tensor in pairs:
             entry = plan.entry(name, tensor)
             if entry is None or not entry.is_proved:
                 fresh.append((name, tensor))
-                if entry is not None:
-                    tried.append((name, entry, tensor))
-                    self._shadow.behind.update(plan.filled_by(name))
                 continue
             known.append((entry, tensor))
             self.coverage.replayed(entry)
             if self._inspection.is_renamed(name, self.coverage.fills):
                 self._renamed.update(param for param, _ in entry.filled)
         replay(known)
-        if tried and self._proof is not None:
-            self._tried.update(name for name, _, _ in tried)
-            self._proof.replay(tried)
         return fresh
 
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:
@@ -218,7 +204,7 @@ class Intake:
         if not self._inspection.may_come(name):
             return None
         plan, home = self._shadow.plan, self._shadow.place(name, shape, dtype)
-        if plan is not None and home is not None:
+        if home is not None:
             self._shadow.behind.update(plan.filled_by(name))
         return home
 
@@ -270,10 +256,8 @@ class Intake:
             for name, digest, bad in self._audit.results():
                 inspection.judge(name, digest, bad)
             samples = self._sampler.samples()
-            if self._proof is not None:
-                self._proof.judge()
         if self.coverage.has_strays:
-            self._shadow.plan = None  # they would not come if all else were replayed
+            self._shadow.plan.forget()  # they would not come if all else were replayed
         for param in sorted(self._renamed & self.coverage.refilled):
             inspection.note_wrong(param, "it is filled by tensors of two names")
         inspection.compare_heads()

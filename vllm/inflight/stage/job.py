@@ -65,6 +65,8 @@ class Job(threading.Thread):
         self._notice: dict[str, Any] = {"serial": serial, "state": "open"}
         self._notice |= {"orders": 0, "bytes": 0, "tensors": 0}
         self._posted = 0.0
+        self._num_proved = 0
+        """Bytes that the proof of the plan has written; see `Shadow.prove`."""
         self._pace = pace_of(
             self._config,
             self._worker.device,
@@ -139,6 +141,7 @@ class Job(threading.Thread):
         self._notice["state"] = "staging"
         self._post()
         self._shadow.prepare()
+        self._shadow.prove(self._between_proofs)
         self._intake = Intake(
             self._shadow,
             manifest,
@@ -212,9 +215,17 @@ class Job(threading.Thread):
     def _between(self, num_carried: int) -> None:
         """Between two tensors that are carried over; their bytes so far."""
         assert self._intake is not None
+        self._rest(self._intake.num_bytes + num_carried)
+
+    def _between_proofs(self, num_bytes: int) -> None:
+        """Between two batches of a proof; the bytes that it has written so far."""
+        self._num_proved = num_bytes
+        self._rest(0)
+
+    def _rest(self, num_bytes: int) -> None:
         if self._is_cancelled():
             raise Cancelled("the update was aborted")
-        self._pace.rest(self._intake.num_bytes + num_carried)
+        self._pace.rest(self._num_proved + num_bytes)
 
     def _init_transport(self, payload: Any, name: str = "configured") -> None:
         transport = self._choose(name)
@@ -284,7 +295,7 @@ class Job(threading.Thread):
         self._notice |= {"bytes": num_bytes, "tensors": num_tensors}
         if time.monotonic() - self._posted > POLL_S:
             self._post()
-        self._pace.rest(num_bytes)
+        self._pace.rest(self._num_proved + num_bytes)
 
     def _post(self) -> None:
         self._posted = time.monotonic()

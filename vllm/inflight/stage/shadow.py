@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.blueprint import build_second
 from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.plan import Plan
+from vllm.inflight.stage.proof import Proof
 from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.spares import Spares
 from vllm.inflight.stage.tandem import Tandem, has_mtp, trees
@@ -76,8 +78,8 @@ class Shadow:
         """Where both trees' parameters lie, if their pages can be exchanged."""
         self.busy: torch.Event | None = None
         """Set while a commit may still be reading this tree."""
-        self.plan: Plan | None = None
-        """What loaders do, where the parameters stay where they are."""
+        self.plan = Plan(is_replayed=device.type != "cpu")
+        """What loaders do; replayed where the parameters stay where they are."""
         self.tables: audit.Tables = {}
         self.views: dict[str, torch.Tensor] = {}
         """Of the samples of tensors that are received in place."""
@@ -130,7 +132,6 @@ class Shadow:
         audit.warm(self.device, {p.dtype for p in self.module.parameters()})
         for layer in self.module.modules():
             upstream.get_layerwise_info(layer).restore_device = self.device
-        self.plan = Plan()
         residences = [residence_of(tree) for tree in trees(self.live)]
         reason = next(filter(None, (home.reason for home in residences)), None)
         if reason is None:
@@ -184,7 +185,7 @@ class Shadow:
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Home | None:
         """Where a transport of this device may receive a tensor; see `Plan.place`."""
-        home = self.plan.place(name, shape, dtype) if self.plan else None
+        home = self.plan.place(name, shape, dtype)
         if home is None or home.tensor.device != self.device:
             return None
         return home
@@ -249,6 +250,26 @@ class Shadow:
                     )
                 self._processed = True
             experts.forget_kernels(self.module)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Have the model's own loader write tensors into this tree.
+
+        Its class's: while an update is received, the instance's is the intake's.
+        """
+        load: Any = type(self.module).load_weights  # type: ignore[union-attr]
+        return load(self.module, weights)
+
+    def prove(self, between: Callable[[int], None]) -> None:
+        """Prove what is recorded of the loaders and is not proved yet.
+
+        It writes into this tree; what `between` raises ends it. See proof.py.
+        """
+        if self.module is None or not self.plan.is_replayed:
+            return
+        params = dict(self.module.named_parameters())
+        proof = Proof(self.plan, params, self.load, between)
+        self.behind.update(proof.begun())
+        proof.run()
 
     def pair(self) -> None:
         """Give the second range memory again, after a sleep; a copy of the live set.

@@ -186,7 +186,7 @@ class Stager:
         What a plan is made of stays as long as the engine. With ten thousand tensors a
         collection that looks through it stops decoding for 60 ms.
         """
-        num_kept = len(self.shadow.plan or ()) + len(self.shadow.views)
+        num_kept = len(self.shadow.plan) + len(self.shadow.views)
         if num_kept != self._num_kept:
             self._num_kept = num_kept
             gc.collect(1)  # the younger garbage; all of it would be such a stop
