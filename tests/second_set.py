@@ -199,7 +199,10 @@ class Sets:
             n: (list(t.shape), str(t.dtype).removeprefix("torch."))
             for n, t in first.items()
         }
-        worker: Any = SimpleNamespace(device=self.shadow.device)
+        worker: Any = SimpleNamespace(
+            device=self.shadow.device,
+            vllm_config=SimpleNamespace(additional_config={}),
+        )
         flip = arena.flip if is_reversible else self._copy
         self.stager = Stager(worker, self.shadow, lambda shadow: flip)
 

@@ -82,7 +82,7 @@ class Player:
             self.second = blueprint.build(self.live, torch.device("meta"))
         put_twins(self.live, self.second, arena.twin)
         self.shadow = self._shadow()
-        worker: Any = SimpleNamespace(device=HOST)
+        worker: Any = SimpleNamespace(device=HOST, vllm_config=self.config)
         self.stager = Stager(worker, self.shadow, lambda _: arena.flip)
         self.reader = EveryTensorAlone(HOST, 1 << 20)
         self.placed: set[str] = set()

@@ -126,6 +126,14 @@ class InflightConfig:
         choices=("digest", "off"),
     )
 
+    scrub_interval_s: float = _knob(
+        0.0,
+        "Seconds between two scrubs: what every rank serves is read, slowly and beside "
+        "decoding, and compared with what the digest of its label says; a difference "
+        "is logged, counted in /metrics and told by /health. 0: only on demand. 0 to "
+        "86400.",
+        limits=(0, 86400),
+    )
     port: int = _knob(
         0,
         "Port on which the control routes answer, and then on no other; of several API "

@@ -170,6 +170,16 @@ class Control:
         """What is served."""
         return await self._call("info")
 
+    async def verify(self) -> Reply:
+        """Whether every engine serves what the digest of its label says."""
+        replies = await self.ask("verify")
+        found = {reply["result"] for reply in replies}
+        # One that differs is what is told, and one that nobody knows anything of.
+        result = next(r for r in ("different", "unknown", "equal") if r in found)
+        reply = merged([{"ok": reply} for reply in replies]) | {"result": result}
+        names = sorted({name for each in replies for name in each["different"]})
+        return reply | {"different": names}
+
     async def paused(self) -> Reply:
         """Whether decoding stands still, and in which mode."""
         return await self._call("paused")

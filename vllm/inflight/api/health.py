@@ -12,6 +12,9 @@ import asyncio
 import time
 from typing import Any
 
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
 from vllm.inflight import upstream
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.methods import control_of
@@ -25,6 +28,8 @@ class Heartbeat:
 
     def __init__(self, control: Control, patience_s: float) -> None:
         self._control = control
+        self.differing: list[str] = []
+        """What scrubs have found to be served and not what its digest says."""
         self._patience_s = patience_s
         self._heard = time.monotonic()
         self._asked = self._heard
@@ -53,8 +58,27 @@ class Heartbeat:
         self._question.result()
 
     async def _ask(self) -> None:
-        await self._control.paused()
+        replies = await self._control.ask("health")
         self._heard = time.monotonic()
+        found = [reply["scrub"] for reply in replies if reply["scrub"] is not None]
+        self.differing = [name for scrub in found for name in scrub["different"]]
+
+
+async def health(request: Request) -> Response:
+    """Upstream's answer; the detail says if what is served is not what it should be.
+
+    The status stays 200 then: the engine answers, and a published version mends it.
+    """
+    response: Response = await upstream.health(request)
+    engine = request.app.state.engine_client
+    beat = None if engine is None else heartbeat_of(engine)
+    if response.status_code != 200 or beat is None or not beat.differing:
+        return response
+    detail = (
+        "the weights served are not what was committed under their label: "
+        f"{', '.join(beat.differing)}; publish a whole version, or roll back"
+    )
+    return JSONResponse({"detail": detail})
 
 
 def heartbeat_of(engine: Any) -> Heartbeat | None:

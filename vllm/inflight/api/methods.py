@@ -274,6 +274,21 @@ async def weight_update_status(self: Any, update_id: str | None = None) -> Reply
     return await control_of(self).status(update_id)
 
 
+async def verify_weights(self: Any) -> Reply:
+    """Compare what is served with the digest of its label, beside decoding.
+
+    Returns:
+        `result` (`equal`, `different` or `unknown`), the names of what is `different`,
+        and more of `POST /weights_checker` with the action `verify`.
+
+    Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
+        EngineAsleep: there are no weights to read.
+
+    """
+    return await control_of(self).verify()
+
+
 async def weight_info(self: Any) -> Reply:
     """Version, digest and epoch that are served, and the version before.
 

@@ -120,9 +120,10 @@ def _finite(rows: Any) -> Any:
 
 
 async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
-    """SGLang's: digests of every parameter of every rank, as decoding uses them.
+    """SGLang's digests of every parameter of every rank, or a comparison of them.
 
-    Of its other actions, `reset_tensors` destroys weights and is refused.
+    `verify` is ours: it compares what is served with the digest of its label. Of
+    SGLang's other actions, `reset_tensors` destroys weights and is refused.
     """
     fields = Fields(body)
     action = fields.text("action", "checksum")
@@ -132,10 +133,13 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
     fields.only()
     if skipped not in (None, []) and not _are_ids(skipped):
         raise Malformed("skip_tensor_list must be a list of strings")
+    if action == "verify":
+        return await _verified(engine)
     if action != "checksum":
         raise Malformed(
             f"action {action!r} is not offered: it would write into live weights, or "
-            "keep a copy of them; 'checksum' tells what to compare"
+            "keep a copy of them; 'checksum' tells what to compare, and 'verify' "
+            "compares with the digest of the label"
         )
     is_target = selector == "target"
     replies = await control_of(engine).ask(
@@ -151,6 +155,22 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
             every.encode(), digest_size=16
         ).hexdigest(),
     }
+
+
+async def _verified(engine: Any) -> Reply:
+    found = await control_of(engine).verify()
+    compared = (
+        f"{found['num_tensors']} tensors were compared with their digests, and "
+        f"{found['num_parameters']} parameters with what was staged"
+    )
+    message = {
+        "equal": f"what is served is what was committed: {compared}",
+        "different": f"what is served is NOT what was committed: {compared}; not equal "
+        f"are {', '.join(found['different'])}",
+        "unknown": "of what is served no digest is known; it has been read now, and "
+        "the next call compares with that",
+    }[found["result"]]
+    return {"success": found["result"] != "different", "message": message} | found
 
 
 async def weight_checker(engine: Any, body: dict[str, Any]) -> Reply:

@@ -84,4 +84,6 @@ def told(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
         "outcomes": dict(gate.updates.ledger.ended),
         "paused": pauses["is_paused"],
         "leases_expired": pauses["leases_expired"],
+        "scrubs": dict(gate.scrubs.results),
+        "weights_differ": gate.scrubs.differs,
     }

@@ -21,6 +21,7 @@ from vllm.inflight.engine.pause import Pauses
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.reply import enveloped
 from vllm.inflight.engine.rollback import Rollbacks
+from vllm.inflight.engine.scrubs import Scrubs
 from vllm.inflight.engine.served import Served
 from vllm.inflight.engine.sleep import Sleep
 from vllm.inflight.engine.turn import Turns
@@ -63,6 +64,7 @@ class Gate:
         self.turns = Turns(self.rouse)
         self.sleep = Sleep(core, self)
         self.rollbacks = Rollbacks(core, self)
+        self.scrubs = Scrubs(core, self)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
         if self.lockstep.is_kept and not self.ranks.is_reversible:
             self.ranks.reason = "engines that step together need a way back"
@@ -170,7 +172,7 @@ class Gate:
         before = self.served.before
         previous = None if before is None else before.to_dict()
         state = {"previous": previous, "weights": self.sleep.weights}
-        return self.version.to_dict() | state
+        return self.version.to_dict() | state | {"scrub": self.scrubs.state()}
 
     def rename(self, body: dict[str, Any]) -> dict[str, Any]:
         """Call the weights served something else: a version without bytes."""
@@ -200,6 +202,7 @@ class Gate:
 
     def close(self) -> None:
         """End the watch and give the board back."""
+        self.scrubs.close()
         self.pauses.close()
         self.lockstep.disarm(EngineFault("the engine has been shut down"))
         self.updates.close()
@@ -259,6 +262,8 @@ _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "resume": lambda gate, body: gate.pauses.resume(body.get("owner")),
     "paused": lambda gate, body: gate.pauses.state(),
     "metrics": counts.told,
+    "health": lambda gate, body: {"scrub": gate.scrubs.state()},
+    "verify": lambda gate, body: gate.scrubs.verify(body),
     "undo": lambda gate, body: gate.rollbacks.undo(body),
     **doors.CALLS,
 }

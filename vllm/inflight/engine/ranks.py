@@ -126,13 +126,15 @@ class Ranks:
         """
         if not self._hears:
             self.require_staging()
+        self._send("inflight_order", serial, order, payload)
+
+    def _send(self, method: str, *args: Any) -> None:
+        """Call every rank without waiting for what it replies."""
         self._unread = [reply for reply in self._unread if not reply.done()]
         if len(self._unread) >= MOST_UNREAD:
             # Nobody steps, so nobody else reads; then nothing is in flight either.
             self._unread.pop(0).result()
-        reply = self._executor.collective_rpc(
-            "inflight_order", args=(serial, order, payload), non_block=True
-        )
+        reply = self._executor.collective_rpc(method, args=args, non_block=True)
         if self._kind.is_ordered:
             self._unread.append(reply)  # of others, Ray keeps as many as there are
 
@@ -156,6 +158,14 @@ class Ranks:
 
         """
         self._call("inflight_drowse", level)
+
+    def scrub(self, move: str) -> list[Any]:
+        """Make one move of a scrub on every rank; see `Stager.scrub`."""
+        return self._call("inflight_scrub", move)
+
+    def scrub_slice(self) -> None:
+        """Have every rank read a slice, without waiting for it."""
+        self._send("inflight_scrub", "slice")
 
     def flip(self) -> float:
         """Exchange live and staged weights on every rank, or on none.

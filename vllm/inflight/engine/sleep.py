@@ -27,7 +27,7 @@ WEIGHTS = "weights"
 """Upstream's name of this part of the memory."""
 
 FILLING = ("begin", "receive", "seal", "commit", "rollback", "undo")
-READING = ("checksums", "rows", "rename")
+READING = ("checksums", "rows", "rename", "verify")
 """Control calls that put weights into the memory, and that read or name those there."""
 
 WORKER_FILLING = ("reload_weights", "reset_weights")

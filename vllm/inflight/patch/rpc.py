@@ -60,6 +60,11 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
     return answered(read)
 
 
+def inflight_scrub(self: Any, move: str) -> dict[str, Any]:
+    """Make one move of a scrub of what this rank serves; see `Stager.scrub`."""
+    return answered(lambda: self._inflight_stager.scrub(move))
+
+
 def inflight_adapter(self: Any, move: str, request: Any) -> dict[str, Any]:
     """Make one move of loading an adapter; see commit/adapter.py."""
     from vllm.inflight.commit import adapter
@@ -87,5 +92,6 @@ PATCHES = [
     _added(inflight_order, "orders for the staging thread return at once"),
     _added(inflight_flip, "the one RPC of a commit"),
     _added(inflight_adapter, "an adapter is loaded on every rank or on none"),
+    _added(inflight_scrub, "what is served is compared with what was committed"),
     _added(inflight_read, "weights can be compared with a trainer's, rank by rank"),
 ]

@@ -115,7 +115,11 @@ class Plan:
 
     def __init__(self, *, is_replayed: bool = True) -> None:
         self.is_replayed = is_replayed
+        self.number = 0
+        """Changes whenever the entries do."""
         self._entries: dict[str, Entry] = {}
+        self._names: dict[str, set[str]] = {}
+        """Parameter → the tensors that are recorded to write into it."""
         self._refused: set[str] = set()
 
     def __len__(self) -> int:
@@ -160,6 +164,10 @@ class Plan:
         home = None if entry is None else entry.home
         return home is not None and home.tensor is tensor
 
+    def names_of(self, param: str) -> Iterable[str]:
+        """The tensors that are recorded to write into a parameter, in order."""
+        return sorted(self._names.get(param, ()))
+
     def filled_by(self, name: str) -> Iterable[str]:
         """The parameters that are written when such a tensor comes."""
         entry = self._entries.get(name)
@@ -178,18 +186,36 @@ class Plan:
             nothing = torch.empty(0, device="cpu")
             entry.copies = [c._replace(target=nothing) for c in entry.copies]
             entry.zeros = [z._replace(target=nothing) for z in entry.zeros]
+        self._drop(name)
+        self.number += 1
         self._entries[name] = entry
+        for param in entry.params:
+            self._names.setdefault(param, set()).add(name)
+
+    def prove(self, entries: Iterable[Entry]) -> None:
+        """Replay these from now on."""
+        for entry in entries:
+            entry.is_proved = True
+            self.number += 1
 
     def refuse(self, names: Iterable[str]) -> None:
         """Forget what was recorded of tensors, for good."""
         for name in names:
             self._refused.add(name)
-            self._entries.pop(name, None)
+            self._drop(name)
 
     def forget(self) -> None:
         """Forget everything, and replay nothing from now on."""
         self.is_replayed = False
+        self.number += 1
         self._entries.clear()
+        self._names.clear()
+
+    def _drop(self, name: str) -> None:
+        if (entry := self._entries.pop(name, None)) is not None:
+            self.number += 1
+            for param in entry.params:
+                self._names[param].discard(name)
 
 
 def overlapping(filled: Iterable[tuple[str, View]]) -> set[str]:

@@ -83,8 +83,7 @@ class Proof:
             proved = self._proves(batch)
             # One that is wrong may have spoilt the others: each is asked alone.
             good = batch if proved else [each for each in batch if self._proves([each])]
-            for _, entry in good:
-                entry.is_proved = True
+            self._plan.prove(entry for _, entry in good)
             wrong |= {name for name, entry in batch if not entry.is_proved}
             self._plan.refuse(wrong)
         if wrong:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.stage.board import Board
-from vllm.inflight.stage.content import Content
+from vllm.inflight.stage.content import Content, Facts
 from vllm.inflight.stage.drift import drift
 from vllm.inflight.stage.job import Job
 from vllm.inflight.stage.pace import undirected
+from vllm.inflight.stage.scrub import Digests, Layout, Scrub, marks_of
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.steps import Steps
 from vllm.inflight.wire.engine import StagedEngine
@@ -54,6 +56,11 @@ class Stager:
         self._flip: Flip | None = None
         self._contents: list[Content | None] = [None, None]
         """Of what is served, and of the other set; None where it is not known."""
+        self._marks: list[Digests | None] = [None, None]
+        """Of both, the digests of parameters that are no copies; see scrub.py."""
+        self._scrub: Scrub | None = None
+        self._layout: Layout | None = None
+        """Where what is served, if that was asked or a version was staged."""
         self._board: Board | None = None
         self._job: Job | None = None
         self._num_kept = 0
@@ -140,13 +147,13 @@ class Stager:
     def open(self) -> None:
         """The second set is about to be written over: there is no way back."""
         self._flip = None
-        self._contents[1] = None
+        self._contents[1] = self._marks[1] = None
 
     def forget(self, *, served: bool) -> None:
         """The second set is given back, and with `served` what is served as well."""
         self.open()
         if served:
-            self._contents[0] = None
+            self._contents[0] = self._marks[0] = self._scrub = None
 
     def let_go(self) -> None:
         """Return when nothing is at work on the second set.
@@ -174,6 +181,9 @@ class Stager:
         """
         self._flip = self._pair(self.shadow)
         self._contents[1] = content
+        module = self.shadow.module
+        assert module is not None
+        self._marks[1] = marks_of(self._where(), module, self._facts(content))
         self._settle_garbage()
         if self.served is None or content is None:
             return None
@@ -204,7 +214,46 @@ class Stager:
         if not self.shadow.is_reversible:
             self.shadow.behind.clear()  # the one set was copied over the other
         self._contents.reverse()
+        self._marks.reverse()
+        self._scrub = None
         return seconds
+
+    def scrub(self, move: str) -> Any:
+        """One move of a scrub of what is served, between two steps; see scrub.py.
+
+        Args:
+            move: `begin` replies with the number of slices; `slice` reads one; `result`
+                replies with what was found, or None if what is served has changed.
+
+        """
+        with torch.cuda.stream(self.steps.stream):  # of None: the current one
+            if move == "begin":
+                facts = self._facts(self._contents[0])
+                self._scrub = Scrub(self._where(), facts, self._marks[0])
+                return self._scrub.num_slices
+            if self._scrub is None:
+                return None
+            if move == "slice":
+                return self._scrub.slice()
+            found = self._scrub.result()
+            marks = found.pop("marks")
+            if self._marks[0] is None:
+                self._marks[0] = marks  # of the start: what comes later is compared
+            self._scrub = None
+            return found
+
+    def _where(self) -> Layout:
+        """Where what is served; worked out again when the plan has changed."""
+        if self._layout is None or self._layout.plan_number != self.shadow.plan.number:
+            self._layout = Layout(self.shadow)
+        return self._layout
+
+    def _facts(self, content: Content | None) -> Mapping[str, Facts]:
+        """Of a version; none if its tensors were not digested."""
+        config = InflightConfig.of(self.worker.vllm_config)
+        if content is None or config.verify != "digest":
+            return {}
+        return content.facts
 
     def close(self) -> None:
         """End the job and let the board go."""
