@@ -4,6 +4,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from tests.engine.transport import Extension
 from vllm.inflight.stage import pace
 
@@ -28,3 +30,10 @@ class Listening(Extension):
         """The rests since this was asked last."""
         rests, RESTS[:] = RESTS[:], []
         return rests
+
+    def tests_spoil(self) -> None:
+        """Change a bit of what the second rank alone has, and of a copy; or back."""
+        if self.rank == 1:
+            for name in ("embed_tokens.weight", "norm.weight"):
+                param = self.model_runner.model.model.get_parameter(name)
+                param.data.view(-1).view(torch.int16)[3] ^= 1

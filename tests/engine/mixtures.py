@@ -72,10 +72,20 @@ def equals_fresh_engines(
     commits_and_rollbacks(llm, before, after, expected, rounds=rounds)
     llm.update_weights_from_disk(str(after), "after")
     assert checksums(llm) == whole
+    scrubbed(llm)
     llm.rollback_weights()
     some = part(after, odd, root / "part")
     llm.update_weights_from_disk(some, "odd", subset=odd)
     assert greedy(llm) == expected_mixture
+    scrubbed(llm)
+
+
+def scrubbed(llm: Any) -> None:
+    """Assert that what is served is what the digest of its label says, all of it."""
+    found = llm.verify_weights()
+    assert found["result"] == "equal", found
+    assert found["num_tensors"] > 0
+    assert found["unknown"] == []
 
 
 def behind(llm: Any) -> set[str]:

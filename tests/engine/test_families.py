@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.census import census
-from tests.engine.mixtures import mixed, part, said
+from tests.engine.mixtures import mixed, part, said, scrubbed
 from tests.engine.probe import greedy
 from tests.families import FAMILIES, UNPROVED, WANT_TORCHVISION, cpu_options
 
@@ -53,6 +53,7 @@ def test_a_family_equals_a_fresh_engine_after_commits_rollbacks_and_a_subset(
         assert said(llm) == before
         llm.update_weights_from_disk(some, "odd", subset=odd)
         assert said(llm) == fresh_mixture
+        scrubbed(llm)
         llm.rollback_weights()
     llm.update_weights_from_disk(str(new), "new")
     said_last, last = told(llm)

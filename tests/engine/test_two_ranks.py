@@ -24,6 +24,16 @@ def test_two_ranks_commit_together_and_equal_a_fresh_engine(
     assert seen["after commit"] == seen["expected"] != seen["before"]
 
 
+def test_what_two_ranks_serve_adds_up_to_what_was_announced(
+    seen: dict[str, Any],
+) -> None:
+    whole, spoilt = seen["scrubbed"]
+    assert (whole["result"], whole["num_tensors"]) == ("equal", 25)
+    assert (whole["num_parameters"], whole["unknown"]) == (0, [])
+    # A part that only the second rank has, and one that the first has as well.
+    assert spoilt["different"] == ["model.embed_tokens.weight", "model.norm.weight"]
+
+
 def test_two_ranks_roll_back_together(seen: dict[str, Any]) -> None:
     assert seen["after rollback"] == seen["before"]
 

@@ -71,6 +71,10 @@ def main(old: str, new: str) -> None:
     seen["after larger"] = greedy(llm)
     seen["whole"] = send(llm)
     seen["after commit"] = greedy(llm)
+    seen["scrubbed"] = [llm.verify_weights()]
+    llm.collective_rpc("tests_spoil")
+    seen["scrubbed"].append(llm.verify_weights())
+    llm.collective_rpc("tests_spoil")
     llm.rollback_weights()
     seen["after rollback"] = greedy(llm)
     with tempfile.TemporaryDirectory() as root:

@@ -154,7 +154,11 @@ class Layout:
             if entry is None or (plan.is_replayed and not entry.is_proved):
                 continue
             for copied in entry.copies:
-                if copied.param == param and copied.is_exact:
+                if (
+                    copied.param == param
+                    and copied.is_exact
+                    and not _repeats(copied.part)
+                ):
                     parts.append((name, copied.view, copied.part))
             zeros += [zeroed.view for zeroed in entry.zeros if zeroed.param == param]
         return parts, zeros
@@ -168,6 +172,12 @@ def _form(shadow: Shadow, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
     entry = shadow.plan.known(name)
     assert entry is not None
     return entry.dtype, tuple(entry.shape)
+
+
+def _repeats(part: View) -> bool:
+    """Whether an element of a tensor is in a part of it more than once."""
+    _, shape, stride = part
+    return any(n > 1 and not step for n, step in zip(shape, stride, strict=True))
 
 
 def _mark(held: Mapping[View, object]) -> int:
