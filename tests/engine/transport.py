@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from tests.engine.oracle import Oracle
 from tests.waiting import until
 
 
@@ -117,7 +118,7 @@ def _is_first(file: str | None) -> bool:
     return True
 
 
-class Extension:
+class Extension(Oracle):
     """Importing this module has registered the transport."""
 
     def tests_probe(self) -> Any:
