@@ -87,9 +87,9 @@ def scrubbed(llm: Any) -> None:
     """Assert that what is served is what the digest of its label says, all of it."""
     found = llm.verify_weights()
     assert found["result"] == "equal", found
-    assert found["unknown"] == []
-    # Of a subset on top of the start nobody knows the digest.
-    assert found["num_tensors"] > 0 or found["digest"] is None
+    if found["digest"] is not None:  # of a subset on top of the start nobody knows it
+        assert found["num_tensors"] > 0
+        assert found["unknown"] == []
 
 
 def behind(llm: Any) -> set[str]:
