@@ -124,9 +124,8 @@ def test_every_kind_of_loader_that_copies_is_read_back():
         assert found == 1
         result = sets.stager.scrub("result")
         told = judged([result])
-        casts = {"narrowed", "widened"}
-        repeats = {"spread"}
-        copied = MAPPED - casts - repeats
+        # What lost bits on its way, or is there many times over, is no copy.
+        copied = MAPPED - {"narrowed", "spread"}
         assert set(result["names"]) >= copied
         assert told["result"] == "equal"
         assert told["num_tensors"] == len(copied)

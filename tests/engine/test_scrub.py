@@ -196,9 +196,13 @@ def test_there_are_mapped_and_unmapped_parameters_in_a_model(
             lambda w: [n for n, _ in w.model_runner.model.named_parameters()]
         )
         name = next(name for name in served[0] if re.search(derived, name))
-        llm.collective_rpc(
-            lambda w, name: w.model_runner.model.get_parameter(name).data.mul_(2),
-            args=(name,),
-        )
+        scale(llm, name, 2)
         # Where a half is a view of the weight, the tensor is not what it was, either.
         assert name in llm.verify_weights()["different"]
+        scale(llm, name, 0.5)
+
+
+def scale(llm: Any, name: str, factor: float) -> None:
+    llm.collective_rpc(
+        lambda worker: worker.model_runner.model.get_parameter(name).data.mul_(factor)
+    )

@@ -93,10 +93,7 @@ class Layout:
         self.device = shadow.device
         self.num_rows = 0
         self._shadow = shadow
-        self.places = [
-            self._place(name, layer, key)
-            for name, layer, key, _ in parameters(shadow.live)
-        ]
+        self.places = [self._place(*each) for each in parameters(shadow.live)]
         parts: dict[str, dict[View, list[int]]] = {}
         for place in self.places:
             for row, name, _, part in place.parts:
@@ -131,12 +128,14 @@ class Layout:
         )
         """What the bytes of each tensor add to its digest, whatever they are."""
 
-    def _place(self, name: str, layer: torch.nn.Module, key: str) -> Place:
+    def _place(
+        self, name: str, layer: torch.nn.Module, key: str, param: torch.Tensor
+    ) -> Place:
         place = Place(name, layer, key, self._row())
         shape = self._shadow.required.get(name)
         if shape is None or experts.is_packed(layer):
             return place  # it is derived, or was processed out of what was loaded
-        parts, zeros = self._filled(name)
+        parts, zeros = self._filled(name, param.dtype)
         views = [*(view for _, view, _ in parts), *zeros]
         is_all = sum(prod(size) for _, size, _ in views) == shape.numel()
         if parts and is_all and are_apart(views):
@@ -145,8 +144,10 @@ class Layout:
             place.shape = shape
         return place
 
-    def _filled(self, param: str) -> tuple[list[tuple[str, View, View]], list[View]]:
-        """The parts of a parameter, and its zeros, as far as bits were copied."""
+    def _filled(
+        self, param: str, dtype: torch.dtype
+    ) -> tuple[list[tuple[str, View, View]], list[View]]:
+        """The parts of a parameter, and its zeros, as far as nothing was lost."""
         parts, zeros = [], []
         plan = self._shadow.plan
         for name in plan.names_of(param):
@@ -154,11 +155,8 @@ class Layout:
             if entry is None or (plan.is_replayed and not entry.is_proved):
                 continue
             for copied in entry.copies:
-                if (
-                    copied.param == param
-                    and copied.is_exact
-                    and not _repeats(copied.part)
-                ):
+                is_kept = copied.is_exact or is_lossless(entry.dtype, dtype)
+                if copied.param == param and is_kept and not _repeats(copied.part):
                     parts.append((name, copied.view, copied.part))
             zeros += [zeroed.view for zeroed in entry.zeros if zeroed.param == param]
         return parts, zeros
@@ -172,6 +170,12 @@ def _form(shadow: Shadow, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
     entry = shadow.plan.known(name)
     assert entry is not None
     return entry.dtype, tuple(entry.shape)
+
+
+def is_lossless(kept: torch.dtype, wider: torch.dtype) -> bool:
+    """Whether a number that was cast can be cast back to what it was."""
+    is_float = kept.is_floating_point and wider.is_floating_point
+    return is_float and torch.promote_types(kept, wider) is wider
 
 
 def _repeats(part: View) -> bool:
@@ -219,6 +223,7 @@ class Scrub:
         self._copies = copies(layout, facts)
         self._sums = Sums(layout.device, layout.num_rows)
         self._slices = list(_slices(layout.places, layout.device))
+        self._forms = dict(zip(layout.names, layout.forms, strict=True))
         self._wrong: set[str] = set()
 
     @property
@@ -238,7 +243,7 @@ class Scrub:
                 logger.error("scrub: %s: %s", place.param, error)
                 self._wrong.add(place.param)
                 continue
-            self._sums.read(place, tensor, is_copy=is_copy)
+            self._sums.read(place, tensor, self._forms if is_copy else None)
         self._sums.flush()
 
     def result(self) -> dict[str, Any]:
@@ -373,14 +378,28 @@ class Sums:
         """Address, number of chunks, number of the first, and row."""
         self._scratch: torch.Tensor | None = None
 
-    def read(self, place: Place, tensor: torch.Tensor, *, is_copy: bool) -> None:
-        """Add what a parameter holds: part by part, or as it is."""
-        if not is_copy:
+    def read(
+        self,
+        place: Place,
+        tensor: torch.Tensor,
+        forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] | None,
+    ) -> None:
+        """Add what a parameter holds: as it is, or part by part.
+
+        Args:
+            place: of the parameter.
+            tensor: what it holds.
+            forms: dtype and shape of the tensors that it has parts of; None if it is
+                no copy.
+
+        """
+        if forms is None:
             self.add_whole(place.row, tensor)
             return
         first = int(tensor.storage_offset())
-        for row, _, (offset, shape, stride), part in place.parts:
-            self.add(row, tensor.as_strided(shape, stride, first + offset), part)
+        for row, name, (offset, shape, stride), part in place.parts:
+            held = tensor.as_strided(shape, stride, first + offset)
+            self.add(row, held.to(forms[name][0]), part)
         for row, (offset, shape, stride) in place.zeros:
             self.add_whole(row, tensor.as_strided(shape, stride, first + offset))
 
