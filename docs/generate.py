@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from docs import signatures
+from docs.families import families
 from docs.tables import code, first_line, table
 from vllm.inflight import cli, patch
 from vllm.inflight.api.flags import GROUP, add_flags
@@ -192,6 +193,7 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "errors.md": [errors],
     "how-it-works.md": [moves],
     "http.md": [routes],
+    "models.md": [families],
     "patches.md": [patches],
     "pausing.md": [pauses],
     "python.md": [

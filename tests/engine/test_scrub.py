@@ -176,6 +176,19 @@ def test_what_is_scrubbed_regularly_alarms(
     assert not waits_for("equal")["weights_differ"]
 
 
+def test_every_commit_is_read_back_where_that_was_asked_for(
+    start: Callable[..., Any], folders: tuple[Path, Path]
+) -> None:
+    llm = start(folders[0], additional_config={"inflight": {"verify": "served"}})
+    for label in ("a", "b"):
+        llm.update_weights_from_disk(str(folders[1]), label)
+        deadline = time.monotonic() + 60
+        while (found := llm.weight_info()["scrub"]) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert (found["result"], found["weight_version"]) == ("equal", label)
+
+
 def test_there_are_mapped_and_unmapped_parameters_in_a_model(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:

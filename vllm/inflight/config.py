@@ -121,9 +121,10 @@ class InflightConfig:
     verify: str = _knob(
         "digest",
         "'digest': compute the content digest of every tensor, compare it with "
-        "the manifest's and refuse NaN and Inf. 'off': check names, shapes, "
-        "dtypes and completeness only.",
-        choices=("digest", "off"),
+        "the manifest's and refuse NaN and Inf. 'served': that, and after every commit "
+        "read back what is served, beside decoding, as at each scrub_interval_s. "
+        "'off': check names, shapes, dtypes and completeness only.",
+        choices=("digest", "served", "off"),
     )
 
     scrub_interval_s: float = _knob(

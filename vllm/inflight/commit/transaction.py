@@ -42,6 +42,8 @@ class Update:
     """What every rank staged, once they agree."""
     num_bytes: int = 0
     """Staged on all ranks together."""
+    num_replayed: int = 0
+    """Tensors that ranks load by their records, not by their loaders; see plan.py."""
     spent: dict[str, float] = field(default_factory=dict)
     """Of staging, the most seconds that a rank spent on each of `SPENT`."""
     drift: dict[str, Any] | None = None

@@ -151,6 +151,7 @@ class Gate:
             treated = self.pauses.treat(mode, flush_cache=flush_cache)
             update.result |= self.counts.treated(treated)
             self.sleep.filled()
+            self.scrubs.committed(update)
             logger.info(
                 "weights %r (epoch %d) are live: %.3f s after the start of the "
                 "update, gap %.2f ms",

@@ -20,8 +20,9 @@ from typing import Any, Self
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.commit.transaction import Update
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import EngineFault
+from vllm.inflight.errors import EngineAsleep, EngineFault
 
 DIFFERENT = "different"
 PAUSE_S = 0.05
@@ -37,9 +38,12 @@ class Scrubs:
     """Those of one engine core."""
 
     def __init__(self, core: Any, gate: Any) -> None:
-        self._core = core
+        config = InflightConfig.of(core.vllm_config)
         self._gate = gate
-        self._interval_s = InflightConfig.of(core.vllm_config).scrub_interval_s
+        self._interval_s = config.scrub_interval_s
+        self._is_always_due = config.verify == "served"
+        self._num_relied_on = 0
+        """Records of loaders that served versions relied on, and a scrub has seen."""
         self._lock = threading.Lock()
         self._waiting: list[Future[Result]] = []
         self._thread: threading.Thread | None = None
@@ -67,6 +71,19 @@ class Scrubs:
             self._ensure_thread()
         self._wake.set()
         return future
+
+    def committed(self, update: Update) -> None:
+        """A version is served: scrub it if that was asked for, or is due.
+
+        It is due when the version was loaded by records (plan.py) that none before was
+        loaded by: that they are right has been proved, and now it is seen.
+        """
+        is_new = update.num_replayed > self._num_relied_on
+        if is_new or self._is_always_due:
+            self._num_relied_on = update.num_replayed
+            with self._lock:
+                self._ensure_thread()
+            self._wake.set()
 
     def state(self) -> Result | None:
         """What the last scrub found; None if what it read is not served any more."""
@@ -117,32 +134,36 @@ class Scrubs:
 
     def _scrub(self, waiting: list[Future[Result]]) -> None:
         try:
-            result = self._once(is_hurried=bool(waiting))
+            result = self._once(PAUSE_S if not waiting else 0.0)
+            while result is None and waiting:
+                if self._is_closed:
+                    raise EngineFault("the engine has been shut down")
+                result = self._once(0.0)
         except Exception as error:
-            if not waiting:
+            if not waiting and not isinstance(error, EngineAsleep):
                 logger.warning("the weights served could not be scrubbed: %s", error)
             for future in waiting:
                 future.set_exception(error)
             return
         for future in waiting:
+            assert result is not None
             future.set_result(result)
 
-    def _once(self, *, is_hurried: bool) -> Result:
-        """One scrub; again from the start if what is served changes meanwhile."""
-        while not self._is_closed:
-            began = time.monotonic()
-            version = self._between_steps(self._begin)
-            num_slices = version.pop("num_slices")
-            for _ in range(num_slices):
-                if not is_hurried:
-                    time.sleep(PAUSE_S)
-                self._between_steps(self._gate.ranks.scrub_slice)
-            result = self._between_steps(partial(self._end, version))
-            if result is not None:
-                result["seconds"] = round(time.monotonic() - began, 3)
-                self._tell(result)
-                return result
-        raise EngineFault("the engine has been shut down")
+    def _once(self, pause_s: float) -> Result | None:
+        """One scrub; None if what is served has changed meanwhile."""
+        began = time.monotonic()
+        version = self._between_steps(self._begin)
+        for _ in range(version.pop("num_slices")):
+            if self._is_closed:
+                return None
+            if pause_s:
+                time.sleep(pause_s)
+            self._between_steps(self._gate.ranks.scrub_slice)
+        result: Result | None = self._between_steps(partial(self._end, version))
+        if result is not None:
+            result["seconds"] = round(time.monotonic() - began, 3)
+            self._tell(result)
+        return result
 
     def _between_steps(self, call: Callable[[], Any]) -> Any:
         turns = self._gate.turns

@@ -175,6 +175,7 @@ class Watch:
             else:
                 update.digest = digest
                 update.num_bytes = sum(notice.get("bytes", 0) for notice in notices)
+                update.num_replayed = max(n.get("replayed", 0) for n in notices)
                 for part in SPENT:
                     spent = [n[f"{part}_s"] for n in notices if f"{part}_s" in n]
                     if spent:

@@ -79,6 +79,8 @@ class Intake:
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""
         self.num_bytes = 0
+        self.num_in_place = 0
+        """Tensors that were received where they end up."""
 
     @property
     def is_partial(self) -> bool:
@@ -162,6 +164,7 @@ class Intake:
             if self._accept(name, tensor):
                 accepted.append((name, tensor))
                 self.num_bytes += tensor.nbytes
+                self.num_in_place += self._shadow.plan.is_home(name, tensor)
         self._sampler.add(accepted)
         if self._verify and accepted and accepted[0][1].is_cuda:
             # Judged with the verdict: asking now would wait for the GPU.

@@ -145,7 +145,7 @@ class Job(threading.Thread):
         self._intake = Intake(
             self._shadow,
             manifest,
-            verify=self._config.verify == "digest",
+            verify=self._config.verify != "off",
             allow_nonfinite=payload["allow_nonfinite"],
             cancelled=self._is_cancelled,
             progress=self._progress,
@@ -210,6 +210,8 @@ class Job(threading.Thread):
             "digest": digest if whole is sent else whole and whole.digest(),
             "unfilled": intake.unfilled,
             "bytes": intake.num_bytes,
+            "replayed": shadow.plan.num_proved,
+            "in_place": intake.num_in_place,
         }
 
     def _between(self, num_carried: int) -> None:

@@ -251,7 +251,7 @@ class Stager:
     def _facts(self, content: Content | None) -> Mapping[str, Facts]:
         """Of a version; none if its tensors were not digested."""
         config = InflightConfig.of(self.worker.vllm_config)
-        if content is None or config.verify != "digest":
+        if content is None or config.verify == "off":
             return {}
         return content.facts
 
