@@ -19,7 +19,7 @@ from vllm.inflight._digest_reference import row_major
 from vllm.inflight.engine.scrubs import judged
 from vllm.inflight.stage import scrub
 from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.scrub import Sums
+from vllm.inflight.stage.scrub import Reading, Scratch, Sums
 
 HOST = torch.device("cpu")
 
@@ -61,9 +61,10 @@ def values(digest: ops.Digest, tensor: torch.Tensor) -> ops.Digest:
 @given(parts())
 def test_parts_wherever_they_lie_add_up_to_the_digest_of_the_whole(made):
     whole, pieces = made
-    sums = Sums(HOST, 1)
+    sums, reading = Sums(HOST, 1), Reading(Scratch(HOST))
     for tensor, part in pieces:
-        sums.add(0, tensor, part)
+        reading.add(0, tensor, part, tensor.dtype)
+    reading.run(sums)
     found = ops.Digest(*(n % 2**64 for n in sums.results()[0].tolist()))
     assert found == values(ops.digest([whole])[0], whole)
 
@@ -91,10 +92,12 @@ def check_kernel() -> None:
         }
         for name, pieces in cases.items():
             for is_dense_allowed in (True, False):
-                sums = Sums(HOST, 2)
+                sums, reading = Sums(HOST, 2), Reading(Scratch(HOST))
                 for tensor, part in pieces:
-                    if not (is_dense_allowed and sums._add_dense(1, tensor, part)):
-                        sums._add_scattered(1, tensor, part)
+                    if not (is_dense_allowed and reading._add_dense(1, tensor, part)):
+                        reading._add_scattered(1, tensor, part, dtype)
+                reading.close()
+                reading.run(sums)
                 rows = sums.results()
                 found = ops.Digest(*(n % 2**64 for n in rows[1].tolist()))
                 assert found == values(ops.digest([whole])[0], whole), (name, dtype)

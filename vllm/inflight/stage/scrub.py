@@ -44,6 +44,10 @@ logger = upstream.init_logger(__name__)
 
 Digests = dict[str, ops.Digest]
 """By parameter."""
+Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of checkpoint tensors."""
+Copying = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Scratch memory, a view of it, and what is copied there."""
 
 
 @dataclass(slots=True)
@@ -127,6 +131,34 @@ class Layout:
             )
         )
         """What the bytes of each tensor add to its digest, whatever they are."""
+
+        self._copies: set[str] | None = None
+        self._slices: list[Slice] = []
+        self._scratch = Scratch(self.device)
+
+    def slices(self, copied: set[str]) -> list[Slice]:
+        """What a scrub reads, a slice at a time, where these parameters are copies.
+
+        Worked out once, and by the thread that stages if there is one: to tell a GPU
+        what to read takes long.
+        """
+        if self._copies == copied and all(each.is_there() for each in self._slices):
+            return self._slices
+        forms = dict(zip(self.names, self.forms, strict=True))
+        most = SLICE_BYTES_OF_HOST if self.device.type == "cpu" else SLICE_BYTES
+        self._copies, self._slices = set(copied), []
+        num_bytes = most
+        for place in self.places:
+            if num_bytes >= most:
+                self._slices.append(Slice(self._scratch))
+                num_bytes = 0
+            param = place.layer._parameters[place.key]
+            assert param is not None
+            num_bytes += param.nbytes
+            self._slices[-1].add(place, forms if place.param in copied else None)
+        for each in self._slices:
+            each.close()
+        return self._slices
 
     def _place(
         self, name: str, layer: torch.nn.Module, key: str, param: torch.Tensor
@@ -222,8 +254,7 @@ class Scrub:
         self._marks = marks
         self._copies = copies(layout, facts)
         self._sums = Sums(layout.device, layout.num_rows)
-        self._slices = list(_slices(layout.places, layout.device))
-        self._forms = dict(zip(layout.names, layout.forms, strict=True))
+        self._slices = list(layout.slices(self._copies))
         self._wrong: set[str] = set()
 
     @property
@@ -233,18 +264,8 @@ class Scrub:
 
     def slice(self) -> None:
         """Read the next slice; on a GPU, have the current stream read it."""
-        for place in self._slices.pop(0) if self._slices else ():
-            is_copy = place.param in self._copies
-            try:
-                tensor = place.tensor()
-                if is_copy and tensor.shape != place.shape:
-                    raise EngineFault(f"{place.param} has another shape than it had")
-            except EngineFault as error:
-                logger.error("scrub: %s: %s", place.param, error)
-                self._wrong.add(place.param)
-                continue
-            self._sums.read(place, tensor, self._forms if is_copy else None)
-        self._sums.flush()
+        if self._slices:
+            self._wrong |= self._slices.pop(0).read(self._sums)
 
     def result(self) -> dict[str, Any]:
         """What was found, once every slice has been read.
@@ -329,8 +350,11 @@ def marks_of(
         if name not in copied and not (key == "weight" and PACKED in vars(layer))
     ]
     sums = Sums(layout.device, len(named))
+    reading = Reading(Scratch(layout.device))
     for row, (_, tensor) in enumerate(named):
-        sums.add_whole(row, tensor)
+        reading.add_whole(row, tensor)
+    reading.close()
+    reading.run(sums)
     rows = sums.results()
     return {name: _digest(row) for (name, _), row in zip(named, rows, strict=True)}
 
@@ -343,120 +367,189 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.to(torch.int64).numpy().tobytes()
 
 
-def _slices(places: list[Place], device: torch.device) -> Iterator[list[Place]]:
-    most = SLICE_BYTES_OF_HOST if device.type == "cpu" else SLICE_BYTES
-    batch: list[Place] = []
-    num_bytes = 0
-    for place in places:
-        param = place.layer._parameters[place.key]
-        assert param is not None
-        batch.append(place)
-        num_bytes += param.nbytes
-        if num_bytes >= most:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
-
-
 class Sums:
     """Sums of parts of tensors, row by row, without what bytes add whatever they are.
 
     On a GPU they stay there until they are asked for, for to ask waits for the GPU.
 
     Args:
-        device: of the engine; what lies on the host is read there.
+        device: of the engine; what lies on the host is added there.
         num_rows: how many sums there are.
 
     """
 
     def __init__(self, device: torch.device, num_rows: int) -> None:
         self._device = device
-        self._rows = torch.zeros(num_rows, 2, dtype=torch.int64, device="cpu")
-        self._sums: torch.Tensor | None = None
-        self._places: list[tuple[int, int, int, int]] = []
-        """Address, number of chunks, number of the first, and row."""
-        self._scratch: torch.Tensor | None = None
+        self._of_host = torch.zeros(num_rows, 2, dtype=torch.int64, device="cpu")
+        self._on_device: torch.Tensor | None = None
 
-    def read(
-        self,
-        place: Place,
-        tensor: torch.Tensor,
-        forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] | None,
-    ) -> None:
-        """Add what a parameter holds: as it is, or part by part.
+    def add(self, row: int, tensor: torch.Tensor, part: View) -> None:
+        """Add a tensor of the host, which is this part of a whole tensor."""
+        offset, shape, stride = part
+        digest = ops.digest_part(tensor, stride, offset)
+        width = tensor.element_size()
+        count = ops.counts_of_part(shape, stride, offset, width)
+        self._of_host[row] += _signed(iter(digest - count))[0]
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """Those that a GPU adds to: int64 [rows, 4], two of them in use."""
+        if self._on_device is None:
+            shape = len(self._of_host), 4
+            made = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            self._on_device = made
+        return self._on_device
+
+    def results(self) -> torch.Tensor:
+        """Every row: int64 [rows, 2], on the host."""
+        if self._on_device is None:
+            return self._of_host
+        return self._of_host + self._on_device[:, :2].cpu()
+
+
+class Slice:
+    """Parameters that are read between two steps."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._reading = Reading(scratch)
+        self._of_host: list[tuple[Place, Forms | None]] = []
+        """What is asked for at each scrub: packed weights are not where they were."""
+        self._addresses: list[tuple[torch.Tensor, int]] = []
+
+    def add(self, place: Place, forms: Forms | None) -> None:
+        """Read a parameter too; part by part if it is a copy of tensors.
 
         Args:
             place: of the parameter.
-            tensor: what it holds.
-            forms: dtype and shape of the tensors that it has parts of; None if it is
-                no copy.
+            forms: dtype and shape of the tensors it has parts of; None if it is none.
 
         """
-        if forms is None:
-            self.add_whole(place.row, tensor)
+        param = place.layer._parameters[place.key]
+        assert param is not None
+        if not param.is_cuda:
+            self._of_host.append((place, forms))
             return
-        first = int(tensor.storage_offset())
-        for row, name, (offset, shape, stride), part in place.parts:
-            held = tensor.as_strided(shape, stride, first + offset)
-            self.add(row, held.to(forms[name][0]), part)
-        for row, (offset, shape, stride) in place.zeros:
-            self.add_whole(row, tensor.as_strided(shape, stride, first + offset))
+        self._addresses.append((param, param.data_ptr()))
+        for row, tensor, part in _parts(place, param.data, forms):
+            if part is None:
+                self._reading.add_whole(row, tensor)
+            else:
+                self._reading.add(row, tensor, *part)
 
-    def add(self, row: int, tensor: torch.Tensor, part: View) -> None:
-        """Add `tensor`, which is this part of a whole tensor."""
-        offset, shape, stride = part
+    def close(self) -> None:
+        """That is all of them."""
+        self._reading.close()
+
+    def is_there(self) -> bool:
+        """Whether what is read lies where it did when it was added."""
+        return all(param.data_ptr() == at for param, at in self._addresses)
+
+    def read(self, sums: Sums) -> set[str]:
+        """Add all of it; returns the parameters that are in two forms, not the same."""
+        self._reading.run(sums)
+        odd = set()
+        for place, forms in self._of_host:
+            try:
+                tensor = place.tensor()
+                if forms is not None and tensor.shape != place.shape:
+                    raise EngineFault(f"{place.param} has another shape than it had")
+            except EngineFault as error:
+                logger.error("scrub: %s: %s", place.param, error)
+                odd.add(place.param)
+                continue
+            reading = Reading(self._scratch)
+            for row, each, part in _parts(place, tensor, forms):
+                if part is None:
+                    reading.add_whole(row, each)
+                else:
+                    reading.add(row, each, *part)
+            reading.run(sums)
+        return odd
+
+
+def _parts(
+    place: Place, tensor: torch.Tensor, forms: Forms | None
+) -> Iterator[tuple[int, torch.Tensor, tuple[View, torch.dtype] | None]]:
+    """(row, tensor, which part of which dtype it is) of all that is in a parameter."""
+    if forms is None:
+        yield place.row, tensor, None
+        return
+    first = int(tensor.storage_offset())
+    for row, name, (offset, shape, stride), part in place.parts:
+        held = tensor.as_strided(shape, stride, first + offset)
+        yield row, held, (part, forms[name][0])
+    for row, (offset, shape, stride) in place.zeros:
+        yield row, tensor.as_strided(shape, stride, first + offset), None
+
+
+class Reading:
+    """Reads tensors into sums, as often as it is run; prepared once.
+
+    Args:
+        scratch: of the device of the tensors.
+
+    """
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._of_host: list[tuple[int, torch.Tensor, View]] = []
+        self._steps: list[tuple[list[Copying], torch.Tensor]] = []
+        """On a GPU: what is put into scratch memory, and a table of what is read."""
+        self._places: list[tuple[int, int, int, int]] = []
+        """Address, number of chunks, number of the first, and row: not in a table."""
+
+    def add(
+        self, row: int, tensor: torch.Tensor, part: View, dtype: torch.dtype
+    ) -> None:
+        """Read `tensor` too, which is this part of a whole tensor of that dtype."""
         if not tensor.is_cuda:
-            digest = ops.digest_part(tensor, stride, offset)
-            width = tensor.element_size()
-            count = ops.counts_of_part(shape, stride, offset, width)
-            self._rows[row] += _signed(iter(digest - count))[0]
-        elif not self._add_dense(row, tensor, part):
-            self._add_scattered(row, tensor, part)
+            self._of_host.append((row, tensor.to(dtype), part))
+        elif tensor.dtype is not dtype or not self._add_dense(row, tensor, part):
+            self._add_scattered(row, tensor, part, dtype)
 
     def add_whole(self, row: int, tensor: torch.Tensor) -> None:
-        """Add a tensor in the order in which it lies in memory."""
+        """Read a tensor too, in the order in which it lies in memory."""
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         ordered = tensor.permute(order)
         shape = tuple(ordered.shape)
-        self.add(row, ordered, (0, shape, tuple(row_major(shape))))
+        self.add(row, ordered, (0, shape, tuple(row_major(shape))), tensor.dtype)
 
-    def flush(self) -> None:
-        """On a GPU, enqueue what was added since the last call."""
+    def close(self) -> None:
+        """That is all of it; needed on a GPU."""
+        self._end_step([])
+
+    def run(self, sums: Sums) -> None:
+        """Add all of it; on a GPU, have the current stream add it."""
+        for row, tensor, part in self._of_host:
+            sums.add(row, tensor, part)
+        for copying, table in self._steps:
+            from vllm.inflight._digest_triton import add_sums
+
+            for scratch, target, source in copying:
+                scratch.zero_()
+                target.copy_(source)
+            add_sums(table, sums.on_device, 0, page_key(0), (0, 0))
+
+    def _end_step(self, copying: list[Copying]) -> None:
         if not self._places:
             return
-        from vllm.inflight._digest_triton import add_sums, make_table
+        from vllm.inflight._digest_triton import make_table
 
         table = make_table(
             [place[:2] for place in self._places],
-            self._device,
+            self._scratch.device,
             firsts=[place[2] for place in self._places],
             rows=[place[3] for place in self._places],
         )
         self._places = []
         if table is not None:
-            add_sums(table, self._on_device(), 0, page_key(0), (0, 0))
-
-    def results(self) -> torch.Tensor:
-        """Every row: int64 [rows, 2], on the host."""
-        self.flush()
-        if self._sums is None:
-            return self._rows
-        return self._rows + self._sums[:, :2].cpu()
-
-    def _on_device(self) -> torch.Tensor:
-        if self._sums is None:
-            from vllm.inflight._digest_triton import ROW
-
-            shape = len(self._rows), ROW
-            self._sums = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        return self._sums
+            self._steps.append((copying, table))
 
     def _add_dense(self, row: int, tensor: torch.Tensor, part: View) -> bool:
         """Whether it is one run of whole chunks here and there, and is added."""
         offset, shape, stride = part
-        width = tensor.element_size()
-        start = offset * width
+        start = offset * tensor.element_size()
         is_run = tensor.is_contiguous() and all(
             size == 1 or step == expected
             for size, step, expected in zip(
@@ -469,42 +562,66 @@ class Sums:
             self._places.append(place)
         return is_run and aligned
 
-    def _add_scattered(self, row: int, tensor: torch.Tensor, part: View) -> None:
+    def _add_scattered(
+        self, row: int, tensor: torch.Tensor, part: View, dtype: torch.dtype
+    ) -> None:
         """Add a part by way of scratch memory, in which it lies as in its tensor."""
-        width = tensor.element_size()
-        for piece, (offset, shape, stride) in _pieces(tensor, part, PIECE_BYTES):
+        self._end_step([])
+        width = dtype.itemsize
+        for piece, (offset, shape, stride) in _pieces(tensor, part, width):
             first = offset * width // 8 * 8
             last = (offset + span((offset, shape, stride))) * width
             num_bytes = -(-(last - first) // 8) * 8
-            scratch = self._scratch_of(num_bytes)
-            scratch.zero_()
-            whole = scratch.view(tensor.dtype)
-            whole.as_strided(shape, stride, offset - first // width).copy_(piece)
-            self._places.append((scratch.data_ptr(), num_bytes // 8, first // 8, row))
-            self.flush()  # the next piece is put into the same memory
+            scratch = self._scratch.take(num_bytes)
+            whole = scratch.view(dtype)
+            target = whole.as_strided(shape, stride, offset - first // width)
+            place = (scratch.data_ptr(), num_bytes // 8, first // 8, row)
+            self._places.append(place)
+            # The next piece is put into the same memory: it is read before that.
+            self._end_step([(scratch, target, piece)])
 
-    def _scratch_of(self, num_bytes: int) -> torch.Tensor:
-        if self._scratch is None or len(self._scratch) < num_bytes:
+
+class Scratch:
+    """Memory in which parts are put as they lie in their tensors; one at a time.
+
+    Args:
+        device: where it is made, when it is needed.
+
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._data: torch.Tensor | None = None
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """So many bytes of it."""
+        if self._data is None or len(self._data) < num_bytes:
             size = max(num_bytes, PIECE_BYTES)
-            self._scratch = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._scratch[:num_bytes]
+            self._data = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._data[:num_bytes]
 
 
 def _pieces(
-    tensor: torch.Tensor, part: View, most: int
+    tensor: torch.Tensor, part: View, width: int
 ) -> Iterator[tuple[torch.Tensor, View]]:
-    """Cut a tensor, and the part that it is, so that no piece spans more bytes."""
+    """Cut a tensor, and the part that it is, so that no piece spans too much.
+
+    Args:
+        tensor: to be cut.
+        part: which it is.
+        width: bytes of an element of the whole tensor.
+
+    """
     offset, shape, stride = part
     if not tensor.numel():
         return
-    width = tensor.element_size()
     steps = [step if size > 1 else 0 for size, step in zip(shape, stride, strict=True)]
-    if span(part) * width <= most or not any(steps):
+    if span(part) * width <= PIECE_BYTES or not any(steps):
         yield tensor, part
         return
     dim = max(range(len(steps)), key=steps.__getitem__)
     rest = span((offset, (*shape[:dim], 1, *shape[dim + 1 :]), stride))
-    at_once = max(1, 1 + (most // width - rest) // steps[dim])
+    at_once = max(1, 1 + (PIECE_BYTES // width - rest) // steps[dim])
     if at_once >= shape[dim]:
         yield tensor, part
         return
@@ -512,4 +629,4 @@ def _pieces(
         size = min(at_once, shape[dim] - first)
         cut = (*shape[:dim], size, *shape[dim + 1 :])
         piece = tensor.narrow(dim, first, size)
-        yield from _pieces(piece, (offset + first * steps[dim], cut, stride), most)
+        yield from _pieces(piece, (offset + first * steps[dim], cut, stride), width)

@@ -24,7 +24,7 @@ from vllm.inflight.stage.content import Content, Facts
 from vllm.inflight.stage.drift import drift
 from vllm.inflight.stage.job import Job
 from vllm.inflight.stage.pace import undirected
-from vllm.inflight.stage.scrub import Digests, Layout, Scrub, marks_of
+from vllm.inflight.stage.scrub import Digests, Layout, Scrub, copies, marks_of
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.steps import Steps
 from vllm.inflight.wire.engine import StagedEngine
@@ -183,7 +183,9 @@ class Stager:
         self._contents[1] = content
         module = self.shadow.module
         assert module is not None
-        self._marks[1] = marks_of(self._where(), module, self._facts(content))
+        layout, facts = self._where(), self._facts(content)
+        self._marks[1] = marks_of(layout, module, facts)
+        layout.slices(copies(layout, facts))  # decoding would wait for it later
         self._settle_garbage()
         if self.served is None or content is None:
             return None
