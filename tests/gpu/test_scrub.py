@@ -28,11 +28,11 @@ pytestmark = [
 def test_the_first_version_that_is_replayed_is_read_back_unasked(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
-    llm = start(checkpoint(0))
-    llm.update_weights_from_disk(str(checkpoint(1)), "recorded")
-    assert llm.weight_info()["scrub"] is None
-    llm.update_weights_from_disk(str(checkpoint(0)), "replayed")
-    while (found := llm.weight_info()["scrub"]) is None:
+    fresh = start(checkpoint(0))
+    fresh.update_weights_from_disk(str(checkpoint(1)), "recorded")
+    assert fresh.weight_info()["scrub"] is None
+    fresh.update_weights_from_disk(str(checkpoint(0)), "replayed")
+    while (found := fresh.weight_info()["scrub"]) is None:
         pass
     assert found["result"] == "equal"
     assert (found["num_tensors"], found["num_parameters"]) == (25, 0)
