@@ -4,6 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.distributed.weight_transfer import nccl_common
 
 from vllm.inflight.wire.numbering import own_entry, rank_in_engine, worker_index
 
@@ -50,12 +52,20 @@ def test_a_list_is_of_all_workers_or_of_those_of_one_launched_engine(
     assert own_entry([{}] * num_entries, worker) == index
 
 
-def test_vllm_counts_in_the_same_way() -> None:
+@pytest.mark.parametrize("worker", [parallel(1, 2, data_parallel_index=2), LAUNCHED])
+def test_vllms_own_backends_count_in_the_same_way(
+    monkeypatch: pytest.MonkeyPatch, worker: Any
+) -> None:
     """A trainer's group has the same ranks whichever backend its workers have."""
-    import inspect
-
-    from vllm.distributed.weight_transfer import nccl_common
-
-    joined = inspect.getsource(nccl_common.worker_init_process_group)
-    assert "dp_rank * world_size_per_dp + rank_within_dp" in joined
-    assert "rank_within_dp = parallel_config.rank" in joined
+    joined: list[int] = []
+    monkeypatch.setattr(
+        nccl_common,
+        "stateless_init_process_group",
+        lambda host, port, rank, *_, device: joined.append(rank),
+    )
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    info = nccl_common.NCCLWeightTransferInitInfo(
+        master_address="here", master_port=1, rank_offset=1, world_size=9
+    )
+    nccl_common.worker_init_process_group(info, worker)
+    assert joined == [1 + worker_index(worker)]
