@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config.load import LoadConfig
+from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
 
@@ -145,3 +147,53 @@ def test_a_parameter_that_its_loader_made_is_refused_by_name():
     second[0].bias = None
     reason = "layer 0 gains or loses the parameters ['bias'] after loading"
     assert swappable.difference(live, second) == reason
+
+
+def on_gpu(**config: object) -> str | None:
+    """What rules updates out in the configuration of an engine on a GPU."""
+    given = {"device_config": SimpleNamespace(device_type="cuda")} | config
+    return swappable.config_obstacle(SimpleNamespace(**CONFIG | given))
+
+
+@pytest.mark.parametrize(
+    ("offloading", "flag"),
+    [
+        (OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=1)), "--cpu-offload-gb"),
+        (
+            OffloadConfig(prefetch=PrefetchOffloadConfig(offload_group_size=2)),
+            "--offload-group-size",
+        ),
+    ],
+)
+def test_weights_that_are_offloaded_are_refused_by_the_flag(offloading, flag):
+    """Before a second set takes memory of a GPU that was too small for one."""
+    reason = on_gpu(offload_config=offloading)
+    assert reason == f"its weights are offloaded to the host ({flag})"
+    assert on_gpu(offload_config=OffloadConfig()) is None
+    assert reason is not None
+    config = SimpleNamespace(**CONFIG | {"offload_config": offloading})
+    assert swappable.config_obstacle(config) is None  # the CPU build offloads nothing
+
+
+@pytest.mark.parametrize(
+    ("given", "is_refused"), [({}, True), ({"mode": "copy"}, False), (None, True)]
+)
+def test_weights_that_other_engines_have_mapped_are_never_written_to(given, is_refused):
+    loading = LoadConfig(load_format="ipc_cache")
+    loading.model_loader_extra_config = given
+    reason = on_gpu(load_config=loading)
+    assert (reason is not None and "--load-format ipc_cache" in reason) is is_refused
+
+
+def test_a_look_that_fails_is_a_reason_and_no_end(monkeypatch):
+    """An engine that can be started without this package starts with it."""
+
+    def fail(*_: object) -> None:
+        raise AttributeError("no such layer")
+
+    monkeypatch.setattr(swappable, "hidden_tensors", fail)
+    found = reason(torch.nn.Identity())
+    assert found is not None
+    assert found.endswith("looking failed: AttributeError: no such layer")
+    monkeypatch.setattr(swappable.parallelism, "obstacle", fail)
+    assert "no such layer" in str(on_gpu())
