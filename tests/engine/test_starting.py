@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.model_executor.layers.hpc.rope_norm import _hpc_rope_norm_instances
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
@@ -147,3 +148,19 @@ def test_parallelism_that_was_not_tried_serves_and_is_not_updated(
 ) -> None:
     reason = is_refused(start(old, enable_hc_sp=True), new)
     assert "enable_hc_sp=True" in reason
+
+
+@pytest.mark.parametrize("backend", ["sparse_nccl", "nccl_m2n"])
+def test_a_transport_that_may_write_past_the_door_is_refused_by_name(
+    start: Callable[..., Any], old: Path, new: Path, backend: str
+) -> None:
+    llm = start(old, weight_transfer_config=WeightTransferConfig(backend=backend))
+    assert f"weight transfer backend {backend!r}" in is_refused(llm, new)
+    copy = torch.Tensor.copy_
+    for connect in (
+        lambda: llm.init_weight_transfer_engine({"init_info": {}}),
+        lambda: llm.collective_rpc("start_weight_update"),
+    ):
+        with pytest.raises(StagingUnavailable, match=backend):
+            connect()
+    assert torch.Tensor.copy_ is copy

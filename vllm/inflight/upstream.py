@@ -90,6 +90,12 @@ NAMES = {
     "WeightTransferEngineFactory": (
         "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory"
     ),
+    "NCCLWeightTransferEngine": (
+        "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine"
+    ),
+    "IPCWeightTransferEngine": (
+        "vllm.distributed.weight_transfer.ipc_engine:IPCWeightTransferEngine"
+    ),
     "ParamMeta": "vllm.distributed.weight_transfer.base:ParamMeta",
     "TrainerInitInfo": "vllm.distributed.weight_transfer.base:TrainerInitInfo",
     "TrainerWeightTransferEngine": (

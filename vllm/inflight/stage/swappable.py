@@ -26,6 +26,7 @@ from vllm.inflight.stage import (
 )
 from vllm.inflight.stage.convolutions import UNPACKED
 from vllm.inflight.stage.layers import layers
+from vllm.inflight.wire import engine as transport
 
 logger = upstream.init_logger(__name__)
 
@@ -120,6 +121,9 @@ def _config_obstacle(vllm_config: Any) -> str | None:
     if getattr(vllm_config, "ec_transfer_config", None) is not None:
         return "encoder outputs of other engines are read (--ec-transfer-config)"
     if (reason := parallelism.obstacle(vllm_config.parallel_config)) is not None:
+        return reason
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    if transfer is not None and (reason := transport.obstacle(transfer.backend)):
         return reason
     if (reason := _memory_of_others(vllm_config, device)) is not None:
         return reason
