@@ -8,8 +8,8 @@ import pytest
 import torch
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 
+from vllm.inflight.stage.hidden import PACKED
 from vllm.inflight.stage.readout import rows
-from vllm.inflight.stage.swappable import PACKED
 
 
 class RowParallel(torch.nn.Module):

@@ -75,7 +75,7 @@ def test_how_pixels_are_normalised_is_of_the_configuration_of_a_processor():
 def test_what_a_step_clears_again_keeps_no_version():
     features = [torch.zeros(8, 4)]
     assert reason(layer_with(deepstack_input_embeds=features)) is None
-    assert "'other_embeds'" in reason(layer_with(other_embeds=features))
+    assert "'other_embeds[0]'" in reason(layer_with(other_embeds=features))
 
 
 def test_a_norm_without_a_weight_keeps_no_version():
@@ -85,15 +85,16 @@ def test_a_norm_without_a_weight_keeps_no_version():
 
 def test_what_attention_has_made_of_its_weights_is_named():
     sinks = torch.nn.Parameter(torch.zeros(4))
-    plain = layer_with(impl=SimpleNamespace(sinks=sinks, alibi_slopes=torch.ones(4)))
-    assert reason(plain) is None
+    impl = SimpleNamespace(sinks=sinks, alibi_slopes=torch.ones(4))
+    assert reason(layer_with(sinks=sinks, impl=impl)) is None
+    assert "'impl.sinks'" in reason(layer_with(impl=impl))  # no layer's parameter
     cast = layer_with(impl=SimpleNamespace(sinks=sinks.double()))
     assert "keeps weights in its attribute 'impl.sinks'" in reason(cast)
 
 
 def test_weights_that_are_read_in_the_first_step_only_are_refused():
     half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
-    casting = layer_with(impl=SimpleNamespace(sinks=half))
+    casting = layer_with(sinks=half, impl=SimpleNamespace(sinks=half))
     assert reason(casting) == (
         "layer it casts its sinks in its first step (--dtype bfloat16 does not)"
     )
@@ -191,7 +192,7 @@ def test_a_look_that_fails_is_a_reason_and_no_end(monkeypatch):
     def fail(*_: object) -> None:
         raise AttributeError("no such layer")
 
-    monkeypatch.setattr(swappable, "hidden_tensors", fail)
+    monkeypatch.setattr(swappable, "HiddenWeights", fail)
     found = reason(torch.nn.Identity())
     assert found is not None
     assert found.endswith("looking failed: AttributeError: no such layer")

@@ -21,9 +21,9 @@ from vllm.inflight.stage.convolutions import UNPACKED
 from vllm.inflight.stage.derived import is_derived
 from vllm.inflight.stage.experts import checkpoint_names as expert_names
 from vllm.inflight.stage.experts import is_experts
+from vllm.inflight.stage.hidden import PACKED
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.quantised import is_quantised
-from vllm.inflight.stage.swappable import PACKED
 from vllm.inflight.stage.tandem import sent_names, served_by
 from vllm.inflight.update import DRAFT
 from vllm.inflight.wire.numbering import rank_in_engine

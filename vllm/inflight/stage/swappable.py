@@ -8,7 +8,7 @@ found here and named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,27 +24,11 @@ from vllm.inflight.stage import (
     parallelism,
     quantised,
 )
-from vllm.inflight.stage.convolutions import UNPACKED
+from vllm.inflight.stage.hidden import IMPLEMENTATION, HiddenWeights
 from vllm.inflight.stage.layers import layers
 from vllm.inflight.wire import engine as transport
 
 logger = upstream.init_logger(__name__)
-
-PACKED = "cpu_linear"
-"""Attribute in which the CPU build keeps a packed weight: a callable."""
-
-IMPLEMENTATION = "impl"
-"""Attribute in which attention layers keep what computes them."""
-
-OF_CONFIGURATION = ("alibi_slopes",)
-"""Tensors there that no checkpoint has."""
-
-LOOKED_AT = ("_parameters", "_buffers", "_modules", PACKED, UNPACKED)
-"""Attributes of layers that are exchanged, or looked at by themselves."""
-
-OF_A_STEP = ("deepstack_input_embeds",)
-"""Attributes that a step fills with what it has seen, reads, and clears (Qwen3-VL): no
-version is in them between two steps."""
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
@@ -246,14 +230,14 @@ def _model_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
             return f"layer {name} {reason}"
         for key in buffers.filled(layer):
             return f"layer {name} loads the buffer {key!r}"
-        for attribute in hidden_tensors(layer):
-            return (
-                f"layer {name or '<root>'} ({type(layer).__name__}) keeps weights "
-                f"in its attribute {attribute!r}"
-            )
         reason = derived.obstacle(layer) or _read_once(layer, device)
         if reason is not None:
             return f"layer {name} {reason}"
+    for name, layer, path in HiddenWeights(live):
+        return (
+            f"layer {name or '<root>'} ({type(layer).__name__}) keeps weights "
+            f"in its attribute {path!r}, which no update fills"
+        )
     return None
 
 
@@ -310,34 +294,3 @@ def _filled(layer: torch.nn.Module) -> set[str]:
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def hidden_tensors(layer: torch.nn.Module) -> Iterator[str]:
-    """Attributes of `layer` that hold tensors outside parameters and buffers.
-
-    Those of the object that attention goes by are among them.
-    """
-    for name, value in vars(layer).items():
-        if name in LOOKED_AT or name in OF_A_STEP:
-            continue
-        if name == "weight" and not getattr(layer, "has_weight", True):
-            continue  # a norm without one multiplies by ones, if at all
-        if _holds_tensor(value):
-            yield name
-    for name, value in getattr(vars(layer).get(IMPLEMENTATION), "__dict__", {}).items():
-        if name in OF_CONFIGURATION or isinstance(value, torch.nn.Parameter):
-            continue  # a parameter is a layer's, and changes with it
-        if _holds_tensor(value):
-            yield f"{IMPLEMENTATION}.{name}"
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
-        return False
-    if isinstance(value, torch.Tensor):
-        return value.numel() > 1  # scalars are scales, equal in every version
-    if isinstance(value, dict):
-        return any(_holds_tensor(item) for item in value.values())
-    if isinstance(value, list | tuple | set):
-        return any(_holds_tensor(item) for item in value)
-    return False
