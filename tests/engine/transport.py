@@ -60,6 +60,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads a safetensors file into whatever model it was given."""
 
+    hands_whole_tensors = True
+
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 

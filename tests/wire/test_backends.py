@@ -12,6 +12,8 @@ import torch
 from tests.wire.peers import BUCKET_BYTES, HOST, digests, engine, init_info, tensors
 from vllm.inflight import upstream
 from vllm.inflight.errors import TransferFault
+from vllm.inflight.patch import BACKENDS
+from vllm.inflight.wire import engine as transports
 from vllm.inflight.wire import trainer
 from vllm.inflight.wire.broadcast import GlooEngine, NcclEngine
 from vllm.inflight.wire.engine import StagedEngine
@@ -64,6 +66,122 @@ def test_an_update_info_is_upstreams():
     assert info.announced.sizes == [12]
     with pytest.raises(ValueError, match="'shapes' has 0 entries"):
         engine().parse_update_info({"names": ["a"], "dtype_names": [""], "shapes": []})
+
+
+REGISTERED = sorted(upstream.WeightTransferEngineFactory._registry)
+READ = {"nccl", "ipc"}
+"""vLLM's own that were read, and run by tests/gpu/test_upstream_transports.py."""
+OF_TESTS = {"other"}
+
+
+@pytest.mark.parametrize("backend", REGISTERED)
+def test_a_registered_backend_is_known_to_hand_whole_tensors_or_refused_by_name(
+    backend,
+):
+    reason = transports.obstacle(backend)
+    if backend in READ | BACKENDS.keys() | OF_TESTS:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert f"weight transfer backend {backend!r}" in reason
+
+
+def test_the_backends_that_a_release_of_vllm_brings_are_these():
+    """One that a new release brings is refused, and noticed here."""
+    brought = set(REGISTERED) - BACKENDS.keys() - OF_TESTS
+    assert brought - READ == {"sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress"}
+
+
+class Whole:
+    """A model that notes what its loader is given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, torch.Tensor]] = []
+
+    def load_weights(self, weights) -> None:
+        self.given += weights
+
+
+def test_vllms_nccl_backend_hands_whole_tensors_and_leaves_the_process_as_it_is(
+    monkeypatch,
+):
+    """Its packed form, and `ipc`, take a GPU; see the tests there."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    copy, worker, model = torch.Tensor.copy_, engine(), Whole()
+    dense = upstream.NCCLWeightTransferEngine(
+        None, worker.vllm_config, worker.device, model
+    )
+    seen_copies = set()
+
+    class Group:
+        def broadcast(self, tensor, src, stream):
+            seen_copies.add(torch.Tensor.copy_)
+            tensor.fill_(src + 1)
+
+    dense.model_update_group = Group()
+    shapes = {"a": [2, 3], "b": [4]}
+    dense.receive_weights(
+        dense.parse_update_info(
+            {
+                "names": list(shapes),
+                "dtype_names": ["bfloat16"] * 2,
+                "shapes": list(shapes.values()),
+            }
+        )
+    )
+    assert {name: list(t.shape) for name, t in model.given} == shapes
+    assert all((tensor == 1).all() for _, tensor in model.given)
+    assert seen_copies == {copy} == {torch.Tensor.copy_}
+
+
+class VerlDeltaIpc(upstream.WeightTransferEngine):
+    """A backend of a framework's that sends what has changed."""
+
+
+class Derived(upstream.NCCLWeightTransferEngine):
+    """vLLM's, with a body of somebody's own: what was read is not what runs."""
+
+
+class Declared(VerlDeltaIpc):
+    hands_whole_tensors = True
+
+
+class Withdrawn(StagedEngine):
+    hands_whole_tensors = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_refused"),
+    [
+        (VerlDeltaIpc, True),
+        (Derived, True),
+        (Declared, False),
+        (Withdrawn, True),
+        (GlooEngine, False),
+    ],
+)
+def test_a_backend_of_somebody_elses_is_taken_at_its_word_and_not_by_its_name(
+    monkeypatch, kind, is_refused
+):
+    factory = upstream.WeightTransferEngineFactory
+    monkeypatch.setattr(factory, "_registry", {"verl_delta_ipc": lambda: kind})
+    reason = transports.obstacle("verl_delta_ipc")
+    assert (reason is not None) is is_refused
+    if is_refused:
+        assert f"'verl_delta_ipc' ({__name__}.{kind.__name__})" in reason
+        assert "set hands_whole_tensors = True on the class" in reason
+
+
+def test_a_backend_that_is_not_installed_is_a_reason_and_one_unknown_is_vllms_to_refuse(
+    monkeypatch,
+):
+    def missing():
+        raise ImportError("no module named it")
+
+    factory = upstream.WeightTransferEngineFactory
+    monkeypatch.setattr(factory, "_registry", {"it": missing})
+    assert "'it' cannot be loaded: no module named it" in str(transports.obstacle("it"))
+    assert transports.obstacle("nobody's") is None
 
 
 class Client:

@@ -13,6 +13,7 @@ from typing import Any
 NAMES = {
     # configuration
     "CompilationMode": "vllm.config:CompilationMode",
+    "ParallelConfig": "vllm.config:ParallelConfig",
     "set_current_vllm_config": "vllm.config:set_current_vllm_config",
     "get_config": "vllm.transformers_utils.config:get_config",
     "init_logger": "vllm.logger:init_logger",
@@ -21,6 +22,9 @@ NAMES = {
     "process_weights_after_loading": (
         "vllm.model_executor.model_loader.utils:process_weights_after_loading"
     ),
+    "get_offloader": "vllm.model_executor.offloader:get_offloader",
+    "NoopOffloader": "vllm.model_executor.offloader:NoopOffloader",
+    "UVAOffloader": "vllm.model_executor.offloader:UVAOffloader",
     "set_default_torch_dtype": "vllm.utils.torch_utils:set_default_torch_dtype",
     "initialize_layerwise_reload": (
         "vllm.model_executor.model_loader.reload:initialize_layerwise_reload"
@@ -85,6 +89,12 @@ NAMES = {
     "WeightTransferConfig": "vllm.config.weight_transfer:WeightTransferConfig",
     "WeightTransferEngineFactory": (
         "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory"
+    ),
+    "NCCLWeightTransferEngine": (
+        "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine"
+    ),
+    "IPCWeightTransferEngine": (
+        "vllm.distributed.weight_transfer.ipc_engine:IPCWeightTransferEngine"
     ),
     "ParamMeta": "vllm.distributed.weight_transfer.base:ParamMeta",
     "TrainerInitInfo": "vllm.distributed.weight_transfer.base:TrainerInitInfo",

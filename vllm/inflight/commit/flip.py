@@ -24,9 +24,9 @@ from vllm.inflight.errors import ArenaTorn
 from vllm.inflight.stage import convolutions, quantised
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.convolutions import UNPACKED
+from vllm.inflight.stage.hidden import PACKED
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.stage.swappable import PACKED
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 """Of the live tree and of the other."""

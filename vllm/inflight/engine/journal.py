@@ -117,8 +117,8 @@ class Journal:
             try:
                 _replace(self._path, json.dumps(facts).encode())
                 self._error = None
-            except OSError as error:
-                self._error = str(error)
+            except Exception as error:  # a full disk; or a note that is no JSON
+                self._error = str(error) or type(error).__name__
                 logger.error("--inflight-journal cannot be written: %s", error)
 
 

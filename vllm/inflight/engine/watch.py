@@ -10,7 +10,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 from vllm.inflight import upstream
@@ -134,7 +135,12 @@ class Watch:
                     # Whoever waits for this thread would wait for ever.
                     logger.exception("update %r", update.update_id)
                     fault = EngineFault(f"{type(error).__name__}: {error}")
-                    self.end(update, fault)
+                    try:
+                        self.end(update, fault)
+                    except Exception:
+                        # The ledger says by now that it has ended, which whoever waits
+                        # is told below.
+                        logger.exception("update %r was not ended", update.update_id)
                 with self._lock:  # the next one may have begun by now
                     if self._update is update and not update.is_active:
                         self._update = None
@@ -203,8 +209,10 @@ class Watch:
     def end(self, update: Update, error: InflightError) -> None:
         """Abort `update`, and tell those who wait for it why."""
         if self._ledger.move(update, Phase.ABORTED, error):
-            self._ranks.cancel(update.serial)
-            self._ended(error)
+            try:
+                self._ranks.cancel(update.serial)
+            finally:
+                self._ended(error)
 
     def _alive(self, update: Update) -> list[dict[str, Any]]:
         """The notices on an update that goes on; raises what ended it."""
@@ -227,9 +235,11 @@ class Watch:
                 result = ready()
                 if result is None:
                     continue
-                future.set_result(result)
+                with suppress(InvalidStateError):  # whoever waited has cancelled it
+                    future.set_result(result)
             except Exception as error:
-                future.set_exception(error)
+                with suppress(InvalidStateError):
+                    future.set_exception(error)
             with self._lock:
                 self._waiting.remove(entry)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.inflight.errors import ArenaTorn
 from vllm.inflight.patch.record import Patch
+from vllm.inflight.wire.numbering import rank_in_engine
 
 
 def answered(call: Callable[[], Any]) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def inflight_attach(self: Any, board_path: str, num_ranks: int) -> dict[str, Any
     """Open the notice board; replies with what this rank can do."""
     if getattr(self, "_inflight_stager", None) is None:
         off = {"reason": "staging is off", "bytes": 0, "is_reversible": False}
-        return {"ok": {"rank": self.rank} | off}
+        return {"ok": {"rank": rank_in_engine(self.parallel_config)} | off}
     return answered(lambda: self._inflight_stager.attach(board_path, num_ranks))
 
 
@@ -38,7 +39,7 @@ def inflight_order(self: Any, serial: int, order: str, payload: Any) -> dict[str
 
 def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
     """Exchange the live weights with the second set, on `ranks` or on all."""
-    if ranks is not None and self.rank not in ranks:
+    if ranks is not None and rank_in_engine(self.parallel_config) not in ranks:
         return {"ok": 0.0}
     return answered(lambda: self._inflight_stager.flip())
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.stage import buffers
+from vllm.inflight.stage import buffers, registers
 from vllm.inflight.stage.layers import layers
 from vllm.inflight.stage.tandem import Tandem, share, trees
 
@@ -38,6 +38,7 @@ class Blueprint:
         config.compilation_config.static_all_moe_layers = []
         config.compilation_config.mode = upstream.CompilationMode.NONE
         with (
+            registers.kept(),
             upstream.set_current_vllm_config(config),
             upstream.set_default_torch_dtype(self.model_config.dtype),
             device,

@@ -36,11 +36,18 @@ from vllm.inflight.stage.remainder import beside, carry, retie
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.nccl import still_writes
+from vllm.inflight.wire.numbering import own_entry, worker_index
 
 POLL_S = 0.02
 LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave")
 
 logger = upstream.init_logger(__name__)
+
+
+def post_failure(board: Board, rank: int, serial: int, error: InflightError) -> None:
+    """Post that update `serial` failed on `rank`, and nothing else of it."""
+    notice = {"serial": serial, "state": "failed", "orders": 0}
+    board.post(rank, notice | {"error": error.to_dict()})
 
 
 class Job(threading.Thread):
@@ -53,6 +60,7 @@ class Job(threading.Thread):
         self.serial = serial
         self._stager = stager
         self._worker = stager.worker
+        self._rank: int = stager.rank
         self._shadow = stager.shadow
         self._config = InflightConfig.of(self._worker.vllm_config)
         self._board = board
@@ -116,9 +124,10 @@ class Job(threading.Thread):
             raise Cancelled("the update was aborted")
         except InflightError as error:
             self._leave(error)
-        except Exception as error:
-            rank = self._worker.rank
-            logger.exception("update %d failed on rank %d", self.serial, rank)
+        except BaseException as error:
+            # A transport that calls sys.exit() ends this thread, and nothing else.
+            # Whoever waits for this rank has to hear of it all the same.
+            logger.exception("update %d failed on rank %d", self.serial, self._rank)
             self._leave(EngineFault(f"{type(error).__name__}: {error}"))
         finally:
             self._intake = None  # the two hold each other, and what came
@@ -158,12 +167,11 @@ class Job(threading.Thread):
     def _receive(self, payload: Any) -> None:
         if isinstance(payload, list):
             parallel = self._worker.vllm_config.parallel_config
-            index = (
-                parallel.data_parallel_index * parallel.world_size + self._worker.rank
-            )
-            if index >= len(payload):
+            if (index := own_entry(payload, parallel)) is None:
                 raise Malformed(
-                    f"update_info is a list of {len(payload)}, rank {index} has none"
+                    f"update_info is a list of {len(payload)} entries, and has none "
+                    f"for the worker of index {worker_index(parallel)}: give one entry "
+                    "for each worker, or one object for all"
                 )
             payload = payload[index]
         try:
@@ -284,11 +292,16 @@ class Job(threading.Thread):
                     # Not part of upstream's contract; a transport may offer it.
                     getattr(self._transport, "abort_weight_update", lambda: None)()
                 self._shadow.reset()
-        except Exception:
+        except BaseException:
             logger.exception("cleaning up after update %d failed", self.serial)
         self._notice |= {"state": "failed", "error": error.to_dict()}
         self._notice.pop("unfilled", None)  # so many that it may not have fitted
-        self._post()
+        try:
+            self._post()
+        except BaseException:
+            # The rest of the notice cannot be posted; that the update failed has to be.
+            logger.exception("the notice on update %d was not posted", self.serial)
+            post_failure(self._board, self._rank, self.serial, error)
 
     def _is_cancelled(self) -> bool:
         return self._board.cancelled() >= self.serial
@@ -304,4 +317,4 @@ class Job(threading.Thread):
         if isinstance(self._transport, StagedEngine):
             self._notice |= self._transport.gauges
         self._notice["cpu_s"] = time.thread_time()  # the thread is this update's alone
-        self._board.post(self._worker.rank, self._notice)
+        self._board.post(self._rank, self._notice)

@@ -22,6 +22,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import ArenaTorn, ConfigError
 from vllm.inflight.stage import (
     audit,
     derived,
@@ -41,6 +42,8 @@ from vllm.inflight.stage.spares import Spares
 from vllm.inflight.stage.tandem import Tandem, has_mtp, trees
 from vllm.inflight.wire.assembly import Home
 from vllm.inflight.wire.threads import num_threads
+
+logger = upstream.init_logger(__name__)
 
 Known = dict[str, tuple[list[int] | None, str | None]]
 
@@ -63,14 +66,13 @@ class Shadow:
         self.live = live
         self.device = device
         self.model_config = vllm_config.model_config
-        self.spares = Spares.of(live, self.model_config)
-        self.origin = Origin.of(vllm_config)
-        parallel = vllm_config.parallel_config
-        self._is_stage = parallel.pipeline_parallel_size > 1
-        self._has_some = self._is_stage or experts.are_shared_out(live)
+        self.spares = Spares()
+        self.origin = Origin({})
+        self.num_threads = 1
+        self.is_alone = False
+        self._is_stage = False
+        self._has_some = False
         """Whether other ranks have tensors that this one has nothing of."""
-        self.num_threads = num_threads(device, parallel)
-        self.is_alone = parallel.world_size == 1 and not self._has_some
         self.module: torch.nn.Module | None = None
         self.quantised: set[str] = set()
         """Parameters of quantised layers, in load format."""
@@ -91,27 +93,52 @@ class Shadow:
         """
         self._dtypes: dict[str, str] = {}
         self._processed = False
-        self.reason = next(
-            filter(None, (swappable.obstacle(t, vllm_config) for t in trees(live))),
-            None,
-        )
-        if self.reason is None:
-            # On a GPU there is memory for the twins, and for nothing beside them.
-            is_cpu = device.type == "cpu"
-            # The map of which experts are whose is read while a model is built.
-            nowhere = "cpu" if experts.are_shared_out(live) else "meta"
-            at = device if is_cpu else torch.device(nowhere)
-            self.module = build_second(live, vllm_config, at)
-            derived.make_places(live, self.module)
-            self.reason = swappable.difference(live, self.module)
-            self._note_parameters()
-            if self.reason is None and not is_cpu:
-                self._settle_in(vllm_config)
+        try:
+            self.reason = self._build(vllm_config)
+        except (ConfigError, ArenaTorn):
+            raise  # a knob that is no knob; weights of no version
+        except Exception as error:
+            # Upstream's own code has failed, somewhere in a model that it can run. The
+            # engine serves without updates, as it would without this package.
+            logger.exception("no second copy of the model was built")
+            self.reason = (
+                "a second copy of the model could not be built: "
+                f"{type(error).__name__}: {error}"
+            )
         if self.reason is not None:
-            self.module = None
+            self.module, self.plan, self.arenas = None, None, ()
+            self.required.clear()
             return
         if device.type == "cpu":
             self.behind.update(self.required)  # twins begin as copies, this does not
+
+    def _build(self, vllm_config: Any) -> str | None:
+        """Build the second tree; why it cannot be, if it cannot."""
+        live, parallel = self.live, vllm_config.parallel_config
+        for tree in trees(live):
+            if (reason := swappable.obstacle(tree, vllm_config)) is not None:
+                return reason
+        self.spares = Spares.of(live, self.model_config)
+        self.origin = Origin.of(vllm_config)
+        self._is_stage = parallel.pipeline_parallel_size > 1
+        self._has_some = self._is_stage or experts.are_shared_out(live)
+        self.num_threads = num_threads(self.device, parallel)
+        self.is_alone = parallel.world_size == 1 and not self._has_some
+        # On a GPU there is memory for the twins, and for nothing beside them.
+        is_cpu = self.device.type == "cpu"
+        # The map of which experts are whose is read while a model is built.
+        nowhere = "cpu" if experts.are_shared_out(live) else "meta"
+        at = self.device if is_cpu else torch.device(nowhere)
+        self.module = build_second(live, vllm_config, at)
+        # Upstream's loader may have changed the live tree since it was built. Whatever
+        # walks the two side by side comes after this.
+        if (reason := swappable.names_differ(live, self.module)) is not None:
+            return reason
+        derived.make_places(live, self.module)
+        if (reason := swappable.difference(live, self.module)) is not None:
+            return reason
+        self._note_parameters()
+        return None if is_cpu else self._settle_in(vllm_config)
 
     def _note_parameters(self) -> None:
         """Write down what there is to fill, as long as it is in load format."""
@@ -127,7 +154,8 @@ class Shadow:
             if quantised.is_quantised(layer):
                 self.quantised.add(name)
 
-    def _settle_in(self, vllm_config: Any) -> None:
+    def _settle_in(self, vllm_config: Any) -> str | None:
+        """Give the second tree its memory on a GPU; why it has none, if it has none."""
         assert self.module is not None
         audit.warm(self.device, {p.dtype for p in self.module.parameters()})
         for layer in self.module.modules():
@@ -141,12 +169,13 @@ class Shadow:
         elif InflightConfig.of(vllm_config).staging == "host":
             twins.put_twins(self.live, self.module, twins.make_pinned)
         elif InflightConfig.of(vllm_config).staging == "device":
-            self.reason = reason  # there it is pages or nothing
+            return reason  # there it is pages or nothing
         else:
             try:
                 twins.put_twins(self.live, self.module, twins.make_copy)
             except torch.OutOfMemoryError:
-                self.reason = reason
+                return reason
+        return None
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor in the second range of its arena."""

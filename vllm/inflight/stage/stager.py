@@ -22,7 +22,7 @@ from vllm.inflight.errors import EngineFault
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.content import Content, Facts
 from vllm.inflight.stage.drift import drift
-from vllm.inflight.stage.job import Job
+from vllm.inflight.stage.job import Job, post_failure
 from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.scrub import Digests, Layout, Scrub, copies, marks_of
 from vllm.inflight.stage.shadow import Shadow
@@ -30,7 +30,10 @@ from vllm.inflight.stage.steps import Steps
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.local import LocalEngine
 from vllm.inflight.wire.nccl import still_writes
+from vllm.inflight.wire.numbering import rank_in_engine
 from vllm.inflight.wire.process_group import GroupsEngine
+
+logger = upstream.init_logger(__name__)
 
 Flip = Callable[[], float]
 Made = TypeVar("Made", bound=StagedEngine)
@@ -68,6 +71,11 @@ class Stager:
         if worker.device.type == "cuda":
             # A thread begins on the default stream, which waits for all others.
             self._stream = torch.cuda.Stream(worker.device)
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """The number of this rank within its engine, from 0; its place on the board."""
+        return rank_in_engine(self.worker.vllm_config.parallel_config)
 
     @functools.cached_property
     def groups(self) -> GroupsEngine:
@@ -114,9 +122,13 @@ class Stager:
 
     def attach(self, board_path: str, num_ranks: int) -> dict[str, Any]:
         """Open the board; tell what this rank can do."""
+        if self.rank >= num_ranks:
+            raise ValueError(
+                f"it has {num_ranks} ranks, and this is number {self.rank}"
+            )
         self._board = Board(board_path, num_ranks)
         return {
-            "rank": self.worker.rank,
+            "rank": self.rank,
             "reason": self.shadow.reason,
             "bytes": self.shadow.nbytes,
             "is_reversible": self.shadow.is_reversible,
@@ -132,13 +144,14 @@ class Stager:
                 self.groups.miss(**payload)
             return
         if self._job is None or self._job.serial < serial:
-            job = Job(self, self._board, serial, predecessor=self._job)
             try:
+                job = Job(self, self._board, serial, predecessor=self._job)
                 job.start()
-            except RuntimeError as error:  # the host has no room for a thread
-                fault = EngineFault(f"no thread to stage in: {error}").to_dict()
-                notice = {"serial": serial, "state": "failed", "error": fault}
-                self._board.post(self.worker.rank, notice)
+            except Exception as error:  # the host has no room for a thread, say
+                # Nobody reads the reply to an order; what is waited for is a notice.
+                logger.exception("update %d did not begin", serial)
+                fault = EngineFault(f"no thread to stage in: {error}")
+                post_failure(self._board, self.rank, serial, fault)
                 return
             self._job = job
         if self._job.serial == serial:

@@ -126,7 +126,10 @@ class Queue:
                     outcome = self._deliver(job)
                 except BaseException as error:
                     failure = error
-            job.parcel.remove()
+            try:
+                job.parcel.remove()
+            except Exception as error:  # whoever waits for the job is told below
+                failure = failure or error
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
