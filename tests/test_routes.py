@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from tests.door import Engine, served
+from tests.door import Engine, caller, served
 from vllm.inflight.api.body import read
 from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
@@ -36,7 +36,7 @@ FIELDS = st.sampled_from(
 
 
 def client(engine: Engine | None = None) -> TestClient:
-    return TestClient(served(engine or Engine()), client=("127.0.0.1", 1))
+    return caller(served(engine or Engine()))
 
 
 def refusal(reply: Any) -> tuple[int, str]:

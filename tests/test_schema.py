@@ -3,7 +3,7 @@
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.door import Engine, served
+from tests.door import Engine, caller, served
 from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.api.schema import FIELDS, NEEDED
 
@@ -12,7 +12,7 @@ POSTS = {path for method, path in ROUTES if method == "POST"}
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
-    return TestClient(served(Engine()), client=("127.0.0.1", 1))
+    return caller(served(Engine()))
 
 
 def test_all_fields_are_of_a_route() -> None:

@@ -234,6 +234,9 @@ class SimulatedExecutor(UniProcExecutor):
         self.drowsy = level
         return {"ok": None}
 
+    def _inflight_adapter(self, move: str, request: Any, *_: Any) -> Any:
+        return {"ok": False}  # it has all there are
+
     def _inflight_flip(self, ranks: Any = None) -> Any:
         self.live, self.second = self.second, self.live
         self.generation += 1

@@ -16,6 +16,7 @@ from typing import Any
 from vllm.inflight.errors import ConfigError
 
 ADMIN_KEY_ENV = "VLLM_INFLIGHT_ADMIN_KEY"
+API_KEY_ENV = "VLLM_API_KEY"
 
 
 def _knob(
@@ -237,3 +238,46 @@ def admin_key() -> str | None:
     secret has no place there: `--inflight-admin-key` sets this variable too.
     """
     return os.environ.get(ADMIN_KEY_ENV) or None
+
+
+def check_key(source: str, key: str | None) -> None:
+    """Refuse a key that was meant and that no client can send.
+
+    An optional secret that is not there arrives as an empty variable. Taken for "no
+    key" it would leave open what its owner believes to be closed.
+
+    Args:
+        source: the flag or variable that the key comes from, for the message.
+        key: the key; None where none was given.
+
+    Raises:
+        ConfigError: it is blank, or has blanks around it.
+
+    """
+    if key is None:
+        return
+    if not key.strip():
+        raise ConfigError(
+            f"{source} is set and its key is blank; leave it out, or give it a key"
+        )
+    if key != key.strip():
+        raise ConfigError(
+            f"{source} has a key with blanks or line ends around it, which no client "
+            "can send; remove them"
+        )
+
+
+def check_keys_of_environment(*, serves: bool) -> None:
+    """`check_key` of the variables that a server takes keys from.
+
+    Args:
+        serves: whether this process starts a server. An engine in the caller's process
+            has no routes, and vLLM's own variable is none of our business there.
+
+    Raises:
+        ConfigError: one of them is set and cannot be a key.
+
+    """
+    check_key(ADMIN_KEY_ENV, os.environ.get(ADMIN_KEY_ENV))
+    if serves:
+        check_key(API_KEY_ENV, os.environ.get(API_KEY_ENV))

@@ -110,6 +110,7 @@ NAMES = {
     "EngineCoreOutputs": "vllm.v1.engine:EngineCoreOutputs",
     "EngineCoreOutput": "vllm.v1.engine:EngineCoreOutput",
     "EngineDeadError": "vllm.v1.engine.exceptions:EngineDeadError",
+    "GenerationError": "vllm.exceptions:GenerationError",
     "GracefulHTTPError": "vllm.exceptions:GracefulHTTPError",
     "EngineCoreRequestType": "vllm.v1.engine:EngineCoreRequestType",
     "FinishReason": "vllm.v1.engine:FinishReason",

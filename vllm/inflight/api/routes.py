@@ -187,6 +187,7 @@ class InflightEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add our routes; upstream then lets them replace its own."""
+        auth.check_api_keys(app.state.args.api_key)
         self._app = app
         self._config = port.config_of(app.state.args)
         router = APIRouter(tags=["weight updates"])

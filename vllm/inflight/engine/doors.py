@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine import farewells
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 
 logger = upstream.init_logger(__name__)
@@ -49,11 +50,7 @@ def abort_requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     if chosen is not None and not chosen:
         return {"num_aborted": 0}
     aborted = scheduler.finish_requests(chosen, upstream.RequestStatus.FINISHED_ABORTED)
-    if gate.in_process:
-        gate.farewells += [request.request_id for request in aborted]
-    else:
-        gate._core._send_abort_outputs(aborted)
-        gate.rouse()
+    farewells.abort(gate, aborted)
     return {"num_aborted": len(aborted)}
 
 

@@ -55,8 +55,8 @@ class Gate:
             end_with_parent()
         self.has_actor_group = False
         """Whether PipelineRL's worker calls have joined its trainer's group."""
-        self.farewells: list[str] = []
-        """Ids of requests aborted in an engine without an output queue."""
+        self.farewells: list[Any] = []
+        """Last outputs of requests, in an engine without an output queue."""
         self.leftovers: list[Any] = []
         """Outputs of steps that a pause waited for, in an engine without one."""
         self.counts = counts.Counts()

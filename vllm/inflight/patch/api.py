@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
+from http import HTTPStatus
 from typing import Any
 
 from vllm.inflight.api import methods, pausing, pipelinerl
-from vllm.inflight.config import InflightConfig
+from vllm.inflight.config import InflightConfig, check_keys_of_environment
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Patch
 
+SERVERS = ("API_SERVER", "OPENAI_API_SERVER")
+"""What upstream's `UsageContext` calls an engine that is behind a server."""
 RUST_ENV = "VLLM_USE_RUST_FRONTEND"
+FENCE = "--inflight-allowed-paths"
+"""In the message of every refusal of a path that leads out of the allowed folders."""
 ALLOW_RUST_ENV = "VLLM_INFLIGHT_ALLOW_RUST_FRONTEND"
 
 
@@ -28,6 +33,8 @@ def _with_flags(original: Any) -> Any:
 
 def _checked(original: Any) -> Any:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        usage = args[0] if args else kwargs.get("usage_context")
+        check_keys_of_environment(serves=getattr(usage, "name", "") in SERVERS)
         extra = self.additional_config
         InflightConfig.parse(extra.get("inflight") if isinstance(extra, dict) else None)
         rust = os.environ.get(RUST_ENV, "0").lower() not in ("", "0", "false")
@@ -110,6 +117,10 @@ def _loaded_once(original: Any) -> Any:
         self: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
         answer = await original(self, request, *args, **kwargs)
+        error = getattr(answer, "error", None)
+        if error is not None and FENCE in error.message:
+            # Of a refusal by the engine core only the message comes this far.
+            error.code, error.type = HTTPStatus.FORBIDDEN.value, "Forbidden"
         # Kept for its requests: each would have it loaded again, at every step.
         if (loaded := self.lora_requests.get(request.lora_name)) is not None:
             loaded.load_inplace = False

@@ -66,14 +66,16 @@ def inflight_scrub(self: Any, move: str) -> dict[str, Any]:
     return answered(lambda: self._inflight_stager.scrub(move))
 
 
-def inflight_adapter(self: Any, move: str, request: Any) -> dict[str, Any]:
+def inflight_adapter(
+    self: Any, move: str, request: Any, needed: Any = None
+) -> dict[str, Any]:
     """Make one move of loading an adapter; see commit/adapter.py."""
     from vllm.inflight.commit import adapter
     from vllm.inflight.stage.steps import between_steps
 
     def step() -> Any:
         with between_steps(self):
-            return adapter.step(self, move, request)
+            return adapter.step(self, move, request, needed)
 
     return answered(step)
 
