@@ -25,6 +25,7 @@ from vllm.inflight.errors import (
     NoTransport,
     TransferFault,
 )
+from vllm.inflight.older import UPDATE_INFO, settled
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.built_in import require_same, require_same_config
 from vllm.inflight.stage.coverage import tally
@@ -163,10 +164,7 @@ class Job(threading.Thread):
                     f"update_info is a list of {len(payload)}, rank {index} has none"
                 )
             payload = payload[index]
-        try:
-            info = self._transport.parse_update_info(payload)
-        except ValueError as error:
-            raise Malformed(str(error)) from error
+        info = self._read(payload)
         assert self._intake is not None
         if isinstance(self._transport, StagedEngine) and not self._intake.is_drafters:
             folder = self._transport.folder_of(info)
@@ -177,6 +175,22 @@ class Job(threading.Thread):
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
         self._notice["parameters"] = tally(self._intake.coverage.fills)
+
+    def _read(self, payload: Any) -> Any:
+        """What `update_info` says to the transport; raises `Malformed`."""
+        transport = self._transport
+        if isinstance(payload, dict):
+            known = getattr(transport.update_info_cls, "__dataclass_fields__", ())
+            payload = settled(
+                payload,
+                UPDATE_INFO,
+                known=frozenset(known),
+                opened_with=transport,
+            )
+        try:
+            return transport.parse_update_info(payload)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
 
     def _seal(self, _: Any) -> None:
         assert self._intake is not None
