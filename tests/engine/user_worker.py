@@ -1,4 +1,4 @@
-"""A worker of a user's own, which has some of PipelineRL's names without an extension."""
+"""A worker of a user's own: it has some of PipelineRL's names, by no extension."""
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 

@@ -61,12 +61,14 @@ async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) ->
     asked = fields.only("mode", "lease_s", "owner") | {"flush_cache": flush}
     mode = asked.get("mode", "abort")
     asked["mode"] = OLDER_MODES.get(mode, mode) if isinstance(mode, str) else mode
-    control = control_of(engine)
+    control, memory = control_of(engine), pieces.memory_of(engine)
     is_paused = (await control.paused())["is_paused"]
     if not is_paused and await pieces.unfinished(control) is not None:
         await control.ask("pause", **asked, is_trial=True)  # a refusal ends no version
-        await pieces.drop(control)
+        await pieces.drop(control, memory)
     reply = await pause(engine, asked)
+    if not is_paused and not memory.has_begun:
+        memory.forget()  # what comes now is of another version
     return _ok(reply, "Generation paused successfully.") | {"status": "ok"}
 
 
@@ -83,7 +85,7 @@ async def continue_generation(
     owners = check_owner(asked.get("owner")), (await control.paused())["owner"]
     if None not in owners and len(set(owners)) == 2:
         return await resume(engine, asked)  # a refusal, which ends no version
-    missing = await pieces.close(control)
+    missing = await pieces.close(control, pieces.memory_of(engine))
     reply = await resume(engine, asked)
     if missing is not None:
         missing.message += "; decoding goes on with the weights before"
@@ -137,7 +139,13 @@ async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply
         replicas = engine.vllm_config.parallel_config.data_parallel_size
         info = info * replicas if len(info) > 1 else info[0]
         reply = await pieces.take(
-            control, "local", info, label=label, commit=commit, files=names
+            control,
+            "local",
+            info,
+            label=label,
+            commit=commit,
+            memory=pieces.memory_of(engine),
+            files=names,
         )
     return _ok(reply, reply["message"])
 
@@ -156,7 +164,8 @@ async def init_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
     }
     fields.only()
     control = control_of(engine)
-    await pieces.drop(control)  # its trainer is gone, or begins anew
+    # Its trainer is gone, or begins anew.
+    await pieces.drop(control, pieces.memory_of(engine))
     await control.join_group(info)
     return _ok({}, f"joined group {info['group_name']!r}")
 
@@ -167,7 +176,7 @@ async def destroy_weights_update_group(engine: Any, body: dict[str, Any]) -> Rep
     name = fields.text("group_name", GROUP)
     fields.only()
     control = control_of(engine)
-    await pieces.drop(control)
+    await pieces.drop(control, pieces.memory_of(engine))
     await control.leave_group(name)
     return _ok({}, f"left group {name!r}")
 
@@ -190,7 +199,15 @@ async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> 
         }
         commit = await commit_options(engine, control, fields)
         label = fields.only("weight_version").get("weight_version")
-        reply = await pieces.take(control, "groups", info, label=label, commit=commit)
+        reply = await pieces.take(
+            control,
+            "groups",
+            info,
+            label=label,
+            commit=commit,
+            memory=pieces.memory_of(engine),
+            names=_strings(info["names"]),
+        )
     return _ok(reply, reply["message"])
 
 
@@ -199,19 +216,18 @@ async def begin_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
     fields = Fields(body)
     fields.one_of("selector", (None, "all", "target"))
     fields.only()
-    await pieces.drop(control_of(engine))
-    return _ok({}, "send the version; it is served when it is complete")
+    await pieces.begin(control_of(engine), pieces.memory_of(engine))
+    return _ok({}, "send the version; it is served at POST /end_weight_update")
 
 
 async def end_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
-    """A version ends: what it lacks is named in a 422, and it is given up."""
+    """A version ends, and is served; what it lacks is named in a 422."""
     Fields(body).only()
     control = control_of(engine)
-    missing = await pieces.close(control)
-    if missing is not None:
-        raise missing
+    reply = await pieces.end(control, pieces.memory_of(engine)) or {}
     served = (await control.info())["weight_version"]
-    return _ok({"weight_version": served}, f"version {served!r} is served")
+    reply |= {"weight_version": served}
+    return _ok(reply, f"version {served!r} is served")
 
 
 async def update_weights_from_ipc(engine: Any, body: dict[str, Any]) -> Reply:
@@ -268,6 +284,11 @@ def _ok(reply: Reply, message: str) -> Reply:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list)
+
+
+def _strings(value: Any) -> list[str]:
+    """Those of a list; what else is in it the engine refuses."""
+    return [each for each in value if isinstance(each, str)] if _is_list(value) else []
 
 
 def _plain(dtype: Any) -> Any:

@@ -28,6 +28,7 @@ from vllm.inflight.errors import (
 from vllm.inflight.older import UPDATE_INFO, settled
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.built_in import require_same, require_same_config
+from vllm.inflight.stage.comparison import Comparison
 from vllm.inflight.stage.coverage import tally
 from vllm.inflight.stage.derived import derive
 from vllm.inflight.stage.intake import Intake
@@ -39,7 +40,7 @@ from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.nccl import still_writes
 
 POLL_S = 0.02
-LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave")
+LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave", "compare")
 
 logger = upstream.init_logger(__name__)
 
@@ -97,6 +98,7 @@ class Job(threading.Thread):
             "shutdown": self._shutdown_transport,
             "join": lambda payload: self._init_transport(payload, "groups"),
             "leave": lambda name: self._stager.groups.leave(name),
+            "compare": self._compare,
         }
         try:
             self._wait_for_others()
@@ -154,16 +156,6 @@ class Job(threading.Thread):
         self._intake.coverage.watch(self._intake.load_weights, at_once=not is_ours)
 
     def _receive(self, payload: Any) -> None:
-        if isinstance(payload, list):
-            parallel = self._worker.vllm_config.parallel_config
-            index = (
-                parallel.data_parallel_index * parallel.world_size + self._worker.rank
-            )
-            if index >= len(payload):
-                raise Malformed(
-                    f"update_info is a list of {len(payload)}, rank {index} has none"
-                )
-            payload = payload[index]
         info = self._read(payload)
         assert self._intake is not None
         if isinstance(self._transport, StagedEngine) and not self._intake.is_drafters:
@@ -179,6 +171,16 @@ class Job(threading.Thread):
     def _read(self, payload: Any) -> Any:
         """What `update_info` says to the transport; raises `Malformed`."""
         transport = self._transport
+        if isinstance(payload, list):
+            parallel = self._worker.vllm_config.parallel_config
+            index = (
+                parallel.data_parallel_index * parallel.world_size + self._worker.rank
+            )
+            if index >= len(payload):
+                raise Malformed(
+                    f"update_info is a list of {len(payload)}, rank {index} has none"
+                )
+            payload = payload[index]
         if isinstance(payload, dict):
             known = getattr(transport.update_info_cls, "__dataclass_fields__", ())
             payload = settled(
@@ -191,6 +193,16 @@ class Job(threading.Thread):
             return transport.parse_update_info(payload)
         except ValueError as error:
             raise Malformed(str(error)) from error
+
+    def _compare(self, payload: dict[str, Any]) -> None:
+        """Receive what fills no parameter; the second set is not written."""
+        self._transport = self._choose(payload["transport"])
+        info = self._read(payload["update_info"])
+        verify = self._config.verify == "digest"
+        comparison = Comparison(self._shadow, self._stager.served, verify=verify)
+        with comparison.standing_in():
+            self._transport.receive_weights(info)
+        comparison.judge()
 
     def _seal(self, _: Any) -> None:
         assert self._intake is not None
