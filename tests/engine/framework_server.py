@@ -1,7 +1,8 @@
 """vLLM's application on an `AsyncLLM`, with the routes that frameworks add to it.
 
 The routes and the calls behind them are those of prime-rl, PipelineRL, SkyRL and AReaL;
-what they send is in their clients' words. Prints what happened as JSON.
+what they send is in their clients' words. Before them the same engine is asked what
+vLLM's own clients ask. Prints what happened as JSON.
 
 Usage: python -m tests.engine.framework_server OLD NEW
 """
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from tests.engine.script import tell
 from vllm.inflight.wire.watch import in_background
 
+PLAIN = Path(__file__).parents[1] / "clients" / "plain.json"
 EXTENSION = "tests.engine.framework_extension.Extension"
 NAMES = ["model.norm.weight", "model.embed_tokens.weight"]
 OURS = {"path": "/nowhere"}
@@ -109,6 +111,23 @@ async def tried_pipelinerl(engine: Any, app: httpx.AsyncClient, new: Path) -> An
     return reply.json(), told["sums"] == expected, told["has a group"]
 
 
+async def answered_otherwise(app: httpx.AsyncClient) -> list[Any]:
+    """The calls of plain.json that ours answers in another way than plain vLLM."""
+    found = []
+    for record in json.loads(PLAIN.read_text())["requests"]:
+        method, path, body = record["method"], record["path"], record.get("json")
+        reply = await app.request(method, path, json=body)
+        told = reply.json() if reply.content else None
+        is_same = reply.status_code == record["status"]
+        expected = record.get("reply")
+        if is_same and isinstance(expected, dict):  # ours may say more
+            is_same = told | expected == told
+        if not is_same:
+            status = [record["status"], reply.status_code]
+            found.append([f"{method} {path}", body, status, expected, told])
+    return found
+
+
 async def ended(engine: Any, **how: Any) -> str | None:
     """How a request of 400 tokens ends when the engine is paused under it."""
     from vllm import SamplingParams
@@ -131,6 +150,12 @@ async def ended(engine: Any, **how: Any) -> str | None:
     return reasons[-1]
 
 
+def client(app: FastAPI) -> httpx.AsyncClient:
+    """A caller on the server's host."""
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+
 async def main(old: Path, new: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -144,7 +169,11 @@ async def main(old: Path, new: Path) -> None:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
     tasks = await engine.get_supported_tasks()
-    app: FastAPI = build_app(args, tasks, engine.model_config)
+    own = build_app(args, tasks, engine.model_config)
+    await init_app_state(engine, own.state, args, tasks)
+    async with client(own) as it:
+        otherwise = await answered_otherwise(it)
+    app = build_app(args, tasks, engine.model_config)
     app.include_router(prime_rl)
 
     @app.post("/receive_weight_update")
@@ -169,6 +198,7 @@ async def main(old: Path, new: Path) -> None:
         transport=transport, base_url="http://127.0.0.1"
     ) as it:
         seen: dict[str, Any] = {
+            "otherwise": otherwise,
             "prime-rl": await tried_prime_rl(it, new),
             "pipelinerl": await tried_pipelinerl(engine, it, new),
             "skyrl": (await it.post("/reset_prefix_cache", json={})).json(),
@@ -186,4 +216,5 @@ async def main(old: Path, new: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,6 +1,8 @@
 """Frameworks that build vLLM's application themselves, on a real engine."""
 
+import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,26 @@ from tests.engine.script import run_script
 
 pytestmark = pytest.mark.engine
 
+PLAIN = Path(__file__).parents[1] / "clients" / "plain.json"
+
 
 @pytest.fixture(scope="module")
 def seen(checkpoint: Callable[..., Path]) -> dict[str, Any]:
     return run_script("framework_server", checkpoint(0), checkpoint(1))
+
+
+def test_vllms_own_clients_are_answered_as_by_vllm(seen: dict[str, Any]) -> None:
+    recorded = json.loads(PLAIN.read_text())["server"]
+    assert recorded == f"vllm {version('vllm')}", "record them again"
+    # Plain vLLM counts the ids that it was given, and ours the requests that ended.
+    counted = [
+        "POST /abort_requests",
+        {"request_ids": ["no such request"]},
+        [200, 200],
+        {"status": "aborted", "aborted": 1},
+        {"status": "aborted", "aborted": 0},
+    ]
+    assert seen["otherwise"] == [counted]
 
 
 def test_prime_rls_routes_are_its_own_and_pause_the_engine(
@@ -41,7 +59,7 @@ def test_a_route_that_is_added_last_answers_too(seen: dict[str, Any]) -> None:
 
 
 def test_what_nobody_else_has_is_ours(seen: dict[str, Any]) -> None:
-    assert seen["ours"] == "default"
+    assert seen["ours"] == "named"
     assert seen["refused"]["error"]["code"] == "malformed"
 
 
