@@ -263,10 +263,21 @@ def test_what_upstreams_clients_send_is_known(path):
     assert client().post(path).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation"])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/pause_generation", {}),
+        ("/continue_generation", {}),
+        ("/begin_weight_update", {}),
+        ("/end_weight_update", {}),
+        ("/update_weights_from_disk", {"model_path": "x"}),
+        ("/update_weight_version", {"new_version": "v"}),
+        ("/destroy_weights_update_group", {}),
+    ],
+)
 @pytest.mark.parametrize("ids", [None, "r"])
-def test_what_sglang_puts_into_every_request_is_known(path, ids):
-    body = {"rid": ids, "http_worker_ipc": None}
+def test_what_sglang_puts_into_every_request_is_known(path, body, ids):
+    body = body | {"rid": ids, "http_worker_ipc": None}
     assert client().post(path, json=body).status_code == 200
 
 

@@ -65,7 +65,7 @@ class Memory:
 
     def forget(self, *, has_begun: bool = False) -> None:
         """Nothing has come."""
-        self.__init__(has_begun=has_begun)  # type: ignore[misc]
+        vars(self).update(vars(Memory(has_begun=has_begun)))
 
     def may_end_with(self, label: str | None) -> bool:
         """Whether a piece with this label may be of the version that is served."""
@@ -135,11 +135,11 @@ async def take(
     replies = progress.get("engines", [progress])
     if any(reply["phase"] != Phase.STAGING for reply in replies):
         # Somebody else finishes it meanwhile; to finish twice is to finish.
-        return await _finish(control, memory)
+        return await _finish(control, active, memory)
     every, parts = progress["parameters"], [reply["parameters"] for reply in replies]
     is_complete = all(part["complete"] >= part["total"] for part in parts)
     if is_complete and not memory.has_begun:
-        return await _finish(control, memory)
+        return await _finish(control, active, memory)
     when = "POST /end_weight_update" if memory.has_begun else "when all are"
     return {
         "message": f"staged: {every['complete']} of {every['total']} parameters are "
@@ -164,13 +164,11 @@ async def end(control: Control, memory: Memory) -> Reply | None:
         InflightError: what else has ended it.
 
     """
-    if memory.has_begun and memory.update_id is not None:
-        memory.has_begun = False
-        return await _finish(control, memory)
+    update_id = memory.update_id if memory.has_begun else None
     memory.has_begun = False
-    if (update_id := await unfinished(control)) is not None:
-        return await _finish_other(control, update_id, memory)
-    return None
+    if update_id is None and (update_id := await unfinished(control)) is None:
+        return None
+    return await _finish(control, update_id, memory)
 
 
 async def drop(control: Control, memory: Memory) -> None:
@@ -196,7 +194,7 @@ async def close(control: Control, memory: Memory) -> InflightError | None:
             update_id=update_id,
         )
     try:
-        await _finish_other(control, update_id, memory)
+        await _finish(control, update_id, memory)
     except InflightError as error:
         return error
     return None
@@ -281,25 +279,22 @@ async def _start(
     return str(started["update_id"])
 
 
-async def _finish(control: Control, memory: Memory) -> Reply:
-    """Commit the version of `memory`, or give it up."""
-    assert memory.update_id is not None
-    label, commit = memory.label, memory.commit
-    try:
-        reply = await control.finish_or_abort(memory.update_id, label, **commit)
-    except BaseException:
-        memory.forget()
-        raise
-    memory.epochs = tuple(each["epoch"] for each in reply.get("engines", [reply]))
-    return reply | {"message": "weights updated"}
-
-
-async def _finish_other(control: Control, update_id: str, memory: Memory) -> Reply:
-    """The same of a version whose pieces may have come another way."""
-    if memory.update_id != update_id:
+async def _finish(control: Control, update_id: str, memory: Memory) -> Reply:
+    """Commit a version as its last piece asked, or give it up."""
+    if memory.update_id != update_id:  # its pieces came another way
         memory.forget()
         memory.update_id = update_id
-    return await _finish(control, memory)
+    label, commit = memory.label, memory.commit
+    try:
+        reply = await control.finish_or_abort(update_id, label, **commit)
+    except BaseException:
+        if memory.update_id == update_id:
+            memory.forget()
+        raise
+    if memory.update_id == update_id:
+        engines = reply.get("engines", [reply])
+        memory.epochs = tuple(each["epoch"] for each in engines)
+    return reply | {"message": "weights updated"}
 
 
 # ------------------------------------------------------------ what fills no parameter

@@ -47,7 +47,7 @@ dataclasses send these with it. They are for its own processes, and ignored here
 
 async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) -> Reply:
     """SGLang's modes, older spellings of them, and ours; its default is `abort`."""
-    fields = Fields(body)
+    fields = _fields(body)
     for older, mode in OLDER_MODES.items():
         if fields.flag(older, False):
             fields.default("mode", mode)
@@ -55,8 +55,6 @@ async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) ->
         fields.default("mode", "wait")
     if fields.flag("online", False) or body.get("mode") == "online":
         raise Malformed("online: an update needs no pause here; leave this call out")
-    for name in OF_EVERY_REQUEST:
-        fields.take(name)
     flush = fields.flag("flush_cache", False)
     asked = fields.only("mode", "lease_s", "owner") | {"flush_cache": flush}
     mode = asked.get("mode", "abort")
@@ -76,10 +74,8 @@ async def continue_generation(
     engine: Any, body: dict[str, Any], resume: Handler
 ) -> Reply:
     """Go on; a version that is still incomplete is given up, and named in a 422."""
-    fields = Fields(body)
+    fields = _fields(body)
     fields.flag("torch_empty_cache", True)
-    for name in OF_EVERY_REQUEST:
-        fields.take(name)
     asked = fields.only("owner")
     control = control_of(engine)
     owners = check_owner(asked.get("owner")), (await control.paused())["owner"]
@@ -95,7 +91,7 @@ async def continue_generation(
 
 async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
     """Serve a checkpoint of the engine's host; `model_path` is SGLang's `path`."""
-    fields = Fields(body)
+    fields = _fields(body)
     path = fields.take("path")
     path = fields.take("model_path") if path is None else path
     fields.one_of("load_format", (None, "auto", "safetensors"))
@@ -116,7 +112,7 @@ async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply:
     """Tensors as base64 of safetensors bytes: one entry for all ranks, or one each."""
-    fields = Fields(body)
+    fields = _fields(body)
     entries = fields.take("serialized_named_tensors")
     if isinstance(entries, str):
         entries = [entries]
@@ -152,7 +148,7 @@ async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply
 
 async def init_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
     """Join the group that a trainer, rank 0, opens with `torch.distributed`."""
-    fields = Fields(body)
+    fields = _fields(body)
     address, port = fields.needed("master_address"), fields.needed("master_port")
     info = {
         "init_method": f"tcp://{address}:{port}",
@@ -172,7 +168,7 @@ async def init_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def destroy_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
     """Leave a group; a version that waits for more from it is given up."""
-    fields = Fields(body)
+    fields = _fields(body)
     name = fields.text("group_name", GROUP)
     fields.only()
     control = control_of(engine)
@@ -183,7 +179,7 @@ async def destroy_weights_update_group(engine: Any, body: dict[str, Any]) -> Rep
 
 async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> Reply:
     """Receive what the trainer broadcasts now: `names`, `dtypes` and `shapes` of it."""
-    fields = Fields(body)
+    fields = _fields(body)
     control = control_of(engine)
     group = fields.text("group_name", GROUP)
     async with control.announced(group) as announcement:
@@ -213,7 +209,7 @@ async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> 
 
 async def begin_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
     """A version begins: pieces of one that was never completed are dropped."""
-    fields = Fields(body)
+    fields = _fields(body)
     fields.one_of("selector", (None, "all", "target"))
     fields.only()
     await pieces.begin(control_of(engine), pieces.memory_of(engine))
@@ -222,7 +218,7 @@ async def begin_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def end_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
     """A version ends, and is served; what it lacks is named in a 422."""
-    Fields(body).only()
+    _fields(body).only()
     control = control_of(engine)
     reply = await pieces.end(control, pieces.memory_of(engine)) or {}
     served = (await control.info())["weight_version"]
@@ -244,7 +240,7 @@ async def update_weight_version(engine: Any, body: dict[str, Any]) -> Reply:
 
     SGLang aborts every request here by default; this aborts when asked to.
     """
-    fields = Fields(body)
+    fields = _fields(body)
     label = fields.needed("new_version")
     abort = fields.flag("abort_all_requests", False)
     fields.only()
@@ -276,6 +272,14 @@ def continuing(resume: Handler) -> Handler:
         return await continue_generation(engine, body, resume)
 
     return handler
+
+
+def _fields(body: dict[str, Any]) -> Fields:
+    """Those of a request, without what every request of SGLang's has."""
+    fields = Fields(body)
+    for name in OF_EVERY_REQUEST:
+        fields.take(name)
+    return fields
 
 
 def _ok(reply: Reply, message: str) -> Reply:
