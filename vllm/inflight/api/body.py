@@ -55,6 +55,8 @@ def parse(raw: bytes) -> dict[str, Any]:
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Malformed(f"the body is not JSON: {error}") from None
+    if body is None:
+        return {}  # as a field that is null counts as left out
     if not isinstance(body, dict):
         raise Malformed("the body must be a JSON object")
     level: list[Any] = [body]

@@ -209,6 +209,18 @@ class Control:
         body = {"transport": "groups", "order": "leave", "init_info": name}
         return await self._call("transport", **body)
 
+    async def compare(self, transport: str, update_info: Any) -> Reply:
+        """Have every worker receive tensors that fill no parameter.
+
+        Raises:
+            WeightsMismatch: one that is tied to a parameter is not what that serves.
+            UpdateBusy: an update is under way.
+
+        """
+        payload = {"transport": transport, "update_info": update_info}
+        body = {"transport": transport, "order": "compare", "init_info": payload}
+        return await self._call("transport", **body)
+
     @asynccontextmanager
     async def announced(self, group_name: str) -> AsyncIterator[str]:
         """Around all that is done for what a trainer broadcasts; an id of its call.

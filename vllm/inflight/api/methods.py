@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.inflight import older
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.disk import from_disk
 from vllm.inflight.api.door import AsyncDoor, Reply, SyncDoor, run_sync
@@ -64,11 +65,15 @@ async def shutdown_weight_transfer_engine(self: Any) -> None:
     await control_of(self).shutdown_transport()
 
 
-async def start_weight_update(self: Any, **options: Any) -> Reply:
+async def start_weight_update(
+    self: Any, is_checkpoint_format: bool | None = None, **options: Any
+) -> Reply:
     """Open an update.
 
     Args:
         self: the engine.
+        is_checkpoint_format: of vLLM 0.21 to 0.24. True and None mean what happens
+            here: tensors have the names and shapes of the checkpoint.
         **options: `update_id`, `weight_version`, `base_version`, `manifest`,
             `deadline_s`, `allow_nonfinite` and `owner` of
             `POST /start_weight_update`.
@@ -77,12 +82,14 @@ async def start_weight_update(self: Any, **options: Any) -> Reply:
         `{"update_id", "phase"}`.
 
     Raises:
+        Malformed: an option is unknown, or `is_checkpoint_format` is False.
         UpdateBusy: another update is under way.
         VersionConflict: `base_version` is not what is served.
         NoTransport: no backend is configured.
         StagingUnavailable: this model has no second set of weights.
 
     """
+    older.settled({"is_checkpoint_format": is_checkpoint_format}, older.START)
     return await control_of(self).start(**opening(options))
 
 

@@ -41,8 +41,8 @@ async def flush_cache(engine: Any, body: dict[str, Any]) -> Reply:
 async def reset_prefix_cache(engine: Any, body: dict[str, Any]) -> Reply:
     """Upstream's: `success` is false where `/flush_cache` would refuse."""
     fields = Fields(body)
-    running = fields.flag("reset_running_requests", False)
-    external = fields.flag("reset_external", False)
+    running = fields.word("reset_running_requests", False)
+    external = fields.word("reset_external", False)
     fields.only()
     return {"success": bool(await engine.reset_prefix_cache(running, external))}
 

@@ -1,14 +1,15 @@
 """The control routes of the HTTP server.
 
 They are attached to vLLM's own application and replace upstream's routes of the same
-path, or are served on a port of their own (port.py) and are then nowhere else. They
-need a key or a caller on this host (auth.py). Every error is
+path, or are served on a port of their own (port.py) and are then nowhere else. Where a
+framework adds a route of such a path, that one answers (foreign.py). Ours need a key or
+a caller on this host (auth.py). Every error is
 `{"error": {"code", "message", …}}` with the status of its kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,8 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.convertors import PathConvertor, register_url_convertor
 
-from vllm.inflight import upstream
-from vllm.inflight.api import auth, pipelinerl, port, rate, reads, sglang
+from vllm.inflight import older, upstream
+from vllm.inflight.api import auth, foreign, pipelinerl, port, rate, reads, sglang
 from vllm.inflight.api.admission import Admission
 from vllm.inflight.api.body import parse, read
 from vllm.inflight.api.control import Control
@@ -51,12 +52,13 @@ def _control(engine: Any) -> Control:
 async def _pause(engine: Any, body: dict[str, Any]) -> Reply:
     """Upstream's `/pause?mode=&clear_cache=`, with all our modes."""
     fields = Fields(body)
-    # What clients of vLLM before there were modes send for `wait`.
-    if fields.flag("wait_for_inflight_requests", False):
-        fields.default("mode", "wait")
-    mode, clear = fields.text("mode", "abort"), fields.flag("clear_cache", None)
-    fields.only()
-    reply: Reply = await pause_engine(engine, mode=mode, clear_cache=clear)
+    reply: Reply = await pause_engine(
+        engine,
+        mode=fields.text("mode", "abort"),
+        wait_for_inflight_requests=fields.word("wait_for_inflight_requests", None),
+        clear_cache=fields.word("clear_cache", None),
+        **fields.only(),
+    )
     return reply | {"status": "paused"}
 
 
@@ -92,7 +94,9 @@ async def _shutdown(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _start(engine: Any, body: dict[str, Any]) -> Reply:
     """Open an update on every engine, or on none."""
-    return await _control(engine).start(**Fields(body).described(OPENING))
+    fields = Fields(body)
+    fields.settle(older.START)
+    return await _control(engine).start(**fields.described(OPENING))
 
 
 async def _start_draft(engine: Any, body: dict[str, Any]) -> Reply:
@@ -143,7 +147,7 @@ async def _info(engine: Any, body: dict[str, Any]) -> Reply:
 async def _world_size(engine: Any, body: dict[str, Any]) -> Reply:
     """How many ranks a trainer has to reach."""
     parallel = engine.vllm_config.parallel_config
-    across = Fields(body).flag("include_dp", True)
+    across = Fields(body).word("include_dp", True)
     return {
         "world_size": parallel.world_size_across_dp if across else parallel.world_size
     }
@@ -190,14 +194,18 @@ class InflightEndpoints:
         auth.check_api_keys(app.state.args.api_key)
         self._app = app
         self._config = port.config_of(app.state.args)
-        router = APIRouter(tags=["weight updates"])
+        router = APIRouter(tags=["weight updates"], route_class=foreign.Yielding)
         if self._config.port:
             paths = {path for _, path in ROUTES}
             app.router.routes[:] = [
-                route for route in app.routes if getattr(route, "path", "") not in paths
+                route
+                for route in app.routes
+                if getattr(route, "path", "") not in paths or foreign.is_foreign(route)
             ]
         else:
-            add_routes(router, rate.Rate(self._config.begin_rate))
+            # Upstream would take the routes of other plugins out for ours.
+            taken = {key for key in ROUTES if foreign.owner(app, *key) is not None}
+            add_routes(router, rate.Rate(self._config.begin_rate), taken)
         router.add_api_route("/metrics", metrics, methods=["GET"])
         router.add_api_route("/health", health, methods=["GET"])
         app.include_router(router)
@@ -216,9 +224,18 @@ class InflightEndpoints:
             self._serving = port.serve(app, listener, args)
 
 
-def add_routes(router: APIRouter, rates: rate.Rate) -> None:
-    """Every control route, behind its key; updates begin at these rates."""
+def add_routes(
+    router: APIRouter,
+    rates: rate.Rate,
+    taken: Collection[tuple[str, str]] = (),
+) -> None:
+    """Every control route but those `taken`, behind its key.
+
+    Updates begin at these rates.
+    """
     for (method, path), handler in ROUTES.items():
+        if (method, path) in taken:
+            continue
         router.add_api_route(
             path.replace("}", ":rest}"),
             _endpoint(handler, LARGEST_BODY.get(path, MAX_MANIFEST_BYTES), rates),
@@ -244,14 +261,16 @@ def control_app(engine: Any, args: Any) -> FastAPI:
 
 
 def check_routing(app: FastAPI) -> None:
-    """Raise unless every control path is answered by us first."""
+    """Raise if upstream answers a control path, and tell where somebody else does."""
     for method, path in ROUTES:
+        if (module := foreign.owner(app, method, path)) is not None:
+            foreign.tell(app, method, path, module)
+            continue
         for route in app.routes:
             if getattr(route, "path_format", None) == path and method in (
                 getattr(route, "methods", None) or ()
             ):
-                endpoint = getattr(route, "endpoint", None)
-                if getattr(endpoint, "__module__", None) != __name__:
+                if foreign.module_of(route) != __name__:
                     raise UpstreamChanged(
                         f"{method} {path} is not answered by vllm-inflight: FastAPI "
                         "no longer lets plugin routes replace earlier ones"

@@ -180,6 +180,28 @@ def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
     return [list(chain(*pieces)) for pieces in zip(*own, strict=True)][:count]
 
 
+def unused(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Of the tensors in `names`, those that fill no parameter of any rank.
+
+    Args:
+        gate: of the engine.
+        body: `names`, as a checkpoint has them.
+
+    Returns:
+        `unused`, and those of them that are `tied` to a parameter.
+
+    Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
+
+    """
+    gate.ranks.require_staging()
+    replies = _read(gate, "unused", body.get("names") or [])
+    return {
+        what: sorted(set.intersection(*(set(reply[what]) for reply in replies)))
+        for what in ("unused", "tied")
+    }
+
+
 def source(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     """The path that what is served was read from, and its version."""
     del body
@@ -218,6 +240,7 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "checksums": checksums,
     "rows": rows,
     "source": source,
+    "unused": unused,
     "journal": journal,
     "miss": lambda gate, body: gate.updates.miss(body),
 }

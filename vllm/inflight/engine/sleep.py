@@ -26,7 +26,7 @@ logger = upstream.init_logger(__name__)
 WEIGHTS = "weights"
 """Upstream's name of this part of the memory."""
 
-FILLING = ("begin", "receive", "seal", "commit", "rollback", "undo")
+FILLING = ("begin", "receive", "seal", "commit", "rollback", "undo", "unused")
 READING = ("checksums", "rows", "rename", "verify")
 """Control calls that put weights into the memory, and that read or name those there."""
 

@@ -52,7 +52,8 @@ class Connecting:
     def is_undone_by(self, order: str, payload: Any) -> bool:
         """Whether `order` is the opposite, and of the same group."""
         name = self.payload.get("group_name") if self.order == "join" else payload
-        return order == UNDONE_BY.get(self.order, ("",))[0] and payload == name
+        undoing = UNDONE_BY.get(self.order)
+        return undoing is not None and order == undoing[0] and payload == name
 
 
 class Updates:
@@ -226,7 +227,7 @@ class Updates:
     def transport(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
         """Connect or disconnect a transport, in the staging thread."""
         self._ranks.require_staging()  # else nobody would carry the order out
-        if body.get("transport") != "groups":
+        if body.get("transport") not in ("groups", "local"):
             self._require_transport()
         if (active := self.ledger.active) is not None:
             raise UpdateBusy(

@@ -52,6 +52,7 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
     reads: dict[str, Callable[..., Any]] = {
         "checksums": readout.checksums,
         "rows": readout.rows,
+        "unused": readout.unused,
     }
 
     def read() -> Any:

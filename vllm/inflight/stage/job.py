@@ -25,8 +25,10 @@ from vllm.inflight.errors import (
     NoTransport,
     TransferFault,
 )
+from vllm.inflight.older import UPDATE_INFO, settled
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.built_in import require_same, require_same_config
+from vllm.inflight.stage.comparison import Comparison
 from vllm.inflight.stage.coverage import tally
 from vllm.inflight.stage.derived import derive
 from vllm.inflight.stage.intake import Intake
@@ -39,7 +41,7 @@ from vllm.inflight.wire.nccl import still_writes
 from vllm.inflight.wire.numbering import own_entry, worker_index
 
 POLL_S = 0.02
-LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave")
+LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave", "compare")
 
 logger = upstream.init_logger(__name__)
 
@@ -106,6 +108,7 @@ class Job(threading.Thread):
             "shutdown": self._shutdown_transport,
             "join": lambda payload: self._init_transport(payload, "groups"),
             "leave": lambda name: self._stager.groups.leave(name),
+            "compare": self._compare,
         }
         try:
             self._wait_for_others()
@@ -165,19 +168,7 @@ class Job(threading.Thread):
         self._intake.coverage.watch(self._intake.load_weights, at_once=not is_ours)
 
     def _receive(self, payload: Any) -> None:
-        if isinstance(payload, list):
-            parallel = self._worker.vllm_config.parallel_config
-            if (index := own_entry(payload, parallel)) is None:
-                raise Malformed(
-                    f"update_info is a list of {len(payload)} entries, and has none "
-                    f"for the worker of index {worker_index(parallel)}: give one entry "
-                    "for each worker, or one object for all"
-                )
-            payload = payload[index]
-        try:
-            info = self._transport.parse_update_info(payload)
-        except ValueError as error:
-            raise Malformed(str(error)) from error
+        info = self._read(payload)
         assert self._intake is not None
         if isinstance(self._transport, StagedEngine) and not self._intake.is_drafters:
             folder = self._transport.folder_of(info)
@@ -188,6 +179,41 @@ class Job(threading.Thread):
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
         self._notice["parameters"] = tally(self._intake.coverage.fills)
+
+    def _read(self, payload: Any) -> Any:
+        """What `update_info` says to the transport; raises `Malformed`."""
+        transport = self._transport
+        if isinstance(payload, list):
+            parallel = self._worker.vllm_config.parallel_config
+            if (index := own_entry(payload, parallel)) is None:
+                raise Malformed(
+                    f"update_info is a list of {len(payload)} entries, and has none "
+                    f"for the worker of index {worker_index(parallel)}: give one entry "
+                    "for each worker, or one object for all"
+                )
+            payload = payload[index]
+        if isinstance(payload, dict):
+            known = getattr(transport.update_info_cls, "__dataclass_fields__", ())
+            payload = settled(
+                payload,
+                UPDATE_INFO,
+                known=frozenset(known),
+                opened_with=transport,
+            )
+        try:
+            return transport.parse_update_info(payload)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+
+    def _compare(self, payload: dict[str, Any]) -> None:
+        """Receive what fills no parameter; the second set is not written."""
+        self._transport = self._choose(payload["transport"])
+        info = self._read(payload["update_info"])
+        verify = self._config.verify == "digest"
+        comparison = Comparison(self._shadow, self._stager.served, verify=verify)
+        with comparison.standing_in():
+            self._transport.receive_weights(info)
+        comparison.judge()
 
     def _seal(self, _: Any) -> None:
         assert self._intake is not None

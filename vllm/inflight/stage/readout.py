@@ -82,6 +82,22 @@ def checksums(
     }
 
 
+def unused(worker: Any, names: Sequence[str]) -> dict[str, list[str]]:
+    """Of tensors that a whole update may have, those that fill no parameter here.
+
+    Args:
+        worker: of this rank.
+        names: as a checkpoint has them.
+
+    Returns:
+        `unused`, and those of them that are `tied`: the same as a parameter.
+
+    """
+    spares = worker._inflight_stager.shadow.spares
+    found = [n for n in names if n in spares or spares.has_left_out(n)]
+    return {"unused": found, "tied": [n for n in found if spares.is_tied(n)]}
+
+
 def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
     """This rank's part of the first rows of a tensor; None if it has no part of it.
 

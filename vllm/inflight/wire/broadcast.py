@@ -124,6 +124,8 @@ class BroadcastEngine(StagedEngine):
     update_info_cls = BroadcastUpdateInfo
     device_type: ClassVar[str]
 
+    packed: ClassVar[bool] = True
+    """Tensors travel in buckets; see older.py."""
     timeout_s = 0.0
     """Longest wait for any one bucket; the one of `init_info`."""
 
