@@ -23,6 +23,7 @@ from vllm.inflight.api.body import parse, read
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
+from vllm.inflight.api.health import health
 from vllm.inflight.api.journal import restore, restore_at_start, tried
 from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.metrics import metrics
@@ -197,6 +198,9 @@ class InflightEndpoints:
         else:
             add_routes(router, rate.Rate(self._config.begin_rate))
         router.add_api_route("/metrics", metrics, methods=["GET"])
+        router.add_api_route(
+            "/health", health, methods=["GET"], response_class=Response
+        )
         app.include_router(router)
         app.add_middleware(Admission)
 
@@ -232,7 +236,7 @@ def control_app(engine: Any, args: Any) -> FastAPI:
     app.state.engine_client, app.state.args = engine, args
     add_routes(app.router, rate.Rate(port.config_of(args).begin_rate))
     for path, endpoint in {
-        "/health": upstream.health,
+        "/health": health,
         "/version": upstream.show_version,
         "/metrics": metrics,
     }.items():

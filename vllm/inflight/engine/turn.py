@@ -82,6 +82,35 @@ class Turns:
                 raise
 
     @contextmanager
+    def between(self) -> Iterator[None]:
+        """Around what the calling thread does itself between two steps of another.
+
+        A thread that steps takes the lock again as soon as it has let go of it, so that
+        waiting for the lock may take for ever. Instead it is asked to stand still.
+        """
+        stands, goes_on = threading.Event(), threading.Event()
+
+        def stand_still() -> None:
+            stands.set()
+            goes_on.wait()
+
+        self.submit(stand_still)
+        try:
+            while not stands.is_set():
+                if self._lock.acquire(timeout=POLL_S):
+                    try:
+                        if not stands.is_set():  # nobody steps: no need to ask
+                            goes_on.set()
+                            self.drain()
+                            yield
+                            return
+                    finally:
+                        self._lock.release()
+            yield
+        finally:
+            goes_on.set()
+
+    @contextmanager
     def stepping(self) -> Iterator[None]:
         """Around whatever touches the scheduler in the caller's process."""
         with self._lock:

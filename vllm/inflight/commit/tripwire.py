@@ -1,0 +1,298 @@
+"""The tripwire of one rank: what is written into live weights, past any update.
+
+A worker extension, a function given to `collective_rpc`, or Python code in the engine's
+own process may write into live weights. The tripwire notices four signs of it:
+
+| sign | what it sees |
+|---|---|
+| a tensor goes into `load_weights` of a live model | every load, at its first tensor |
+| upstream's reload takes a layer aside, or writes it | every reload |
+| version counters and addresses of parameters | writes by torch, but for `.data` |
+| fingerprints of parameters (fingerprint.py) | what is in the memory |
+
+The first two are noted when they happen, and told on the board. The other two are
+compared when the engine core asks, with a reference that was taken before.
+
+A layer that upstream's reload has taken aside has parameters without memory until all
+of its tensors have come. A step on such a layer would end the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from vllm.inflight import upstream
+from vllm.inflight.commit import fingerprint
+from vllm.inflight.stage import reload
+from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.layers import layers, parameters
+from vllm.inflight.stage.tandem import served_by, trees
+
+logger = upstream.init_logger(__name__)
+
+MOST_NAMED = 4
+"""Parameters that a report names, of those that are missing."""
+
+State = tuple[int, int, int]
+"""Of a parameter: its object, its version counter, its address."""
+
+_wires: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Tripwire]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Layer of a live model → the tripwire of its rank; neither keeps the other alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank tells when it is asked."""
+
+    is_written: bool = False
+    """Whether something was written since the core took note of it last."""
+    is_loading: bool = False
+    """Whether layers are taken aside, by a reload that has not ended."""
+    is_asleep: bool = False
+    """Whether the memory is given back, so that nothing could be looked at."""
+    missing: list[str] = field(default_factory=list)
+    """Parameters that were made blank and are not wholly written: the first few."""
+    num_missing: int = 0
+    num_required: int = 0
+    """Parameters that were made blank; 0 if none was."""
+    thread: tuple[int, int] | None = None
+    """Process and thread that has begun the reload."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for the reply of an RPC."""
+        return asdict(self)
+
+
+class Tripwire:
+    """The tripwire of one rank.
+
+    Args:
+        worker: of this rank; its models are loaded.
+
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._root = served_by(worker)
+        parallel = worker.vllm_config.parallel_config
+        self._moves_experts = parallel.enable_eplb
+        """Whether upstream writes into experts itself, between any two steps."""
+        self._board: Board | None = None
+        self._is_eager = False
+        self.is_asleep = False
+        """From a sleep of this worker on, until its weights are awake."""
+        self._is_written = False
+        self._may_load = False
+        """Whether a reload was begun; it may have ended since."""
+        self._thread: tuple[int, int] | None = None
+        self._reference: tuple[list[State], fingerprint.Sample] | None = None
+        self._blank: dict[str, torch.nn.Parameter] | None = None
+        """Parameters that were made blank and are not wholly written yet."""
+        self._num_blank = 0
+        for tree in trees(self._root):
+            for layer in tree.modules():
+                _wires[layer] = weakref.ref(self)
+            self._watch(tree)
+
+    def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:
+        """Open the board of the engine.
+
+        Args:
+            board_path: of its file.
+            num_ranks: of the engine.
+            is_eager: whether Python code beside the engine can reach the weights at
+                any time, so that there always has to be a reference.
+
+        """
+        self._board, self._is_eager = Board(board_path, num_ranks), is_eager
+        self.changed()
+
+    # ------------------------------------------------------- what is noted
+    def note(self) -> None:
+        """Something writes into what is served, now."""
+        self._is_written = True
+        self._touch()
+
+    def note_load(self) -> None:
+        """Upstream's reload takes layers aside, now."""
+        self._may_load = True
+        self._thread = (os.getpid(), threading.get_ident())
+        self._touch()
+
+    def note_copied(self, layer: torch.nn.Module) -> None:
+        """Upstream's reload has written all of a layer.
+
+        The CPU build packs weights away, so that their parameters are empty and have
+        nothing in them that could be looked at.
+        """
+        if self._blank is not None:
+            own = {id(each) for each in layer._parameters.values() if each is not None}
+            for name, param in list(self._blank.items()):
+                if id(param) in own and not param.numel():
+                    del self._blank[name]
+
+    # ------------------------------------------------------- what is asked
+    def arm(self) -> None:
+        """Take the reference, unless there is one."""
+        if self._reference is None and not self.is_asleep and not self.is_loading():
+            self._reference = self._now()
+
+    def changed(self) -> None:
+        """An update, a reload or a sleep has changed the weights, and it is known."""
+        self._reference = self._blank = None
+        self._num_blank = 0
+        if self._is_eager:
+            self.arm()
+
+    def look(self) -> Report:
+        """What has become of the weights since the reference was taken."""
+        if self.is_asleep:
+            return Report(is_asleep=True, is_written=self._is_written)
+        is_loading = self.is_loading()
+        if not is_loading:
+            self._compare()
+        missing = [] if self._blank is None else list(self._blank)
+        return Report(
+            is_written=self._is_written,
+            is_loading=is_loading,
+            missing=missing[:MOST_NAMED],
+            num_missing=len(missing),
+            num_required=self._num_blank,
+            thread=self._thread if is_loading else None,
+        )
+
+    def acknowledge(self) -> None:
+        """The engine core has taken note of what was written."""
+        self._is_written = False
+        self._reference = None
+        self.arm()
+
+    def put_back(self) -> None:
+        """Take what is served out of a reload that has not ended."""
+        for tree in trees(self._root):
+            reload.leave(tree)
+        self._may_load = False
+
+    def put_back_for_step(self) -> None:
+        """The same if a step comes in the middle of a reload, and may not fail."""
+        if self._may_load and self.is_loading():
+            logger.error(
+                "a step came while layers were taken aside by a reload of somebody's; "
+                "they were put back, and that reload has failed"
+            )
+            self.put_back()
+            self._touch()
+
+    def make_blank(self, kept: Iterable[str], required: Iterable[str]) -> None:
+        """Make the weights blank: nothing of them may be decoded with.
+
+        Args:
+            kept: patterns of the names of parameters that are left as they are.
+            required: names of parameters that have to be written from now on.
+
+        """
+        patterns, wanted, blank = list(kept), set(required), {}
+        with torch.no_grad():
+            for name, _, _, param in parameters(self._root):
+                is_kept = any(fnmatchcase(name, pattern) for pattern in patterns)
+                if name not in wanted or is_kept:
+                    continue
+                if not param.numel() or fingerprint.make_blank(param.data):
+                    blank[name] = param
+        self.changed()
+        self._blank, self._num_blank = blank, len(blank)
+
+    def is_loading(self) -> bool:
+        """Whether layers are taken aside, by a reload that has not ended."""
+        if self._may_load:
+            self._may_load = any(
+                upstream.get_layerwise_info(layer).kernel_tensors is not None
+                for _, layer in layers(self._root)
+            )
+        return self._may_load
+
+    # ------------------------------------------------------------- helpers
+    def _touch(self) -> None:
+        if self._board is not None:
+            self._board.touch()
+
+    def _compare(self) -> None:
+        now = None if self._moves_experts else self._now()
+        if now is not None and self._reference is not None:
+            before, now_is = self._reference, now
+            if before[0] != now_is[0] or not fingerprint.is_same(before[1], now_is[1]):
+                self._is_written = True
+        self._reference = now
+        if self._blank:
+            full = [param for param in self._blank.values() if param.numel()]
+            samples = fingerprint.sample([param.data for param in full])
+            for param, sampled in zip(full, samples, strict=True):
+                # Reading all of it is for those that look as if they were full.
+                if fingerprint.is_blank_in(sampled) or fingerprint.has_blank(
+                    param.data
+                ):
+                    continue
+                self._blank = {n: p for n, p in self._blank.items() if p is not param}
+
+    def _now(self) -> tuple[list[State], fingerprint.Sample] | None:
+        if self._moves_experts:
+            return None
+        found = [p for *_, p in parameters(self._root) if _has_memory(p)]
+        states = [(id(p), _version(p), p.data_ptr()) for p in found]
+        return states, fingerprint.sample([p.data for p in found])
+
+    def _watch(self, tree: torch.nn.Module) -> None:
+        """Have the `load_weights` of a live model note what it is given."""
+        whole: Callable[..., Any] = tree.load_weights  # type: ignore[assignment]
+        wire = weakref.ref(self)
+
+        @functools.wraps(whole)
+        def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
+            if (own := wire()) is not None:
+                weights = own._noted(weights)
+            return whole(weights, *args, **kwargs)
+
+        vars(tree)["load_weights"] = load_weights
+
+    def _noted(self, weights: Any) -> Any:
+        # While every layer is taken aside, nothing is written but by upstream's copy
+        # of a layer that is complete, and that is noted there.
+        if self._may_load and all(p.is_meta for *_, p in parameters(self._root)):
+            return weights
+        if isinstance(weights, list | tuple | dict):
+            if weights:
+                self.note()
+            return weights
+        return self._noted_when_drawn(weights)
+
+    def _noted_when_drawn(self, weights: Iterable[Any]) -> Iterator[Any]:
+        for pair in weights:
+            self.note()
+            yield pair
+
+
+def wire_of(layer: torch.nn.Module) -> Tripwire | None:
+    """The tripwire of the rank that serves `layer`; None if none does."""
+    found = _wires.get(layer)
+    return None if found is None else found()
+
+
+def _has_memory(param: torch.Tensor) -> bool:
+    """Whether there are bytes to look at; tensors made of others have none."""
+    is_made_of_others = is_traceable_wrapper_subclass(param)
+    return bool(param.numel()) and not (param.is_meta or is_made_of_others)
+
+
+def _version(param: torch.Tensor) -> int:
+    return 0 if param.is_inference() else int(param._version)
