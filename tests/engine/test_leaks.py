@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,25 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
     # holds for threads that are gone comes once, and goes.
     assert any(growth() < 2 * one_set + 8 * MIB for _ in range(3))
     assert held()[1:] == (before[1], 0)
+
+
+def parameters_of(llm: Any) -> list[Any]:
+    """Weak references to the model of an engine, its second set and all in them."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    trees = worker.model_runner.get_model(), worker._inflight_stager.shadow.module
+    return [weakref.ref(part) for t in trees for part in (t, *t.parameters())]
+
+
+def test_an_engine_that_is_dropped_leaves_no_weights_to_the_next(
+    start: Callable[..., Any], checkpoint: Callable[..., Path]
+) -> None:
+    llm = start(checkpoint(0))
+    llm.update_weights_from_disk(str(checkpoint(1)), "one")
+    llm.collective_rpc(lambda worker: None)
+    parts = parameters_of(llm)
+    assert len(parts) >= 40 and all(part() is not None for part in parts)
+    del llm
+    after = start(checkpoint(1))
+    gc.collect()
+    assert [part for part in parts if part() is not None] == []
+    after.update_weights_from_disk(str(checkpoint(0)), "zero")

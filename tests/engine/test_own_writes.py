@@ -538,6 +538,18 @@ def test_a_reload_that_nobody_ends_is_put_back_at_its_deadline(
     assert streams.run().tokens["waits"] == expected
 
 
+def test_an_engine_that_is_put_to_sleep_ends_a_reload_that_is_under_way(
+    writable: EngineCore,
+) -> None:
+    core = writable
+    expected = says(core, "expected")
+    elsewhere(lambda: rpc(core, "tests_start_load"))
+    core.sleep(1)
+    core.wake_up()
+    assert call(core, "info")["weights"] == "live"
+    assert says(core, "after") == expected
+
+
 def test_a_reload_that_the_thread_that_steps_has_begun_is_broken_off_by_its_step(
     writable: EngineCore,
 ) -> None:

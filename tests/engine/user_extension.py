@@ -56,7 +56,7 @@ class Extension:
     def tests_copy(self, folder: str, way: str) -> None:
         """Copy into the parameters of a model whose weights are not packed."""
         for name, param in _model(self).named_parameters():
-            new = kernel_format(folder, name).to(param.dtype)
+            new = kernel_format(folder, name).to(param)
             if way == "copy_":
                 with torch.no_grad():
                     param.copy_(new)
@@ -76,9 +76,10 @@ class Extension:
 
     def tests_finish_load(self) -> None:
         """Finish what has come, and put the rest back."""
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import reload
 
-        with torch.device("cpu"):
+        with torch.device(self.device), set_current_vllm_config(self.vllm_config):
             reload.finalize_layerwise_reload(
                 _model(self), self.model_runner.model_config
             )

@@ -21,6 +21,8 @@ LINES = 64
 """Lines of a tensor that are looked at, at equal distances."""
 LINE_BYTES = 64
 WORD_BYTES = 8
+SLAB_WORDS = 1 << 24
+"""Words that are compared at once, which takes a byte of memory for each."""
 BLANK = 0x0D0B_0705_0B03_0907
 """A small finite number in every dtype, so that a step on blank weights is harmless."""
 
@@ -38,8 +40,7 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     begin = tensor.storage_offset() * tensor.element_size()
     first, last = -(-begin // WORD_BYTES), (begin + tensor.nbytes) // WORD_BYTES
-    words = torch.empty(0, dtype=torch.int64, device=tensor.device)
-    return words.set_(tensor.untyped_storage(), first, (max(0, last - first),))
+    return _memory_of(tensor, torch.int64, first, max(0, last - first))
 
 
 def sample(tensors: Sequence[torch.Tensor]) -> Sample:
@@ -85,7 +86,9 @@ def is_blank_in(sampled: torch.Tensor) -> bool:
 def has_blank(tensor: torch.Tensor) -> bool:
     """Whether anything is left blank of a tensor; reads all of it."""
     words = words_of(tensor)
-    return words is not None and bool((words == BLANK).any())
+    if words is None:
+        return False
+    return any(bool((slab == BLANK).any()) for slab in words.split(SLAB_WORDS))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -112,8 +115,15 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     if not _is_dense(whole):
         whole = whole.reshape(-1)[: LINES * LINE_BYTES // whole.element_size()]
     begin = whole.storage_offset() * whole.element_size()
-    data = torch.empty(0, dtype=torch.uint8, device=whole.device)
-    return data.set_(whole.untyped_storage(), begin, (whole.nbytes,))
+    return _memory_of(whole, torch.uint8, begin, whole.nbytes)
+
+
+def _memory_of(
+    tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int
+) -> torch.Tensor:
+    """Some of the memory that a tensor lies in, counted in elements of `dtype`."""
+    view = torch.empty(0, dtype=dtype, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), first, (count,), (1,))
 
 
 def _to_host(pieces: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vllm.inflight.commit.adapter import kept
-from vllm.inflight.commit.tripwire import Tripwire, wire_of
+from vllm.inflight.commit.tripwire import Report, Tripwire, wire_of
 from vllm.inflight.errors import WrongPhase
 from vllm.inflight.stage.steps import between_steps
 
@@ -53,7 +53,7 @@ def overwriting(worker: Any) -> Iterator[None]:
         with between_steps(worker), kept(worker.model_runner):
             yield
     except BaseException:
-        if not worker._inflight_tripwire.look().is_written:
+        if not look(worker)["is_written"]:
             for field, value in source.items():
                 setattr(config, field, value)
         raise
@@ -89,19 +89,29 @@ def refuse_second_set(*_: Any, **__: Any) -> None:
 
 def attach(worker: Any, path: str, num_ranks: int, is_eager: bool) -> None:
     """Let the tripwire of this rank tell on the board; see `Tripwire.attach`."""
-    wire_on(worker).attach(path, num_ranks, is_eager)
+    if (wire := wire_on(worker)) is not None:
+        wire.attach(path, num_ranks, is_eager)
+
+
+def arm(worker: Any) -> None:
+    """See `Tripwire.arm`."""
+    if (wire := wire_on(worker)) is not None:
+        wire.arm()
 
 
 def look(worker: Any) -> dict[str, Any]:
     """The report of the tripwire, as plain data; see `Report`."""
-    if not wire_on(worker).is_asleep:
+    if (wire := wire_on(worker)) is None:
+        return Report().to_dict()
+    if not wire.is_asleep:
         worker.synchronize_device()  # a call may have written on a stream of its own
-    return wire_on(worker).look().to_dict()
+    return wire.look().to_dict()
 
 
 def overwritten(worker: Any) -> None:
     """Nobody knows what this rank serves, nor in what its second set differs."""
-    wire_on(worker).acknowledge()
+    if (wire := wire_on(worker)) is not None:
+        wire.acknowledge()
     if (stager := getattr(worker, "_inflight_stager", None)) is not None:
         stager.forget(served=True)
         stager.shadow.behind.update(stager.shadow.required)
@@ -112,7 +122,8 @@ def put_back(worker: Any) -> dict[str, Any]:
 
     Else its parameters would have no memory, and nothing could be put into it.
     """
-    wire_on(worker).put_back()
+    if (wire := wire_on(worker)) is not None:
+        wire.put_back()
     return look(worker)
 
 
@@ -125,11 +136,12 @@ def make_blank(worker: Any, keeps_some: bool) -> None:
             of its config.
 
     """
-    stager = worker._inflight_stager
     config = worker.vllm_config.model_config
     patterns = config.sleep_preserve_parameter_names if keeps_some else ()
-    wire_on(worker).make_blank(patterns or (), stager.shadow.required)
-    stager.shadow.behind.update(stager.shadow.required)
+    if (wire := wire_on(worker)) is not None:
+        wire.make_blank(patterns or ())
+    if (stager := getattr(worker, "_inflight_stager", None)) is not None:
+        stager.shadow.behind.update(stager.shadow.required)
 
 
 def let_go(worker: Any) -> None:
@@ -138,15 +150,15 @@ def let_go(worker: Any) -> None:
         stager.let_go()
 
 
-def wire_on(worker: Any) -> Tripwire:
-    """The tripwire of a worker whose models are loaded."""
-    wire: Tripwire = worker._inflight_tripwire
+def wire_on(worker: Any) -> Tripwire | None:
+    """The tripwire of a worker; None if its models were loaded past upstream's way."""
+    wire: Tripwire | None = getattr(worker, "_inflight_tripwire", None)
     return wire
 
 
 MOVES: dict[str, Callable[..., Any]] = {
     "attach": attach,
-    "arm": lambda worker: wire_on(worker).arm(),
+    "arm": arm,
     "look": look,
     "overwritten": overwritten,
     "put_back": put_back,

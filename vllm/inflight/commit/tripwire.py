@@ -35,8 +35,11 @@ from vllm.inflight import upstream
 from vllm.inflight.commit import fingerprint
 from vllm.inflight.stage import reload
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.derived import is_derived
 from vllm.inflight.stage.layers import layers, parameters
+from vllm.inflight.stage.quantised import has_cache_scales
 from vllm.inflight.stage.tandem import served_by, trees
+from vllm.inflight.update import DRAFT
 
 logger = upstream.init_logger(__name__)
 
@@ -100,6 +103,10 @@ class Tripwire:
         self._blank: dict[str, torch.nn.Parameter] | None = None
         """Parameters that were made blank and are not wholly written yet."""
         self._num_blank = 0
+        self._homes: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+        """Parameters and where they lie, on a device whose graphs know the place."""
+        if worker.device.type == "cuda":
+            self.keep_places()
         for tree in trees(self._root):
             for layer in tree.modules():
                 _wires[layer] = weakref.ref(self)
@@ -117,6 +124,16 @@ class Tripwire:
         """
         self._board, self._is_eager = Board(board_path, num_ranks), is_eager
         self.changed()
+
+    def keep_places(self) -> None:
+        """Have every parameter stay where it is from now on.
+
+        On a GPU an update exchanges the pages of these places, and graphs read them. A
+        parameter that somebody puts elsewhere is brought back when it is looked at.
+        """
+        for name, _, _, param in parameters(self._root):
+            if _has_memory(param):
+                self._homes[name] = param, param.data
 
     # ------------------------------------------------------- what is noted
     def note(self) -> None:
@@ -153,7 +170,7 @@ class Tripwire:
         self._reference = self._blank = None
         self._num_blank = 0
         if self._is_eager:
-            self.arm()
+            self.arm()  # which never fails: a flip that was made would look undone
 
     def look(self) -> Report:
         """What has become of the weights since the reference was taken."""
@@ -161,6 +178,7 @@ class Tripwire:
             return Report(is_asleep=True, is_written=self._is_written)
         is_loading = self.is_loading()
         if not is_loading:
+            self._bring_home()
             self._compare()
         missing = [] if self._blank is None else list(self._blank)
         return Report(
@@ -194,19 +212,22 @@ class Tripwire:
             self.put_back()
             self._touch()
 
-    def make_blank(self, kept: Iterable[str], required: Iterable[str]) -> None:
-        """Make the weights blank: nothing of them may be decoded with.
+    def make_blank(self, kept: Iterable[str] = ()) -> None:
+        """Make the weights blank: all of them have to be written from now on.
+
+        But for those of a drafter, which decide no token, and for what is computed from
+        others.
 
         Args:
             kept: patterns of the names of parameters that are left as they are.
-            required: names of parameters that have to be written from now on.
 
         """
-        patterns, wanted, blank = list(kept), set(required), {}
+        patterns, blank = [*kept, DRAFT + "*"], {}
         with torch.no_grad():
-            for name, _, _, param in parameters(self._root):
+            for name, layer, key, param in parameters(self._root):
                 is_kept = any(fnmatchcase(name, pattern) for pattern in patterns)
-                if name not in wanted or is_kept:
+                is_made = has_cache_scales(layer) or is_derived(layer, key)
+                if is_kept or is_made or not _may_be_blank(param):
                     continue
                 if not param.numel() or fingerprint.make_blank(param.data):
                     blank[name] = param
@@ -227,34 +248,58 @@ class Tripwire:
         if self._board is not None:
             self._board.touch()
 
-    def _compare(self) -> None:
-        now = None if self._moves_experts else self._now()
-        if now is not None and self._reference is not None:
-            before, now_is = self._reference, now
-            if before[0] != now_is[0] or not fingerprint.is_same(before[1], now_is[1]):
+    def _bring_home(self) -> None:
+        with torch.no_grad():
+            for name, layer, key, param in (
+                parameters(self._root) if self._homes else ()
+            ):
+                if name not in self._homes:
+                    continue
+                own, place = self._homes[name]
+                if param is own and param.data_ptr() == place.data_ptr():
+                    continue
+                place.copy_(param.data)
+                own.data = place
+                layer._parameters[key] = own
                 self._is_written = True
+
+    def _compare(self) -> None:
+        now = self._now()
+        if now is not None and self._reference is not None:
+            (states, sampled), (states_now, sampled_now) = self._reference, now
+            is_same = fingerprint.is_same(sampled, sampled_now)
+            self._is_written |= states != states_now or not is_same
         self._reference = now
         if self._blank:
-            full = [param for param in self._blank.values() if param.numel()]
-            samples = fingerprint.sample([param.data for param in full])
-            for param, sampled in zip(full, samples, strict=True):
-                # Reading all of it is for those that look as if they were full.
-                if fingerprint.is_blank_in(sampled) or fingerprint.has_blank(
-                    param.data
-                ):
-                    continue
-                self._blank = {n: p for n, p in self._blank.items() if p is not param}
+            self._blank = {
+                name: param
+                for name, param, sampled in _with_samples(self._blank)
+                # Reading all of it is for what looks as if it were full.
+                if fingerprint.is_blank_in(sampled)
+                or not param.numel()
+                or fingerprint.has_blank(param.data)
+            }
 
     def _now(self) -> tuple[list[State], fingerprint.Sample] | None:
+        """States and samples of all parameters; None if they could not be had."""
         if self._moves_experts:
             return None
+        try:
+            return self._sampled()
+        except Exception as error:  # no memory for it, or a tensor of another kind
+            logger.warning("live weights could not be sampled: %s", error)
+            return None
+
+    def _sampled(self) -> tuple[list[State], fingerprint.Sample]:
         found = [p for *_, p in parameters(self._root) if _has_memory(p)]
         states = [(id(p), _version(p), p.data_ptr()) for p in found]
         return states, fingerprint.sample([p.data for p in found])
 
     def _watch(self, tree: torch.nn.Module) -> None:
         """Have the `load_weights` of a live model note what it is given."""
-        whole: Callable[..., Any] = tree.load_weights  # type: ignore[assignment]
+        whole: Callable[..., Any] | None = getattr(tree, "load_weights", None)
+        if whole is None:
+            return
         wire = weakref.ref(self)
 
         @functools.wraps(whole)
@@ -288,10 +333,23 @@ def wire_of(layer: torch.nn.Module) -> Tripwire | None:
     return None if found is None else found()
 
 
+def _with_samples(
+    params: dict[str, torch.nn.Parameter],
+) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+    samples = fingerprint.sample([param.data for param in params.values()])
+    for (name, param), sampled in zip(params.items(), samples, strict=True):
+        yield name, param, sampled
+
+
 def _has_memory(param: torch.Tensor) -> bool:
     """Whether there are bytes to look at; tensors made of others have none."""
     is_made_of_others = is_traceable_wrapper_subclass(param)
     return bool(param.numel()) and not (param.is_meta or is_made_of_others)
+
+
+def _may_be_blank(param: torch.Tensor) -> bool:
+    """Whether it can be made blank; one that was packed away has no memory."""
+    return not param.numel() or _has_memory(param)
 
 
 def _version(param: torch.Tensor) -> int:

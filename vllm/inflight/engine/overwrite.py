@@ -176,11 +176,11 @@ class Overwrites:
         if is_likely or self._gate.ranks.is_touched():
             self._look(BESIDE)
 
-    def abort(self) -> bool:
+    def abort(self, why: str = "it was aborted") -> bool:
         """End a reload of somebody's that is under way; whether there was one."""
         if self._gate.sleep.weights != "loading":
             return False
-        self._break_off(self._lease.owner, "it was aborted")
+        self._break_off(self._lease.owner, why)
         return True
 
     def heal(self) -> None:

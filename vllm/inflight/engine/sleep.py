@@ -169,6 +169,7 @@ class Sleep:
             return answer
         if self.weights == "asleep":
             return fall(self._falling or level)
+        self._gate.overwrites.abort("the engine was put to sleep")
         self._falling = level
         try:
             self._gate.updates.end(EngineAsleep("the engine was put to sleep"))

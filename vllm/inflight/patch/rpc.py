@@ -48,7 +48,8 @@ def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
 
     def flip() -> float:
         seconds: float = self._inflight_stager.flip()
-        self._inflight_tripwire.changed()
+        if (wire := getattr(self, "_inflight_tripwire", None)) is not None:
+            wire.changed()
         return seconds
 
     return answered(flip)

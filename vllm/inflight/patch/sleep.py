@@ -47,9 +47,14 @@ def _outside_of_pools(original: Any) -> Any:
     return _maybe_get_memory_pool_context
 
 
+def _note_asleep(worker: Any, is_asleep: bool) -> None:
+    if (wire := getattr(worker, "_inflight_tripwire", None)) is not None:
+        wire.is_asleep = is_asleep
+
+
 def _noted_asleep(original: Any) -> Any:
     def sleep(self: Any, level: int = 1) -> None:
-        self._inflight_tripwire.is_asleep = True  # also if it fails on its way
+        _note_asleep(self, True)  # also if it fails on its way
         original(self, level)
 
     return sleep
@@ -57,7 +62,8 @@ def _noted_asleep(original: Any) -> Any:
 
 def _noted_discarded(original: Any) -> Any:
     def discard(self: Any, tags: tuple[str, ...]) -> None:
-        self._inflight_tripwire.is_asleep |= "weights" in tags
+        if "weights" in tags:
+            _note_asleep(self, True)
         original(self, tags)
 
     return discard
@@ -71,7 +77,7 @@ def _adapters_again(original: Any) -> Any:
 
         original(self, tags)
         if tags is None or "weights" in tags:
-            self._inflight_tripwire.is_asleep = False
+            _note_asleep(self, False)
         if getattr(self, "_inflight_stager", None) is None:
             return  # updates are upstream's, which lets adapters go at each
         if (tags is None or "weights" in tags) and not is_wanted(self.vllm_config):

@@ -22,8 +22,9 @@ def _with_memory(original: Any) -> Any:
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         # A step without tokens computes nothing, and comes while decoding is held.
-        if scheduler_output.total_num_scheduled_tokens:
-            self._inflight_tripwire.put_back_for_step()
+        wire = getattr(self, "_inflight_tripwire", None)
+        if wire is not None and scheduler_output.total_num_scheduled_tokens:
+            wire.put_back_for_step()
         return counted(self, scheduler_output)
 
     return execute_model
@@ -33,7 +34,8 @@ def _with_memory_too(original: Any) -> Any:
     counted = _counted(original)
 
     def execute_dummy_batch(self: Any) -> None:
-        self._inflight_tripwire.put_back_for_step()
+        if (wire := getattr(self, "_inflight_tripwire", None)) is not None:
+            wire.put_back_for_step()
         counted(self)
 
     return execute_dummy_batch
