@@ -42,8 +42,6 @@ STATES = """if True:
     import _vllm_inflight_boot
     _vllm_inflight_boot._open()
     from vllm.inflight import patch
-from vllm.inflight.engine import scheduler
-from vllm.inflight.engine.gate import Gate
     from vllm.inflight.patch.record import MARK, check, locate, plain
 
     def states():

@@ -11,12 +11,43 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.engine.conftest import stop
+from tests.engine.script import OPTIONS
 from tests.shared_memory import names, nothing_came
 from vllm.inflight.errors import InflightError
 
 pytestmark = pytest.mark.engine
 
 MIB = 1 << 20
+
+
+def parameters_of(llm: Any) -> list[Any]:
+    """Weak references to the model of an engine, its second set and all in them."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    trees = worker.model_runner.get_model(), worker._inflight_stager.shadow.module
+    return [weakref.ref(part) for t in trees for part in (t, *t.parameters())]
+
+
+@pytest.mark.parametrize("is_shut_down", [True, False])
+def test_an_engine_that_is_dropped_leaves_no_weights_to_the_next(
+    checkpoint: Callable[..., Path], is_shut_down: bool
+) -> None:
+    from vllm import LLM
+
+    llm = LLM(str(checkpoint(0)), **OPTIONS)
+    llm.update_weights_from_disk(str(checkpoint(1)), "one")
+    llm.collective_rpc("reload_weights")
+    parts = parameters_of(llm)
+    assert len(parts) >= 40 and all(part() is not None for part in parts)
+    if is_shut_down:
+        llm.llm_engine.engine_core.shutdown()
+    del llm
+    stop([])
+    after = [LLM(str(checkpoint(1)), **OPTIONS)]
+    gc.collect()
+    left = [part for part in parts if part() is not None]
+    stop(after)
+    assert left == []
 
 
 def held() -> tuple[int, int, int]:
@@ -65,25 +96,3 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
     # holds for threads that are gone comes once, and goes.
     assert any(growth() < 2 * one_set + 8 * MIB for _ in range(3))
     assert held()[1:] == (before[1], 0)
-
-
-def parameters_of(llm: Any) -> list[Any]:
-    """Weak references to the model of an engine, its second set and all in them."""
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    trees = worker.model_runner.get_model(), worker._inflight_stager.shadow.module
-    return [weakref.ref(part) for t in trees for part in (t, *t.parameters())]
-
-
-def test_an_engine_that_is_dropped_leaves_no_weights_to_the_next(
-    start: Callable[..., Any], checkpoint: Callable[..., Path]
-) -> None:
-    llm = start(checkpoint(0))
-    llm.update_weights_from_disk(str(checkpoint(1)), "one")
-    llm.collective_rpc(lambda worker: None)
-    parts = parameters_of(llm)
-    assert len(parts) >= 40 and all(part() is not None for part in parts)
-    del llm
-    after = start(checkpoint(1))
-    gc.collect()
-    assert [part for part in parts if part() is not None] == []
-    after.update_weights_from_disk(str(checkpoint(0)), "zero")

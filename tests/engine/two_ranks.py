@@ -111,7 +111,7 @@ def own_writes(llm: Any, old: str, new: str, greedy: Any) -> dict[str, Any]:
             act()
         except InflightError as error:
             return error.code
-        except RuntimeError as error:
+        except Exception as error:  # vLLM's client has no better one
             return str(error)
         return ""
 

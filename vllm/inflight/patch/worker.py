@@ -106,6 +106,7 @@ def _load_with_shadow(original: Any) -> Any:
         if not _is_on(self.vllm_config):
             return
         from vllm.inflight.commit.flip import flip_of
+        from vllm.inflight.stage import reload
         from vllm.inflight.stage.shadow import shadow_of
         from vllm.inflight.stage.stager import Stager
 
@@ -117,6 +118,8 @@ def _load_with_shadow(original: Any) -> Any:
                 f"--inflight-staging {staging} cannot be had: {shadow.reason}"
             )
         self._inflight_stager = Stager(self, shadow, flip_of)
+        both = shadow.live, shadow.module
+        reload.forget_with(self, [tree for tree in both if tree is not None])
         if shadow.module is not None:
             from vllm.inflight.commit.overwrite import refuse_second_set
 
