@@ -1,5 +1,7 @@
 """The tripwire of a rank, on a model of two layers: what it notices, and mends."""
 
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -89,6 +91,17 @@ def test_a_load_is_noted_before_it_writes(worker: Worker) -> None:
 
     worker.model.load_weights(pairs())
     assert seen == [False, True]
+
+
+def test_a_copy_of_a_model_is_loaded_into_by_itself(worker: Worker) -> None:
+    before = worker.model.up.weight.detach().clone()
+    for copied in (
+        copy.deepcopy(worker.model),
+        pickle.loads(pickle.dumps(worker.model)),
+    ):
+        copied.load_weights([("up.weight", torch.ones(128, 64))])
+        assert copied.up.weight.eq(1).all()
+    assert worker.model.up.weight.equal(before) and not worker.is_written
 
 
 def test_a_load_of_the_drafter_is_noted() -> None:

@@ -91,7 +91,9 @@ def test_a_thread_acts_itself_between_two_steps_of_one_that_never_pauses():
             with turns.between():
                 before = steps[0]
                 time.sleep(0.01)
-                acted.append((before, steps[0]))
+                assert turns.run(lambda: "a turn of its own") == "a turn of its own"
+                with turns.stepping(), turns.between():
+                    acted.append((before, steps[0]))
         until(lambda: steps[0] > acted[-1][1])
     finally:
         is_over.set()

@@ -15,23 +15,11 @@ CALLED: list[str] = []
 FILE = "model.safetensors"
 
 
-class Extension:
-    """A worker extension, which has some of PipelineRL's names for itself."""
+class Writing:
+    """A worker extension that writes into live weights."""
 
     def tests_double(self, number: int) -> int:
         return 2 * number
-
-    def init_actor_update_group(self, *args: Any) -> str:
-        CALLED.append("init")
-        return "the user's"
-
-    def receive_weight_update(self, request: Any) -> str:
-        CALLED.append("receive")
-        return "the user's"
-
-    def close_communicator(self) -> str:
-        CALLED.append("close")
-        return "the user's"
 
     # ------------------------------------------------------- in load format
     def tests_load(self, folder: str, names: list[str] | None = None) -> None:
@@ -86,9 +74,9 @@ class Extension:
 
     def tests_reload(self, folder: str) -> None:
         """All of that in one call."""
-        Extension.tests_start_load(self)
-        Extension.tests_load(self, folder)
-        Extension.tests_finish_load(self)
+        Writing.tests_start_load(self)
+        Writing.tests_load(self, folder)
+        Writing.tests_finish_load(self)
 
     def tests_start_and_fail(self) -> None:
         """Break off before the first tensor, as a mistyped argument does."""
@@ -109,6 +97,22 @@ class Extension:
         """Load into what a transport is given for a model."""
         engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
         engine.model.load_weights(tensors_of(folder).items())
+
+
+class Extension(Writing):
+    """One that has some of PipelineRL's names for itself, too."""
+
+    def init_actor_update_group(self, *args: Any) -> str:
+        CALLED.append("init")
+        return "the user's"
+
+    def receive_weight_update(self, request: Any) -> str:
+        CALLED.append("receive")
+        return "the user's"
+
+    def close_communicator(self) -> str:
+        CALLED.append("close")
+        return "the user's"
 
 
 def _model(worker: Any) -> Any:

@@ -101,3 +101,41 @@ def test_a_commit_that_waits_ends_with_the_write_that_it_was_to_follow(
     streams.run()
     label = call(core, "info")["weight_version"]
     assert_told_truly(core, streams, {0: "default", 2: label}.__getitem__)
+
+
+def test_a_write_that_no_call_has_made_is_seen_before_the_next_step(
+    core: EngineCore,
+) -> None:
+    """As a thread of a worker makes one, or a call past the engine core."""
+    worker = core.model_executor
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(7)
+    worker._tests_write(1)
+    worker.board.touch()
+    streams.step(9)
+    label = call(core, "info")["weight_version"]
+    assert label.startswith("update-")
+    add(core, "comes", prompt(1), max_tokens=20)
+    streams.run()
+    assert_told_truly(core, streams, ["default", label].__getitem__)
+    assert all(set(s.kv) == {1} for s in worker.sampled["comes"])
+
+
+def test_a_look_that_fails_before_a_step_holds_and_does_not_end_the_engine(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = core.model_executor
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(7)
+    monkeypatch.setattr(
+        worker, "_inflight_overwrite", lambda *_: {"error": "of a test"}
+    )
+    worker.board.touch()
+    streams.step(5)
+    num_made = len(streams.tokens["runs"])
+    assert len(streams.step(10).tokens["runs"]) == num_made
+    told = call(core, "info")
+    assert told["weights"] == "gone" and "of a test" in told["weights_detail"]
+    monkeypatch.undo()
+    publish_weights(core, 2, "two")
+    assert_told_truly(core, streams.run(), {0: "default", 2: "two"}.__getitem__)

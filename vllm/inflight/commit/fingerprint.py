@@ -115,7 +115,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     if not _is_dense(whole):
         whole = whole.reshape(-1)[: LINES * LINE_BYTES // whole.element_size()]
     begin = whole.storage_offset() * whole.element_size()
-    return _memory_of(whole, torch.uint8, begin, whole.nbytes)
+    return _memory_of(whole, torch.uint8, int(begin), whole.nbytes)
 
 
 def _memory_of(

@@ -19,7 +19,6 @@ of its tensors have come. A step on such a layer would end the engine.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
@@ -110,7 +109,8 @@ class Tripwire:
         for tree in trees(self._root):
             for layer in tree.modules():
                 _wires[layer] = weakref.ref(self)
-            self._watch(tree)
+            if hasattr(tree, "load_weights"):
+                vars(tree)["load_weights"] = NotedLoad(tree)
 
     def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:
         """Open the board of the engine.
@@ -295,22 +295,8 @@ class Tripwire:
         states = [(id(p), _version(p), p.data_ptr()) for p in found]
         return states, fingerprint.sample([p.data for p in found])
 
-    def _watch(self, tree: torch.nn.Module) -> None:
-        """Have the `load_weights` of a live model note what it is given."""
-        whole: Callable[..., Any] | None = getattr(tree, "load_weights", None)
-        if whole is None:
-            return
-        wire = weakref.ref(self)
-
-        @functools.wraps(whole)
-        def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
-            if (own := wire()) is not None:
-                weights = own._noted(weights)
-            return whole(weights, *args, **kwargs)
-
-        vars(tree)["load_weights"] = load_weights
-
-    def _noted(self, weights: Any) -> Any:
+    def noted(self, weights: Any) -> Any:
+        """What goes into `load_weights`, so that its first tensor is noted."""
         # While every layer is taken aside, nothing is written but by upstream's copy
         # of a layer that is complete, and that is noted there.
         if self._may_load and all(p.is_meta for *_, p in parameters(self._root)):
@@ -325,6 +311,34 @@ class Tripwire:
         for pair in weights:
             self.note()
             yield pair
+
+
+class NotedLoad:
+    """The `load_weights` of a live model, which tells the tripwire of its rank.
+
+    A copy of the model has one of its own, and is nobody's to watch.
+
+    Args:
+        model: that is loaded into.
+
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._whole = vars(model).get("load_weights")
+        """What somebody else has put there before; None for its class's own."""
+
+    def __call__(self, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load, as the model does."""
+        if (wire := wire_of(self._model)) is not None:
+            weights = wire.noted(weights)
+        if self._whole is not None:
+            return self._whole(weights, *args, **kwargs)
+        load: Callable[..., Any] = type(self._model).load_weights  # type: ignore[attr-defined]
+        return load(self._model, weights, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotedLoad:
+        return NotedLoad(memo.get(id(self._model), self._model))
 
 
 def wire_of(layer: torch.nn.Module) -> Tripwire | None:

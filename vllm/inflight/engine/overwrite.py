@@ -154,13 +154,22 @@ class Overwrites:
         """
         if self._core.scheduler.requests:
             was_idle, self._was_idle = self._was_idle, False
-            self.before_call(is_certain=was_idle)
-            if self._gate.sleep.weights == "loading" and self._is_abandoned():
-                self._break_off(self._lease.owner, "the thread that began it decodes")
+            try:
+                self._look_before_step(was_idle)
+            except Exception as error:  # of a look, which a step may not fail with
+                self._lose(f"nobody knows what was written ({_told(error)})")
         try:
             yield
         finally:
             self._was_idle |= not self._core.scheduler.requests
+
+    def _look_before_step(self, was_idle: bool) -> None:
+        sleep = self._gate.sleep
+        self.before_call(is_certain=was_idle)
+        if sleep.weights == "loading" and self._is_abandoned():
+            self._break_off(self._lease.owner, "the thread that began it decodes")
+        if was_idle and sleep.weights != "live":
+            logger.warning("a request waits: %s", sleep.detail)
 
     def before_call(self, *, is_certain: bool) -> None:
         """See what was written by nobody's call, before that can matter.
@@ -201,6 +210,8 @@ class Overwrites:
             keeps_some: whether upstream has kept some of them over a sleep.
 
         """
+        if self._gate.ranks.reason is not None:
+            return  # weights that cannot be updated are upstream's to fill
         try:
             self._gate.ranks.overwrite("make_blank", keeps_some)
             self._found = self._gate.ranks.overwrite("look")
@@ -300,7 +311,12 @@ class Overwrites:
         )
 
     def _num_missing(self) -> int | None:
-        """Parameters of lost weights that have not come; None if nobody can tell."""
+        """Parameters of lost weights that have not come; None if nobody can tell.
+
+        Weights that cannot be updated are taken for whole once they are written.
+        """
+        if self._gate.ranks.reason is not None:
+            return 0
         if not all(report["num_required"] for report in self._found):
             return None
         return sum(report["num_missing"] for report in self._found)
@@ -364,6 +380,8 @@ class Overwrites:
                 "pause_generation first"
             )
             self._break_off(name, why)
+            if name == BESIDE:
+                return  # nobody has called
             raise PauseConflict(f"{name} has begun a reload of live weights: {why}")
         if gate.sleep.weights != "loading":
             gate.updates.end(UpdateBusy(f"{name} has begun a reload of live weights"))

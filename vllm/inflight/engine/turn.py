@@ -28,6 +28,8 @@ class Turns:
         """Rouses the main thread of an engine with its own process."""
         self._end: SystemExit | None = None
         self._lock = threading.RLock()
+        self._acting: int | None = None
+        """The thread that acts itself, while the one that steps stands still."""
         self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
@@ -43,6 +45,8 @@ class Turns:
 
         For engines in the caller's process only.
         """
+        if self._acting == threading.get_ident():
+            return call()
         future = self.submit(call)
         while not future.done():
             # The stepping thread holds the lock for a step at a time and takes
@@ -88,6 +92,9 @@ class Turns:
         A thread that steps takes the lock again as soon as it has let go of it, so that
         waiting for the lock may take for ever. Instead it is asked to stand still.
         """
+        if self._acting == threading.get_ident():
+            yield
+            return
         stands, goes_on = threading.Event(), threading.Event()
 
         def stand_still() -> None:
@@ -106,13 +113,19 @@ class Turns:
                             return
                     finally:
                         self._lock.release()
+            self._acting = threading.get_ident()
             yield
         finally:
+            if self._acting == threading.get_ident():
+                self._acting = None
             goes_on.set()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Around whatever touches the scheduler in the caller's process."""
+        if self._acting == threading.get_ident():
+            yield
+            return
         with self._lock:
             self.drain()
             yield
