@@ -162,6 +162,16 @@ def test_what_is_put_elsewhere_comes_home_where_places_count(
     assert not worker.is_written
 
 
+def test_what_has_another_form_stays_where_it_was_put_and_is_told(
+    worker: Worker,
+) -> None:
+    worker.wire.keep_places()
+    worker.model.up.weight = torch.nn.Parameter(torch.ones(64, 128))
+    told = worker.wire.look()
+    assert told.is_written and told.displaced == ["up.weight"]
+    assert worker.model.up.weight.shape == (64, 128)
+
+
 def test_experts_that_upstream_moves_itself_are_nobodys_write() -> None:
     worker = Worker(enable_eplb=True)
     worker.model.up.weight.data.fill_(1)

@@ -153,7 +153,7 @@ def decodes_again(server: Server, said: Said) -> None:
     assert json.loads(seen)["weights"] == "loading"
     assert "abort_weight_update" in json.loads(seen)["weights_detail"]
     assert json.loads(aborted)["phase"] == "aborted"
-    assert server.get("/weight_info")["weights"] == "live"
+    assert server.client.get("/weight_info").json()["weights"] == "live"
     assert server.client.get("/health").content == b""
 
 

@@ -139,3 +139,18 @@ def test_a_look_that_fails_before_a_step_holds_and_does_not_end_the_engine(
     monkeypatch.undo()
     publish_weights(core, 2, "two")
     assert_told_truly(core, streams.run(), {0: "default", 2: "two"}.__getitem__)
+
+
+def test_parameters_that_lie_where_no_update_would_write_refuse_updates(
+    make: Any,
+) -> None:
+    core = make(num_blocks=47)
+    core.model_executor.displaced = ["up.weight"]
+    core.collective_rpc("tests_write", args=(1,))
+    answer = core.inflight("begin", {"transport": "local"})["error"]
+    assert answer["code"] == "staging_unavailable"
+    assert "tests_write has put up.weight elsewhere" in answer["message"]
+    add(core, "runs", prompt(1))
+    assert len(Streams(core).run().tokens["runs"]) == 40
+    core.model_executor.displaced = []
+    core.inflight_gate.ranks.reason = None

@@ -76,6 +76,7 @@ class SimulatedExecutor(UniProcExecutor):
         self.memories = [Memory(None), Memory(WINDOW)][: 1 + self.windowed]
         self.board: Board | None = None
         self.is_written = self.is_loading = False
+        self.displaced: list[str] = []
         """What its tripwire has noticed of writes past any update."""
         self.drowsy = 0
         """The level of a sleep that it is prepared for."""
@@ -228,6 +229,7 @@ class SimulatedExecutor(UniProcExecutor):
             self.is_written = False
         facts = {"is_written": self.is_written, "is_loading": self.is_loading}
         facts |= {"missing": [], "num_missing": 0, "num_required": 1, "thread": None}
+        facts["displaced"] = self.displaced
         return {"ok": facts if move in ("look", "put_back") else None}
 
     def _tests_write(self, weights: int, then: str = "") -> None:

@@ -71,6 +71,8 @@ class Report:
     """Parameters that were made blank; 0 if none was."""
     thread: tuple[int, int] | None = None
     """Process and thread that has begun the reload."""
+    displaced: list[str] = field(default_factory=list)
+    """Parameters that were put elsewhere in another form, so that they stay there."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for the reply of an RPC."""
@@ -104,6 +106,7 @@ class Tripwire:
         self._num_blank = 0
         self._homes: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}
         """Parameters and where they lie, on a device whose graphs know the place."""
+        self._displaced: set[str] = set()
         if worker.device.type == "cuda":
             self.keep_places()
         for tree in trees(self._root):
@@ -188,6 +191,7 @@ class Tripwire:
             num_missing=len(missing),
             num_required=self._num_blank,
             thread=self._thread if is_loading else None,
+            displaced=sorted(self._displaced)[:MOST_NAMED],
         )
 
     def acknowledge(self) -> None:
@@ -258,10 +262,13 @@ class Tripwire:
                 own, place = self._homes[name]
                 if param is own and param.data_ptr() == place.data_ptr():
                     continue
+                self._is_written = True
+                if (param.shape, param.dtype) != (place.shape, place.dtype):
+                    self._displaced.add(name)
+                    continue
                 place.copy_(param.data)
                 own.data = place
                 layer._parameters[key] = own
-                self._is_written = True
 
     def _compare(self) -> None:
         now = self._now()

@@ -270,6 +270,7 @@ class Overwrites:
             self._lose(f"nobody knows what {name} has written ({_told(fault)})")
             self._renew(name)
             return
+        self._note_displaced(name)
         is_loading = any(report["is_loading"] for report in found)
         if is_loading and error is not None:
             self._break_off(name, f"it has failed ({_told(error)})")
@@ -309,6 +310,20 @@ class Overwrites:
             version.label,
             version.epoch,
         )
+
+    def _note_displaced(self, name: str) -> None:
+        """Refuse updates from here on if parameters do not lie where they would go."""
+        displaced = [each for report in self._found for each in report["displaced"]]
+        if displaced and self._gate.ranks.reason is None:
+            reason = (
+                f"{name} has put {displaced[0]} elsewhere, in another shape or dtype; "
+                "restart the engine"
+            )
+            self._gate.ranks.reason = reason
+            logger.error(
+                "weights of this engine cannot be updated in flight any more: %s",
+                reason,
+            )
 
     def _num_missing(self) -> int | None:
         """Parameters of lost weights that have not come; None if nobody can tell.
