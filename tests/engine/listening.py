@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tests.engine import user_extension
 from tests.engine.transport import Extension
 from vllm.inflight.stage import pace
 
@@ -13,8 +14,22 @@ RESTS: list[float] = []
 """The seconds of every rest of this process's staging, once somebody listens."""
 
 
-class Listening(Extension):
+class Listening(Extension, user_extension.Extension):
     """`--worker-extension-cls tests.engine.listening.Listening`."""
+
+    rank: int
+
+    def tests_start_and_fail_on_one(self) -> None:
+        """Take layers aside on all ranks, and break off on one."""
+        self.tests_start_load()
+        if self.rank == 1:
+            raise TypeError("of one rank")
+
+    def tests_reload_and_fail_on_one(self, folder: str) -> None:
+        """Reload on one rank, and break off on the other when it has written."""
+        if self.rank == 1:
+            self.tests_reload_and_fail(folder, 20)
+        self.tests_reload(folder)
 
     def tests_listen(self) -> None:
         """Note rests from here on; they last as long as they do."""

@@ -35,6 +35,9 @@ NAMES = {
     "get_layerwise_info": (
         "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info"
     ),
+    "LAYERWISE_INFO": (
+        "vllm.model_executor.model_loader.reload.layerwise:LAYERWISE_INFO"
+    ),
     "materialize_layer": (
         "vllm.model_executor.model_loader.reload.meta:materialize_layer"
     ),

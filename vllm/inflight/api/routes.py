@@ -207,7 +207,9 @@ class InflightEndpoints:
             taken = {key for key in ROUTES if foreign.owner(app, *key) is not None}
             add_routes(router, rate.Rate(self._config.begin_rate), taken)
         router.add_api_route("/metrics", metrics, methods=["GET"])
-        router.add_api_route("/health", health, methods=["GET"])
+        router.add_api_route(
+            "/health", health, methods=["GET"], response_class=Response
+        )
         app.include_router(router)
         app.add_middleware(Admission)
 

@@ -16,6 +16,7 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import asked, connectors, counts, doors
 from vllm.inflight.engine.lockstep import Lockstep
+from vllm.inflight.engine.overwrite import Overwrites
 from vllm.inflight.engine.parent import end_with_parent
 from vllm.inflight.engine.pause import Pauses
 from vllm.inflight.engine.ranks import Ranks
@@ -31,6 +32,7 @@ from vllm.inflight.errors import (
     InflightError,
     Malformed,
     UpdateBusy,
+    UpstreamChanged,
     VersionConflict,
 )
 from vllm.inflight.update import Phase, Version, check_label
@@ -42,6 +44,11 @@ class Gate:
     """Control of one engine core."""
 
     def __init__(self, core: Any) -> None:
+        if not hasattr(core, "scheduler"):
+            raise UpstreamChanged(
+                "the constructor of EngineCore calls the step that the gate is hung on "
+                "before it has made its scheduler; vllm-inflight cannot start"
+            )
         config = core.vllm_config
         self._core = core
         self._config = InflightConfig.of(config)
@@ -66,6 +73,7 @@ class Gate:
         self.rollbacks = Rollbacks(core, self)
         self.scrubs = Scrubs(core, self)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
+        self.overwrites = Overwrites(core, self)
         if self.lockstep.is_kept and not self.ranks.is_reversible:
             self.ranks.reason = "engines that step together need a way back"
         if (reason := self.ranks.reason) is not None:
@@ -83,6 +91,9 @@ class Gate:
         def answer() -> Any:
             if (handler := _CALLS.get(method)) is None:
                 raise Malformed(f"no control call named {method!r}")
+            self.overwrites.before_call(is_certain=method in ("begin", "rollback"))
+            if method == "begin":
+                self.overwrites.heal()
             self.sleep.check(method, body)
             return handler(self, body)
 
@@ -168,12 +179,22 @@ class Gate:
         return answer
 
     def info(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What is served: version, digest, epoch, the version before, and `weights`."""
+        """What is served: version, digest, epoch, the version before, and `weights`.
+
+        `weights_detail` says why nothing is decoded with them; None if they live.
+        """
         del body
         before = self.served.before
         previous = None if before is None else before.to_dict()
         state = {"previous": previous, "weights": self.sleep.weights}
+        state |= {"weights_detail": self.sleep.detail}
         return self.version.to_dict() | state | {"scrub": self.scrubs.state()}
+
+    def abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Give up the update under way, or a reload of somebody's own."""
+        if body.get("update_id") is None and self.overwrites.abort():
+            return {"update_id": None, "phase": Phase.ABORTED.value}
+        return self.updates.abort(body)
 
     def rename(self, body: dict[str, Any]) -> dict[str, Any]:
         """Call the weights served something else: a version without bytes."""
@@ -205,6 +226,7 @@ class Gate:
         """End the watch and give the board back."""
         self.scrubs.close()
         self.pauses.close()
+        self.overwrites.close()
         self.lockstep.disarm(EngineFault("the engine has been shut down"))
         self.updates.close()
         self.ranks.close()
@@ -254,16 +276,20 @@ _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "seal": lambda gate, body: gate.updates.seal(body),
     "commit": Gate.commit,
     "rollback": lambda gate, body: gate.rollbacks.roll_back(body),
-    "abort": lambda gate, body: gate.updates.abort(body),
+    "abort": Gate.abort,
     "status": lambda gate, body: gate.updates.status(body),
     "info": Gate.info,
     "rename": Gate.rename,
     "transport": lambda gate, body: gate.updates.transport(body),
     "pause": Gate.pause,
     "resume": lambda gate, body: gate.pauses.resume(body.get("owner")),
-    "paused": lambda gate, body: gate.pauses.state(),
+    "paused": lambda gate, body: (
+        gate.pauses.state() | {"weights_detail": gate.sleep.detail}
+    ),
     "metrics": counts.told,
-    "health": lambda gate, body: {"scrub": gate.scrubs.state()},
+    "health": lambda gate, body: {
+        "weights_detail": gate.sleep.detail or gate.scrubs.detail
+    },
     "verify": lambda gate, body: gate.scrubs.verify(body),
     "undo": lambda gate, body: gate.rollbacks.undo(body),
     **doors.CALLS,

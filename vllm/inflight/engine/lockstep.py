@@ -122,7 +122,7 @@ class Lockstep:
         except Exception as error:
             armed.answer.set_exception(error)
             if self._owes_vote:
-                self._all_could(False)
+                self.all_could(False)
             elif not isinstance(error, InflightError):
                 raise SystemExit(
                     "vllm-inflight: a switch of engines that step together broke off "
@@ -184,7 +184,7 @@ class Lockstep:
             facts = flip()
         except InflightError as error:
             failure = error
-        if self._all_could(failure is None):
+        if self.all_could(failure is None):
             return facts
         if failure is not None:
             raise failure
@@ -197,6 +197,11 @@ class Lockstep:
             ) from error
         raise EngineFault("another engine could not switch; it was taken back here")
 
+    def all_could(self, could: bool) -> bool:
+        """Whether all engines could; each calls it as often as the others."""
+        self._owes_vote = False
+        return self._extent(int(could))[0] == 1
+
     # ---------------------------------------------------------------- helpers
     def _lose_patience(self) -> None:
         if self._armed is None:
@@ -206,10 +211,6 @@ class Lockstep:
         elif time.monotonic() > self._armed.until:
             waited = f"not every engine was asked to switch within {PATIENCE_S:g} s"
             self.disarm(EngineFault(f"{waited}; nothing has changed"))
-
-    def _all_could(self, could: bool) -> bool:
-        self._owes_vote = False
-        return self._extent(int(could))[0] == 1
 
     def _extent(self, value: int) -> tuple[int, int]:
         """The lowest and the highest `value` of all engines."""

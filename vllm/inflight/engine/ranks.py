@@ -36,7 +36,14 @@ stands still when there is none; steps read what is before their own."""
 class Ranks:
     """All TP × PP ranks of one engine."""
 
-    def __init__(self, executor: Any, num_ranks: int, kind: Kind | None = None) -> None:
+    def __init__(
+        self,
+        executor: Any,
+        num_ranks: int,
+        kind: Kind | None = None,
+        *,
+        in_process: bool = False,
+    ) -> None:
         self._executor = executor
         self._kind = kind = kind or Kind()
         self.count = num_ranks
@@ -53,6 +60,11 @@ class Ranks:
         try:
             if self.reason is None:
                 replies = self._attached(num_ranks)
+            self._has_tripwires = self._lay_tripwires(in_process)
+            """Whether ranks tell on the board of what others write into live weights.
+
+            Without it, that is looked for after the calls of the workers alone.
+            """
         finally:
             self._board.unlink()
         self._hears = bool(replies)
@@ -80,7 +92,12 @@ class Ranks:
         """
         executor = core.model_executor
         num_ranks = core.vllm_config.parallel_config.world_size
-        ranks = cls(executor, num_ranks, kind_of(executor))
+        ranks = cls(
+            executor,
+            num_ranks,
+            kind_of(executor),
+            in_process=not hasattr(core, "input_queue"),
+        )
         staging = InflightConfig.of(core.vllm_config).staging
         if (reason := ranks.reason) is not None and staging in ("device", "host"):
             ranks.close()
@@ -99,6 +116,19 @@ class Ranks:
                 )
                 return []
         return [reply["ok"] for reply in replies]
+
+    def _lay_tripwires(self, in_process: bool) -> bool:
+        """Have every rank tell on the board of writes into what it serves."""
+        try:
+            self.overwrite("attach", self._board.path, self.count, in_process)
+        except Exception as error:  # the ranks of another host cannot open it
+            logger.warning(
+                "what others write into live weights is seen after calls of the "
+                "workers only: %s",
+                error,
+            )
+            return False
+        return True
 
     def require_staging(self) -> None:
         """Raise `StagingUnavailable` if these weights cannot be updated in flight."""
@@ -167,6 +197,29 @@ class Ranks:
         """Have every rank read a slice, without waiting for it."""
         self._send("inflight_scrub", "slice")
 
+    def overwrite(
+        self, move: str, *args: Any, timeout: float | None = None
+    ) -> list[Any]:
+        """One move of every rank about writes into what it serves.
+
+        See commit/overwrite.py.
+
+        Raises:
+            InflightError: a rank could not; the others have made the move.
+            TimeoutError: a rank has not answered within `timeout` seconds.
+
+        """
+        return self._call("inflight_overwrite", move, *args, timeout=timeout)
+
+    def is_touched(self) -> bool:
+        """Whether a rank tells that something has touched what it serves."""
+        return self._has_tripwires and self._board.is_touched()
+
+    def untouch(self) -> None:
+        """Take note of that; before looking, so that nothing is missed."""
+        if self._has_tripwires:
+            self._board.untouch()
+
     def flip(self) -> float:
         """Exchange live and staged weights on every rank, or on none.
 
@@ -204,6 +257,7 @@ class Ranks:
     def close(self) -> None:
         """Give the board back; from now on no update can begin."""
         self.reason = "the engine has been shut down"
+        self._has_tripwires = False
         self._board.close()
 
     def _flip_back(self, ranks: list[int]) -> None:
@@ -218,11 +272,13 @@ class Ranks:
         except Exception as error:  # a rank has not answered: who knows what it serves
             _stop(error)
 
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        replies = self._raw(method, *args)
-        for reply in replies:
+    def _call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        replies = self._raw(method, *args, timeout=timeout)
+        for rank, reply in enumerate(replies):
+            if "described" in reply:
+                raise InflightError.from_dict(reply["described"])
             if "error" in reply:
-                raise EngineFault(f"{method} failed: {reply['error']}")
+                raise EngineFault(f"{method} failed on rank {rank}: {reply['error']}")
         return [reply["ok"] for reply in replies]
 
     def _raw(

@@ -97,6 +97,18 @@ class Scrubs:
         state = self.state()
         return state is not None and state["result"] == DIFFERENT
 
+    @property
+    def detail(self) -> str | None:
+        """What is wrong with what is served, and what to do; None if nothing is."""
+        if not self.differs:
+            return None
+        assert self.last is not None
+        return (
+            "the weights served are not what was committed under their label: "
+            f"{', '.join(self.last['different'])}; publish a whole version, or roll "
+            "back"
+        )
+
     def close(self) -> None:
         """End the thread; whoever waits is told."""
         self._is_closed = True

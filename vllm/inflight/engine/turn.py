@@ -28,6 +28,8 @@ class Turns:
         """Rouses the main thread of an engine with its own process."""
         self._end: SystemExit | None = None
         self._lock = threading.RLock()
+        self._acting: int | None = None
+        """The thread that acts itself, while the one that steps stands still."""
         self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
@@ -43,6 +45,8 @@ class Turns:
 
         For engines in the caller's process only.
         """
+        if self._acting == threading.get_ident():
+            return call()
         future = self.submit(call)
         while not future.done():
             # The stepping thread holds the lock for a step at a time and takes
@@ -82,8 +86,46 @@ class Turns:
                 raise
 
     @contextmanager
+    def between(self) -> Iterator[None]:
+        """Around what the calling thread does itself between two steps of another.
+
+        A thread that steps takes the lock again as soon as it has let go of it, so that
+        waiting for the lock may take for ever. Instead it is asked to stand still.
+        """
+        if self._acting == threading.get_ident():
+            yield
+            return
+        stands, goes_on = threading.Event(), threading.Event()
+
+        def stand_still() -> None:
+            stands.set()
+            goes_on.wait()
+
+        self.submit(stand_still)
+        try:
+            while not stands.is_set():
+                if self._lock.acquire(timeout=POLL_S):
+                    try:
+                        if not stands.is_set():  # nobody steps: no need to ask
+                            goes_on.set()
+                            self.drain()
+                            yield
+                            return
+                    finally:
+                        self._lock.release()
+            self._acting = threading.get_ident()
+            yield
+        finally:
+            if self._acting == threading.get_ident():
+                self._acting = None
+            goes_on.set()
+
+    @contextmanager
     def stepping(self) -> Iterator[None]:
         """Around whatever touches the scheduler in the caller's process."""
+        if self._acting == threading.get_ident():
+            yield
+            return
         with self._lock:
             self.drain()
             yield

@@ -5,11 +5,12 @@ RPCs, because a blocking RPC waits for every batch in flight. The board is a
 file in /dev/shm, unlinked as soon as every rank has opened it, so nothing is
 left behind however a process ends.
 
-Layout: 64 bytes of header (u64 serial of the last cancelled update), then one
-slot per rank: u64 sequence, then two pages of u32 length + JSON, packed by zlib if
-it is long. The page named by the sequence's lowest bit is whole; the other one is
-where the rank writes next, so a rank that is killed in the middle of a post leaves
-the last one whole.
+Layout: 64 bytes of header (u64 serial of the last cancelled update; u64 that is not 0
+once something has touched the weights that a rank serves, past any update), then one
+slot per rank: u64 sequence, then two pages of u32 length + JSON, packed by zlib if it
+is long. The page named by the sequence's lowest bit is whole; the other one is where
+the rank writes next, so a rank that is killed in the middle of a post leaves the last
+one whole.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import zlib
 from typing import Any
 
 HEADER_BYTES = 64
+TOUCHED_AT = 8
+"""Where the header says that weights which are served were touched."""
 PAGE_BYTES = 1 << 18
 LONG_BYTES = 1 << 14
 """From here on a notice is packed: a pipeline stage names all tensors of the others,
@@ -119,6 +122,18 @@ class Board:
     def cancelled(self) -> int:
         """The serial of the last cancelled update; 0 before the first."""
         return int(_U64.unpack_from(self._map, 0)[0])
+
+    def touch(self) -> None:
+        """Tell the engine core to look at what is served, before its next step."""
+        _U64.pack_into(self._map, TOUCHED_AT, 1)
+
+    def is_touched(self) -> bool:
+        """Whether a rank has told that, since it was last taken note of."""
+        return bool(_U64.unpack_from(self._map, TOUCHED_AT)[0])
+
+    def untouch(self) -> None:
+        """Take note of it; before looking, so that what comes meanwhile is not lost."""
+        _U64.pack_into(self._map, TOUCHED_AT, 0)
 
     def _sequence(self, rank: int) -> int:
         return int(_U64.unpack_from(self._map, _slot(rank))[0])

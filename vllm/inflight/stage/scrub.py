@@ -29,11 +29,11 @@ from vllm.inflight._digest_reference import page_key, row_major
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.stage import experts
 from vllm.inflight.stage.content import Facts
+from vllm.inflight.stage.hidden import PACKED
 from vllm.inflight.stage.layers import parameters
 from vllm.inflight.stage.plan import View, are_apart, span
 from vllm.inflight.stage.readout import content
 from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.stage.swappable import PACKED
 
 SLICE_BYTES, SLICE_BYTES_OF_HOST = 256 << 20, 4 << 20
 """Of parameters that are read between two steps, on a GPU and on the CPU build."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,7 +38,7 @@ from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.proof import Proof
 from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.spares import Spares
-from vllm.inflight.stage.tandem import Tandem, has_mtp, trees
+from vllm.inflight.stage.tandem import Tandem, drafter_of, has_mtp, trees
 from vllm.inflight.wire.assembly import Home
 from vllm.inflight.wire.threads import num_threads
 
@@ -106,7 +105,8 @@ class Shadow:
                 f"{type(error).__name__}: {error}"
             )
         if self.reason is not None:
-            self.module, self.plan, self.arenas = None, None, ()
+            self.module, self.arenas = None, ()
+            self.plan.forget()
             self.required.clear()
             return
         if device.type == "cpu":
@@ -327,20 +327,16 @@ class Shadow:
         reload.leave(self.module)
 
 
-_shadows: weakref.WeakKeyDictionary[torch.nn.Module, Shadow] = (
-    weakref.WeakKeyDictionary()
-)
+def shadow_of(worker: Any, live: torch.nn.Module) -> Shadow:
+    """The shadow of the model `live` of a worker and of its drafter.
 
-
-def shadow_of(
-    live: torch.nn.Module,
-    vllm_config: Any,
-    device: torch.device,
-    draft: torch.nn.Module | None = None,
-) -> Shadow:
-    """The shadow of `live` and its drafter, built at the first call."""
-    if live not in _shadows:
-        is_mtp = has_mtp(vllm_config)
-        root = live if draft is None else Tandem(live, draft, is_mtp=is_mtp)
-        _shadows[live] = Shadow(root, vllm_config, device)
-    return _shadows[live]
+    It is built at the first call and kept by the worker, so it ends with its worker. A
+    shadow refers to its model: a table of all shadows in this module would keep every
+    model of the process alive, also in a dictionary with weak keys.
+    """
+    kept: Shadow | None = getattr(worker, "_inflight_shadow", None)
+    if kept is None or trees(kept.live)[0] is not live:
+        config, draft = worker.vllm_config, drafter_of(worker)
+        root = live if draft is None else Tandem(live, draft, is_mtp=has_mtp(config))
+        kept = worker._inflight_shadow = Shadow(root, config, worker.device)
+    return kept

@@ -283,9 +283,3 @@ class Stager:
         if not self.is_busy:
             self._board.close()
         self._board = None
-
-
-def let_go(worker: Any) -> None:
-    """On a worker: see `Stager.let_go`."""
-    if (stager := getattr(worker, "_inflight_stager", None)) is not None:
-        stager.let_go()
