@@ -1,5 +1,6 @@
 """The transport "other", in workers that tell how their staging rests."""
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from tests.engine import user_extension
 from tests.engine.transport import Extension
 from vllm.inflight.stage import pace
+
+SPOILT_AFTER_S = 0.3
 
 RESTS: list[float] = []
 """The seconds of every rest of this process's staging, once somebody listens."""
@@ -47,8 +50,15 @@ class Listening(Extension, user_extension.Extension):
         return rests
 
     def tests_spoil(self) -> None:
-        """Change a bit of what the second rank alone has, and of a copy; or back."""
-        if self.rank == 1:
+        """Change a bit of what the second rank alone has, and of a copy; or back.
+
+        When this call has ended: what it writes itself would be noticed.
+        """
+
+        def change() -> None:
             for name in ("embed_tokens.weight", "norm.weight"):
                 param = self.model_runner.model.model.get_parameter(name)
                 param.data.view(-1).view(torch.int16)[3] ^= 1
+
+        if self.rank == 1:
+            threading.Timer(SPOILT_AFTER_S, change).start()

@@ -48,14 +48,15 @@ def num_tensors(folder: Path) -> int:
     return len(load_file(folder / "model.safetensors"))
 
 
+def model_of(llm: Any) -> Any:
+    """What the engine of this process serves; a call of its worker would be noticed."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
 def change(llm: Any, name: str) -> None:
-    """Change one bit of a parameter that is served."""
-
-    def flip(worker: Any) -> None:
-        param = worker.model_runner.model.get_parameter(name)
-        param.data.view(torch.int16).view(-1)[5] ^= 1
-
-    llm.collective_rpc(flip)
+    """Change one bit of a parameter that is served, as memory that fails would."""
+    param = model_of(llm).get_parameter(name)
+    param.data.view(torch.int16).view(-1)[5] ^= 1
 
 
 def test_every_tensor_is_compared_with_what_was_announced(
@@ -111,18 +112,18 @@ def test_a_packed_weight_is_read_as_it_is_multiplied_with(
 ) -> None:
     """Of the CPU build; its parameter has been packed away."""
 
-    def swap(worker: Any) -> None:
-        layers = worker.model_runner.model.model.layers
+    def swap() -> None:
+        layers = model_of(llm).model.layers
         one, other = (vars(layer.mlp.down_proj) for layer in layers[:2])
         one["cpu_linear"], other["cpu_linear"] = other["cpu_linear"], one["cpu_linear"]
 
-    llm.collective_rpc(swap)
+    swap()
     try:
         found = llm.verify_weights()
         names = [f"model.layers.{n}.mlp.down_proj.weight" for n in range(2)]
         assert (found["result"], found["different"]) == ("different", names)
     finally:
-        llm.collective_rpc(swap)
+        swap()
 
 
 def test_tokens_flow_while_it_is_read_and_a_commit_begins_it_anew(
@@ -154,14 +155,14 @@ def test_what_is_scrubbed_regularly_alarms(
     config = {"inflight": {"scrub_interval_s": 0.2}}
     llm = start(folders[0], additional_config=config)
     llm.update_weights_from_disk(str(folders[1]), "new")
-    metrics = control_of(llm)
+    control = control_of(llm)
 
     def waits_for(result: str) -> dict[str, Any]:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            (told,) = run_sync(metrics.ask("metrics"))
-            (health,) = run_sync(metrics.ask("health"))
-            if health["scrub"] and health["scrub"]["result"] == result:
+            scrub = llm.weight_info()["scrub"]
+            (told,) = run_sync(control.ask("metrics"))
+            if scrub and scrub["result"] == result:
                 return told
             time.sleep(0.02)
         raise AssertionError(f"no scrub was {result}: {told}")
@@ -170,6 +171,8 @@ def test_what_is_scrubbed_regularly_alarms(
     assert told["scrubs"]["equal"] > 0 and not told["weights_differ"]
     change(llm, "model.norm.weight")
     assert waits_for("different")["weights_differ"]
+    (health,) = run_sync(control.ask("health"))
+    assert "not what was committed" in health["weights_detail"]
     found = llm.weight_info()["scrub"]
     assert found["different"] == ["model.norm.weight"]
     llm.update_weights_from_disk(str(folders[0]), "mended")
@@ -205,10 +208,8 @@ def test_there_are_mapped_and_unmapped_parameters_in_a_model(
             assert found["result"] == "equal", found
             assert found["unknown"] == []
             assert 0 < found["num_parameters"] < found["num_tensors"]
-        served = llm.collective_rpc(
-            lambda w: [n for n, _ in w.model_runner.model.named_parameters()]
-        )
-        name = next(name for name in served[0] if re.search(derived, name))
+        served = [name for name, _ in model_of(llm).named_parameters()]
+        name = next(name for name in served if re.search(derived, name))
         scale(llm, name, 2)
         # Where a half is a view of the weight, the tensor is not what it was, either.
         assert name in llm.verify_weights()["different"]
@@ -216,6 +217,4 @@ def test_there_are_mapped_and_unmapped_parameters_in_a_model(
 
 
 def scale(llm: Any, name: str, factor: float) -> None:
-    llm.collective_rpc(
-        lambda worker: worker.model_runner.model.get_parameter(name).data.mul_(factor)
-    )
+    model_of(llm).get_parameter(name).data.mul_(factor)

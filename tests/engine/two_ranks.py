@@ -7,9 +7,11 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+from tests.engine.listening import SPOILT_AFTER_S
 from tests.engine.mixtures import MLP, mixed, part
 from tests.engine.probe import prompts
 from tests.engine.script import tell
@@ -71,10 +73,6 @@ def main(old: str, new: str) -> None:
     seen["after larger"] = greedy(llm)
     seen["whole"] = send(llm)
     seen["after commit"] = greedy(llm)
-    seen["scrubbed"] = [llm.verify_weights()]
-    llm.collective_rpc("tests_spoil")
-    seen["scrubbed"].append(llm.verify_weights())
-    llm.collective_rpc("tests_spoil")
     llm.rollback_weights()
     seen["after rollback"] = greedy(llm)
     with tempfile.TemporaryDirectory() as root:
@@ -98,6 +96,11 @@ def main(old: str, new: str) -> None:
     seen["lengths in flight"] = [len(s.outputs[0].token_ids) for s in streams]
     seen["versions in flight"] = max(len(s.outputs[0].weight_versions) for s in streams)
     seen["own"] = own_writes(llm, old, new, greedy)
+    llm.update_weights_from_disk(new)
+    seen["scrubbed"] = [llm.verify_weights()]
+    llm.collective_rpc("tests_spoil")
+    time.sleep(2 * SPOILT_AFTER_S)
+    seen["scrubbed"].append(llm.verify_weights())
     llm.llm_engine.engine_core.shutdown()
     tell(seen)
 
