@@ -85,9 +85,9 @@ def _answered(look: Callable[[], str | None]) -> str | None:
     except ConfigError:
         raise
     except Exception as error:
-        logger.exception("whether weights can be updated was not found out")
+        logger.exception("looking for what keeps updates out failed")
         return (
-            "whether they can was not found out, because looking failed: "
+            "looking for what could keep updates out failed with "
             f"{type(error).__name__}: {error}"
         )
 
