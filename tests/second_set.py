@@ -142,6 +142,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         required={n: p.shape for n, p in second.named_parameters()},
         known_names={},
         asks_loader=True,
+        classifier=None,
         spares=Spares(),
         origin=Origin({}),
         may_idle=lambda name: False,

@@ -195,6 +195,6 @@ def test_a_look_that_fails_is_a_reason_and_no_end(monkeypatch):
     monkeypatch.setattr(swappable, "HiddenWeights", fail)
     found = reason(torch.nn.Identity())
     assert found is not None
-    assert found.endswith("looking failed: AttributeError: no such layer")
+    assert found.endswith("failed with AttributeError: no such layer")
     monkeypatch.setattr(swappable.parallelism, "obstacle", fail)
     assert "no such layer" in str(on_gpu())

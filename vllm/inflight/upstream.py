@@ -15,6 +15,7 @@ NAMES = {
     "CompilationMode": "vllm.config:CompilationMode",
     "ParallelConfig": "vllm.config:ParallelConfig",
     "set_current_vllm_config": "vllm.config:set_current_vllm_config",
+    "get_tokenizer": "vllm.tokenizers:get_tokenizer",
     "get_config": "vllm.transformers_utils.config:get_config",
     "init_logger": "vllm.logger:init_logger",
     # model loading and layerwise reload

@@ -18,6 +18,7 @@ from vllm.inflight.commit.transaction import Update
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.update import Version
+from vllm.inflight.wire.numbering import worker_index
 
 logger = upstream.init_logger(__name__)
 
@@ -74,7 +75,8 @@ class Journal:
 
     def __init__(self, vllm_config: Any) -> None:
         path = InflightConfig.of(vllm_config).journal
-        is_first = vllm_config.parallel_config.data_parallel_index == 0
+        # Of the engines of an external launcher, too, which are all given one path.
+        is_first = worker_index(vllm_config.parallel_config) == 0
         self._path = Path(path) if path and is_first else None
         self._model = str(vllm_config.model_config.model)
         self._found: dict[str, Any] | None = None

@@ -15,6 +15,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage import buffers, registers
+from vllm.inflight.stage.classifier import drop_left_out
 from vllm.inflight.stage.layers import layers
 from vllm.inflight.stage.tandem import Tandem, share, trees
 
@@ -47,6 +48,7 @@ class Blueprint:
                 config, model_config=self.model_config, prefix=self.prefix
             )
             buffers.adopt(module)
+            drop_left_out(module, live)
             _part(module, live)
         _tie(module, live)
         return module.eval()

@@ -19,10 +19,10 @@ import torch
 from vllm.inflight import ops
 from vllm.inflight.errors import Cancelled, InflightError, WeightsMismatch
 from vllm.inflight.stage.audit import Audit, Pair
+from vllm.inflight.stage.classifier import SCORE, tensor_names
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.coverage import Coverage
 from vllm.inflight.stage.drift import Sampler
-from vllm.inflight.stage.experts import tensor_names
 from vllm.inflight.stage.inspection import Inspection
 from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.plan import Entry, replay
@@ -125,7 +125,10 @@ class Intake:
             if self._cancelled():
                 raise Cancelled("the update was aborted")
             with undirected():
-                fresh = self._replay(self._accepted(batch))
+                accepted = self._accepted(batch)
+            accepted = self._without_head(accepted, current)
+            with undirected():
+                fresh = self._replay(accepted)
             fresh = [pair for pair in fresh if not self._inspection.is_spare(pair[0])]
             if fresh:
                 coverage.stand_behind()
@@ -154,6 +157,30 @@ class Intake:
                 del tensor
             self._progress(self.num_bytes, self._inspection.num_seen)
         current.clear()
+
+    def _without_head(self, accepted: list[Pair], current: list[str]) -> list[Pair]:
+        """Load the score of a classifier, if what it is made of has come.
+
+        Returns the tensors that the model's loader has to see: all but its head.
+        """
+        if (classifier := self._shadow.classifier) is None:
+            return accepted
+        for name, tensor in accepted:
+            if not classifier.reads(name):
+                continue
+            current[:] = [name]
+            score = classifier.score(tensor)
+            self.coverage.stand_behind()
+            # Of a tensor that nobody sent, so it is loaded each time, and not replayed.
+            entry = Entry(score.shape, score.dtype, is_whole=False)
+            self.coverage.handed, self.coverage.entry = score, entry
+            self._load([(SCORE, score)])
+            self.coverage.handed = self.coverage.entry = None
+        return [
+            (name, tensor)
+            for name, tensor in accepted
+            if classifier.is_tied or not classifier.reads(name)
+        ]
 
     def _accepted(self, batch: list[Pair]) -> list[Pair]:
         """Those of a batch that may go on, under the model's names."""
@@ -283,5 +310,6 @@ class Intake:
         self, missing: Iterable[str] = (), *, is_end: bool = False
     ) -> WeightsMismatch:
         """What is wrong; `missing` are parameters that are not full."""
-        names = {param: tensor_names(self._module, param) for param in missing}
+        module, classifier = self._module, self._shadow.classifier
+        names = {param: tensor_names(module, param, classifier) for param in missing}
         return self._inspection.refusal(names, is_end=is_end)

@@ -33,6 +33,8 @@ from vllm.inflight.stage import (
 )
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.blueprint import build_second
+from vllm.inflight.stage.classifier import Classifier, loader_of, tensor_names
+from vllm.inflight.stage.layers import layers
 from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.proof import Proof
@@ -66,6 +68,8 @@ class Shadow:
         self.device = device
         self.model_config = vllm_config.model_config
         self.spares = Spares()
+        self.classifier: Classifier | None = None
+        """Of what tensor the score of a model that classifies is made, if it is."""
         self.origin = Origin({})
         self.num_threads = 1
         self.is_alone = False
@@ -118,7 +122,8 @@ class Shadow:
         for tree in trees(live):
             if (reason := swappable.obstacle(tree, vllm_config)) is not None:
                 return reason
-        self.spares = Spares.of(live, self.model_config)
+        self.classifier = Classifier.of(live, self.model_config)
+        self.spares = Spares.of(live, self.model_config, self.classifier)
         self.origin = Origin.of(vllm_config)
         self._is_stage = parallel.pipeline_parallel_size > 1
         self._has_some = self._is_stage or experts.are_shared_out(live)
@@ -228,7 +233,7 @@ class Shadow:
         assert self.module is not None
         known: Known = {}
         for param, shape in self.required.items():
-            names = experts.tensor_names(self.module, param)
+            names = tensor_names(self.module, param, self.classifier)
             for name in names:
                 whole = list(shape) if len(names) == 1 else None
                 known[name] = (whole, self._dtypes[param])
@@ -257,6 +262,7 @@ class Shadow:
         memory is reserved but never touched. On a GPU the second range, which after
         a flip still shows what is served now, goes back to the other set.
         """
+        self._drop_added()
         if self.arenas:
             self.pair()
             for arena in self.arenas:
@@ -285,8 +291,8 @@ class Shadow:
 
         Its class's: while an update is received, the instance's is the intake's.
         """
-        load: Any = type(self.module).load_weights  # type: ignore[union-attr]
-        return load(self.module, weights)
+        assert self.module is not None
+        return loader_of(self.module, self.classifier)(self.module, weights)
 
     def prove(self, between: Callable[[int], None]) -> None:
         """Prove what is recorded of the loaders and is not proved yet.
@@ -325,6 +331,20 @@ class Shadow:
         """Leave a load that did not end, so that the next one starts clean."""
         assert self.module is not None
         reload.leave(self.module)
+
+    def _drop_added(self) -> None:
+        """Take out parameters that a loader has added in an update that was refused.
+
+        Upstream's loader of classifiers makes one of a bias that comes. The live tree
+        has none, so the two trees would not be alike any more.
+        """
+        assert self.module is not None
+        of_live = (layer for _, layer in layers(self.live))
+        of_second = (layer for _, layer in layers(self.module))
+        for a, b in zip(of_live, of_second, strict=True):
+            for key, param in a._parameters.items():
+                if param is None:
+                    b._parameters[key] = None
 
 
 def shadow_of(worker: Any, live: torch.nn.Module) -> Shadow:

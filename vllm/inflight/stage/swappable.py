@@ -18,6 +18,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.stage import (
     buffers,
+    classifier,
     derived,
     direct,
     experts,
@@ -84,9 +85,9 @@ def _answered(look: Callable[[], str | None]) -> str | None:
     except ConfigError:
         raise
     except Exception as error:
-        logger.exception("whether weights can be updated was not found out")
+        logger.exception("looking for what keeps updates out failed")
         return (
-            "whether they can was not found out, because looking failed: "
+            "looking for what could keep updates out failed with "
             f"{type(error).__name__}: {error}"
         )
 
@@ -206,6 +207,8 @@ def _model_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     device = vllm_config.device_config.device_type
     num_ranks = getattr(vllm_config.parallel_config, "world_size", 1)
     if (reason := direct.obstacle(live, num_ranks)) is not None:
+        return reason
+    if (reason := classifier.obstacle(live, vllm_config)) is not None:
         return reason
     for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)

@@ -37,8 +37,7 @@ def obstacle(backend: str) -> str | None:
         kind = load()
     except ImportError as error:
         return f"the weight transfer backend {backend!r} cannot be loaded: {error}"
-    read = (upstream.NCCLWeightTransferEngine, upstream.IPCWeightTransferEngine)
-    if getattr(kind, "hands_whole_tensors", kind in read) is True:
+    if _hands_whole_tensors(kind):
         return None
     name = f"{kind.__module__}.{kind.__qualname__}"
     remedy = f"configure {USABLE}"
@@ -50,6 +49,13 @@ def obstacle(backend: str) -> str | None:
         f"its weight transfer backend {backend!r} ({name}) does not say that it hands "
         f"whole tensors to load_weights and writes nothing else; {remedy}"
     )
+
+
+def _hands_whole_tensors(kind: type) -> bool:
+    """Whether a class says so, or was read and is vLLM's own."""
+    if (declared := getattr(kind, "hands_whole_tensors", None)) is not None:
+        return declared is True
+    return kind in (upstream.NCCLWeightTransferEngine, upstream.IPCWeightTransferEngine)
 
 
 class StagedEngine(upstream.WeightTransferEngine):
