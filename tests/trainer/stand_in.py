@@ -35,6 +35,7 @@ START, UPDATE, FINISH = (
     "/update_weights",
     "/finish_weight_update",
 )
+PREPARE = "/prepare_weight_update"
 ABORT, ROLLBACK = "/abort_weight_update", "/rollback_weights"
 STATUS = "/weight_update"
 
@@ -67,6 +68,8 @@ class StandIn:
         known: names of the model, if it is to refuse others.
         rate: how often an update may begin; it is asked first, as in the server.
         served: the tensors that were committed last.
+        digest: of what it stages, as it tells it; None: not known.
+        base: of what it serves below that.
 
     """
 
@@ -78,6 +81,8 @@ class StandIn:
         self.known: set[str] | None = None
         self.rate = Rate(0)
         self.served: dict[str, torch.Tensor] = {}
+        self.digest: str | None = "0" * 32
+        self.base = "start"
         self.key: str | None = None
         self.version: dict[str, Any] = {"weight_version": "default", "epoch": 0}
         self.num_staging = 0
@@ -172,6 +177,10 @@ class StandIn:
             return _state(update)
         if path == UPDATE:
             return self._stage(update_id, body)
+        if path == PREPARE:
+            update = self._ledger.require(update_id, Phase.STAGING, Phase.COMMITTED)
+            update.digest, update.sent, update.base = self.digest, "1" * 32, self.base
+            return update.vote()
         if path == FINISH:
             return self._commit(self._ledger.find(update_id), body)
         if path == ABORT:

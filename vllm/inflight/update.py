@@ -272,6 +272,40 @@ def check_subset(patterns: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
+STAGED_FACTS = "digest", "sent", "base"
+"""What an engine tells of a staged update: the digest of the whole version (None if it
+is not known), the digest of the tensors that were sent, and where the first is not
+known, what the engine serves below them."""
+
+
+def difference(staged: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Why engines that have staged one update would serve different weights.
+
+    Args:
+        staged: name of an engine → the `STAGED_FACTS` that it told.
+
+    Returns:
+        A sentence with the digest of every engine; None if all of them are alike.
+
+    """
+    told = {n: tuple(map(facts.get, STAGED_FACTS)) for n, facts in staged.items()}
+    if len(set(told.values())) < 2:
+        return None
+    digests = {digest for digest, _, _ in told.values()}
+
+    def described(digest: str | None, sent: str | None, base: str | None) -> str:
+        if digest is None:
+            return f"has no known digest, and tensors {sent} on top of weights {base}"
+        more = f" and was sent {sent}" if len(digests) == 1 else ""
+        return f"has digest {digest}{more}"
+
+    each = "; ".join(f"{name} {described(*facts)}" for name, facts in told.items())
+    return (
+        f"the engines staged different weights, so none of them commits: {each}. "
+        "Give every engine the same tensors on top of the same version"
+    )
+
+
 def fingerprint(body: Any) -> str:
     """Equal for two request bodies that say the same."""
     text = json.dumps(body, sort_keys=True).encode()

@@ -17,8 +17,14 @@ from vllm.inflight.api import rate
 from vllm.inflight.api.door import Door, Reply
 from vllm.inflight.api.envelopes import is_partial, merged
 from vllm.inflight.api.shield import shielded
-from vllm.inflight.errors import EngineFault, InflightError, Malformed
-from vllm.inflight.update import ACTIVE, fingerprint
+from vllm.inflight.errors import (
+    EngineFault,
+    InflightError,
+    Malformed,
+    VersionConflict,
+    WeightsMismatch,
+)
+from vllm.inflight.update import ACTIVE, Phase, difference, fingerprint
 
 
 class Control:
@@ -85,6 +91,30 @@ class Control:
         return await self._all_or_none("receive", body)
 
     @shielded
+    async def prepare(
+        self, update_id: str | None = None, owner: str | None = None
+    ) -> Reply:
+        """Verify and vote, and commit nothing: every engine has staged the same.
+
+        Raises:
+            WeightsMismatch: the engines staged different weights, and none keeps them.
+
+        """
+        return await self._prepare(update_id, owner)
+
+    async def _prepare(self, update_id: str | None, owner: str | None) -> Reply:
+        body = {"update_id": update_id, "owner": owner}
+        sealed = await self._all_or_none("seal", body)
+        staged = {f"engine {i}": r for i, r in enumerate(sealed.get("engines", ()))}
+        if (why := difference(staged)) is not None:
+            facts = {"update_id": sealed["update_id"], "phase": Phase.ABORTED.value}
+            error = WeightsMismatch(why, **facts)
+            refusal = {"update_id": error.update_id, "error": error.to_dict()}
+            await self._door.call("abort", refusal)
+            raise error
+        return sealed
+
+    @shielded
     async def finish(
         self,
         weight_version: str | None = None,
@@ -96,10 +126,14 @@ class Control:
         update_id: str | None = None,
         owner: str | None = None,
     ) -> Reply:
-        """Verify, vote, and switch between two steps."""
-        body: dict[str, Any] = {"update_id": update_id, "owner": owner}
-        sealed = await self._all_or_none("seal", body)
-        body = {
+        """Verify, vote, and switch between two steps.
+
+        Raises:
+            WeightsMismatch: the engines staged different weights, and none commits.
+
+        """
+        sealed = await self._prepare(update_id, owner)
+        body: Reply = {
             "update_id": sealed["update_id"],
             "weight_version": weight_version,
             "mode": mode,
@@ -155,6 +189,14 @@ class Control:
         self, to_version: str | None = None, *, mode: str | None = None
     ) -> Reply:
         """Serve the version served before again, on every engine or on none."""
+        if self.num_engines > 1:
+            held = await self.ask("held")
+            if any(each != held[0] for each in held):
+                labels = ", ".join(repr(each["weight_version"]) for each in held)
+                raise VersionConflict(
+                    f"the engines would go back to different weights ({labels}, in "
+                    "their order), so none does; publish the version that is wanted"
+                )
         mark = {"rollback_id": uuid.uuid4().hex}
         body = {"to_version": to_version, "mode": mode} | mark
         envelopes = await self._door.call("rollback", body)

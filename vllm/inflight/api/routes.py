@@ -108,6 +108,11 @@ async def _update(engine: Any, body: dict[str, Any]) -> Reply:
     )
 
 
+async def _prepare(engine: Any, body: dict[str, Any]) -> Reply:
+    """Verify and vote, and switch nothing yet."""
+    return await _control(engine).prepare(**Fields(body).only("update_id", "owner"))
+
+
 async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
     """Verify, vote, and switch between two steps."""
     return await _control(engine).finish(**Fields(body).described(FINISHING))
@@ -159,6 +164,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/start_weight_update"): _start,
     ("POST", "/start_draft_weight_update"): _start_draft,
     ("POST", "/update_weights"): _update,
+    ("POST", "/prepare_weight_update"): _prepare,
     ("POST", "/finish_weight_update"): _finish,
     ("POST", "/abort_weight_update"): _abort,
     ("POST", "/rollback_weights"): _rollback,

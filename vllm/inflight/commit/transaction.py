@@ -39,7 +39,11 @@ class Update:
     num_chunks: int = 0
     sealed: bool = False
     digest: str | None = None
-    """What every rank staged, once they agree."""
+    """Of the whole version that every rank staged, once they agree; None: not known."""
+    sent: str | None = None
+    """Digest of the tensors that every rank was sent."""
+    base: str = ""
+    """What was served when it began, as this engine knows it; see `Served`."""
     num_bytes: int = 0
     """Staged on all ranks together."""
     spent: dict[str, float] = field(default_factory=dict)
@@ -69,6 +73,20 @@ class Update:
     def stalled_s(self) -> float:
         """For how long nothing has moved; 0 once it has ended."""
         return round(time.monotonic() - self.moved, 3) if self.is_active else 0.0
+
+    def state(self) -> dict[str, Any]:
+        """`update_id` and `phase`, which every reply about it has."""
+        return {"update_id": self.update_id, "phase": self.phase.value}
+
+    def vote(self) -> dict[str, Any]:
+        """`state`, and the `STAGED_FACTS`: equal on engines that may commit together.
+
+        A digest says it all. Where the digest is not known, what was sent does not:
+        the result depends on what is served below it.
+        """
+        base = self.base if self.digest is None else None
+        facts = {"digest": self.digest, "sent": self.sent, "base": base}
+        return self.state() | facts
 
     def expect(self, digest: Any) -> None:
         """Raise `WeightsMismatch` unless `digest` is None or what was staged."""

@@ -38,7 +38,10 @@ class Watch:
     """Watches over the active update of one engine."""
 
     def __init__(
-        self, ranks: Ranks, ledger: Ledger, ended: Callable[[InflightError], None]
+        self,
+        ranks: Ranks,
+        ledger: Ledger,
+        ended: Callable[[Update, InflightError], None],
     ) -> None:
         self._ranks = ranks
         self._ended = ended
@@ -66,7 +69,7 @@ class Watch:
             done = min(n.get("orders", 0) for n in notices) >= num_orders
             if not done and update.phase is Phase.STAGING:
                 return None
-            return _state(update) | {
+            return update.state() | {
                 "bytes": sum(n.get("bytes", 0) for n in notices),
                 "parameters": _added(n.get("parameters", {}) for n in notices),
             }
@@ -78,7 +81,7 @@ class Watch:
 
         def ready() -> dict[str, Any] | None:
             self._alive(update)
-            return None if update.phase is Phase.STAGING else _state(update)
+            return None if update.phase is Phase.STAGING else update.vote()
 
         return self._wait(ready)
 
@@ -173,7 +176,7 @@ class Watch:
             if isinstance(digest, InflightError):
                 self.end(update, digest)
             else:
-                update.digest = digest
+                update.digest, update.sent = digest, notices[0].get("sent")
                 update.num_bytes = sum(notice.get("bytes", 0) for notice in notices)
                 for part in SPENT:
                     spent = [n[f"{part}_s"] for n in notices if f"{part}_s" in n]
@@ -203,7 +206,7 @@ class Watch:
         """Abort `update`, and tell those who wait for it why."""
         if self._ledger.move(update, Phase.ABORTED, error):
             self._ranks.cancel(update.serial)
-            self._ended(error)
+            self._ended(update, error)
 
     def _alive(self, update: Update) -> list[dict[str, Any]]:
         """The notices on an update that goes on; raises what ended it."""
@@ -238,7 +241,3 @@ def _added(parts: Iterable[dict[str, int]]) -> dict[str, int]:
     for part in parts:
         sums.update(part)
     return dict(sums)
-
-
-def _state(update: Update) -> dict[str, Any]:
-    return {"update_id": update.update_id, "phase": update.phase.value}
