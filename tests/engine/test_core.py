@@ -4,6 +4,7 @@ Pause, retract and commit are theirs, so they work for whoever drives a core.
 """
 
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import Streams, add, call, prompt, publish, stage
 from tests.engine.reference import Reference
 from tests.waiting import until
+from vllm.inflight.commit.flip import Exchange
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import Pace
 from vllm.inflight.wire.local import LocalEngine
@@ -48,6 +50,39 @@ def test_a_commit_between_two_steps_splits_a_running_stream(
     publish(core, folders["new"], "new")
     streams.run()
     assert streams.stamps["r"] == ["old"] * 10 + ["new"] * 30
+    assert_replays(reference, streams, "r", prompt(1))
+
+
+def test_ctrl_c_twice_in_a_flip_leaves_what_is_told_and_what_is_served_alike(
+    core: EngineCore,
+    folders: dict[str, Path],
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flip = Exchange.__call__
+
+    def flip_under_ctrl_c(self: Exchange) -> float:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        seconds = flip(self)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        return seconds
+
+    stage(core, folders["new"])
+    turns, usual = core.inflight_gate.turns, signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Exchange, "__call__", flip_under_ctrl_c)
+            with pytest.raises(KeyboardInterrupt):
+                turns.run(lambda: core.inflight("commit", {"weight_version": "new"}))
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert call(core, "info")["weight_version"] == "new"
+    add(core, "r", prompt(1))
+    streams = Streams(core).run()
+    assert set(streams.stamps["r"]) == {"new"}
     assert_replays(reference, streams, "r", prompt(1))
 
 

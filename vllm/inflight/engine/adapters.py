@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine.executors import asking
 from vllm.inflight.engine.stamp import Loads
+from vllm.inflight.engine.turn import whole
 from vllm.inflight.errors import EngineFault, Malformed
 from vllm.inflight.wire.paths import resolved
 
@@ -43,9 +45,10 @@ def load_everywhere(executor: Any, adapter: Any) -> bool:
 
     def ask(move: str) -> list[dict[str, Any]]:
         args = (move, adapter)
-        replies: list[dict[str, Any]] = executor.collective_rpc(
-            "inflight_adapter", args=args
-        )
+        with asking(executor):
+            replies: list[dict[str, Any]] = executor.collective_rpc(
+                "inflight_adapter", args=args
+            )
         return replies
 
     name = adapter.lora_name
@@ -58,9 +61,15 @@ def load_everywhere(executor: Any, adapter: Any) -> bool:
             )
         if not any(reply["ok"] for reply in read):
             return False
-        taken = ask("take")
-        if failed := [reply["error"] for reply in taken if "error" in reply]:
-            back = ask("put_back")
+        with whole():
+            try:
+                taken = ask("take")
+            except BaseException:  # Ctrl-C while a rank does not answer
+                ask("put_back")
+                raise
+            failed = [reply["error"] for reply in taken if "error" in reply]
+            back = ask("put_back") if failed else []
+        if failed:
             lost = [reply["error"] for reply in back if "error" in reply]
             what = f"; and what was before is lost: {lost[0]}" if lost else ""
             raise EngineFault(

@@ -63,7 +63,7 @@ class Updates:
         core: Any,
         ranks: Ranks,
         served: Served,
-        ended: Callable[[InflightError], None],
+        ended: Callable[[Update, InflightError], None],
     ) -> None:
         self._core = core
         self._config = InflightConfig.of(core.vllm_config)
@@ -83,7 +83,7 @@ class Updates:
         What it expects is asked of a new one: one begun before may have changed that.
         """
         if (known := self.ledger.begun(body)) is not None:
-            return {"update_id": known.update_id, "phase": known.phase.value}
+            return known.state()
         self._ranks.require_staging()
         connectors.check(self._core.scheduler)
         transport = body.get("transport", "configured")
@@ -113,6 +113,7 @@ class Updates:
         self.require_connected()
         update, is_new = self.ledger.begin(body, float(deadline_s))
         if is_new:
+            update.base = self._served.lineage
             payload = {
                 "manifest": manifest,
                 "transport": transport,
@@ -129,7 +130,7 @@ class Updates:
             self._order_sent(update)
             self.ledger.move(update, Phase.STAGING)
             self._served.forget_before()
-        return {"update_id": update.update_id, "phase": update.phase.value}
+        return update.state()
 
     def receive(self, body: dict[str, Any]) -> Any:
         """Have a chunk received; the Future is done when every rank has it.
@@ -159,7 +160,8 @@ class Updates:
     def seal(self, body: dict[str, Any]) -> Any:
         """Close the stream and verify; done when every rank has voted.
 
-        Repeating it for an update that has ended needs its id.
+        Replies with the vote of this engine, see `Update.vote`. Repeating it for an
+        update that has ended needs its id.
         """
         update_id = body.get("update_id")
         ended = () if update_id is None else (Phase.COMMITTED,)
@@ -167,7 +169,7 @@ class Updates:
         owner = check_owner(body.get("owner"))
         update = self.ledger.require(update_id, *phases, owner=owner)
         if update.phase is not Phase.STAGING:
-            return self._report(update)
+            return update.vote()
         if not update.sealed:
             update.sealed = True
             self._ranks.order(update.serial, "seal")
@@ -175,13 +177,19 @@ class Updates:
         return self._watch.when_staged(update)
 
     def abort(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Give an update up; the weights served are not touched. Idempotent."""
+        """Give an update up; the weights served are not touched. Idempotent.
+
+        With `error` in the body it ends as that, as its engines have refused it.
+        """
         owner = check_owner(body.get("owner"))
         update = self.ledger.find(body.get("update_id"), owner)
         if update.is_active:
-            self.ledger.move(update, Phase.ABORTED)
+            refusal = body.get("error")
+            reason = None if refusal is None else InflightError.from_dict(refusal)
+            self.ledger.move(update, Phase.ABORTED, reason)
             self._ranks.cancel(update.serial)
-            self._ended(WrongPhase(f"update {update.update_id!r} was aborted"))
+            aborted = WrongPhase(f"update {update.update_id!r} was aborted")
+            self._ended(update, reason or aborted)
         elif update.phase is not Phase.ABORTED:
             raise WrongPhase(
                 f"update {update.update_id!r} is {update.phase.value} and cannot be "
@@ -189,7 +197,7 @@ class Updates:
                 phase=update.phase.value,
                 update_id=update.update_id,
             )
-        return {"update_id": update.update_id, "phase": update.phase.value}
+        return update.state()
 
     def end(self, error: InflightError) -> None:
         """Abort the update under way, if there is one, for a reason of the engine's."""
