@@ -19,6 +19,7 @@ from tests.waiting import until
 from vllm.inflight.commit.flip import Exchange
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import Pace
+from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.wire.local import LocalEngine
 
 pytestmark = pytest.mark.engine
@@ -206,16 +207,16 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, told, seen = threading.Event(), threading.Event(), []
-    start, receive = LocalEngine.start_weight_update, LocalEngine.receive_weights
+    prepare, receive = Shadow.prepare, LocalEngine.receive_weights
     settled = Pace.settled
 
     def settle_and_note(self: Pace) -> Any:
         seen.append("settles")
         return settled(self)
 
-    def start_and_note(self: LocalEngine) -> None:
+    def prepare_and_note(self: Shadow) -> None:
         seen.append("begins")
-        start(self)
+        prepare(self)
 
     def receive_and_stand(self: LocalEngine, info: Any) -> None:
         begun.set()
@@ -224,7 +225,7 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
         receive(self, info)
 
     monkeypatch.setattr(Pace, "settled", settle_and_note)
-    monkeypatch.setattr(LocalEngine, "start_weight_update", start_and_note)
+    monkeypatch.setattr(Shadow, "prepare", prepare_and_note)
     monkeypatch.setattr(LocalEngine, "receive_weights", receive_and_stand)
     call(core, "begin", transport="local")
     core.inflight("receive", {"update_info": {"path": str(folders["old"])}})

@@ -28,7 +28,7 @@ from vllm.inflight.errors import (
     WrongPhase,
 )
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.update import Phase
+from vllm.inflight.update import Manifest, Phase
 
 START, UPDATE, FINISH = (
     "/start_weight_update",
@@ -89,6 +89,7 @@ class StandIn:
         self.most_staging = 0
         self._before: Any = None
         self._staged: dict[str, torch.Tensor] = {}
+        self._announced: Any = {}
         self._bytes = 0
         self._ledger = Ledger()
         self._lock = threading.Lock()
@@ -172,6 +173,7 @@ class StandIn:
             self.rate.spend("trainer")
             update, is_new = self._ledger.begin(body, 60.0)
             if is_new:
+                self._announced = Manifest.parse(body["manifest"]).tensors
                 self._ledger.move(update, Phase.STAGING)
                 self._bytes, self._before = 0, None
             return _state(update)
@@ -213,14 +215,13 @@ class StandIn:
         update = self._ledger.require(update_id, Phase.STAGING)
         if body["chunk"] < update.num_chunks:
             return _state(update)
-        assert update.manifest is not None
         info = body["update_info"]
         path = Path(info["path"]) if "path" in info else Path("/dev/shm") / info["shm"]
         self.num_staging += 1
         self.most_staging = max(self.most_staging, self.num_staging)
         staged = load_file(path)
         for name, tensor in staged.items():
-            spec = update.manifest.tensors[name]
+            spec = self._announced[name]
             assert (list(spec.shape), spec.dtype) == (
                 list(tensor.shape),
                 str(tensor.dtype).removeprefix("torch."),

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.inflight.api import rate
 from vllm.inflight.api.door import Door, Reply
@@ -24,7 +24,16 @@ from vllm.inflight.errors import (
     VersionConflict,
     WeightsMismatch,
 )
-from vllm.inflight.update import ACTIVE, Phase, difference, fingerprint
+from vllm.inflight.packed import Work, pack
+from vllm.inflight.update import (
+    ACTIVE,
+    Manifest,
+    Phase,
+    difference,
+    fingerprinted,
+)
+
+T = TypeVar("T")
 
 
 class Control:
@@ -39,8 +48,15 @@ class Control:
         return self._door.num_engines
 
     async def start(self, **body: Any) -> Reply:
-        """Open an update on every engine, or on none."""
-        update_id = body.get("update_id")
+        """Open an update on every engine, or on none.
+
+        A manifest is checked and packed here, in slices: behind this door nobody reads
+        it but the ranks' staging threads.
+        """
+        update_id, manifest = body.get("update_id"), body.get("manifest")
+        if manifest is not None:
+            body["manifest"] = await self._done(Manifest.packed(manifest))
+        body["fingerprint"] = await self._done(fingerprinted(body))
         if not await self._was_begun(body):
             rate.spend()
         if update_id is None:
@@ -60,7 +76,7 @@ class Control:
         if not rate.is_limited() or body.get("update_id") is None:
             return False
         # Not the body itself, which is sent once more if it begins something.
-        mark = {"update_id": body["update_id"], "fingerprint": fingerprint(body)}
+        mark = {name: body[name] for name in ("update_id", "fingerprint")}
         return all(reply["was_begun"] for reply in await self.ask("was_begun", **mark))
 
     @shielded
@@ -86,7 +102,8 @@ class Control:
         """
         if not isinstance(update_info, dict | list):
             raise Malformed("update_info must be an object, or a list of them")
-        body = {"update_info": update_info, "update_id": update_id, "chunk": chunk}
+        info = await self._done(pack(update_info))
+        body = {"update_info": info, "update_id": update_id, "chunk": chunk}
         body |= {"owner": owner}
         return await self._all_or_none("receive", body)
 
@@ -298,6 +315,16 @@ class Control:
     async def resume(self, owner: str | None = None) -> Reply:
         """Go on after a pause."""
         return await self._call("resume", owner=owner)
+
+    async def _done(self, work: Work[T]) -> T:
+        """What comes of some work; others of this process go on between its slices."""
+        while True:
+            try:
+                next(work)
+            except StopIteration as stop:
+                value: T = stop.value
+                return value
+            await self._door.rest()
 
     async def _call(self, method: str, **body: Any) -> Reply:
         return merged(await self._door.call(method, body))

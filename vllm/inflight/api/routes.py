@@ -19,7 +19,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from vllm.inflight import upstream
 from vllm.inflight.api import auth, pipelinerl, port, rate, reads, sglang
 from vllm.inflight.api.admission import Admission
-from vllm.inflight.api.body import parse, read
+from vllm.inflight.api.body import SMALL_BYTES, parse, parsed, read
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
@@ -270,7 +270,13 @@ def _endpoint(
             caller = auth.check(request)
             if rates.is_limited:
                 rate.allowance.set(partial(rates.spend, caller))
-            said = parse(await read(request, largest))
+            raw = await read(request, largest)
+            if len(raw) > SMALL_BYTES:
+                is_longer = largest > MAX_MANIFEST_BYTES
+                said = await parsed(raw, has_long_texts=is_longer)
+            else:
+                said = parse(raw)
+            del raw
             # Path, query and body as one object.
             body = {**request.query_params, **said, **request.path_params}
             engine = request.app.state.engine_client

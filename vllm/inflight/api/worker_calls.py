@@ -31,11 +31,20 @@ CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
 """Worker methods that are taken over, and the call of all engines that each becomes."""
 
 
+class _Front:
+    """What `phases.takes` asks of a gate, of an engine that has none of its own."""
+
+    has_actor_group = False
+
+    def __init__(self, engine: Any) -> None:
+        self._core = engine
+
+
 def takes(engine: Any, method: Any, args: tuple[Any, ...]) -> bool:
     """Whether a worker call of `engine`, an `AsyncLLM`, becomes one of all engines."""
     if not isinstance(method, str) or method not in CALLS:
         return False
-    is_ours = phases.takes(None, method, args)
+    is_ours = phases.takes(_Front(engine), method, args)
     return is_ours and control_of(engine).num_engines > 1
 
 

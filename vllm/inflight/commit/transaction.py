@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.inflight.errors import InflightError, WeightsMismatch
-from vllm.inflight.update import ACTIVE, Manifest, Phase
+from vllm.inflight.update import ACTIVE, Phase
 
 SPENT = "wire", "cpu"
 """Of staging: waiting for the transport, if it tells; work of the staging thread."""
@@ -24,8 +24,6 @@ class Update:
     fingerprint: str
     """Of the request that began it, to tell a repeated call from another one."""
     label: str | None
-    manifest: Manifest | None
-    """What its trainer announced; let go when the update ends."""
     step: int | None
     deadline: float
     """On the monotonic clock, in seconds."""
@@ -68,6 +66,11 @@ class Update:
     def is_active(self) -> bool:
         """Whether it holds the second set of weights."""
         return self.phase in ACTIVE
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its deadline; 0 after it."""
+        return max(0.0, self.deadline - time.monotonic())
 
     @property
     def stalled_s(self) -> float:
@@ -114,8 +117,7 @@ class Update:
             "seconds": self.seconds(),
         }
         if self.is_active:
-            left = max(0.0, self.deadline - time.monotonic())
-            report["deadline_left_s"] = round(left, 3)
+            report["deadline_left_s"] = round(self.left_s, 3)
             report["stalled_s"] = self.stalled_s
         if self.owner is not None:
             report["owner"] = self.owner
@@ -128,11 +130,18 @@ class Update:
         return report
 
 
-def files_of(body: dict[str, Any], manifest: Manifest | None) -> dict[str, Any] | None:
-    """What it takes to read the files of an update again; None if it has none."""
+def files_of(
+    body: dict[str, Any], manifest: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """What it takes to read the files of an update again; None if it has none.
+
+    Args:
+        body: of the request that began it.
+        manifest: its manifest, packed; the `name_map` of it stays so.
+
+    """
     paths = {"path": body.get("source"), "draft_path": body.get("draft_source")}
     if not any(paths.values()):
         return None
-    stated = manifest or Manifest()
-    ways = {"subset": list(stated.subset), "name_map": dict(stated.name_map)}
-    return paths | ways
+    stated = manifest or {"subset": [], "name_map": {}}
+    return paths | {name: stated[name] for name in ("subset", "name_map")}

@@ -16,11 +16,12 @@ from vllm.inflight import upstream
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import asked, connectors, counts, doors
+from vllm.inflight.engine.events import Events
 from vllm.inflight.engine.lockstep import Lockstep
 from vllm.inflight.engine.parent import end_with_parent
 from vllm.inflight.engine.pause import Pauses, Switch
 from vllm.inflight.engine.ranks import Ranks
-from vllm.inflight.engine.reply import enveloped
+from vllm.inflight.engine.reply import enveloped, watched
 from vllm.inflight.engine.rollback import Rollbacks
 from vllm.inflight.engine.served import Served
 from vllm.inflight.engine.sleep import Sleep
@@ -33,7 +34,14 @@ from vllm.inflight.errors import (
     VersionConflict,
     WrongPhase,
 )
-from vllm.inflight.update import STAGED_FACTS, Phase, Version, check_label
+from vllm.inflight.packed import at_once
+from vllm.inflight.update import (
+    STAGED_FACTS,
+    Manifest,
+    Phase,
+    Version,
+    check_label,
+)
 
 logger = upstream.init_logger(__name__)
 
@@ -48,7 +56,8 @@ class Gate:
         self.num_ranks = config.parallel_config.world_size
         self.ranks = Ranks.of(core)
         self.served = Served(core, self.ranks)
-        self.updates = Updates(core, self.ranks, self.served, self._ended)
+        self.events = Events(config)
+        self.updates = Updates(core, self.ranks, self.served, self.events, self._ended)
         self.in_process = not hasattr(core, "input_queue")
         """Whether the engine steps in its caller's process, without a loop."""
         if not self.in_process:
@@ -100,6 +109,10 @@ class Gate:
 
     def begin(self, body: dict[str, Any]) -> dict[str, Any]:
         """Open an update; the reply of `/start_weight_update`."""
+        if body.get("manifest") is not None:
+            # A small one, of a call of the engine's own: doors have packed theirs.
+            packed = at_once(Manifest.packed(body["manifest"]))
+            body = body | {"manifest": packed}
         if (known := self.updates.ledger.begun(body)) is not None:
             return known.state()
         self.may_begin(body)
@@ -134,8 +147,16 @@ class Gate:
         """Switch to the staged version; the reply of `/finish_weight_update`."""
         active = self.updates.ledger.active
         staged = active and tuple(map(active.vote().get, STAGED_FACTS))
-        return self.where_all_meet(
-            ("commit", staged), lambda: self._commit(body), active
+
+        def told(error: BaseException) -> None:
+            if isinstance(error, InflightError) and active and active.is_active:
+                self.events.not_committed(active, error)
+
+        return watched(
+            lambda: self.where_all_meet(
+                ("commit", staged), lambda: self._commit(body), active
+            ),
+            told,
         )
 
     def _commit(self, body: dict[str, Any]) -> Any:
@@ -190,14 +211,7 @@ class Gate:
             treated = self.pauses.treat(mode, flush_cache=flush_cache)
             update.result |= self.counts.treated(treated)
             self.sleep.filled()
-            logger.info(
-                "weights %r (epoch %d) are live: %.3f s after the start of the "
-                "update, gap %.2f ms",
-                self.version.label,
-                self.version.epoch,
-                seconds["total"],
-                facts["gap_ms"],
-            )
+            self.events.committed(update, self.version, facts["gap_ms"])
             return update.result
 
         what = f"the commit of update {update.update_id!r}"
@@ -209,6 +223,7 @@ class Gate:
     def info(self, body: dict[str, Any]) -> dict[str, Any]:
         """What is served: version, digest, epoch, the version before, and `weights`."""
         del body
+        self.updates.note_opened()
         before = self.served.before
         previous = None if before is None else before.version.to_dict()
         state = {"previous": previous, "weights": self.sleep.weights}
@@ -267,6 +282,7 @@ class Gate:
         """An update was aborted: nobody needs to wait for its commit any more."""
 
         def give_up() -> None:
+            self.updates.note_opened()
             self.pauses.give_up(error, update)
             if self.lockstep.is_armed_for(update):
                 self.lockstep.disarm(error)

@@ -134,7 +134,7 @@ class Pauses:
         if mode is PauseMode.ABORT:
             counts |= doors.abort_requests(self._gate, {})
         stopped = self._stop(mode)
-        self.asked = mode
+        is_renewed, self.asked = self.asked is mode, mode
         self._gate.counts.paused(mode)
         self._lease.take(owner, seconds)
 
@@ -144,7 +144,12 @@ class Pauses:
                 counts["num_retracted"] = self._core.scheduler.inflight_retract()
             flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
             treated = self._gate.counts.treated(counts)
-            return self._reply(started) | treated | flushed
+            reply = self._reply(started) | treated | flushed
+            if not is_renewed:
+                running, waiting = reply["num_running"], reply["num_waiting"]
+                still = f"{running} requests running, {waiting} waiting"
+                self._gate.events.paused(mode, owner, still, reply["seconds"])
+            return reply
 
         return self._then(stopped, settle)
 
@@ -346,8 +351,10 @@ class Pauses:
         if self.commit is None and self._gate.sleep.may_go_on(is_asked):
             # First: where engines step together it may not be the time for it.
             self._gate.lockstep.resume()
-        self.asked = None
-        self._gate.counts.resumed()
+        mode, self.asked = self.asked, None
+        seconds = self._gate.counts.resumed()
+        if mode is not None:
+            self._gate.events.continued(mode, seconds)
         kept = None if self.commit is None else self.commit.answer
         for pending in self._settling:
             if pending is not kept:

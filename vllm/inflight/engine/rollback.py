@@ -6,15 +6,17 @@ one. An undo is not refused over requests: two versions side by side are worse.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import asked, connectors
 from vllm.inflight.engine.pause import Switch
+from vllm.inflight.engine.reply import watched
 from vllm.inflight.engine.served import Live
 from vllm.inflight.engine.turn import whole
 from vllm.inflight.errors import (
+    InflightError,
     NothingToRollBack,
     PauseConflict,
     UpdateBusy,
@@ -24,8 +26,6 @@ from vllm.inflight.errors import (
 from vllm.inflight.update import PauseMode, Phase, Version
 
 Reply = dict[str, Any]
-
-logger = upstream.init_logger(__name__)
 
 
 class Rollbacks:
@@ -39,10 +39,20 @@ class Rollbacks:
 
     def roll_back(self, body: Reply, *, is_undo: bool = False) -> Any:
         """Serve the version served before again: a commit of the old set."""
+        self._gate.updates.note_opened()
         before = self._gate.served.before
         to = None if before is None else before.lineage
-        return self._gate.where_all_meet(
-            ("rollback", to), lambda: self._roll_back(body, is_undo), None
+        label = None if before is None else before.version.label
+
+        def told(error: BaseException) -> None:
+            if isinstance(error, InflightError) and not is_undo:
+                self._gate.events.not_rolled_back(f"rollback to {label!r}", error)
+
+        return watched(
+            lambda: self._gate.where_all_meet(
+                ("rollback", to), lambda: self._roll_back(body, is_undo), None
+            ),
+            told,
         )
 
     def undo(self, body: Reply) -> Any:
@@ -70,7 +80,7 @@ class Rollbacks:
         return {"weight_version": before.version.label, "lineage": before.lineage}
 
     def _roll_back(self, body: Reply, is_undo: bool) -> Any:
-        gate = self._gate
+        gate, began = self._gate, time.monotonic()
         before = self._held()
         gate.pauses.require_no_rollback()
         label = before.version.label
@@ -94,7 +104,7 @@ class Rollbacks:
                 return switch_now()
 
         def switch_now() -> Reply:
-            left = gate.served.update
+            left, version = gate.served.update, gate.version
             facts: Reply = gate.lockstep.together(
                 gate.served.go_back, gate.served.retreat
             )
@@ -103,7 +113,9 @@ class Rollbacks:
             gate.counts.switched(facts)
             gate.counts.num_rollbacks += 1
             facts |= gate.counts.treated(gate.pauses.treat(mode))
-            logger.info("rolled back to weights %r", gate.version.label)
+            gate.events.rolled_back(
+                version, gate.version, facts["gap_ms"], time.monotonic() - began
+            )
             return gate.version.to_dict() | facts
 
         longest_s = InflightConfig.of(self._core.vllm_config).update_deadline_s
@@ -119,6 +131,7 @@ class Rollbacks:
                 f"update {active.update_id!r} is {active.phase.value}; abort it first",
                 update_id=active.update_id,
             )
+        self._gate.updates.note_opened()
         before: Live | None = self._gate.served.before
         if before is None:
             raise NothingToRollBack("the version served before is not held any more")

@@ -95,7 +95,7 @@ class Served:
         return None if between is None else between["overall"]
 
     def forget_before(self) -> None:
-        """The ranks have begun to write over the set served before, or will."""
+        """The set served before is given up: it is written over, or its memory is."""
         self._change(before=None)
 
     def expect(self, label: Any, field: str) -> None:

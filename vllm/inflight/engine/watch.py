@@ -204,8 +204,9 @@ class Watch:
 
     def end(self, update: Update, error: InflightError) -> None:
         """Abort `update`, and tell those who wait for it why."""
-        if self._ledger.move(update, Phase.ABORTED, error):
-            self._ranks.cancel(update.serial)
+        if self._ledger.move(
+            update, Phase.ABORTED, error, lambda: self._ranks.cancel(update.serial)
+        ):
             self._ended(update, error)
 
     def _alive(self, update: Update) -> list[dict[str, Any]]:
@@ -220,20 +221,33 @@ class Watch:
             n if n.get("serial") == update.serial else {} for n in self._ranks.notices()
         ]
 
+    def give_up(self, future: Future[dict[str, Any]], error: Exception) -> None:
+        """Answer who waits for `future` with `error`, unless it has its answer."""
+        with self._lock:
+            entry = next((e for e in self._waiting if e[0] is future), None)
+            if entry is None:
+                return
+            self._waiting.remove(entry)
+        future.set_exception(error)
+
     def _answer(self) -> None:
         with self._lock:
             waiting = list(self._waiting)
         for entry in waiting:
             future, ready = entry
+            result: dict[str, Any] | Exception | None
             try:
                 result = ready()
-                if result is None:
-                    continue
-                future.set_result(result)
             except Exception as error:
-                future.set_exception(error)
+                result = error
             with self._lock:
+                if result is None or entry not in self._waiting:
+                    continue  # or it was given up meanwhile
                 self._waiting.remove(entry)
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
 
 def _added(parts: Iterable[dict[str, int]]) -> dict[str, int]:

@@ -150,6 +150,10 @@ class Coverage:
         self._behind.add(name)
         self.begun.add(name)
 
+    def stand_before(self, load: Callable[..., Any]) -> None:
+        """Let `load` stand in for the module's `load_weights`; nothing else changes."""
+        self._module.load_weights = load  # type: ignore[assignment]
+
     def watch(self, load: Callable[..., Any], *, at_once: bool = True) -> None:
         """Let `load` stand before the loaders, and stand behind each of them.
 
@@ -163,7 +167,7 @@ class Coverage:
         """
         if direct.writes(self._module):
             self._direct = direct.Writes(self._module, self.wrote)
-        self._module.load_weights = load  # type: ignore[assignment]
+        self.stand_before(load)
         if at_once:
             self.stand_behind()
 
