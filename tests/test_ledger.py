@@ -214,6 +214,8 @@ def test_without_an_id_the_update_that_is_open_is_meant_and_no_other():
     first = brought_to(ledger, Phase.STAGING, "first")
     assert ledger.find(None) is first
     ledger.move(first, Phase.ABORTED, DeadlineExceeded("late"))
+    with pytest.raises(DeadlineExceeded, match="late"):
+        ledger.require(None, Phase.STAGING)  # nobody has been told so far
     with pytest.raises(WrongPhase) as refusal:
         ledger.require(None, Phase.STAGING)
     told = refusal.value.to_dict()

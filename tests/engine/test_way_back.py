@@ -100,6 +100,15 @@ def test_a_folder_that_cannot_be_read_costs_no_way_back(
     body = {"path": str(spoilt(folder))}
     refused = Door(served_new).client.post("/update_weights_from_disk", json=body)
     assert refused.status_code in (400, 422), refused.text
+    door, info = Door(served_new), {"update_info": {"path": "/"}}
+    for path, more in (
+        ("/finish_weight_update", {}),
+        ("/prepare_weight_update", {}),
+        ("/update_weights", info),
+        ("/abort_weight_update", {}),
+    ):
+        status, told = door.refused(path, **more)
+        assert (status, "no update is open; the last, " in told) == (409, True), told
     assert previous(served_new) == "old"
     goes_back(served_new, old_says)
 

@@ -28,7 +28,7 @@ from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.metrics import metrics
 from vllm.inflight.api.pausing import pause_generation as pause_engine
 from vllm.inflight.api.schema import FINISHING, OPENING, ROLLING_BACK, described
-from vllm.inflight.errors import InflightError, Malformed, UpstreamChanged
+from vllm.inflight.errors import InflightError, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
@@ -74,17 +74,22 @@ async def _resume(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _is_paused(engine: Any, body: dict[str, Any]) -> Reply:
     """Whether decoding stands still, and in which mode."""
+    Fields(body).only()
     return await _control(engine).paused()
 
 
 async def _init(engine: Any, body: dict[str, Any]) -> Reply:
     """Connect the configured transport to its trainer."""
-    await _control(engine).init_transport(_needed(body, "init_info"))
+    fields = Fields(body)
+    info = fields.needed("init_info")
+    fields.only()
+    await _control(engine).init_transport(info)
     return {"message": "Weight transfer initialized"}
 
 
 async def _shutdown(engine: Any, body: dict[str, Any]) -> Reply:
     """Let the trainer's connection go."""
+    Fields(body).only()
     await _control(engine).shutdown_transport()
     return {"message": "Weight transfer shut down"}
 
@@ -136,18 +141,21 @@ async def _restore(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _status(engine: Any, body: dict[str, Any]) -> Reply:
     """Where an update stands, or all that are remembered."""
-    return await _control(engine).status(body.get("update_id"))
+    return await _control(engine).status(**Fields(body).only("update_id"))
 
 
 async def _info(engine: Any, body: dict[str, Any]) -> Reply:
     """Version, digest and epoch that are served, and the version before."""
+    Fields(body).only()
     return await _control(engine).info()
 
 
 async def _world_size(engine: Any, body: dict[str, Any]) -> Reply:
     """How many ranks a trainer has to reach."""
     parallel = engine.vllm_config.parallel_config
-    across = Fields(body).flag("include_dp", True)
+    fields = Fields(body)
+    across = fields.flag("include_dp", True)
+    fields.only()
     return {
         "world_size": parallel.world_size_across_dp if across else parallel.world_size
     }
@@ -289,9 +297,3 @@ def _endpoint(
             return JSONResponse(body, error.status, headers)
 
     return endpoint
-
-
-def _needed(body: dict[str, Any], field: str) -> Any:
-    if field not in body:
-        raise Malformed(f"the body needs the field {field!r}")
-    return body[field]

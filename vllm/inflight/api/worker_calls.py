@@ -3,7 +3,8 @@
 Each engine core turns such a call into a call of its own gate (engine/phases.py). Where
 a front end has several engines, their cores would each open an update of their own and
 commit without a look at the others. So the front end takes the call over: it becomes
-one transaction of all engines, as the method of the same name is.
+one transaction of all engines, as the method of the same name is. It does the same with
+one engine if the call brings much.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vllm.inflight.api.control import Control
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.engine import phases
 from vllm.inflight.engine.pipelinerl import RECEIVE
+from vllm.inflight.packed import BLOCK
 
 DRAFT = {"format": 1, "draft": True}
 
@@ -40,12 +42,28 @@ class _Front:
         self._core = engine
 
 
-def takes(engine: Any, method: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a worker call of `engine`, an `AsyncLLM`, becomes one of all engines."""
+def takes(
+    engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> bool:
+    """Whether a worker call of `engine`, an `AsyncLLM`, becomes one of all engines.
+
+    One engine can carry it out by itself, unless it brings more than should travel as
+    it is: a large `update_info` is packed here (packed.py).
+    """
     if not isinstance(method, str) or method not in CALLS:
         return False
-    is_ours = phases.takes(_Front(engine), method, args)
-    return is_ours and control_of(engine).num_engines > 1
+    if not phases.takes(_Front(engine), method, args):
+        return False
+    info = args[0] if args else (kwargs or {}).get("update_info")
+    return control_of(engine).num_engines > 1 or _is_large(info)
+
+
+def _is_large(info: Any) -> bool:
+    """Whether an `update_info` has a list that would be packed."""
+    if isinstance(info, list):
+        return any(map(_is_large, info))
+    values = info.values() if isinstance(info, dict) else ()
+    return any(isinstance(v, list | dict) and len(v) > BLOCK for v in values)
 
 
 async def carry_out(

@@ -138,6 +138,9 @@ class Ledger:
     def find(self, update_id: str | None, owner: str | None = None) -> Update:
         """The update with that id; with no id, the one that is open.
 
+        With no id it is the last one if that has failed and nobody was told: a trainer
+        without ids, whose update failed between two of its calls, would not hear why.
+
         Raises:
             UnknownUpdate: no update of that id is remembered.
             WrongPhase: none is open.
@@ -148,8 +151,10 @@ class Ledger:
             raise Malformed(f"update_id must be a string, got {update_id!r:.80}")
         with self._lock:
             if update_id is None:
-                if (found := self._active()) is None:
-                    raise self._nothing_open()
+                last = next(reversed(self._updates.values()), None)
+                found = self._active() or last
+                if found is None or not (found.is_active or _is_news(found)):
+                    raise _nothing_open(last)
             elif (found := self._updates.get(update_id)) is None:
                 raise UnknownUpdate(
                     f"no update {update_id!r} is known here", update_id=update_id
@@ -172,6 +177,7 @@ class Ledger:
     def _require(self, update: Update, phases: Sequence[Phase]) -> None:
         if update.phase not in phases:
             if update.error is not None:
+                update.is_told = True
                 raise update.error
             raise WrongPhase(
                 f"update {update.update_id!r} is {update.phase.value}; this call "
@@ -239,21 +245,26 @@ class Ledger:
         with self._lock:
             return [update.to_dict() for update in reversed(self._updates.values())]
 
-    def _nothing_open(self) -> WrongPhase:
-        """What whoever names no update is told: the last one's failure is not his."""
-        last = next(reversed(self._updates.values()), None)
-        if last is None:
-            return WrongPhase("no weight update was started")
-        ended = last.phase.value if last.error is None else last.error.code
-        return WrongPhase(
-            f"no update is open; the last, {last.update_id!r}, ended as {ended} "
-            "(GET /weight_update/{update_id} tells more)",
-            phase=last.phase.value,
-            update_id=last.update_id,
-        )
-
     def _active(self) -> Update | None:
         return next((u for u in self._updates.values() if u.is_active), None)
+
+
+def _is_news(update: Update) -> bool:
+    """Whether it has failed and nobody has been told why."""
+    return update.error is not None and not update.is_told
+
+
+def _nothing_open(last: Update | None) -> WrongPhase:
+    """What is told who names no update: the failure of the last one is not his."""
+    if last is None:
+        return WrongPhase("no weight update was started")
+    ended = last.phase.value if last.error is None else last.error.code
+    return WrongPhase(
+        f"no update is open; the last, {last.update_id!r}, ended as {ended} "
+        "(GET /weight_update/{update_id} tells more)",
+        phase=last.phase.value,
+        update_id=last.update_id,
+    )
 
 
 def _fingerprint(body: dict[str, Any]) -> str:

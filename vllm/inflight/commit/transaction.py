@@ -49,6 +49,8 @@ class Update:
     drift: dict[str, Any] | None = None
     """How far that is from what was served when it was staged; see stage/drift.py."""
     error: InflightError | None = None
+    is_told: bool = False
+    """Whether somebody who asked for it has been told that error."""
     source: str | None = None
     """The path its files were read from, if it came whole and from files."""
     files: dict[str, Any] | None = None

@@ -226,7 +226,8 @@ class Updates:
             self.ledger.move(update, Phase.ABORTED, reason, cancel)
             aborted = WrongPhase(f"update {update.update_id!r} was aborted")
             self._ended(update, reason or aborted)
-        elif update.phase is not Phase.ABORTED:
+        update.is_told = True
+        if update.phase is not Phase.ABORTED:
             raise WrongPhase(
                 f"update {update.update_id!r} is {update.phase.value} and cannot be "
                 "aborted; POST /rollback_weights returns to the version before",

@@ -212,6 +212,7 @@ class Watch:
     def _alive(self, update: Update) -> list[dict[str, Any]]:
         """The notices on an update that goes on; raises what ended it."""
         if update.phase is Phase.ABORTED:
+            update.is_told = True
             raise update.error or Conflict(
                 f"update {update.update_id!r} was aborted",
                 phase=update.phase.value,

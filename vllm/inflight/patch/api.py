@@ -97,7 +97,7 @@ def _of_all_engines(original: Any) -> Any:
     ) -> Any:
         from vllm.inflight.api import worker_calls
 
-        if worker_calls.takes(self, method, args):
+        if worker_calls.takes(self, method, args, kwargs):
             return await worker_calls.carry_out(self, method, args, kwargs)
         return await original(self, method, timeout, args, kwargs)
 
