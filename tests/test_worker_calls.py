@@ -15,7 +15,7 @@ REQUEST = {"version": 1, "parameters_info": []}
 
 
 class Front:
-    """An `AsyncLLM`, as far as the calls ask it; its engines note what they are asked."""
+    """An `AsyncLLM` to the calls; its engines note what they are asked."""
 
     def __init__(self, num_engines: int) -> None:
         parallel = SimpleNamespace(
