@@ -188,3 +188,31 @@ def test_no_page_has_a_hole():
     for page in PAGES:
         for word in ("TODO", "TBD", "FIXME", "XXX", "lorem"):
             assert word not in page.read_text(), f"{page.name}: {word}"
+
+
+CODE = re.compile(
+    r"(?:\b[45]\d\d|\b(?:refused|answer(?:s|ed)?|end(?:s|ed)?) (?:as|with))"
+    r"\s+(?:an?\s+|[45]\d\d\s+)?`(\w+)`"
+)
+"""An error code, where a page says what a call is answered with."""
+
+
+def test_every_error_that_a_page_names_exists():
+    named = {
+        (page.name, code) for page in PAGES for code in CODE.findall(page.read_text())
+    }
+    assert {code for _, code in named} >= {"pause_conflict", "update_in_progress"}
+    assert {(page, code) for page, code in named if code not in BY_CODE} == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "refused as `no_such`",
+        "is 409\n`no_such`",
+        "ends with an `no_such`",
+        "answered with 503 `no_such`",
+    ],
+)
+def test_a_code_is_found_however_a_page_names_it(text):
+    assert CODE.findall(text) == ["no_such"]

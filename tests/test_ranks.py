@@ -93,6 +93,19 @@ def test_a_rank_that_does_not_answer_stops_the_engine():
     ranks.close()
 
 
+def test_whoever_does_not_wait_for_a_rank_any_longer_stops_the_engine():
+    class Interrupted(Executor):
+        def collective_rpc(self, method, args=(), **_):
+            if method == "inflight_flip":
+                raise KeyboardInterrupt
+            return super().collective_rpc(method, args)
+
+    ranks = Ranks(Interrupted(), 2)
+    with pytest.raises(SystemExit, match="KeyboardInterrupt"):
+        ranks.flip()
+    ranks.close()
+
+
 def test_an_engine_that_was_shut_down_begins_no_update():
     ranks = Ranks(Executor(), 2)
     ranks.require_staging()

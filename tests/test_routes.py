@@ -94,6 +94,10 @@ def test_a_body_of_null_says_nothing():
         ("/update_weights_from_disk", {"path": "x", "load_format": "pt"}),
         ("/update_weights_from_disk", {"path": "x", "colour": "red"}),
         ("/init_weight_transfer_engine", {}),
+        ("/init_weight_transfer_engine", {"init_info": {}, "int_info": {}}),
+        ("/init_weight_transfer_engine", {"init_info": None}),
+        ("/shutdown_weight_transfer_engine", {"group_name": "g"}),
+        ("/prepare_weight_update", {"updateid": "u"}),
         ("/rollback_weights", {"version": "v"}),
         ("/update_weight_version", {}),
         ("/pause_generation", {"flush_cache": "yes"}),
@@ -113,6 +117,16 @@ def test_a_body_of_null_says_nothing():
 def test_a_field_that_is_missing_unknown_or_wrong_is_refused(path, body):
     engine = Engine()
     assert refusal(client(engine).post(path, json=body)) == (400, "malformed")
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/is_paused", "/weight_update", "/weight_info", "/get_world_size"]
+)
+def test_a_query_that_is_not_known_is_refused(path):
+    engine = Engine()
+    reply = client(engine).get(path, params={"updat_id": "u"})
+    assert refusal(reply) == (400, "malformed")
     assert engine.asked == []
 
 

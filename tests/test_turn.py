@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.waiting import until
-from vllm.inflight.engine.turn import Turns
+from vllm.inflight.engine.turn import Turns, waiting, whole
 
 
 @pytest.fixture(autouse=True)
@@ -121,3 +121,56 @@ def test_what_a_thread_raises_between_two_steps_is_its_own():
     with pytest.raises(ZeroDivisionError), turns.between():
         raise ZeroDivisionError
     turns.run(lambda: None)
+
+
+def twice() -> None:
+    for _ in range(2):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_no_ctrl_c_comes_into_what_has_to_happen_whole():
+    turns, done = Turns(), []
+
+    def switch() -> str:
+        with whole():
+            twice()
+            twice()
+            done.append("to its end")
+        return "switched"
+
+    future = turns.submit(switch)
+    with pytest.raises(KeyboardInterrupt):
+        turns.drain()
+    assert (future.result(), done) == ("switched", ["to its end"])
+    turns.submit(lambda: done.append("and on"))
+    turns.drain()
+    assert done[1:] == ["and on"]
+
+
+def test_a_second_ctrl_c_ends_a_wait_inside_of_it():
+    turns = Turns()
+
+    def switch() -> None:
+        with whole():
+            twice()
+            with waiting():
+                signal.raise_signal(signal.SIGINT)
+                raise AssertionError("it was not interrupted")
+
+    future = turns.submit(switch)
+    with pytest.raises(KeyboardInterrupt):
+        turns.drain()
+    assert isinstance(future.exception(), KeyboardInterrupt)
+
+
+def test_ctrl_c_comes_after_what_another_call_does_between_two_steps():
+    turns, done = Turns(), []
+    with pytest.raises(KeyboardInterrupt), turns.between():
+        signal.raise_signal(signal.SIGINT)
+        done.append("to its end")
+    assert done == ["to its end"]
+
+
+def test_outside_of_a_turn_ctrl_c_is_nobodys_business():
+    with pytest.raises(KeyboardInterrupt), whole():
+        signal.raise_signal(signal.SIGINT)

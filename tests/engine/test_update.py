@@ -274,6 +274,10 @@ def test_the_first_write_of_an_update_ends_the_rollback_window(
     llm.update_weights_from_disk(str(new), "v1")
     llm.start_weight_update()
     llm.abort_weight_update()
+    assert llm.weight_info()["previous"]["weight_version"] == "old"
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"path": str(new)}})
+    llm.abort_weight_update()
     with pytest.raises(NothingToRollBack):
         llm.rollback_weights()
 

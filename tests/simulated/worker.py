@@ -258,6 +258,7 @@ class SimulatedExecutor(UniProcExecutor):
         orders = {"begin": 1, "receive": 2, "seal": 3}[order]
         notice: dict[str, Any] = {"serial": serial, "orders": orders}
         notice["state"] = "staged" if order == "seal" else "staging"
+        notice["opened"] = order != "begin"
         notice |= {"digest": f"{self.second:032x}", "unfilled": [], "bytes": 1}
         for rank in range(self.board.num_ranks):
             self.board.post(rank, notice)

@@ -28,13 +28,14 @@ from vllm.inflight.errors import (
     WrongPhase,
 )
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.update import Phase
+from vllm.inflight.update import Manifest, Phase
 
 START, UPDATE, FINISH = (
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
 )
+PREPARE = "/prepare_weight_update"
 ABORT, ROLLBACK = "/abort_weight_update", "/rollback_weights"
 STATUS = "/weight_update"
 
@@ -67,6 +68,8 @@ class StandIn:
         known: names of the model, if it is to refuse others.
         rate: how often an update may begin; it is asked first, as in the server.
         served: the tensors that were committed last.
+        digest: of what it stages, as it tells it; None: not known.
+        base: of what it serves below that.
 
     """
 
@@ -78,12 +81,15 @@ class StandIn:
         self.known: set[str] | None = None
         self.rate = Rate(0)
         self.served: dict[str, torch.Tensor] = {}
+        self.digest: str | None = "0" * 32
+        self.base = "start"
         self.key: str | None = None
         self.version: dict[str, Any] = {"weight_version": "default", "epoch": 0}
         self.num_staging = 0
         self.most_staging = 0
         self._before: Any = None
         self._staged: dict[str, torch.Tensor] = {}
+        self._announced: Any = {}
         self._bytes = 0
         self._ledger = Ledger()
         self._lock = threading.Lock()
@@ -167,11 +173,16 @@ class StandIn:
             self.rate.spend("trainer")
             update, is_new = self._ledger.begin(body, 60.0)
             if is_new:
+                self._announced = Manifest.parse(body["manifest"]).tensors
                 self._ledger.move(update, Phase.STAGING)
                 self._bytes, self._before = 0, None
             return _state(update)
         if path == UPDATE:
             return self._stage(update_id, body)
+        if path == PREPARE:
+            update = self._ledger.require(update_id, Phase.STAGING, Phase.COMMITTED)
+            update.digest, update.sent, update.base = self.digest, "1" * 32, self.base
+            return update.vote()
         if path == FINISH:
             return self._commit(self._ledger.find(update_id), body)
         if path == ABORT:
@@ -204,14 +215,13 @@ class StandIn:
         update = self._ledger.require(update_id, Phase.STAGING)
         if body["chunk"] < update.num_chunks:
             return _state(update)
-        assert update.manifest is not None
         info = body["update_info"]
         path = Path(info["path"]) if "path" in info else Path("/dev/shm") / info["shm"]
         self.num_staging += 1
         self.most_staging = max(self.most_staging, self.num_staging)
         staged = load_file(path)
         for name, tensor in staged.items():
-            spec = update.manifest.tensors[name]
+            spec = self._announced[name]
             assert (list(spec.shape), spec.dtype) == (
                 list(tensor.shape),
                 str(tensor.dtype).removeprefix("torch."),

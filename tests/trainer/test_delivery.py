@@ -13,6 +13,7 @@ from tests.trainer.stand_in import (
     FINISH,
     LOSE,
     PAGE,
+    PREPARE,
     ROLLBACK,
     START,
     STARTING,
@@ -129,6 +130,54 @@ def test_if_one_engine_cannot_stage_no_engine_commits(engine, other, path):
             to.publish("v")
         assert engine.bodies(FINISH) == other.bodies(FINISH) == []
         assert to.publish("w").epochs == {engine.url: 1, other.url: 1}
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"digest": "f" * 32}, ["f" * 32, "0" * 32]),
+        ({"digest": None}, ["no known digest", "0" * 32]),
+    ],
+)
+def test_engines_that_staged_different_weights_commit_nothing(
+    engine, other, facts, named
+):
+    vars(other).update(facts)
+    with publisher([engine, other]) as to:
+        with pytest.raises(WeightsMismatch, match="different weights") as caught:
+            to.publish("v")
+        for name in (*named, engine.url, other.url):
+            assert name in str(caught.value)
+        for one in (engine, other):
+            assert one.bodies(FINISH) == []
+            assert one.version["weight_version"] == "default"
+        other.digest = engine.digest
+        assert to.publish("w").epochs == {engine.url: 1, other.url: 1}
+
+
+@pytest.mark.parametrize("base", ["start", "others"])
+def test_engines_without_a_digest_commit_on_top_of_equal_weights_only(
+    engine, other, base
+):
+    engine.digest = other.digest = None
+    other.base = base
+    with publisher([engine, other]) as to:
+        if base == engine.base:
+            assert to.publish("v").epochs == {engine.url: 1, other.url: 1}
+            return
+        with pytest.raises(WeightsMismatch, match="on top of weights others"):
+            to.publish("v")
+        assert engine.bodies(FINISH) == other.bodies(FINISH) == []
+
+
+def test_every_engine_has_voted_before_any_commits(engine, other):
+    other.held[PREPARE] = threading.Event()
+    with publisher([engine, other]) as to:
+        future = to.publish("v", block=False)
+        until(lambda: other.bodies(PREPARE))
+        assert engine.bodies(FINISH) == other.bodies(FINISH) == []
+        other.held[PREPARE].set()
+        assert future.result().epochs == {engine.url: 1, other.url: 1}
 
 
 def test_if_one_engine_cannot_commit_those_that_did_go_back(engine, other):

@@ -34,6 +34,10 @@ class Sync:
         self.calls.append(("update", (request, chunk)))
         return {"update_id": update_id, "phase": "staging"}
 
+    def prepare_weight_update(self, update_id: str) -> dict[str, Any]:
+        self.calls.append(("prepare", update_id))
+        return {"update_id": update_id, "phase": "staged", "digest": "d", "sent": "s"}
+
     def finish_weight_update(
         self, *, update_id: str, mode: str | None = None
     ) -> dict[str, Any]:
@@ -93,8 +97,11 @@ def test_what_an_llm_raises_is_raised_with_its_name_and_its_remedy():
 
 
 def test_two_llms_are_told_apart():
-    with Publisher([Sync(), Sync()], weights()) as to:
+    llms = [Sync(), Sync()]
+    with Publisher(llms, weights()) as to:
         assert to.publish().epochs == {"Sync 0": 1, "Sync 1": 1}
+    for llm in llms:
+        assert [name for name, _ in llm.calls][-2:] == ["prepare", "finish"]
 
 
 async def test_an_async_llm_is_called_on_its_own_loop():

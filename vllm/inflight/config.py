@@ -167,6 +167,13 @@ class InflightConfig:
         "0 to 6000.",
         limits=(0, 6000),
     )
+    log_level: str = _knob(
+        "info",
+        "Level of the lines that the server's log has of updates, rollbacks and "
+        "pauses, one for each event: 'debug', 'info', 'warning'. What is refused or "
+        "given up is a warning at least. 'off': there are none.",
+        choices=("debug", "info", "warning", "off"),
+    )
     pickled_tensors: str = _knob(
         "off",
         "'on': `/update_weights_from_tensor` reads SGLang's pickled tensors as well, "

@@ -148,6 +148,30 @@ async def update_weights(
     )
 
 
+async def prepare_weight_update(
+    self: Any, update_id: str | None = None, owner: str | None = None
+) -> Reply:
+    """Verify and vote, and switch nothing yet: the first half of a finish.
+
+    For who has several engines to finish, and compares what they have staged before any
+    of them commits. An update stays staged until it is finished, aborted, or late.
+
+    Args:
+        self: the engine.
+        update_id: of `start_weight_update`; the one under way if None.
+        owner: the one that `start_weight_update` was given.
+
+    Returns:
+        That of `POST /prepare_weight_update`.
+
+    Raises:
+        WeightsMismatch: tensors are missing or not as announced; `tensors` names them.
+        WrongPhase: no update is open.
+
+    """
+    return await control_of(self).prepare(update_id, owner)
+
+
 async def finish_weight_update(
     self: Any, weight_version: str | None = None, **options: Any
 ) -> Reply:

@@ -20,7 +20,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from vllm.inflight import older, upstream
 from vllm.inflight.api import auth, foreign, pipelinerl, port, rate, reads, sglang
 from vllm.inflight.api.admission import Admission
-from vllm.inflight.api.body import parse, read
+from vllm.inflight.api.body import SMALL_BYTES, parse, parsed, read
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
@@ -30,7 +30,7 @@ from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.metrics import metrics
 from vllm.inflight.api.pausing import pause_generation as pause_engine
 from vllm.inflight.api.schema import FINISHING, OPENING, ROLLING_BACK, described
-from vllm.inflight.errors import InflightError, Malformed, UpstreamChanged
+from vllm.inflight.errors import InflightError, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
@@ -77,17 +77,22 @@ async def _resume(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _is_paused(engine: Any, body: dict[str, Any]) -> Reply:
     """Whether decoding stands still, and in which mode."""
+    Fields(body).only()
     return await _control(engine).paused()
 
 
 async def _init(engine: Any, body: dict[str, Any]) -> Reply:
     """Connect the configured transport to its trainer."""
-    await _control(engine).init_transport(_needed(body, "init_info"))
+    fields = Fields(body)
+    info = fields.needed("init_info")
+    fields.only()
+    await _control(engine).init_transport(info)
     return {"message": "Weight transfer initialized"}
 
 
 async def _shutdown(engine: Any, body: dict[str, Any]) -> Reply:
     """Let the trainer's connection go."""
+    Fields(body).only()
     await _control(engine).shutdown_transport()
     return {"message": "Weight transfer shut down"}
 
@@ -113,6 +118,11 @@ async def _update(engine: Any, body: dict[str, Any]) -> Reply:
     )
 
 
+async def _prepare(engine: Any, body: dict[str, Any]) -> Reply:
+    """Verify and vote, and switch nothing yet."""
+    return await _control(engine).prepare(**Fields(body).only("update_id", "owner"))
+
+
 async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
     """Verify, vote, and switch between two steps."""
     return await _control(engine).finish(**Fields(body).described(FINISHING))
@@ -136,18 +146,21 @@ async def _restore(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _status(engine: Any, body: dict[str, Any]) -> Reply:
     """Where an update stands, or all that are remembered."""
-    return await _control(engine).status(body.get("update_id"))
+    return await _control(engine).status(**Fields(body).only("update_id"))
 
 
 async def _info(engine: Any, body: dict[str, Any]) -> Reply:
     """Version, digest and epoch that are served, and the version before."""
+    Fields(body).only()
     return await _control(engine).info()
 
 
 async def _world_size(engine: Any, body: dict[str, Any]) -> Reply:
     """How many ranks a trainer has to reach."""
     parallel = engine.vllm_config.parallel_config
-    across = Fields(body).word("include_dp", True)
+    fields = Fields(body)
+    across = fields.word("include_dp", True)
+    fields.only()
     return {
         "world_size": parallel.world_size_across_dp if across else parallel.world_size
     }
@@ -164,6 +177,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/start_weight_update"): _start,
     ("POST", "/start_draft_weight_update"): _start_draft,
     ("POST", "/update_weights"): _update,
+    ("POST", "/prepare_weight_update"): _prepare,
     ("POST", "/finish_weight_update"): _finish,
     ("POST", "/abort_weight_update"): _abort,
     ("POST", "/rollback_weights"): _rollback,
@@ -288,7 +302,13 @@ def _endpoint(
             caller = auth.check(request)
             if rates.is_limited:
                 rate.allowance.set(partial(rates.spend, caller))
-            said = parse(await read(request, largest))
+            raw = await read(request, largest)
+            if len(raw) > SMALL_BYTES:
+                is_longer = largest > MAX_MANIFEST_BYTES
+                said = await parsed(raw, has_long_texts=is_longer)
+            else:
+                said = parse(raw)
+            del raw
             # Path, query and body as one object.
             body = {**request.query_params, **said, **request.path_params}
             engine = request.app.state.engine_client
@@ -301,9 +321,3 @@ def _endpoint(
             return JSONResponse(body, error.status, headers)
 
     return endpoint
-
-
-def _needed(body: dict[str, Any], field: str) -> Any:
-    if field not in body:
-        raise Malformed(f"the body needs the field {field!r}")
-    return body[field]

@@ -184,10 +184,9 @@ async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> 
     group = fields.text("group_name", GROUP)
     async with control.announced(group) as announcement:
         bucket = fields.one_of("load_format", (None, "flattened_bucket"))
-        dtypes = fields.needed("dtypes")
         info = {
             "names": fields.needed("names"),
-            "dtype_names": [_plain(d) for d in dtypes] if _is_list(dtypes) else dtypes,
+            "dtype_names": fields.needed("dtypes"),
             "shapes": fields.needed("shapes"),
             "group_name": group,
             "flattened": bucket is not None,
@@ -286,17 +285,11 @@ def _ok(reply: Reply, message: str) -> Reply:
     return reply | {"success": True, "message": message}
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
 def _strings(value: Any) -> list[str]:
     """Those of a list; what else is in it the engine refuses."""
-    return [each for each in value if isinstance(each, str)] if _is_list(value) else []
-
-
-def _plain(dtype: Any) -> Any:
-    return dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    if not isinstance(value, list):
+        return []
+    return [each for each in value if isinstance(each, str)]
 
 
 ROUTES: dict[tuple[str, str], Handler] = {

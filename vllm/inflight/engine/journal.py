@@ -10,13 +10,17 @@ import json
 import os
 import queue
 import threading
+import time
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from vllm.inflight import upstream
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
+from vllm.inflight.packed import resting, unpack
 from vllm.inflight.update import Version
 from vllm.inflight.wire.numbering import worker_index
 
@@ -30,6 +34,9 @@ STEP = {"path", "draft_path", "subset", "name_map"}
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What a file raises that is none."""
+
+REST_S = 0.0005
+"""Of the thread that writes, between two slices of a step with many names."""
 
 MAX_STEPS = 32
 """Of a recipe: whoever sends subsets for ever has to send all of it some time."""
@@ -96,7 +103,8 @@ class Journal:
         """Have it noted that `version` is served now, and how it is had again."""
         if self._path is not None:
             facts = {"format": FORMAT, "model": self._model, **version.to_dict()}
-            self._notes.put(facts | {"recipe": recipe})
+            steps = None if recipe is None else list(recipe)
+            self._notes.put(facts | {"recipe": steps})
 
     def told(self) -> dict[str, Any]:
         """`path`, `model`, what was `found` in it, and the `error` of the last note.
@@ -117,7 +125,8 @@ class Journal:
         assert self._path is not None
         while (facts := self._notes.get()) is not None:
             try:
-                _replace(self._path, json.dumps(facts).encode())
+                recipe = resting(unpack(facts["recipe"]), lambda: time.sleep(REST_S))
+                _replace(self._path, msgspec.json.encode(facts | {"recipe": recipe}))
                 self._error = None
             except Exception as error:  # a full disk; or a note that is no JSON
                 self._error = str(error) or type(error).__name__

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import EngineFault, InflightError, WrongPhase
+from vllm.inflight.commit.transaction import Update
+from vllm.inflight.errors import EngineFault, InflightError, UpdateBusy, WrongPhase
 
 Reply = dict[str, Any]
 NOTHING = 0
@@ -32,6 +33,7 @@ PATIENCE_S = 30.0
 class _Armed:
     key: int
     switch: Callable[[], Reply]
+    update: Update | None = None
     answer: Future[Reply] = field(default_factory=Future)
     until: float = field(default_factory=lambda: time.monotonic() + PATIENCE_S)
 
@@ -62,17 +64,32 @@ class Lockstep:
         """Whether a switch waits for the other engines."""
         return self._armed is not None
 
-    def arm(self, what: object, switch: Callable[[], Reply]) -> Future[Reply]:
+    def is_armed_for(self, update: Update | None) -> bool:
+        """Whether the commit of `update`, or a rollback if None, waits for others."""
+        return self._armed is not None and self._armed.update is update
+
+    def require_unarmed(self, active: Update | None) -> None:
+        """Raise `UpdateBusy` while a switch but that of `active` waits for others."""
+        if self._armed is not None and self._armed.update is not active:
+            raise UpdateBusy(
+                "a rollback waits for the other data-parallel engines, at most "
+                f"{PATIENCE_S:g} s; call again after that"
+            )
+
+    def arm(
+        self, what: object, switch: Callable[[], Reply], update: Update | None = None
+    ) -> Future[Reply]:
         """Call `switch` where all engines meet, once all are armed with `what`.
 
         It checks for itself whether it can: so that all engines come to the meeting.
+        Waits for `PATIENCE_S`, and no longer than the `update` that it commits.
         """
         key = _key(what)
         if self._armed is not None:
             if self._armed.key == key:
                 return self._armed.answer
             raise WrongPhase("another switch waits for the other engines already")
-        self._armed = _Armed(key, switch)
+        self._armed = _Armed(key, switch, update)
         core = self._core
         if not core.engines_running:
             # As with a request that comes while all are idle: the others have to be

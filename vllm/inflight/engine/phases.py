@@ -36,6 +36,8 @@ def _begin(gate: Any, kwargs: dict[str, Any]) -> Answer:
 
 def _finish(gate: Any, update: dict[str, Any]) -> Answer:
     """Seal, and commit in a turn of its own once every rank has voted."""
+    if not update and (active := gate.updates.ledger.active) is not None:
+        update = {"update_id": active.update_id}  # the same one, whatever comes between
     sealed = ask(gate, "seal", update)
     return _then(gate, sealed, lambda: ask(gate, "commit", update))
 

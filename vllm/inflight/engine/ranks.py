@@ -13,6 +13,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.executors import (
     InFlight,
     Kind,
+    asking,
     kind_of,
     lagging_drafter,
     wait_for_steps,
@@ -239,7 +240,10 @@ class Ranks:
         # A flip is its own inverse: those that flipped flip back. A failed flip
         # has checked its pairs before it moved the first of them.
         if len(failed) < len(replies):
-            self._flip_back([rank for rank, r in enumerate(replies) if "ok" in r])
+            flipped = [rank for rank, reply in enumerate(replies) if "ok" in reply]
+            back = self._flip(flipped)
+            if any("error" in reply for reply in back):
+                _stop(back)
         raise EngineFault(f"the flip failed on {len(failed)} rank(s): {failed[0]}")
 
     def notices(self) -> list[dict[str, Any]]:
@@ -260,17 +264,18 @@ class Ranks:
         self._has_tripwires = False
         self._board.close()
 
-    def _flip_back(self, ranks: list[int]) -> None:
-        replies = self._flip(ranks)
-        if any("error" in reply for reply in replies):
-            _stop(replies)
+    def _flip(self, ranks: list[int] | None = None) -> list[dict[str, Any]]:
+        """Flip `ranks`, or all; ends the engine if one of them does not answer.
 
-    def _flip(self, *ranks: list[int]) -> list[dict[str, Any]]:
+        Nobody knows then what that rank serves. A second Ctrl-C ends the wait for it.
+        """
         longest_s = upstream.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        args = () if ranks is None else (ranks,)
         try:
-            return self._raw("inflight_flip", *ranks, timeout=longest_s)
-        except Exception as error:  # a rank has not answered: who knows what it serves
-            _stop(error)
+            with asking(self._executor):
+                return self._raw("inflight_flip", *args, timeout=longest_s)
+        except BaseException as error:
+            _stop(repr(error))
 
     def _call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         replies = self._raw(method, *args, timeout=timeout)

@@ -39,7 +39,10 @@ class Watch:
     """Watches over the active update of one engine."""
 
     def __init__(
-        self, ranks: Ranks, ledger: Ledger, ended: Callable[[InflightError], None]
+        self,
+        ranks: Ranks,
+        ledger: Ledger,
+        ended: Callable[[Update, InflightError], None],
     ) -> None:
         self._ranks = ranks
         self._ended = ended
@@ -67,7 +70,7 @@ class Watch:
             done = min(n.get("orders", 0) for n in notices) >= num_orders
             if not done and update.phase is Phase.STAGING:
                 return None
-            return _state(update) | {
+            return update.state() | {
                 "bytes": sum(n.get("bytes", 0) for n in notices),
                 "parameters": _added(n.get("parameters", {}) for n in notices),
             }
@@ -79,7 +82,7 @@ class Watch:
 
         def ready() -> dict[str, Any] | None:
             self._alive(update)
-            return None if update.phase is Phase.STAGING else _state(update)
+            return None if update.phase is Phase.STAGING else update.vote()
 
         return self._wait(ready)
 
@@ -179,7 +182,7 @@ class Watch:
             if isinstance(digest, InflightError):
                 self.end(update, digest)
             else:
-                update.digest = digest
+                update.digest, update.sent = digest, notices[0].get("sent")
                 update.num_bytes = sum(notice.get("bytes", 0) for notice in notices)
                 update.num_replayed = max(n.get("replayed", 0) for n in notices)
                 for part in SPENT:
@@ -208,15 +211,23 @@ class Watch:
 
     def end(self, update: Update, error: InflightError) -> None:
         """Abort `update`, and tell those who wait for it why."""
-        if self._ledger.move(update, Phase.ABORTED, error):
+        failed: list[Exception] = []
+
+        def cancel() -> None:
             try:
                 self._ranks.cancel(update.serial)
-            finally:
-                self._ended(error)
+            except Exception as failure:  # the update ends all the same
+                failed.append(failure)
+
+        if self._ledger.move(update, Phase.ABORTED, error, cancel):
+            self._ended(update, error)
+        if failed:
+            raise failed[0]
 
     def _alive(self, update: Update) -> list[dict[str, Any]]:
         """The notices on an update that goes on; raises what ended it."""
         if update.phase is Phase.ABORTED:
+            update.is_told = True
             raise update.error or Conflict(
                 f"update {update.update_id!r} was aborted",
                 phase=update.phase.value,
@@ -226,22 +237,35 @@ class Watch:
             n if n.get("serial") == update.serial else {} for n in self._ranks.notices()
         ]
 
+    def give_up(self, future: Future[dict[str, Any]], error: Exception) -> None:
+        """Answer who waits for `future` with `error`, unless it has its answer."""
+        with self._lock:
+            entry = next((e for e in self._waiting if e[0] is future), None)
+            if entry is None:
+                return
+            self._waiting.remove(entry)
+        with suppress(InvalidStateError):
+            future.set_exception(error)
+
     def _answer(self) -> None:
         with self._lock:
             waiting = list(self._waiting)
         for entry in waiting:
             future, ready = entry
+            result: dict[str, Any] | Exception | None
             try:
                 result = ready()
-                if result is None:
-                    continue
-                with suppress(InvalidStateError):  # whoever waited has cancelled it
-                    future.set_result(result)
             except Exception as error:
-                with suppress(InvalidStateError):
-                    future.set_exception(error)
+                result = error
             with self._lock:
+                if result is None or entry not in self._waiting:
+                    continue  # or it was given up meanwhile
                 self._waiting.remove(entry)
+            with suppress(InvalidStateError):  # whoever waited has cancelled it
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
 
 
 def _added(parts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -249,7 +273,3 @@ def _added(parts: Iterable[dict[str, int]]) -> dict[str, int]:
     for part in parts:
         sums.update(part)
     return dict(sums)
-
-
-def _state(update: Update) -> dict[str, Any]:
-    return {"update_id": update.update_id, "phase": update.phase.value}

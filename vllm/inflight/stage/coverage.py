@@ -152,6 +152,12 @@ class Coverage:
         self._behind.add(name)
         self.begun.add(name)
 
+    def stand_before(self, load: Callable[..., Any]) -> None:
+        """Let `load` stand in for the module's `load_weights`; nothing else changes."""
+        if not self._outside:
+            self._outside.append(vars(self._module).get("load_weights"))
+        self._module.load_weights = load  # type: ignore[assignment]
+
     def watch(self, load: Callable[..., Any], *, at_once: bool = True) -> None:
         """Let `load` stand before the loaders, and stand behind each of them.
 
@@ -165,9 +171,7 @@ class Coverage:
         """
         if direct.writes(self._module):
             self._direct = direct.Writes(self._module, self.wrote)
-        if not self._outside:
-            self._outside.append(vars(self._module).get("load_weights"))
-        self._module.load_weights = load  # type: ignore[assignment]
+        self.stand_before(load)
         if at_once:
             self.stand_behind()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Intake:
         allow_nonfinite: bool,
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
+        first_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._shadow = shadow
         self._manifest = manifest
@@ -54,6 +56,8 @@ class Intake:
         self._allow_nonfinite = allow_nonfinite
         self._cancelled = cancelled
         self._progress = progress
+        self._first_write = first_write
+        """Called before anything is written, as often as that may be the first time."""
         assert shadow.module is not None
         self._module = shadow.module
         self.coverage = Coverage(
@@ -93,11 +97,20 @@ class Intake:
         return self._manifest.draft
 
     def load_weights(self, weights: Iterable[Pair]) -> Any:
-        """Stands in for the shadow's own `load_weights`."""
+        """Stands in for the shadow's own `load_weights`.
+
+        Nothing is written before the first tensor is here: what breaks off before that
+        has cost nothing.
+        """
         current: list[str] = []
         try:
+            batches = self._drawn(weights)
+            first = next(batches, None)
+            if first is None:
+                return set()
+            self._first_write()
             with self.coverage.watching():
-                return self._load(self._admit(weights, current))
+                return self._load(self._admit(chain([first], batches), current))
         except (InflightError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -113,15 +126,12 @@ class Intake:
     def _load(self, weights: Iterable[Pair]) -> Any:
         return self._shadow.load(weights)
 
-    def _admit(self, weights: Iterable[Pair], current: list[str]) -> Iterator[Pair]:
+    def _admit(
+        self, batches: Iterable[list[Pair]], current: list[str]
+    ) -> Iterator[Pair]:
         """What the model's loader has to see; what the plan knows is done here."""
         coverage = self.coverage
-        batches = self._drawn(weights)
-        is_ours = hasattr(weights, "batches")
-        while True:
-            with undirected() if is_ours else nullcontext():
-                if (batch := next(batches, None)) is None:
-                    break
+        for batch in batches:
             if self._cancelled():
                 raise Cancelled("the update was aborted")
             with undirected():
@@ -216,15 +226,21 @@ class Intake:
 
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:
         """`weights`, as many at once as their transport has."""
-        batches = getattr(weights, "batches", None)
+        make = getattr(weights, "batches", None)
         if (into := getattr(weights, "into", None)) is not None:
             into(self._place)
-        try:
-            yield from batches() if batches else ([pair] for pair in weights)
-        except Exception as error:
-            # Remembered as a failure of the transport, and not the model's.
-            self._broken = error
-            raise
+        batches = make() if make else ([pair] for pair in weights)
+        while True:
+            try:
+                with undirected() if make else nullcontext():
+                    batch = next(batches, None)
+            except Exception as error:
+                # Remembered as a failure of the transport, and not the model's.
+                self._broken = error
+                raise
+            if batch is None:
+                return
+            yield batch
 
     def _place(
         self, sent_name: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -234,6 +250,10 @@ class Intake:
         if not self._inspection.may_come(name):
             return None
         plan, home = self._shadow.plan, self._shadow.place(name, shape, dtype)
+        if home is not None:
+            self._first_write()
+            # What is proved before the first write may have changed what is known.
+            home = self._shadow.place(name, shape, dtype)
         if home is not None:
             self._shadow.behind.update(plan.filled_by(name))
         return home

@@ -10,8 +10,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from contextlib import nullcontext, suppress
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from vllm.inflight.errors import (
     TransferFault,
 )
 from vllm.inflight.older import UPDATE_INFO, settled
+from vllm.inflight.packed import Work, is_packed, resting, unpack
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.built_in import require_same, require_same_config
 from vllm.inflight.stage.comparison import Comparison
@@ -42,6 +43,8 @@ from vllm.inflight.wire.numbering import own_entry, worker_index
 
 POLL_S = 0.02
 LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave", "compare")
+
+T = TypeVar("T")
 
 logger = upstream.init_logger(__name__)
 
@@ -71,7 +74,9 @@ class Job(threading.Thread):
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._intake: Intake | None = None
         self._transport: Any = None
-        self._transport_open = False
+        self._is_open = self._transport_open = False
+        """Whether the second set may have been written to; whether a load is under way
+        in it."""
         self._notice: dict[str, Any] = {"serial": serial, "state": "open"}
         self._notice |= {"orders": 0, "bytes": 0, "tensors": 0}
         self._posted = 0.0
@@ -139,7 +144,9 @@ class Job(threading.Thread):
     def _begin(self, payload: dict[str, Any]) -> None:
         # Half of the time for staging at leisure, half for what is then left.
         self._pace.hurry_after(payload["deadline_s"] / 2)
-        manifest = Manifest.parse(payload["manifest"] or {"format": 1})
+        manifest = Manifest()
+        if payload["manifest"] is not None:
+            manifest = self._at_leisure(Manifest.unpacked(payload["manifest"]))
         if manifest.config:
             require_same(manifest.config, self._worker.vllm_config.model_config)
         self._transport = self._choose(payload["transport"])
@@ -148,12 +155,10 @@ class Job(threading.Thread):
                 "a broadcast of an aborted update has not ended on the GPU and may "
                 "still write; if this stays so, restart the engine"
             )
-        # From here on the set served before is gone: this is the first write.
-        self._stager.open()
         self._notice["state"] = "staging"
         self._post()
+        # Of a set that a rollback can return to, this changes no byte.
         self._shadow.prepare()
-        self._shadow.prove(self._between_proofs)
         self._intake = Intake(
             self._shadow,
             manifest,
@@ -161,21 +166,53 @@ class Job(threading.Thread):
             allow_nonfinite=payload["allow_nonfinite"],
             cancelled=self._is_cancelled,
             progress=self._progress,
+            first_write=self._open,
         )
-        self._transport.start_weight_update()
+        self._intake.coverage.stand_before(self._intake.load_weights)
+
+    def _open(self) -> None:
+        """Before the first write: from here on nothing can be rolled back to.
+
+        All that can be looked at without a write has been by now: the manifest, the
+        path and what its files say of themselves. A transport of somebody else may
+        write whenever it receives; ours write what the intake has drawn from them.
+
+        The engine core forgets the set served before when it reads `opened`. It writes
+        a cancellation first and reads second; here it is posted first, and whether the
+        update was cancelled is asked second. So what is opened is known there whenever
+        no update is under way, and a rollback never meets a set that is written to.
+        """
+        if self._is_open:
+            return
+        assert self._intake is not None
+        self._notice["opened"] = True
+        self._post()
+        try:
+            self._stager.open(self._is_cancelled)
+        except Cancelled:
+            self._notice["opened"] = False
+            raise
+        self._is_open = True
+        self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
         self._transport_open = True
+        self._transport.start_weight_update()
         is_ours = isinstance(self._transport, StagedEngine)
         self._intake.coverage.watch(self._intake.load_weights, at_once=not is_ours)
 
     def _receive(self, payload: Any) -> None:
         info = self._read(payload)
         assert self._intake is not None
-        if isinstance(self._transport, StagedEngine) and not self._intake.is_drafters:
+        if isinstance(self._transport, StagedEngine):
             folder = self._transport.folder_of(info)
-            if folder is not None:
+            if folder is not None and not self._intake.is_drafters:
                 require_same_config(folder, self._worker.vllm_config.model_config)
-        # Not update_weights(): that ends in a device-wide wait.
-        self._transport.receive_weights(info)
+            preview = self._transport.preview(info)
+        else:
+            preview = nullcontext()
+            self._open()
+        with preview:
+            # Not update_weights(): that ends in a device-wide wait.
+            self._transport.receive_weights(info)
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
         self._notice["parameters"] = tally(self._intake.coverage.fills)
@@ -183,6 +220,8 @@ class Job(threading.Thread):
     def _read(self, payload: Any) -> Any:
         """What `update_info` says to the transport; raises `Malformed`."""
         transport = self._transport
+        if is_packed(payload):
+            payload = self._at_leisure(unpack(payload))
         if isinstance(payload, list):
             parallel = self._worker.vllm_config.parallel_config
             if (index := own_entry(payload, parallel)) is None:
@@ -192,6 +231,7 @@ class Job(threading.Thread):
                     "for each worker, or one object for all"
                 )
             payload = payload[index]
+        payload = self._at_leisure(unpack(payload))
         if isinstance(payload, dict):
             known = getattr(transport.update_info_cls, "__dataclass_fields__", ())
             payload = settled(
@@ -218,7 +258,7 @@ class Job(threading.Thread):
     def _seal(self, _: Any) -> None:
         assert self._intake is not None
         intake, shadow = self._intake, self._shadow
-        if self._transport.defers_processing:
+        if self._is_open and self._transport.defers_processing:
             self._transport.drain_pending()
         sent, begun = intake.verdict(), intake.coverage.begun
         if not intake.coverage.is_whole:
@@ -250,18 +290,12 @@ class Job(threading.Thread):
 
     def _between(self, num_carried: int) -> None:
         """Between two tensors that are carried over; their bytes so far."""
-        assert self._intake is not None
-        self._rest(self._intake.num_bytes + num_carried)
+        self._rest(num_carried)
 
     def _between_proofs(self, num_bytes: int) -> None:
         """Between two batches of a proof; the bytes that it has written so far."""
         self._num_proved = num_bytes
-        self._rest(0)
-
-    def _rest(self, num_bytes: int) -> None:
-        if self._is_cancelled():
-            raise Cancelled("the update was aborted")
-        self._pace.rest(self._num_proved + num_bytes)
+        self._rest()
 
     def _init_transport(self, payload: Any, name: str = "configured") -> None:
         transport = self._choose(name)
@@ -297,6 +331,17 @@ class Job(threading.Thread):
             transport.cancelled = self._is_cancelled
         return transport
 
+    def _at_leisure(self, work: Work[T]) -> T:
+        """Do some work, and rest between its slices: decoding goes on beside it."""
+        return resting(work, self._rest)
+
+    def _rest(self, num_carried: int = 0) -> None:
+        """Rest from the bytes that were proved, received and carried over so far."""
+        if self._is_cancelled():
+            raise Cancelled("the update was aborted")
+        num_received = 0 if self._intake is None else self._intake.num_bytes
+        self._pace.rest(self._num_proved + num_received + num_carried)
+
     def _wait_for_others(self) -> None:
         """A transport that cannot be interrupted may still write its last bytes."""
         while self._before:
@@ -310,7 +355,7 @@ class Job(threading.Thread):
         try:
             if self._intake is not None:
                 self._intake.coverage.unwatch()
-                if not isinstance(self._transport, StagedEngine):
+                if self._is_open and not isinstance(self._transport, StagedEngine):
                     # It may have written past the door, where nobody watches.
                     self._shadow.behind.update(self._shadow.required)
             if self._transport_open:

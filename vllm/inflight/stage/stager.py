@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import EngineFault
+from vllm.inflight.errors import Cancelled, EngineFault
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.content import Content, Facts
 from vllm.inflight.stage.drift import drift
@@ -32,6 +33,7 @@ from vllm.inflight.wire.local import LocalEngine
 from vllm.inflight.wire.nccl import still_writes
 from vllm.inflight.wire.numbering import rank_in_engine
 from vllm.inflight.wire.process_group import GroupsEngine
+from vllm.inflight.wire.watch import never
 
 logger = upstream.init_logger(__name__)
 
@@ -57,6 +59,10 @@ class Stager:
         self._pair = pair
         """Makes the call that exchanges what the two trees hold."""
         self._flip: Flip | None = None
+        """None while the second set is no version: before the first one is staged, and
+        from the first write of an update until it is whole."""
+        self._turn = threading.Lock()
+        """Of the thread that flips, and the one that begins to write."""
         self._contents: list[Content | None] = [None, None]
         """Of what is served, and of the other set; None where it is not known."""
         self._marks: list[Digests | None] = [None, None]
@@ -157,10 +163,24 @@ class Stager:
         if self._job.serial == serial:
             self._job.put(order, payload)
 
-    def open(self) -> None:
-        """The second set is about to be written over: there is no way back."""
-        self._flip = None
-        self._contents[1] = self._marks[1] = None
+    def open(self, is_cancelled: Callable[[], bool] = never) -> None:
+        """The second set is about to be written over: there is no way back.
+
+        Never in the middle of a flip, nor after one of a rollback: that comes when the
+        update has been cancelled, and then nothing is opened any more.
+
+        Args:
+            is_cancelled: whether the update that would write is not wanted any more.
+
+        Raises:
+            Cancelled: it is not.
+
+        """
+        with self._turn:
+            if is_cancelled():
+                raise Cancelled("the update was aborted")
+            self._flip = None
+            self._contents[1] = self._marks[1] = None
 
     def forget(self, *, served: bool) -> None:
         """The second set is given back, and with `served` what is served as well."""
@@ -219,18 +239,19 @@ class Stager:
 
     def flip(self) -> float:
         """Exchange live and shadow; returns the seconds it took."""
-        if self._flip is None:
-            raise RuntimeError("nothing is staged on this rank")
-        flip = self._flip
-        if not self.shadow.is_reversible:
-            self._flip = None
-        with self.steps.between():
-            seconds = flip()
-        if not self.shadow.is_reversible:
-            self.shadow.behind.clear()  # the one set was copied over the other
-        self._contents.reverse()
-        self._marks.reverse()
-        self._scrub = None
+        with self._turn:
+            if self._flip is None:
+                raise RuntimeError("nothing is staged on this rank")
+            flip = self._flip
+            if not self.shadow.is_reversible:
+                self._flip = None
+            with self.steps.between():
+                seconds = flip()
+            if not self.shadow.is_reversible:
+                self.shadow.behind.clear()  # the one set was copied over the other
+            self._contents.reverse()
+            self._marks.reverse()
+            self._scrub = None
         return seconds
 
     def scrub(self, move: str) -> Any:

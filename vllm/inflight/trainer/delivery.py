@@ -20,13 +20,14 @@ from vllm.inflight.errors import (
     UnknownUpdate,
     UpdateBusy,
     VersionConflict,
+    WeightsMismatch,
     WrongPhase,
 )
 from vllm.inflight.trainer.engines import Engine, blamed, retold
 from vllm.inflight.trainer.parcel import Parcel
 from vllm.inflight.trainer.patience import FIRST_DELAY_S, Patience
 from vllm.inflight.trainer.server import Reply
-from vllm.inflight.update import Manifest, Phase
+from vllm.inflight.update import Manifest, Phase, difference
 
 Progress = Callable[[str, int, int], None]
 """`progress(phase, done_bytes, total_bytes)`, as it goes on."""
@@ -88,12 +89,30 @@ class Delivery:
                 self._progress("transfer", parcel.num_bytes, parcel.num_bytes)
 
     def commit(self, *, mode: str | None) -> list[Reply]:
-        """Switch every engine; returns their replies, in order."""
+        """Switch every engine; returns their replies, in order.
+
+        Of several engines, all have staged the version and the same one before any
+        of them switches.
+
+        Raises:
+            WeightsMismatch: the engines staged different weights; none has switched.
+            InflightError: what an engine refused; the message names the engine.
+
+        """
         body: Reply = {"update_id": self.update_id}
         body |= {} if mode is None else {"mode": mode}
         with _Retreat(self):
+            if len(self._engines) > 1:
+                self._prepare()
             replies = self._all(lambda engine: engine.finish(body, self._patience))
         return replies
+
+    def _prepare(self) -> None:
+        replies = self._all(lambda e: e.prepare(self.update_id, self._patience))
+        names = (engine.name for engine in self._engines)
+        if (why := difference(dict(zip(names, replies, strict=True)))) is not None:
+            self._patience.end()
+            raise WeightsMismatch(why, update_id=self.update_id)
 
     def retreat(self) -> list[str]:
         """Leave every engine as it was; what could not be undone, in sentences."""

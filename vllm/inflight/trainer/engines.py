@@ -33,6 +33,10 @@ class Engine(Protocol):
         """`POST /update_weights`; returns when every rank has the chunk."""
         ...
 
+    def prepare(self, update_id: str, patience: Patience) -> Reply:
+        """`POST /prepare_weight_update`; returns when every rank has voted."""
+        ...
+
     def finish(self, body: Reply, patience: Patience) -> Reply:
         """`POST /finish_weight_update`."""
         ...
@@ -98,6 +102,10 @@ class LocalEngine:
         info = {"update_info": body["update_info"]}
         ids = {"update_id": body["update_id"], "chunk": body["chunk"]}
         return self._run(patience, self._engine.update_weights, info, **ids)
+
+    def prepare(self, update_id: str, patience: Patience) -> Reply:
+        """Verify and vote."""
+        return self._run(patience, self._engine.prepare_weight_update, update_id)
 
     def finish(self, body: Reply, patience: Patience) -> Reply:
         """Verify and commit.

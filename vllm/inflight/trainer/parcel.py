@@ -90,7 +90,7 @@ class Parcel:
         owner = os.fdopen(handle, "r+b", buffering=0)
         try:
             fcntl.flock(owner, fcntl.LOCK_EX)  # tells `sweep` that we are alive
-            num_bytes = _write(owner, pairs)
+            num_bytes = write_tensors(owner, pairs)
             file = part.with_suffix(".safetensors")
             part.rename(file)
         except BaseException as error:
@@ -189,8 +189,8 @@ def _existing(folder: Path) -> Path:
     return folder.resolve()
 
 
-def _write(file: IO[bytes], pairs: Iterable[Pair]) -> int:
-    """Write a safetensors file; returns the bytes of all tensors."""
+def write_tensors(file: IO[bytes], pairs: Iterable[Pair]) -> int:
+    """Write a safetensors file, tensor by tensor; returns the bytes of all tensors."""
     header: dict[str, dict[str, object]] = {}
     odd: list[Pair] = []
     end = 0

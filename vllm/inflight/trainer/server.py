@@ -36,6 +36,11 @@ class HttpEngine:
         """Have a chunk received."""
         return self._ask("POST", "/update_weights", patience, body)
 
+    def prepare(self, update_id: str, patience: Patience) -> Reply:
+        """Verify and vote; the reply takes as long as it takes to verify."""
+        body = {"update_id": update_id}
+        return self._ask("POST", "/prepare_weight_update", patience, body)
+
     def finish(self, body: Reply, patience: Patience) -> Reply:
         """Verify and commit; with mode `wait` the reply may take long."""
         return self._ask(

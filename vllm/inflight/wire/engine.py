@@ -11,7 +11,7 @@ into the model past its loader.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -92,6 +92,16 @@ class StagedEngine(upstream.WeightTransferEngine):
         """Of the checkpoint that a chunk comes from, if it comes from one."""
         del update_info
         return None
+
+    def preview(self, update_info: Any) -> AbstractContextManager[None]:
+        """Around the receipt of a chunk: what can be read of it before is, on entry.
+
+        Raises:
+            InflightError: it cannot be received, and nothing has been written.
+
+        """
+        del update_info
+        return nullcontext()
 
     @property
     def gauges(self) -> dict[str, float]:
