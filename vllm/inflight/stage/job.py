@@ -7,7 +7,6 @@ touches the live weights, and says on the board what it does.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.background import Background
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import (
     Cancelled,
@@ -43,14 +43,15 @@ LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave")
 logger = upstream.init_logger(__name__)
 
 
-class Job(threading.Thread):
+class Job(Background):
     """The staging of one update on one rank."""
 
     def __init__(
         self, stager: Any, board: Board, serial: int, *, predecessor: Job | None
     ) -> None:
-        super().__init__(name="inflight-stage", daemon=True)
+        super().__init__(name="inflight-stage")
         self.serial = serial
+        self._process_ends = False
         self._stager = stager
         self._worker = stager.worker
         self._shadow = stager.shadow
@@ -75,6 +76,10 @@ class Job(threading.Thread):
     def put(self, order: str, payload: Any) -> None:
         """Have an order carried out, after those before it."""
         self._orders.put((order, payload))
+
+    def end(self) -> None:
+        """Give the update up, because the process ends."""
+        self._process_ends = True
 
     def ends_by(self, deadline: float) -> bool:
         """Wait for this job and those before it; whether they end by `deadline`."""
@@ -278,7 +283,7 @@ class Job(threading.Thread):
         self._post()
 
     def _is_cancelled(self) -> bool:
-        return self._board.cancelled() >= self.serial
+        return self._process_ends or self._board.cancelled() >= self.serial
 
     def _progress(self, num_bytes: int, num_tensors: int) -> None:
         self._notice |= {"bytes": num_bytes, "tensors": num_tensors}

@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -39,6 +39,9 @@ HEADER_BYTES = 4 << 20
 ALIGNMENT = 8
 BLOCK_BYTES = 64 << 20
 NUM_DIGEST_THREADS = 4
+BATCH_BYTES = 2 << 30
+"""Of tensors whose digests are computed in one call, which nothing interrupts."""
+
 LEFT_AFTER_S = 60.0
 
 DTYPES = {
@@ -112,16 +115,31 @@ class Parcel:
             return {"shm": self.file.name}
         return {"path": str(self.file)}
 
-    def manifest(self, *, step: int | None = None, digests: bool = True) -> Manifest:
-        """What is in the file, read back from it."""
+    def manifest(
+        self,
+        *,
+        step: int | None = None,
+        digests: bool = True,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> Manifest:
+        """What is in the file, read back from it.
+
+        Args:
+            step: the trainer's step number.
+            digests: whether to compute the digest of every tensor.
+            go_on: called every few GiB; what it raises ends this.
+
+        """
         with safe_open(self.file, framework="pt") as opened:
             named = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
         values = list(named.values())
         found: list[str | None] = [None] * len(values)
         if digests:
-            found = [
-                one.hex() for one in ops.digest(values, num_threads=NUM_DIGEST_THREADS)
-            ]
+            found = []
+            for some in _batches(values):
+                go_on()
+                digests_of_some = ops.digest(some, num_threads=NUM_DIGEST_THREADS)
+                found += [one.hex() for one in digests_of_some]
         return Manifest.of(
             (
                 TensorSpec(name, tuple(t.shape), _dtype_name(t), one)
@@ -255,6 +273,20 @@ def _shift(file: IO[bytes], start: int, by: int) -> None:
 def _write_all(file: IO[bytes], data: memoryview) -> None:
     while data:  # one write takes 2 GiB at most
         data = data[file.write(data) :]
+
+
+def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, `BATCH_BYTES` or one at a time."""
+    batch: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        batch.append(tensor)
+        num_bytes += tensor.nbytes
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
