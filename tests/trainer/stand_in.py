@@ -38,6 +38,7 @@ START, UPDATE, FINISH = (
 )
 ABORT, ROLLBACK = "/abort_weight_update", "/rollback_weights"
 STATUS = "/weight_update"
+NAMES = "/weight_names"
 
 DROP, LOSE, STARTING, PAGE = "drop", "lose", "starting", "page"
 """The connection breaks before the call, or after it; 503; a page of HTML."""
@@ -67,6 +68,7 @@ class StandIn:
         held: paths whose replies wait for an event.
         trickles: paths whose replies come byte by byte, for ten seconds.
         known: names of the model, if it is to refuse others.
+        names: what it tells of the tensors that an update may bring.
         rate: how often an update may begin; it is asked first, as in the server.
         served: the tensors that were committed last.
 
@@ -79,6 +81,7 @@ class StandIn:
         self.held: dict[str, threading.Event] = {}
         self.trickles: set[str] = set()
         self.known: set[str] | None = None
+        self.names = weights()
         self.rate = Rate(0)
         self.served: dict[str, torch.Tensor] = {}
         self.key: str | None = None
@@ -201,6 +204,16 @@ class StandIn:
             return self.version
         if path == "/weight_info":
             return self.version | {"previous": self._before and self._before[0]}
+        if path == NAMES:
+            told = [
+                {
+                    "name": name,
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                }
+                for name, tensor in self.names.items()
+            ]
+            return {"of": "checkpoint", "num_tensors": len(told), "tensors": told}
         if path == STATUS:
             active = self._ledger.active
             return {"active": None if active is None else active.to_dict()}

@@ -87,6 +87,7 @@ NAMES = {
         "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory"
     ),
     "ParamMeta": "vllm.distributed.weight_transfer.base:ParamMeta",
+    "WeightSource": "vllm.distributed.weight_transfer.base:WeightSource",
     "TrainerInitInfo": "vllm.distributed.weight_transfer.base:TrainerInitInfo",
     "TrainerWeightTransferEngine": (
         "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine"

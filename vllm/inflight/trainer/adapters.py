@@ -12,6 +12,9 @@ import torch
 
 from vllm.inflight.errors import Malformed
 
+BASE = "base_layer"
+"""What a layer of PEFT calls the one that it was made around."""
+
 MERGE = (
     "call model.merge_adapter() before publish() and model.unmerge_adapter() after it, "
     "or publish what model.merge_and_unload() returns"
@@ -32,40 +35,44 @@ def without_adapters(
         Malformed: adapters are not merged into their layers; `tensors` names them.
 
     """
-    kept, unmerged = {}, []
+    kept: dict[str, str] = {}
+    apart: set[str] = set()
+    """Layers whose adapter is not merged."""
     for path, module in model.named_modules():
-        part = _kept(module)
-        if part is not None:
+        if (part := _kept(module)) is not None:
             prefix = cleaned(f"{path}." if path else "")
             kept[prefix] = f"{prefix}{part}."
-            if "base_layer" in module._modules and not getattr(module, "merged", True):
-                unmerged.append(f"{prefix}weight")
+            if part == BASE and not getattr(module, "merged", True):
+                apart.add(prefix)
     if not kept:
         return dict(named)
-    if unmerged:
-        raise Malformed(
-            f"{len(unmerged)} layers have an adapter that is not merged, the first is "
-            f"that of {unmerged[0]!r}; {MERGE}",
-            tensors=unmerged,
-        )
-    found = {}
+    found, unmerged = {}, []
     for name, tensor in named.items():
+        is_apart = False
         # The innermost layer first: its names are the ones that the next looks for.
         for prefix in sorted(kept, key=len, reverse=True):
             if name.startswith(prefix):
                 if not name.startswith(kept[prefix]):
                     break  # of the adapter
                 name = prefix + name.removeprefix(kept[prefix])
+                is_apart = is_apart or prefix in apart
         else:
             found[name] = tensor
+            unmerged += [name] if is_apart else []
+    if unmerged:
+        raise Malformed(
+            f"an adapter of PEFT is not merged into {unmerged[0]!r} and "
+            f"{len(unmerged) - 1} more tensors; {MERGE}",
+            tensors=unmerged,
+        )
     return found
 
 
 def _kept(module: torch.nn.Module) -> str | None:
     """Which submodule of a layer of PEFT the model has; None of any other layer."""
     inside: dict[str, Any] = module._modules
-    if "base_layer" in inside:
-        return "base_layer"
+    if BASE in inside:
+        return BASE
     if "token_adapter" in inside:
         return "token_adapter"
     if "modules_to_save" in inside and "original_module" in inside:

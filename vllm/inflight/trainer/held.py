@@ -7,7 +7,6 @@ imported here: who has not imported them has no such module.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -85,7 +84,13 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tenso
     parted = [t for t in tensors.values() if hasattr(t, "ds_id")]
     with ExitStack() as gathered:
         if parted:
-            zero = importlib.import_module("deepspeed.zero")
+            zero = imported("deepspeed", "zero")
+            if zero is None:
+                raise Malformed(
+                    f"{next(iter(tensors))!r} is shared out as ZeRO-3 does it, and "
+                    "without deepspeed there is no way to gather it",
+                    tensors=list(tensors),
+                )
             gathered.enter_context(zero.GatheredParameters(parted))
         yield {name: _full(name, tensor) for name, tensor in tensors.items()}
 
@@ -93,6 +98,11 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tenso
 def fact(tensor: Any) -> Fact:
     """Its dtype and its shape when it is whole; nothing is gathered."""
     return Fact(tensor.dtype, tuple(getattr(tensor, "ds_shape", tensor.shape)))
+
+
+def is_head(name: str) -> bool:
+    """Whether it is that of a head, which may be tied to the embedding."""
+    return name == HEAD or name.endswith("." + HEAD)
 
 
 def cleaned(name: str) -> str:
@@ -119,7 +129,7 @@ def untied(
     last, seen = {*tied}, set()
 
     def gives_way(name: str) -> bool:
-        return name in last or name == HEAD or name.endswith("." + HEAD)
+        return name in last or is_head(name)
 
     # Those last, so that of two names they are the ones that go.
     for name, tensor in sorted(named.items(), key=lambda item: gives_way(item[0])):

@@ -34,6 +34,9 @@ class Outcome:
     """Longest time an engine spent on the switch between two steps, in milliseconds."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """`snapshot`, `transfer`, `commit`, and `total` since `publish` was called."""
+    mapped: Mapping[str, str] = field(default_factory=dict)
+    """With `name_map="auto"`: from names of the source to those of the model that they
+    were found to mean, where the two differ."""
 
     @property
     def epoch(self) -> int | None:

@@ -18,9 +18,9 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from safetensors import safe_open
@@ -73,6 +73,7 @@ class Parcel:
         self.file = file
         self.num_bytes = num_bytes
         """Bytes of all tensors, without the header."""
+        self._owner = owner
         # However this process ends its use of the parcel, the file goes. A child
         # that was forked meanwhile must not take it away from its parent.
         self._removal = weakref.finalize(self, _remove, file, owner, os.getpid())
@@ -114,6 +115,36 @@ class Parcel:
         if self.file.parent == SHARED_MEMORY:
             return {"shm": self.file.name}
         return {"path": str(self.file)}
+
+    @property
+    def specs(self) -> list[tuple[str, list[int], str]]:
+        """Name, shape and dtype (as torch calls it) of every tensor."""
+        dtypes = {name: str(d).removeprefix("torch.") for d, name in DTYPES.items()}
+        return [
+            (name, entry["shape"], dtypes[entry["dtype"]])
+            for name, entry in self._header()[0].items()
+        ]
+
+    def rename(self, name_map: Mapping[str, str]) -> None:
+        """Give tensors other names; those that `name_map` leaves out keep theirs.
+
+        Raises:
+            Malformed: two would have one name.
+
+        """
+        header, size = self._header()
+        renamed: dict[str, Any] = {}
+        for name, entry in header.items():
+            if (to := name_map.get(name, name)) in renamed:
+                raise Malformed(f"two tensors of the source are called {to!r}")
+            renamed[to] = entry
+        _write_header(self._owner, renamed, size)
+
+    def _header(self) -> tuple[dict[str, Any], int]:
+        """What the file says of its tensors, and how many bytes that takes."""
+        self._owner.seek(0)
+        (length,) = struct.unpack("<Q", self._owner.read(8))
+        return json.loads(self._owner.read(length)), 8 + length
 
     def manifest(
         self,
@@ -236,12 +267,17 @@ def _write(file: IO[bytes], pairs: Iterable[Pair]) -> int:
     # Those of odd sizes last, the widest elements first: all stay aligned.
     for name, tensor in sorted(odd, key=lambda pair: -pair[1].element_size()):
         append(name, tensor)
+    _write_header(file, header, HEADER_BYTES)
+    return end
+
+
+def _write_header(file: IO[bytes], header: Mapping[str, Any], room: int) -> None:
+    """Write it before the tensors, which begin at byte `room`, or move them on."""
     text = json.dumps(header).encode()
-    size = max(HEADER_BYTES, -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT)
-    _shift(file, HEADER_BYTES, size - HEADER_BYTES)
+    size = max(room, -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT)
+    _shift(file, room, size - room)
     file.seek(0)
     _write_all(file, memoryview(struct.pack("<Q", size - 8) + text.ljust(size - 8)))
-    return end
 
 
 def _check(name: str, tensor: torch.Tensor, names: set[str]) -> None:

@@ -25,6 +25,7 @@ from vllm.inflight.names import matcher
 from vllm.inflight.trainer import source as sources
 from vllm.inflight.trainer.delivery import Delivery, Progress
 from vllm.inflight.trainer.engines import LocalEngine, connect
+from vllm.inflight.trainer.naming import AUTO, Naming
 from vllm.inflight.trainer.outcome import Outcome, note_failure, note_unheard
 from vllm.inflight.trainer.parcel import Parcel, sweep
 from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S
@@ -47,7 +48,9 @@ class Publisher:
         engines: Any,
         source: sources.Source,
         *,
-        name_map: Mapping[str, str] | Callable[[str], str] | None = None,
+        name_map: (
+            Mapping[str, str] | Callable[[str], str] | Literal["auto"] | None
+        ) = None,
         api_key: str | None = None,
         wire: str = "shm",
         directory: str | Path | None = None,
@@ -66,7 +69,10 @@ class Publisher:
             source: a module, a state dict, an iterable of (name, tensor), or a
                 callable that returns one of these; read anew at every publish.
             name_map: from the names of the source to those of the model: a dict, or
-                a function of a name.
+                a function of a name; or `auto`: every name that the model does not
+                have stands for the only one with the same ending and shape, and
+                `Outcome.mapped` tells which. If one of them stands for several or
+                for none, nothing is sent.
             api_key: of the control routes; by default `VLLM_INFLIGHT_ADMIN_KEY`,
                 then `VLLM_API_KEY` of the environment.
             wire: `shm` hands tensors over in shared memory, on one host; `disk`
@@ -100,7 +106,6 @@ class Publisher:
             raise ConfigError("directory= belongs to wire='disk', and that needs it")
         sources.check(source)
         self._source = source
-        self._rename = renamer(name_map)
         self._directory = None if directory is None else Path(directory)
         self._digests = digests
         self._min_interval_s = min_interval_s
@@ -108,6 +113,16 @@ class Publisher:
         self._deadline_s = deadline_s
         self._progress = progress
         self._engines = connect(engines, api_key=api_key, loop=loop)
+        self._naming: Naming | None = None
+        if isinstance(name_map, str):
+            if name_map != AUTO:
+                raise ConfigError(
+                    f"name_map must be a dict, a function or {AUTO!r}, got {name_map!r}"
+                )
+            self._naming = Naming(self._engines)
+        self._rename = self._naming or renamer(
+            None if isinstance(name_map, str) else name_map
+        )
         self._queue = Queue(on_busy, timeout_s, self._deliver)
         self._calls = threading.Lock()
         self._committed = float("-inf")
@@ -169,7 +184,8 @@ class Publisher:
 
         Raises:
             ConfigError: a subset, and a publish may give way: what it brings would
-                be missing from every later one.
+                be missing from every later one. Or a subset, and `name_map="auto"`
+                has not found out the names yet.
             InflightError: what an engine refused. No engine serves the version then.
                 With `block=False` the future raises it, and a line is logged.
             OSError: there is no room for a snapshot.
@@ -186,6 +202,11 @@ class Publisher:
         patterns = check_subset(subset)
         if patterns and self._on_busy != "wait":
             raise ConfigError("subset= needs a publisher with on_busy='wait'")
+        if patterns and self._naming is not None and not self._naming.is_known:
+            raise ConfigError(
+                "subset= has the names of the model, and name_map='auto' knows them "
+                "only when a whole version has been published"
+            )
         job = Job(version, mode, step, patterns, base_version, time.monotonic())
         with self._turn(may_wait):
             has_place = self._queue.make_room(may_wait=may_wait)
@@ -246,8 +267,13 @@ class Publisher:
         """Take the snapshot, and have it delivered."""
         is_declared = matcher(job.subset)
         with sources.gathering(sources.tensors(self._source)) as pairs:
-            named = ((self._rename(n), t) for n, t in pairs)
-            sent = (p for p in named if not job.subset or is_declared(p[0]))
+            named = ((n, self._rename(n), t) for n, t in pairs)
+            # With `auto` the names are found out later, in the queue's thread.
+            sent = (
+                (name if self._naming is not None else renamed, tensor)
+                for name, renamed, tensor in named
+                if not job.subset or is_declared(renamed)
+            )
             job.parcel = parcel = Parcel.pack(sent, self._directory)
         job.snapshot_s = time.monotonic() - job.asked
         try:
@@ -294,11 +320,15 @@ class Publisher:
             num_bytes=job.parcel.num_bytes,
             gap_ms=max(one["gap_ms"] for one in each),
             seconds={name: round(value, 6) for name, value in parts.items()},
+            mapped=job.mapped,
         )
 
     def _stage(self, job: Job) -> Delivery | None:
         """The delivery, staged on every engine; None if it gave way."""
         patience = job.patience
+        if self._naming is not None:
+            job.mapped |= self._naming.find(job.parcel.specs, patience)
+            job.parcel.rename(job.mapped)
         manifest = job.parcel.manifest(
             step=job.step, digests=self._digests, go_on=patience.require
         )

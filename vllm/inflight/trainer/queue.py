@@ -51,6 +51,8 @@ class Job:
     """When publish was called, on the monotonic clock, in seconds."""
     parcel: Parcel = field(init=False)
     snapshot_s: float = 0.0
+    mapped: dict[str, str] = field(default_factory=dict)
+    """From names of the source to those of the model, as `auto` has found them."""
     future: Future[Outcome] = field(default_factory=Future)
     patience: Patience = field(default_factory=lambda: Patience(0.0))
     """Made when its turn comes; whoever gives the job up, gives this up."""

@@ -68,6 +68,10 @@ class HttpEngine:
         """What is served."""
         return self._ask("GET", "/weight_info", patience)
 
+    def names(self, patience: Patience) -> Reply:
+        """Name, shape and dtype of every tensor that an update may bring."""
+        return self._ask("GET", "/weight_names", patience)
+
     def init_transport(self, init_info: Reply, patience: Patience) -> Reply:
         """Connect the configured backend, once: made twice it is refused as busy."""
         path, body = "/init_weight_transfer_engine", {"init_info": init_info}
