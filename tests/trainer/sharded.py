@@ -21,7 +21,7 @@ from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from vllm.inflight.trainer.source import facts, gathering, tensors
+from vllm.inflight.trainer.source import facts, gathering, take_part, tensors
 
 PATIENCE = timedelta(seconds=60)
 
@@ -127,12 +127,14 @@ def main(rank: int, folder: str) -> None:
         for way, share in WAYS.items():
             model = share(make())
             told = [(n, *it) for n, it in facts(model)]
+            if rank:
+                take_part(model)
+                continue
             with gathering(tensors(model)) as gathered:
                 found = [(n, t.clone()) for n, t in gathered]
             assert told == [(n, t.dtype, tuple(t.shape)) for n, t in found]
-            if not rank:
-                file = Path(folder) / f"{name}-{way}.safetensors"
-                save_file({n: t.contiguous() for n, t in found}, file)
+            file = Path(folder) / f"{name}-{way}.safetensors"
+            save_file({n: t.contiguous() for n, t in found}, file)
     dist.destroy_process_group()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +32,6 @@ def made(name: str) -> Any:
         if name in FAMILIES:
             return draw_wide(FAMILIES[name].make(**common_fields(tokenizer)))
         seeing = SEEING[name]
-        if name == "qwen3_vl_moe":
-            # transformers does not transpose a square that it loads, and computes with
-            # what it should have transposed.
-            odd = {**seeing.text, "moe_intermediate_size": 48}
-            seeing = replace(seeing, text=odd)
         tokenizer = make_tokenizer(seeing.named)
         tokenizer.add_tokens([*seeing.tokens.values()], special_tokens=True)
         return draw_wide(seeing.make(tokenizer, **common_fields(tokenizer)))

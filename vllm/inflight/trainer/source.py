@@ -98,12 +98,16 @@ def facts(source: Source) -> Iterator[tuple[str, Fact]]:
         yield name, fact(tensor)
 
 
-def _of_module(source: torch.nn.Module) -> Iterator[Pair]:
+def _of_module(source: torch.nn.Module, *, converts: bool = True) -> Iterator[Pair]:
+    """Its tensors, in the order in which every rank gathers them.
+
+    Without `converts` they are those of the module itself, for who only gathers.
+    """
     module = held(source)
     convert, groups = _plan(module)
     for parts in groups:
         with module.whole(parts) as gathered:
-            ready = gathered if convert is None else convert(gathered)
+            ready = convert(gathered) if convert and converts else gathered
             del gathered  # a layer is there twice only while it is converted
             while ready:
                 name = next(iter(ready))
@@ -150,7 +154,12 @@ def take_part(source: Source) -> None:
     """Gather `source` and let it go, if a trainer's other ranks do; else nothing."""
     group = torch.distributed
     if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-        for _ in tensors(source):
+        named = _read(source)
+        if isinstance(named, torch.nn.Module):
+            gathered = _of_module(named, converts=False)
+        else:
+            gathered = tensors(named)
+        for _ in gathered:
             pass
 
 
