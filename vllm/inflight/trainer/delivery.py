@@ -131,7 +131,7 @@ class Delivery:
                 self._step_back(engine, of(engine))
             except EngineUnreachable as error:
                 if engine.name in self._silent:
-                    return f"{engine.name} ends the update at its deadline"
+                    return _silent(engine)
                 return f"{engine.name} could not be taken back: {error}"
             except Exception as error:
                 return f"{engine.name} could not be taken back: {error}"
@@ -143,14 +143,16 @@ class Delivery:
         has_switched = dict.fromkeys((engine.name for engine in begun), False)
         if len(self._engines) > 1:
             told = _each(
-                begun, lambda e: self._has_switched(e, of(e)), patience, default=False
+                begun,
+                lambda engine: self._has_switched(engine, of(engine)),
+                patience,
+                late=lambda _: False,
             )
             has_switched.update(zip(has_switched, told, strict=True))
         left: list[str | None] = []
         for first in (True, False):
             some = [engine for engine in begun if has_switched[engine.name] is first]
-            silent = "an engine could not be taken back: no answer"
-            left += _each(some, step_back, patience, default=silent)
+            left += _each(some, step_back, patience, late=_silent)
         return [sentence for sentence in left if sentence]
 
     def _step_back(self, engine: Engine, patience: Patience) -> None:
@@ -283,12 +285,22 @@ def _each(
     call: Callable[[Engine], T],
     patience: Patience,
     *,
-    default: T,
+    late: Callable[[Engine], T],
 ) -> list[T]:
-    """What `call`, which raises nothing, says of each; `default` where it is late."""
+    """What `call`, which raises nothing, says of each; `late` says it if that is."""
     futures = [_begin(call, engine) for engine in engines]
     wait(futures, patience.left() + SLACK_S)
-    return [future.result() if future.done() else default for future in futures]
+    return [
+        future.result() if future.done() else late(engine)
+        for engine, future in zip(engines, futures, strict=True)
+    ]
+
+
+def _silent(engine: Engine) -> str | None:
+    return (
+        f"{engine.name} did not answer when the update was to be taken back; "
+        "GET /weight_info tells what it serves"
+    )
 
 
 def received_bytes(report: Reply) -> int:

@@ -188,18 +188,18 @@ class Queue:
         """
         with self._changed:
             self._closed = True
+            message = f"{why}; it was given up before its commit"
             if self._given_up is None:
-                self._given_up = Cancelled(f"{why}; it was given up before its commit")
+                self._given_up = Cancelled(message)
                 self._gone_by = time.monotonic() + GIVE_UP_S + 2 * SLACK_S
-            error = self._given_up
             waiting, self._waiting = self._waiting, None
             if self._current is not None:
-                self._current.patience.give_up(error)
+                self._current.patience.give_up(self._given_up)
             self._changed.notify_all()
         if waiting is not None:
             waiting.parcel.remove()
             if waiting.future.set_running_or_notify_cancel():
-                waiting.future.set_exception(error)
+                waiting.future.set_exception(Cancelled(message))
         if wait:
             self._is_over(self._gone_by - time.monotonic())
 
