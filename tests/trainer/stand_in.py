@@ -7,6 +7,7 @@ that break before or after a call took effect, late replies, refusals.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -38,6 +39,7 @@ START, UPDATE, FINISH = (
 PREPARE = "/prepare_weight_update"
 ABORT, ROLLBACK = "/abort_weight_update", "/rollback_weights"
 STATUS = "/weight_update"
+NAMES = "/weight_names"
 
 DROP, LOSE, STARTING, PAGE = "drop", "lose", "starting", "page"
 """The connection breaks before the call, or after it; 503; a page of HTML."""
@@ -65,7 +67,9 @@ class StandIn:
         faults: what goes wrong with the next calls of a path, first first.
         delays: seconds by which every reply of a path is late.
         held: paths whose replies wait for an event.
+        trickles: paths whose replies come byte by byte, for ten seconds.
         known: names of the model, if it is to refuse others.
+        names: what it tells of the tensors that an update may bring.
         rate: how often an update may begin; it is asked first, as in the server.
         served: the tensors that were committed last.
         digest: of what it stages, as it tells it; None: not known.
@@ -78,7 +82,9 @@ class StandIn:
         self.faults: dict[str, list[str | InflightError]] = defaultdict(list)
         self.delays: dict[str, float] = {}
         self.held: dict[str, threading.Event] = {}
+        self.trickles: set[str] = set()
         self.known: set[str] | None = None
+        self.names = weights()
         self.rate = Rate(0)
         self.served: dict[str, torch.Tensor] = {}
         self.digest: str | None = "0" * 32
@@ -108,8 +114,7 @@ class StandIn:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> StandIn:
@@ -165,7 +170,12 @@ class StandIn:
         time.sleep(self.delays.get(path, 0))
         if path in self.held:
             self.held[path].wait(20)
-        _reply(handler, status, json.dumps(reply).encode())
+        text = json.dumps(reply).encode()
+        if path in self.trickles:
+            for _ in range(100):
+                handler.wfile.write(b"H")
+                time.sleep(0.1)
+        _reply(handler, status, text)
 
     def _route(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         update_id = body.get("update_id")
@@ -205,6 +215,16 @@ class StandIn:
             return self.version
         if path == "/weight_info":
             return self.version | {"previous": self._before and self._before[0]}
+        if path == NAMES:
+            told = [
+                {
+                    "name": name,
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                }
+                for name, tensor in self.names.items()
+            ]
+            return {"of": "checkpoint", "num_tensors": len(told), "tensors": told}
         if path == STATUS:
             active = self._ledger.active
             return {"active": None if active is None else active.to_dict()}
@@ -256,6 +276,15 @@ class StandIn:
         mode = body.get("mode", "in_place")
         update.result = self.version | {"gap_ms": 0.5, "mode": mode}
         return update.result
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing of trainers that have gone, unlike of what fails here."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(*_)
 
 
 class _Open:

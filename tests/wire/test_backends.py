@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -9,15 +10,18 @@ import sys
 import pytest
 import torch
 
+from tests.trainer.sharded import mixtral
 from tests.wire.peers import BUCKET_BYTES, HOST, digests, engine, init_info, tensors
 from vllm.inflight import upstream
-from vllm.inflight.errors import TransferFault
+from vllm.inflight.errors import ConfigError, TransferFault
 from vllm.inflight.patch import BACKENDS
+from vllm.inflight.trainer import source as sources
 from vllm.inflight.wire import engine as transports
-from vllm.inflight.wire import trainer
+from vllm.inflight.wire import ipc_trainer, trainer
 from vllm.inflight.wire.broadcast import GlooEngine, NcclEngine
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.local import LocalEngine
+from vllm.inflight.wire.weights import Weights
 
 
 @pytest.mark.parametrize("cls", [GlooEngine, NcclEngine, LocalEngine])
@@ -308,10 +312,45 @@ def test_a_trainer_rank_that_does_not_send_only_gathers(client, module):
     assert client.calls == []
 
 
-def test_both_backends_have_a_trainer():
-    registered = upstream.WeightTransferTrainerFactory._registry
-    for name in ("inflight_gloo", "inflight_nccl"):
-        assert registered[name]() is trainer.BroadcastTrainer
+@pytest.mark.parametrize(
+    ("info", "kind"),
+    [
+        (trainer.GlooTrainerInitInfo(HOST, 0, 2, rank=1), trainer.BroadcastTrainer),
+        (trainer.NcclTrainerInitInfo(HOST, 0, 2, rank=1), trainer.BroadcastTrainer),
+    ],
+)
+def test_every_backend_has_a_trainer(info, kind, client):
+    made = upstream.WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=Weights({"a": torch.ones(1)})
+    )
+    assert type(made) is kind
+
+
+def test_no_register_of_upstreams_is_looked_into_to_enter_a_trainer():
+    for module in (trainer, ipc_trainer):
+        assert "._registry" not in inspect.getsource(module)
+
+
+def test_a_model_in_memory_is_sent_as_its_checkpoint(client):
+    model = mixtral()
+    info = trainer.GlooTrainerInitInfo(
+        HOST, 0, 2, bucket_bytes=BUCKET_BYTES, timeout_s=30.0, rank=0
+    )
+    source = Weights(model, name_map=lambda name: f"sent.{name}")
+    sending = upstream.WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=source
+    )
+    sending.send_weights()
+    sending.shutdown()
+    expected = {f"sent.{n}": t.clone() for n, t in sources.tensors(model)}
+    assert any("experts.1.w2" in name for name in expected)
+    loaded = client.worker.model.loaded
+    assert digests(loaded.items()) == digests(expected.items())
+
+
+def test_a_source_that_can_be_read_only_once_is_refused():
+    with pytest.raises(ConfigError, match="only once"):
+        Weights(iter([("a", torch.ones(1))]))
 
 
 def test_a_cpu_engine_has_no_nccl():

@@ -101,6 +101,7 @@ NAMES = {
         "vllm.distributed.weight_transfer.ipc_engine:IPCWeightTransferEngine"
     ),
     "ParamMeta": "vllm.distributed.weight_transfer.base:ParamMeta",
+    "WeightSource": "vllm.distributed.weight_transfer.base:WeightSource",
     "TrainerInitInfo": "vllm.distributed.weight_transfer.base:TrainerInitInfo",
     "TrainerWeightTransferEngine": (
         "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine"

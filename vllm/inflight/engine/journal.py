@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 
 from vllm.inflight import upstream
+from vllm.inflight.background import Background
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
@@ -92,8 +92,8 @@ class Journal:
         """Whether a server has tried to have that served again."""
         self._error: str | None = None
         self._notes: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(
-            target=self._write, name="inflight-journal", daemon=True
+        self._writer = Background(
+            self._write, name="inflight-journal", end=lambda: self._notes.put(None)
         )
         if self._path is not None:
             self._found = _read(self._path)

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.background import Background
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import EngineAsleep, EngineFault
@@ -46,7 +47,7 @@ class Scrubs:
         """Records of loaders that served versions relied on, and a scrub has seen."""
         self._lock = threading.Lock()
         self._waiting: list[Future[Result]] = []
-        self._thread: threading.Thread | None = None
+        self._thread: Background | None = None
         self._wake = threading.Event()
         self._is_closed = False
         self.last: Result | None = None
@@ -111,16 +112,19 @@ class Scrubs:
 
     def close(self) -> None:
         """End the thread; whoever waits is told."""
-        self._is_closed = True
-        self._wake.set()
+        self._close()
         if (thread := self._thread) is not None:
             thread.join(timeout=1.0)
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._wake.set()
 
     # ------------------------------------------------------------- the thread
     def _ensure_thread(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=self._work, name="inflight-scrub", daemon=True
+            self._thread = Background(
+                self._work, name="inflight-scrub", end=self._close
             )
             self._thread.start()
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.background import Background
 from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import SPENT, Update
 from vllm.inflight.engine.ranks import Ranks, agree, verdict
@@ -110,11 +111,14 @@ class Watch:
 
     def close(self) -> None:
         """End the thread; whoever still waits is told."""
-        self._closed = True
+        self._close_soon()
         if (thread := self._thread) is not None:
             thread.join(timeout=1.0)
 
     # ------------------------------------------------------------- the thread
+    def _close_soon(self) -> None:
+        self._closed = True
+
     def _wait(self, ready: Ready) -> Future[dict[str, Any]]:
         future: Future[dict[str, Any]] = Future()
         with self._lock:
@@ -124,8 +128,8 @@ class Watch:
 
     def _ensure_thread(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=self._work, name="inflight-watch", daemon=True
+            self._thread = Background(
+                self._work, name="inflight-watch", end=self._close_soon
             )
             self._thread.start()
 

@@ -77,6 +77,7 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
         "checksums": readout.checksums,
         "rows": readout.rows,
         "unused": readout.unused,
+        "names": lambda worker: worker._inflight_stager.names(),
     }
 
     def read() -> Any:

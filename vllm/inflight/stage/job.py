@@ -7,7 +7,6 @@ touches the live weights, and says on the board what it does.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.background import Background
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import (
     Cancelled,
@@ -55,14 +55,15 @@ def post_failure(board: Board, rank: int, serial: int, error: InflightError) -> 
     board.post(rank, notice | {"error": error.to_dict()})
 
 
-class Job(threading.Thread):
+class Job(Background):
     """The staging of one update on one rank."""
 
     def __init__(
         self, stager: Any, board: Board, serial: int, *, predecessor: Job | None
     ) -> None:
-        super().__init__(name="inflight-stage", daemon=True)
+        super().__init__(name="inflight-stage")
         self.serial = serial
+        self._process_ends = False
         self._stager = stager
         self._worker = stager.worker
         self._rank: int = stager.rank
@@ -92,6 +93,10 @@ class Job(threading.Thread):
     def put(self, order: str, payload: Any) -> None:
         """Have an order carried out, after those before it."""
         self._orders.put((order, payload))
+
+    def end(self) -> None:
+        """Give the update up, because the process ends."""
+        self._process_ends = True
 
     def ends_by(self, deadline: float) -> bool:
         """Wait for this job and those before it; whether they end by `deadline`."""
@@ -375,7 +380,7 @@ class Job(threading.Thread):
             post_failure(self._board, self._rank, self.serial, error)
 
     def _is_cancelled(self) -> bool:
-        return self._board.cancelled() >= self.serial
+        return self._process_ends or self._board.cancelled() >= self.serial
 
     def _progress(self, num_bytes: int, num_tensors: int) -> None:
         self._notice |= {"bytes": num_bytes, "tensors": num_tensors}

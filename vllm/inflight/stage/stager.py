@@ -21,6 +21,7 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Cancelled, EngineFault
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.catalogue import catalogue
 from vllm.inflight.stage.content import Content, Facts
 from vllm.inflight.stage.drift import drift
 from vllm.inflight.stage.job import Job, post_failure
@@ -73,6 +74,8 @@ class Stager:
         self._board: Board | None = None
         self._job: Job | None = None
         self._num_kept = 0
+        self._catalogue: dict[str, Any] | None = None
+        """What a trainer may send, packed; None before the ranks are attached."""
         self._stream: torch.cuda.Stream | None = None
         if worker.device.type == "cuda":
             # A thread begins on the default stream, which waits for all others.
@@ -100,6 +103,10 @@ class Stager:
         config = upstream.WeightTransferConfig(backend=backend)
         worker = self.worker
         return kind(config, worker.vllm_config, worker.device, self.shadow.module)
+
+    def names(self) -> dict[str, Any] | None:
+        """What a trainer may send; see catalogue.py."""
+        return self._catalogue
 
     @contextmanager
     def lane(self) -> Iterator[None]:
@@ -133,6 +140,10 @@ class Stager:
                 f"it has {num_ranks} ranks, and this is number {self.rank}"
             )
         self._board = Board(board_path, num_ranks)
+        if self.shadow.reason is None:
+            parallel = self.worker.vllm_config.parallel_config
+            is_cut = parallel.tensor_parallel_size > 1
+            self._catalogue = catalogue(self.shadow, is_cut=is_cut)
         return {
             "rank": self.rank,
             "reason": self.shadow.reason,

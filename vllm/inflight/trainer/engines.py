@@ -57,6 +57,10 @@ class Engine(Protocol):
         """`GET /weight_info`."""
         ...
 
+    def names(self, patience: Patience) -> Reply:
+        """`GET /weight_names`."""
+        ...
+
     def close(self) -> None:
         """Let connections go; the engine itself runs on."""
         ...
@@ -131,6 +135,10 @@ class LocalEngine:
     def info(self, patience: Patience) -> Reply:
         """What is served."""
         return self._run(patience, self._engine.weight_info)
+
+    def names(self, patience: Patience) -> Reply:
+        """Name, shape and dtype of every tensor that an update may bring."""
+        return self._run(patience, self._engine.weight_names)
 
     def close(self) -> None:
         """Nothing to close."""

@@ -20,6 +20,13 @@ REPLY_S = 60.0
 PASSING = (502, 503, 504)
 """What a proxy, or a server that is starting, answers in its place."""
 
+UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+"""What httpx raises before the first byte of a request has left."""
+
+
+class NotReached(EngineUnreachable):
+    """No connection was made, so the engine knows nothing of the call."""
+
 
 class HttpEngine:
     """A `vllm serve` somewhere."""
@@ -66,6 +73,10 @@ class HttpEngine:
         """What is served."""
         return self._ask("GET", "/weight_info", patience)
 
+    def names(self, patience: Patience) -> Reply:
+        """Name, shape and dtype of every tensor that an update may bring."""
+        return self._ask("GET", "/weight_names", patience)
+
     def init_transport(self, init_info: Reply, patience: Patience) -> Reply:
         """Connect the configured backend, once: made twice it is refused as busy."""
         path, body = "/init_weight_transfer_engine", {"init_info": init_info}
@@ -96,14 +107,18 @@ class HttpEngine:
         is_repeated: bool = True,
     ) -> Reply:
         delay = FIRST_DELAY_S
+        failure: type[EngineUnreachable] = NotReached
         while True:
+            patience.require()
             try:
                 timeout = max(0.05, min(reply_s or REPLY_S, patience.left()))
                 response = self._client.request(
                     method, path, json=body, timeout=timeout
                 )
+                failure = EngineUnreachable
                 known = _decoded(response)
                 if known is not None:
+                    patience.note("")
                     return known
                 trouble = f"HTTP {response.status_code}"
                 if response.status_code not in PASSING:
@@ -114,10 +129,14 @@ class HttpEngine:
                     )
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__} {error}".strip()
+                if not isinstance(error, UNSENT):
+                    failure = EngineUnreachable
             if not is_repeated:
-                raise EngineUnreachable(f"no reply to {method} {path} ({trouble})")
-            if not patience.pause(delay):
-                raise EngineUnreachable(
+                raise failure(f"no reply to {method} {path} ({trouble})")
+            waits_for = f"{self.name}: no answer to {method} {path} yet ({trouble})"
+            if not patience.pause(delay, waits_for):
+                patience.require()
+                raise failure(
                     f"no answer to {method} {path} within "
                     f"{round(patience.timeout_s, 1):g} s ({trouble})"
                 )
