@@ -36,6 +36,7 @@ class Engine:
         facts |= {"owner": None, "ends_on_waking": False}
         facts |= {"active": None, "num_running": 0, "num_waiting": 0, "paused": False}
         facts |= {"num_aborted": 0, "ranks": [], "rows": [], "dropped": {}}
+        facts |= {"unused": [], "tied": []}
         facts |= {
             "was_begun": False,
             "found": None,

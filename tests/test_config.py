@@ -38,7 +38,7 @@ BAD = [
         ["shared"],
         "one of versioned, versioned:K, versioned:auto, shared",
     ),
-    ("verify", True, "one of digest, off"),
+    ("verify", True, "one of digest, served, off"),
     ("allowed_paths", ["/models"], "a string"),
     ("allowed_paths", "models", "absolute"),
     ("update_deadline_s", 0.0, "a number from 0.1 to 86400"),

@@ -32,12 +32,19 @@ def args(number: int, **more: Any) -> Namespace:
     return Namespace(**plain | given | {"disable_uvicorn_access_log": True} | more)
 
 
+def upstreams() -> str:
+    return "upstream's"
+
+
+upstreams.__module__ = "vllm.entrypoints.rl.online.api_router"
+
+
 def attached(given: Namespace) -> tuple[FastAPI, InflightEndpoints]:
     """A server's own application, with upstream's routes of some of our paths."""
     app = FastAPI()
     app.state.args, app.state.engine_client = given, Engine()
-    app.add_api_route("/pause", lambda: "upstream's", methods=["POST"])
-    app.add_api_route("/server_info", lambda: "upstream's", methods=["GET"])
+    app.add_api_route("/pause", upstreams, methods=["POST"])
+    app.add_api_route("/server_info", upstreams, methods=["GET"])
     plugin = InflightEndpoints()
     plugin.attach_router(app)
     return app, plugin

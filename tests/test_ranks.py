@@ -13,15 +13,18 @@ from vllm.inflight.errors import (
     ArenaTorn,
     ConfigError,
     EngineFault,
+    OutOfDeviceMemory,
     StagingUnavailable,
 )
 from vllm.inflight.patch import worker
 from vllm.inflight.patch.rpc import inflight_attach, inflight_flip
+from vllm.inflight.patch.sleep import inflight_drowse
 from vllm.inflight.stage.board import Board
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}
-TORN = {"error": "lost", "torn": True}
+LOST = {"code": "arena_torn", "message": "lost"}
+TORN = {"error": "lost", "torn": True, "described": LOST}
 
 
 class Executor:
@@ -34,6 +37,8 @@ class Executor:
     def collective_rpc(self, method, args=(), **_):
         if method == "inflight_attach":
             return [ATTACHED, ATTACHED]
+        if method == "inflight_overwrite":
+            return [{"ok": None}, {"ok": None}]
         self.flips.append(args)
         return self.answers.pop(0)
 
@@ -84,6 +89,19 @@ def test_a_rank_that_does_not_answer_stops_the_engine():
 
     ranks = Ranks(Silent(), 2)
     with pytest.raises(SystemExit, match="timed out"):
+        ranks.flip()
+    ranks.close()
+
+
+def test_whoever_does_not_wait_for_a_rank_any_longer_stops_the_engine():
+    class Interrupted(Executor):
+        def collective_rpc(self, method, args=(), **_):
+            if method == "inflight_flip":
+                raise KeyboardInterrupt
+            return super().collective_rpc(method, args)
+
+    ranks = Ranks(Interrupted(), 2)
+    with pytest.raises(SystemExit, match="KeyboardInterrupt"):
         ranks.flip()
     ranks.close()
 
@@ -217,3 +235,21 @@ def test_a_cache_of_a_given_size_must_fit_beside_two_sets(
             determine(rank)
     else:
         assert determine(rank) == asked or 17
+
+
+def test_an_error_of_ours_keeps_its_code_over_an_rpc():
+    class Sleepy(Executor):
+        def collective_rpc(self, method, args=(), **_):
+            if method == "inflight_drowse":
+                return [GOOD, inflight_drowse(worker, 1)]
+            return super().collective_rpc(method, args)
+
+    def let_go():
+        raise OutOfDeviceMemory("3 bytes are missing", missing_bytes=3)
+
+    worker = SimpleNamespace(_inflight_stager=SimpleNamespace(let_go=let_go))
+    ranks = Ranks(Sleepy(), 2)
+    with pytest.raises(OutOfDeviceMemory, match="missing") as refused:
+        ranks.drowse(1)
+    assert refused.value.missing_bytes == 3
+    ranks.close()

@@ -48,6 +48,23 @@ def test_what_is_no_number_of_json_is_read_as_null(
     assert rows == [norm[0].item(), None, None, norm[3].item()]
 
 
+def test_a_trainer_may_ask_for_the_names_that_it_may_send(
+    door: Door, folders: dict[str, Path]
+) -> None:
+    told = door.get("/weight_names")
+    served = tensors(folders["old"])
+    assert (told["of"], told["num_tensors"]) == ("checkpoint", len(served))
+    assert {each["name"]: each for each in told["tensors"]} == {
+        name: {
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
+        for name, tensor in served.items()
+    }
+    assert door.client.get("/weight_names", params={"of": "model"}).status_code == 400
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -92,6 +109,18 @@ def test_checksums_tell_two_versions_apart_and_come_back_with_one(
     door.post("/rollback_weights")
     compared = door.post("/weight_checker", action="compare", baseline=baseline)
     assert compared == {"match": True, "mismatches": []}
+
+
+def test_what_is_served_is_compared_with_its_digest(
+    door: Door, folders: dict[str, Path]
+) -> None:
+    digest = publish(door.core, folders["new"], "new")["digest"]
+    told = door.post("/weights_checker", action="verify")
+    assert (told["success"], told["result"]) == (True, "equal")
+    assert (told["weight_version"], told["digest"]) == ("new", digest)
+    assert "what is served is what was committed" in told["message"]
+    # The engine computes in a wider dtype than its checkpoint has, which loses nothing.
+    assert told["num_tensors"] > 0 and told["num_unknown"] == 0
 
 
 def test_checksums_leave_out_what_is_to_be_skipped(door: Door) -> None:

@@ -162,6 +162,7 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         required={name: tensor.shape for name, tensor in named.items()},
         known_names={n: (list(t.shape), "float32") for n, t in named.items()},
         asks_loader=False,
+        classifier=None,
         spares=Spares(),
         plan=None,
         tables={},

@@ -249,7 +249,7 @@ def test_without_room_the_reason_is_told_and_nothing_stays(prefix, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(room, "_decode", full)
     with pytest.raises(EngineFault, match="no space left"):
         spool()
     assert left(prefix) == []
@@ -273,3 +273,30 @@ def test_what_a_killed_server_has_left_is_swept_and_what_a_living_one_has_is_not
     assert left(prefix) == [file]
     spool()
     assert left(prefix) == []
+
+
+def said(entry: object) -> list[float]:
+    with spooled([entry], None, allow_pickle=False) as (name,):
+        tensor: torch.Tensor = load_file(SHARED_MEMORY / name)["a"]
+        return tensor.tolist()
+
+
+def test_a_text_that_was_left_in_its_body_is_read_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(room, "PIECE_BYTES", 7)  # which cuts groups of four
+    raw = f'{{"x": "{ENTRY}"}}'.encode()
+    start = raw.index(ENTRY.encode())
+    assert said(room.LongText(raw, start, start + len(ENTRY))) == [1.0, 1.0]
+    assert said(ENTRY) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "spoilt", [f"{ENTRY[:-1]}", f"{ENTRY}=", f"QQ=={ENTRY}", "not base64!", "\\q", 3]
+)
+def test_what_is_not_base64_is_refused_however_it_comes(monkeypatch, spoilt):
+    monkeypatch.setattr(room, "PIECE_BYTES", 8)
+    entries = [spoilt]
+    if isinstance(spoilt, str):
+        entries.append(room.LongText(spoilt.encode(), 0, len(spoilt)))
+    for entry in entries:
+        with pytest.raises(Malformed, match=r"\[0\] is not base64"):
+            said(entry)

@@ -122,11 +122,20 @@ class InflightConfig:
     verify: str = _knob(
         "digest",
         "'digest': compute the content digest of every tensor, compare it with "
-        "the manifest's and refuse NaN and Inf. 'off': check names, shapes, "
-        "dtypes and completeness only.",
-        choices=("digest", "off"),
+        "the manifest's and refuse NaN and Inf. 'served': that, and after every commit "
+        "read back what is served, beside decoding, as at each scrub_interval_s. "
+        "'off': check names, shapes, dtypes and completeness only.",
+        choices=("digest", "served", "off"),
     )
 
+    scrub_interval_s: float = _knob(
+        0.0,
+        "Seconds between two scrubs: what every rank serves is read, slowly and beside "
+        "decoding, and compared with what the digest of its label says; a difference "
+        "is logged, counted in /metrics and told by /health. 0: only on demand. 0 to "
+        "86400.",
+        limits=(0, 86400),
+    )
     port: int = _knob(
         0,
         "Port on which the control routes answer, and then on no other; of several API "
@@ -157,6 +166,13 @@ class InflightConfig:
         "HTTP; more are answered 429. Each API server counts its own. 0: any number. "
         "0 to 6000.",
         limits=(0, 6000),
+    )
+    log_level: str = _knob(
+        "info",
+        "Level of the lines that the server's log has of updates, rollbacks and "
+        "pauses, one for each event: 'debug', 'info', 'warning'. What is refused or "
+        "given up is a warning at least. 'off': there are none.",
+        choices=("debug", "info", "warning", "off"),
     )
     pickled_tensors: str = _knob(
         "off",

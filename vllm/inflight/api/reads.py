@@ -5,16 +5,21 @@ Upstream has some of these paths in its development mode only, without a key.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from fastapi import Response
+
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
 from vllm.inflight.api.kv_cache import release_kv_cache
 from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.methods import weight_names as names_of
 from vllm.inflight.errors import Conflict, Malformed
+from vllm.inflight.stage.catalogue import dumped
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 
@@ -41,8 +46,8 @@ async def flush_cache(engine: Any, body: dict[str, Any]) -> Reply:
 async def reset_prefix_cache(engine: Any, body: dict[str, Any]) -> Reply:
     """Upstream's: `success` is false where `/flush_cache` would refuse."""
     fields = Fields(body)
-    running = fields.flag("reset_running_requests", False)
-    external = fields.flag("reset_external", False)
+    running = fields.word("reset_running_requests", False)
+    external = fields.word("reset_external", False)
     fields.only()
     return {"success": bool(await engine.reset_prefix_cache(running, external))}
 
@@ -78,6 +83,15 @@ async def weight_version(engine: Any, body: dict[str, Any]) -> Reply:
     """The label of what is served."""
     info = await control_of(engine).info()
     return {"weight_version": info["weight_version"]}
+
+
+async def weight_names(engine: Any, body: dict[str, Any]) -> Response:
+    """Name, shape and dtype of every tensor that an update may bring."""
+    Fields(body).only()
+    told = await names_of(engine)
+    # In a thread, and in pieces: streams go on meanwhile.
+    content = await asyncio.to_thread(dumped, told)
+    return Response(content, media_type="application/json")
 
 
 async def model_info(engine: Any, body: dict[str, Any]) -> Reply:
@@ -120,9 +134,10 @@ def _finite(rows: Any) -> Any:
 
 
 async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
-    """SGLang's: digests of every parameter of every rank, as decoding uses them.
+    """SGLang's digests of every parameter of every rank, or a comparison of them.
 
-    Of its other actions, `reset_tensors` destroys weights and is refused.
+    `verify` is ours: it compares what is served with the digest of its label. Of
+    SGLang's other actions, `reset_tensors` destroys weights and is refused.
     """
     fields = Fields(body)
     action = fields.text("action", "checksum")
@@ -132,10 +147,13 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
     fields.only()
     if skipped not in (None, []) and not _are_ids(skipped):
         raise Malformed("skip_tensor_list must be a list of strings")
+    if action == "verify":
+        return await _verified(engine)
     if action != "checksum":
         raise Malformed(
             f"action {action!r} is not offered: it would write into live weights, or "
-            "keep a copy of them; 'checksum' tells what to compare"
+            "keep a copy of them; 'checksum' tells what to compare, and 'verify' "
+            "compares with the digest of the label"
         )
     is_target = selector == "target"
     replies = await control_of(engine).ask(
@@ -151,6 +169,22 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
             every.encode(), digest_size=16
         ).hexdigest(),
     }
+
+
+async def _verified(engine: Any) -> Reply:
+    found = await control_of(engine).verify()
+    compared = (
+        f"{found['num_tensors']} tensors were compared with their digests, and "
+        f"{found['num_parameters']} parameters with what was staged"
+    )
+    message = {
+        "equal": f"what is served is what was committed: {compared}",
+        "different": f"what is served is NOT what was committed: {compared}; not equal "
+        f"are {', '.join(found['different'])}",
+        "unknown": "of what is served no digest is known; it has been read now, and "
+        "the next call compares with that",
+    }[found["result"]]
+    return {"success": found["result"] != "different", "message": message} | found
 
 
 async def weight_checker(engine: Any, body: dict[str, Any]) -> Reply:
@@ -260,6 +294,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/get_weight_version"): weight_version,
     ("GET", "/model_info"): model_info,
     ("GET", "/get_model_info"): model_info,
+    ("GET", "/weight_names"): weight_names,
     ("POST", "/get_weights_by_name"): get_weights_by_name,
     ("GET", "/get_weights_by_name"): get_weights_by_name,
     ("POST", "/weights_checker"): weights_checker,
@@ -270,4 +305,4 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/reset_prefix_cache"): reset_prefix_cache,
     ("GET", "/server_info"): server_info,
 }
-"""SGLang's, then upstream's."""
+"""SGLang's, among which is what a trainer asks first, then upstream's."""

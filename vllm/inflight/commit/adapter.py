@@ -43,7 +43,7 @@ class Proposal:
         try:
             self._put(self._read)
             _pin(self._manager._adapter_manager, self._pinned)
-        except Exception:
+        except BaseException:  # Ctrl-C, too
             self.put_back()
             raise
         _keep(self._manager, key_of(self._request), self._read)

@@ -22,7 +22,9 @@ from msgspec.structs import replace
 
 from vllm.inflight import upstream
 from vllm.inflight.commit.adapter import Key, allowed, key_of
+from vllm.inflight.engine.executors import asking
 from vllm.inflight.engine.stamp import Loads
+from vllm.inflight.engine.turn import whole
 from vllm.inflight.errors import EngineFault, InflightError, Malformed
 
 logger = upstream.init_logger(__name__)
@@ -102,9 +104,10 @@ def load_everywhere(
 
     def ask(move: str, *more: Any) -> list[dict[str, Any]]:
         args = (move, adapter, *more)
-        replies: list[dict[str, Any]] = executor.collective_rpc(
-            "inflight_adapter", args=args
-        )
+        with asking(executor):
+            replies: list[dict[str, Any]] = executor.collective_rpc(
+                "inflight_adapter", args=args
+            )
         return replies
 
     name = adapter.lora_name
@@ -117,9 +120,15 @@ def load_everywhere(
             )
         if not any(reply["ok"] for reply in read):
             return False
-        taken = ask("take")
-        if failed := [reply["error"] for reply in taken if "error" in reply]:
-            back = ask("put_back")
+        with whole():
+            try:
+                taken = ask("take")
+            except BaseException:  # Ctrl-C while a rank does not answer
+                ask("put_back")
+                raise
+            failed = [reply["error"] for reply in taken if "error" in reply]
+            back = ask("put_back") if failed else []
+        if failed:
             lost = [reply["error"] for reply in back if "error" in reply]
             what = f"; and what was before is lost: {lost[0]}" if lost else ""
             raise EngineFault(

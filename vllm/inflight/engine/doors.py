@@ -13,6 +13,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.engine import farewells
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
+from vllm.inflight.stage.catalogue import CHECKPOINT
 
 logger = upstream.init_logger(__name__)
 
@@ -168,6 +169,21 @@ def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     return {"rows": found[0]}
 
 
+def names(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """What a trainer may send, packed by each rank; see stage/catalogue.py.
+
+    Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
+
+    """
+    del body
+    gate.ranks.require_staging()
+    catalogues = _read(gate, "names")
+    # All ranks of an engine started from one checkpoint, and tell all of it.
+    is_whole = catalogues[0]["of"] == CHECKPOINT
+    return {"catalogues": catalogues[:1] if is_whole else catalogues}
+
+
 def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
     """The parts of a stage's ranks as one; raises `EngineFault` if copies differ."""
     if parts[0]["dim"] is None:
@@ -178,6 +194,28 @@ def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
     if parts[0]["dim"] == 0:
         return [row for part in own for row in part][:count]
     return [list(chain(*pieces)) for pieces in zip(*own, strict=True)][:count]
+
+
+def unused(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Of the tensors in `names`, those that fill no parameter of any rank.
+
+    Args:
+        gate: of the engine.
+        body: `names`, as a checkpoint has them.
+
+    Returns:
+        `unused`, and those of them that are `tied` to a parameter.
+
+    Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
+
+    """
+    gate.ranks.require_staging()
+    replies = _read(gate, "unused", body.get("names") or [])
+    return {
+        what: sorted(set.intersection(*(set(reply[what]) for reply in replies)))
+        for what in ("unused", "tied")
+    }
 
 
 def source(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +255,9 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "release_kv_cache": release_kv_cache,
     "checksums": checksums,
     "rows": rows,
+    "names": names,
     "source": source,
+    "unused": unused,
     "journal": journal,
     "miss": lambda gate, body: gate.updates.miss(body),
 }

@@ -94,6 +94,23 @@ def _admitted_at_once(original: Any) -> Any:
     return _render_and_add_requests
 
 
+def _of_all_engines(original: Any) -> Any:
+    async def collective_rpc(
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        from vllm.inflight.api import worker_calls
+
+        if worker_calls.takes(self, method, args, kwargs):
+            return await worker_calls.carry_out(self, method, args, kwargs)
+        return await original(self, method, timeout, args, kwargs)
+
+    return collective_rpc
+
+
 def _session_marked(original: Any) -> Any:
     async def _add_request(
         self: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
@@ -139,6 +156,7 @@ METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.start_weight_update: (("self",), ("self",)),
     methods.start_draft_weight_update: (("self",), ("self",)),
     methods.update_weights: (("self", "request"), ("self", "request")),
+    methods.prepare_weight_update: (None, None),
     methods.finish_weight_update: (
         ("self", "weight_version"),
         ("self", "weight_version"),
@@ -153,6 +171,8 @@ METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.restore_weights: (None, None),
     methods.weight_update_status: (None, None),
     methods.weight_info: (None, None),
+    methods.verify_weights: (None, None),
+    methods.weight_names: (None, None),
     pipelinerl.pause_and_update: (None, None),
 }
 """Method → upstream's parameters on (AsyncLLM, LLM); None where upstream has none."""
@@ -230,6 +250,14 @@ PATCHES = [
         why="an engine that is paused can refuse requests",
         remove_when="upstream refuses requests in every mode of a pause",
         around=_admitted,
+    ),
+    Patch(
+        target=f"{_ASYNC}.collective_rpc",
+        expects=("self", "method", "timeout", "args", "kwargs"),
+        why="upstream's phases, called on the workers of several engines, are one "
+        "transaction of all of them",
+        remove_when="upstream's updates are transactional",
+        around=_of_all_engines,
     ),
     Patch(
         target=f"{_ASYNC}._add_request",

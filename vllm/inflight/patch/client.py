@@ -13,7 +13,7 @@ PAUSED_STEP_S = 0.001
 
 def _in_turn(original: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.engine_core.inflight_gate.turns.stepping():
+        with self.engine_core.inflight_gate.turns.between():
             return original(self, *args, **kwargs)
 
     return call

@@ -65,6 +65,8 @@ class Coverage:
         """What the loaders have at this moment, and what they do with it."""
         self.entry: Entry | None = None
         self._watching: list[tuple[Any, Any]] = []
+        self._outside: list[Any] = []
+        """What stood in the place of the module's `load_weights`, while we do."""
         self._direct: direct.Writes | None = None
 
     @property
@@ -150,6 +152,12 @@ class Coverage:
         self._behind.add(name)
         self.begun.add(name)
 
+    def stand_before(self, load: Callable[..., Any]) -> None:
+        """Let `load` stand in for the module's `load_weights`; nothing else changes."""
+        if not self._outside:
+            self._outside.append(vars(self._module).get("load_weights"))
+        self._module.load_weights = load  # type: ignore[assignment]
+
     def watch(self, load: Callable[..., Any], *, at_once: bool = True) -> None:
         """Let `load` stand before the loaders, and stand behind each of them.
 
@@ -163,7 +171,7 @@ class Coverage:
         """
         if direct.writes(self._module):
             self._direct = direct.Writes(self._module, self.wrote)
-        self._module.load_weights = load  # type: ignore[assignment]
+        self.stand_before(load)
         if at_once:
             self.stand_behind()
 
@@ -189,7 +197,10 @@ class Coverage:
 
     def unwatch(self) -> None:
         """Leave the tree as it was."""
-        vars(self._module).pop("load_weights", None)
+        if self._outside:
+            vars(self._module)["load_weights"] = self._outside.pop()
+            if vars(self._module)["load_weights"] is None:
+                del vars(self._module)["load_weights"]
         # Upstream keeps these tensors for the next reload, loaders and all.
         # One that is tied was stood behind twice.
         for tensor, loader in reversed(self._watching):

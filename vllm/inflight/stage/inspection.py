@@ -24,6 +24,12 @@ from vllm.inflight.update import Manifest
 PLAIN = {"bfloat16", "float16", "float32", "float64"}
 """Dtypes of one number in several lengths: what comes in one can be kept in another."""
 
+IS_TIED = (
+    "it is tied to the embedding here, and is not what came as that; "
+    "an engine that is started from these weights can serve both"
+)
+"""What is wrong with a head that is not the embedding it is tied to."""
+
 NO_SUCH = (KeyError, AttributeError, ValueError)
 """What loaders raise that do not know a name."""
 
@@ -182,10 +188,7 @@ class Inspection:
         facts = self.facts()
         for name in filter(self._spares.is_tied, facts):
             if not any(facts[n] == facts[name] for n in facts if n != name):
-                self._wrong[name] = (
-                    "it is tied to the embedding here, and is not what came as that; "
-                    "an engine that is started from these weights can serve both"
-                )
+                self._wrong[name] = IS_TIED
 
     def require_subset(self) -> None:
         """Raise `WeightsMismatch` if nothing came of a subset, or it names what is not.

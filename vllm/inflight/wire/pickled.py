@@ -33,13 +33,20 @@ MOST_TIMES = 4
 """As many bytes may tensors have as their pickle, for some share their memory."""
 
 
-def is_pickle(data: bytes) -> bool:
-    """Whether these bytes are a pickle, and no safetensors file."""
-    if data[:2] not in PROTOCOLS or data[-1:] != b".":
+def is_pickle(first: bytes, last: bytes, size: int) -> bool:
+    """Whether bytes are a pickle, and no safetensors file.
+
+    Args:
+        first: the first 8 of them.
+        last: the last one.
+        size: how many there are.
+
+    """
+    if first[:2] not in PROTOCOLS or last != b".":
         return False
     # Such a file begins with the length of its header, which may look the same. To a
     # pickle's first bytes a length can belong only if they are followed by zeros.
-    return int.from_bytes(data[:8], "little") > len(data) - 8
+    return int.from_bytes(first, "little") > size - 8
 
 
 class _Made:

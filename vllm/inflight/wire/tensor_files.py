@@ -17,12 +17,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from json.decoder import WHITESPACE
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -37,6 +37,8 @@ MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 """Of the length of a header, which is before it."""
 CHANGED = "it was written to while it was read, or renamed or removed"
+BLANKS = re.compile(r"[ \t\n\r]*")
+"""Those of JSON."""
 METADATA = "__metadata__"
 """The entry of a header that is no tensor."""
 
@@ -273,13 +275,17 @@ def _header(file: Path, descriptor: int) -> tuple[bytes, int]:
 
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
     """Name and entry of each tensor of a header; raises `ValueError` if it is none."""
-    decode, skip = json.JSONDecoder(parse_constant=_no_number).raw_decode, WHITESPACE
+    decode = json.JSONDecoder(parse_constant=_no_number).raw_decode
+
+    def after_blanks(at: int) -> int:
+        found = BLANKS.match(text, at)
+        return at if found is None else found.end()
 
     def expect(character: str, at: int) -> int:
         """The place behind a character, and behind what is blank after it."""
         if text[at : at + 1] != character:
             raise ValueError(f"at {at} there should be {character!r}")
-        return skip.match(text, at + 1).end()  # type: ignore[union-attr]
+        return after_blanks(at + 1)
 
     may_be_half = "\\ud" in text.lower()
     at = expect("{", 0)
@@ -287,12 +293,12 @@ def _pairs(text: str) -> Iterator[tuple[str, Any]]:
         if text[at : at + 1] != '"':
             raise ValueError(f"at {at} there should be a name")
         name, at = decode(text, at)
-        at = expect(":", skip.match(text, at).end())  # type: ignore[union-attr]
+        at = expect(":", after_blanks(at))
         entry, at = decode(text, at)
         if may_be_half:  # an escape that stands for no character
             json.dumps([name, entry], ensure_ascii=False).encode()
         yield name, entry
-        at = skip.match(text, at).end()  # type: ignore[union-attr]
+        at = after_blanks(at)
         if text[at : at + 1] != "}":
             at = expect(",", at)
             if text[at : at + 1] == "}":
