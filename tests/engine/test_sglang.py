@@ -125,6 +125,24 @@ def test_abort_all_requests_ends_them_at_the_commit(
     assert not door.core.scheduler.has_unfinished_requests()
 
 
+@pytest.mark.parametrize(("mode", "abort"), [("abort", False), ("in_place", True)])
+def test_an_update_that_contradicts_itself_ends_no_request(
+    door: Door, folders: dict[str, Path], mode: str, abort: bool
+) -> None:
+    add(door.core, "r", prompt(2))
+    streams = Streams(door.core).step(5)
+    status, message = door.refused(
+        "/update_weights_from_disk",
+        model_path=str(folders["new"]),
+        abort_all_requests=abort,
+        mode=mode,
+    )
+    assert (status, "abort_all_requests" in message) == (400, True)
+    streams.run()
+    assert set(streams.stamps["r"]) == {"old"}
+    assert len(streams.tokens["r"]) == 40
+
+
 def test_flush_cache_sends_running_requests_back_to_be_prefilled_again(
     door: Door, folders: dict[str, Path]
 ) -> None:
@@ -153,6 +171,14 @@ def test_flush_cache_sends_running_requests_back_to_be_prefilled_again(
         ({"non_blocking": True}, "in_place"),
         ({"block_generation": True}, "wait"),
         ({"mode": "keep"}, "in_place"),
+        ({"abort_all": False}, "in_place"),
+        ({"abort_all": False, "non_blocking": False}, "wait"),
+        ({"abort_all": False, "retract_all": True}, "retract"),
+        ({"retract_all": False}, "abort"),
+        ({"non_blocking": False}, "abort"),
+        ({"block_generation": False}, "abort"),
+        ({"online": False}, "abort"),
+        ({"mode": "keep", "abort_all": False, "non_blocking": True}, "in_place"),
     ],
 )
 def test_modes_of_a_pause_in_every_spelling(
@@ -165,6 +191,44 @@ def test_modes_of_a_pause_in_every_spelling(
     reply = door.post("/continue_generation", torch_empty_cache=True)
     assert (reply["status"], reply["paused"]) == ("ok", False)
     assert reply["message"] == "Generation continued successfully."
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"mode": "abort", "abort_all": False},
+        {"mode": "abort_all", "abort_all": False},
+        {"mode": "in_place", "abort_all": True},
+        {"mode": "retract", "retract_all": False},
+        {"mode": "keep", "non_blocking": False},
+        {"mode": "wait", "block_generation": False},
+        {"abort_all": True, "retract_all": True},
+        dict.fromkeys(
+            ("abort_all", "retract_all", "non_blocking", "block_generation"), False
+        ),
+    ],
+)
+def test_a_pause_that_contradicts_itself_ends_no_request(
+    door: Door, body: dict[str, Any]
+) -> None:
+    add(door.core, "r", prompt(1))
+    streams = Streams(door.core).step(5)
+    status, message = door.refused("/pause_generation", **body)
+    assert (status, "these fields" in message) == (400, True)
+    assert not door.get("/is_paused")["is_paused"]
+    streams.run()
+    assert len(streams.tokens["r"]) == 40
+
+
+@pytest.mark.parametrize("said", [False, "false", "0"])
+def test_a_pause_that_is_to_abort_nothing_aborts_nothing(door: Door, said: Any) -> None:
+    add(door.core, "r", prompt(1))
+    streams = Streams(door.core).step(5)
+    reply = door.post("/pause_generation", abort_all=said)
+    assert (reply["mode"], reply["num_aborted"]) == ("in_place", 0)
+    door.post("/continue_generation")
+    streams.run()
+    assert len(streams.tokens["r"]) == 40
 
 
 @pytest.mark.parametrize("body", [{"mode": "online"}, {"online": True}])

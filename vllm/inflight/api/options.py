@@ -50,9 +50,14 @@ async def commit_options(
     # SGLang flushes by default, lest new requests read KV of old weights. A versioned
     # cache sees to that itself, and what old requests still use can stay.
     flush = fields.flag("flush_cache", is_shared)
-    mode = fields.text("mode", "retract") if flush else fields.text("mode", None)
-    if fields.flag("abort_all_requests", False):
-        mode = "abort"
+    mode, abort = fields.text("mode", None), fields.flag("abort_all_requests", None)
+    if None not in (mode, abort) and abort != (mode == "abort"):
+        raise Malformed(
+            f"mode {mode!r:.80} contradicts abort_all_requests "
+            f"{str(abort).lower()}: leave one of them out"
+        )
+    if mode is None:
+        mode = "abort" if abort else "retract" if flush else None
     if flush and mode == "retract":
         counts = await control.ask("requests")
         if any(c["paused"] and c["num_running"] for c in counts):

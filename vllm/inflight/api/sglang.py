@@ -38,7 +38,11 @@ OLDER_MODES = {
     "retract_all": "retract",
     "non_blocking": "in_place",
 }
-"""Drafts of SGLang's pause called its modes so."""
+"""Drafts of SGLang's pause called its modes so, and had flags of these names."""
+OLDER_FLAGS = OLDER_MODES | {"block_generation": "wait"}
+SAME = {"keep": "in_place"}
+ALONE = ("abort", "in_place", "wait", "retract")
+"""The mode of a pause that says none: the first that no flag rules out."""
 
 OF_EVERY_REQUEST = ("rid", "http_worker_ipc")
 """In every request of SGLang's, whatever it asks for: clients that send one of its
@@ -48,17 +52,12 @@ dataclasses send these with it. They are for its own processes, and ignored here
 async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) -> Reply:
     """SGLang's modes, older spellings of them, and ours; its default is `abort`."""
     fields = _fields(body)
-    for older, mode in OLDER_MODES.items():
-        if fields.flag(older, False):
-            fields.default("mode", mode)
-    if fields.flag("block_generation", False):
-        fields.default("mode", "wait")
+    _settle_mode(fields)
     if fields.flag("online", False) or body.get("mode") == "online":
         raise Malformed("online: an update needs no pause here; leave this call out")
     flush = fields.flag("flush_cache", False)
     asked = fields.only("mode", "lease_s", "owner") | {"flush_cache": flush}
-    mode = asked.get("mode", "abort")
-    asked["mode"] = OLDER_MODES.get(mode, mode) if isinstance(mode, str) else mode
+    asked.setdefault("mode", "abort")
     control, memory = control_of(engine), pieces.memory_of(engine)
     is_paused = (await control.paused())["is_paused"]
     if not is_paused and await pieces.unfinished(control) is not None:
@@ -271,6 +270,44 @@ def continuing(resume: Handler) -> Handler:
         return await continue_generation(engine, body, resume)
 
     return handler
+
+
+def _settle_mode(fields: Fields) -> None:
+    """Make one `mode` of all the fields of a pause that may say it.
+
+    A flag that is false rules its mode out. `abort_all: false` alone is the pause of a
+    draft of SGLang's that aborts nothing.
+
+    Raises:
+        Malformed: two fields contradict each other; requests might be ended that were
+            to go on.
+
+    """
+    mode = fields.take("mode")
+    if not isinstance(mode, str | None):
+        fields.default("mode", mode)  # the engine refuses it
+        return
+    mode = None if mode is None else OLDER_MODES.get(mode, mode)
+    said = {} if mode is None else {SAME.get(mode, mode): "mode"}
+    denied: dict[str, str] = {}
+    for name, meant in OLDER_FLAGS.items():
+        flag = fields.flag(name, None)
+        if flag:
+            said.setdefault(meant, name)
+        elif flag is not None:
+            denied[meant] = name
+    if len(said) > 1 or said.keys() & denied.keys():
+        ruled_out = [name for each, name in denied.items() if each in said]
+        raise Malformed(
+            f"these fields contradict each other: {[*said.values(), *ruled_out]}; say "
+            "'mode' alone, as in_place, retract, abort or wait"
+        )
+    if not said:
+        left = [each for each in ALONE if each not in denied]
+        if not left:
+            raise Malformed("these fields leave no mode; say one, as in_place")
+        mode = left[0]
+    fields.default("mode", mode or next(iter(said)))
 
 
 def _fields(body: dict[str, Any]) -> Fields:
