@@ -227,3 +227,39 @@ def test_requests_of_an_adapter_go_on(old: Path, tmp_path: Path) -> None:
     assert seen["alone"] != seen["without"], "the adapter does nothing"
     for mode in MODES:
         assert seen[mode] == seen["alone"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_said_of_a_prompt_is_of_the_weights_that_computed_it(
+    start: Callable[..., Any], old: Path, new: Path, mode: str
+) -> None:
+    """A commit in the middle of a prompt, which is computed four tokens at a time."""
+    llm = start(old, max_num_batched_tokens=4, max_num_seqs=1)
+    engine = llm.llm_engine
+    asked = SamplingParams(
+        prompt_logprobs=0, max_tokens=1, extra_args={"kv_versions": 1}
+    )
+    text = "a prompt of several chunks"
+
+    def told(commit_after: int | None = None) -> Any:
+        engine.add_request("r", text, asked)
+        for number in range(100):
+            if number == commit_after:
+                llm.update_weights_from_disk(str(new), "new", mode=mode)
+            for output in engine.step():
+                if output.finished:
+                    rows = [row for row in output.prompt_logprobs if row is not None]
+                    values = [next(iter(row.values())).logprob for row in rows]
+                    return values, output.outputs[0].kv_versions
+        raise AssertionError("it did not end")
+
+    before, _ = told()
+    values, spans = told(commit_after=2)
+    after, _ = told()
+    if mode == "retract":
+        assert values == pytest.approx(after, abs=1e-4)
+        assert [span.version for span in spans] == ["new"]
+        return
+    assert [(s.version, s.start) for s in spans] == [("default", 0), ("new", 8)]
+    assert values[:8] == pytest.approx(before[:8], abs=1e-4)
+    assert values[8:] != pytest.approx(before[8:], abs=1e-2)
