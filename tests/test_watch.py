@@ -83,7 +83,7 @@ def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
 
 def test_a_waiter_that_has_cancelled_keeps_nobody_else_waiting(ranks):
     ledger = Ledger()
-    watch = Watch(ranks, ledger, lambda error: None)
+    watch = Watch(ranks, ledger, lambda *_: None)
     update, _ = ledger.begin({"update_id": "one"}, 60.0)
     ledger.move(update, Phase.STAGING)
     left, stays = watch.when_staged(update), watch.when_staged(update)
@@ -100,7 +100,7 @@ def test_an_update_whose_ranks_cannot_be_told_has_ended_for_whoever_waits(ranks)
 
     ended, ledger = [], Ledger()
     ranks.cancel = fail
-    watch = Watch(ranks, ledger, ended.append)
+    watch = Watch(ranks, ledger, lambda _, error: ended.append(error))
     update, _ = ledger.begin({"update_id": "one"}, 0.1)
     ledger.move(update, Phase.STAGING)
     watch.start(update)

@@ -28,6 +28,7 @@ from tests.wire.peers import (
 from vllm.inflight.errors import Cancelled, EngineFault, TransferFault, WeightsMismatch
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.origin import Origin
+from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.announcement import Announcement
@@ -158,13 +159,14 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         module.register_parameter(name, torch.nn.Parameter(tensor * 0))
     shadow = SimpleNamespace(
         module=module,
+        load=module.load_weights,
         device=CPU,
         required={name: tensor.shape for name, tensor in named.items()},
         known_names={n: (list(t.shape), "float32") for n, t in named.items()},
         asks_loader=False,
         classifier=None,
         spares=Spares(),
-        plan=None,
+        plan=Plan(is_replayed=False),
         tables={},
         views={},
         behind=set(),

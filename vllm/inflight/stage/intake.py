@@ -228,7 +228,8 @@ class Intake:
         """`weights`, as many at once as their transport has."""
         make = getattr(weights, "batches", None)
         if (into := getattr(weights, "into", None)) is not None:
-            into(self._place)
+            with undirected():
+                into(self._place)
         batches = make() if make else ([pair] for pair in weights)
         while True:
             try:
