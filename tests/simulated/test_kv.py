@@ -15,6 +15,7 @@ from tests.engine.bare_core import Streams, add, call, prompt, request
 from tests.simulated.core import publish_weights
 from tests.simulated.load import KINDS, ask
 from vllm.inflight.engine.cache import Policy, Root
+from vllm.inflight.engine.provenance import trail_of
 
 pytestmark = pytest.mark.engine
 
@@ -254,6 +255,27 @@ def test_engines_that_share_a_tier_have_salts_of_their_own() -> None:
 
 
 # ------------------------------------------------------------------------ provenance
+@pytest.mark.parametrize("num_commits", [1, 2])
+@pytest.mark.parametrize("num_steps", range(3, 9))
+def test_drafts_that_are_rejected_after_a_commit_have_left_no_kv_before_it(
+    make: Callable[..., EngineCore], num_steps: int, num_commits: int
+) -> None:
+    """The scheduler has counted on them when it scheduled the step after the commit."""
+    core = make(**KINDS["drafts, async"], inflight={"kv_versions": "on"})
+    add(core, "r", prompt(1, 20), max_tokens=60)
+    streams = Streams(core).step(num_steps)
+    for weights in range(1, num_commits + 1):
+        publish_weights(core, weights, str(weights))
+        streams.step(1)
+    streams.step(3)
+    told = trail_of(core.scheduler.requests["r"])
+    streams.run()
+    read = core.model_executor.sampled["r"][-1].kv
+    assert told is not None
+    starts = [read.index(weights) for weights in range(num_commits + 1)]
+    assert [start for start, _ in told] == starts
+
+
 def test_a_request_that_fails_before_its_first_step_has_read_nothing(
     make: Callable[..., EngineCore],
 ) -> None:

@@ -36,6 +36,7 @@ class Provenance:
         """Note what a step, stamped `stamp`, is about to compute."""
         if self._group is None:
             return
+        scheduled.inflight_kv_stamp = stamp
         if stamp != self._stamp:
             self._stamp = stamp
             self._behind = set(requests)
@@ -63,6 +64,34 @@ class Provenance:
             for name in scheduled.num_scheduled_tokens:
                 if name in admitted:
                     self._admit(requests[name], *admitted[name])
+
+    def settle(
+        self, requests: dict[str, Any], scheduled: Any, ran: Any, num_sampled: int
+    ) -> None:
+        """Note what a step has rejected that others were scheduled behind.
+
+        With asynchronous scheduling the next step is scheduled as if all drafts of this
+        one were right. If the version changed between the two, the next one has begun
+        as many positions earlier as drafts were wrong.
+
+        Args:
+            requests: those of the scheduler, by id, before they know of the step.
+            scheduled: upstream's `SchedulerOutput`, after `note`.
+            ran: upstream's `ModelRunnerOutput`.
+            num_sampled: how many tokens a request samples besides its drafts.
+
+        """
+        stamp = vars(scheduled).get("inflight_kv_stamp")
+        if self._group is None or stamp == self._stamp:
+            return
+        for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
+            request = requests.get(name)
+            if request is None or request.num_stale_output_tokens:
+                continue  # it has lost that KV
+            made = len(ran.sampled_token_ids[ran.req_id_to_index[name]])
+            if made:
+                num_rejected = len(drafts) - max(made - num_sampled, 0)
+                _come_back(trail_of(request) or [], stamp, num_rejected)
 
     def _admit(self, request: Any, start: int, blocks: Any) -> None:
         """A request begins, begins again or goes on, with `start` positions there."""
@@ -100,6 +129,18 @@ def _turn(trail: Trail, start: int, stamp: str | None) -> None:
         trail.pop()
     if not trail or trail[-1][1] != stamp:
         trail.append((start, stamp))
+
+
+def _come_back(trail: Trail, stamp: str | None, count: int) -> None:
+    """Have what came after `stamp` begin `count` positions earlier."""
+    stamps = [stamped for _, stamped in trail]
+    if stamp not in stamps:
+        return
+    for index in range(len(trail) - 1, -1, -1):
+        if stamps[index] == stamp:
+            return
+        start, stamped = trail[index]
+        trail[index] = start - count, stamped
 
 
 def _follow(trail: Trail, origin: Trail, first: int, end: int) -> None:

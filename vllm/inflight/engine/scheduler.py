@@ -100,6 +100,12 @@ class InflightSchedulerMixin:
         self, scheduler_output: Any, model_runner_output: Any
     ) -> Any:
         """Hand the stamp of a step to what comes out of it."""
+        self._inflight_provenance.settle(
+            self.requests,  # type: ignore[attr-defined]
+            scheduler_output,
+            model_runner_output,
+            self.num_sampled_tokens_per_step,  # type: ignore[attr-defined]
+        )
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
