@@ -78,12 +78,14 @@ def test_what_comes_too_late_by_the_rate_is_not_waited_for(engine):
 def test_a_snapshot_that_cannot_be_removed_fails_its_publish_and_no_other(
     engine, monkeypatch
 ):
+    remove = Parcel.remove
+
+    def fail(parcel):
+        remove(parcel)
+        raise OSError("no")
+
     with publisher(engine) as to:
         with monkeypatch.context() as broken:
-
-            def fail(parcel):
-                raise OSError("no")
-
             broken.setattr(Parcel, "remove", fail)
             with pytest.raises(OSError, match="no"):
                 to.publish("v1", block=False).result(timeout=60)
