@@ -109,6 +109,8 @@ class HiddenWeights:
                 continue
             if isinstance(value, torch.Tensor):
                 if _is_weight(reached):
+                    self._known.add(id(value))  # it is reached in many ways
+                    self._seen[id(value), is_deep, True] = value
                     yield reached.path
                 continue
             how = id(value), is_deep, reached.is_near
