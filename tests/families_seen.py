@@ -4,6 +4,7 @@ One record for each family, place and mode: how large the model was, how its ten
 came, and what became of it. RECORD_FAMILIES=1 has tests write it.
 """
 
+import fcntl
 import json
 import os
 from datetime import date
@@ -28,10 +29,12 @@ def record(family: str, place: str, mode: str, **facts: Any) -> None:
     """
     if os.environ.get("RECORD_FAMILIES") != "1":
         return
-    seen = read()
-    runs = seen.setdefault(family, {})
-    runs[f"{place} {mode}"] = facts | {"date": date.today().isoformat()}
-    write(seen)
+    with FILE.open() as lock:  # tests may run side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        seen = read()
+        runs = seen.setdefault(family, {})
+        runs[f"{place} {mode}"] = facts | {"date": date.today().isoformat()}
+        write(seen)
 
 
 def read() -> dict[str, dict[str, Any]]:
