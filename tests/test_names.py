@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.inflight.names import (
+    Neighbours,
     checkpoint_names,
     describe_unknown,
     matcher,
     nearest,
+    paired,
+    renaming,
     shared_suffix,
 )
 
@@ -63,10 +69,36 @@ def test_a_wrapped_model_meant_the_same_name_without_the_wrapper():
     assert near[0] == "model.layers.0.self_attn.q_proj.weight"
 
 
-def test_of_equal_suffixes_the_equal_shape_is_nearer_then_the_equal_dtype():
-    near = nearest("final.weight", [8], "bfloat16", MODEL, most=2)
-    assert near[0] == "model.norm.weight"
-    assert MODEL[near[1]][1] == "bfloat16"
+def test_a_letter_too_many_or_out_of_place_is_seen_through():
+    norms = ("input_layernorm", "post_attention_layernorm")
+    layers = {
+        f"model.layers.{layer}.{norm}.weight": ([8], "float32")
+        for layer in range(2)
+        for norm in norms
+    }
+    for typed in ("model.nrom.weight", "model.norm.wieght", "model.norms.weight"):
+        assert nearest(typed, [8], "float32", layers | MODEL) == ["model.norm.weight"]
+    typed = "model.layers.1.input_layernrom.weight"
+    assert nearest(typed, [8], "float32", layers | MODEL)[0] == (
+        "model.layers.1.input_layernorm.weight"
+    )
+
+
+def test_of_equally_similar_names_the_equal_shape_is_nearer_then_the_equal_dtype():
+    known = {
+        "a.weight": ([4], "bfloat16"),
+        "b.weight": ([8], "float32"),
+        "c.weight": ([8], "bfloat16"),
+    }
+    assert nearest("d.weight", [8], "bfloat16", known) == [
+        *("c.weight", "b.weight", "a.weight")
+    ]
+
+
+def test_one_of_the_same_layer_is_nearer_than_one_of_another():
+    near = nearest("model.layers.1.self_attn.q_prj.weight", None, None, MODEL)
+    assert near[0] == "model.layers.1.self_attn.q_proj.weight"
+    assert "model.layers.0.self_attn.q_proj.weight" not in near
 
 
 def test_a_name_that_is_like_nothing_has_no_neighbours():
@@ -87,3 +119,153 @@ def test_a_refusal_names_every_unknown_tensor_with_its_neighbours():
     first, second = text.split("; ")
     assert first.startswith("x.norm.weight (nearest: model.norm.weight")
     assert second == "rotary"
+
+
+# ------------------------------------------------------ what many have in common
+DEEP = {
+    **{
+        f"model.layers.{layer}.{name}.weight": ([8, 8], "bfloat16")
+        for layer in range(12)
+        for name in ("self_attn.q_proj", "mlp.up_proj", "input_layernorm")
+    },
+    "model.embed_tokens.weight": ([16, 8], "bfloat16"),
+    "model.norm.weight": ([8], "bfloat16"),
+    "lm_head.weight": ([16, 8], "bfloat16"),
+}
+INNER = [name for name in DEEP if name.startswith("model.")]
+
+
+@pytest.mark.parametrize(
+    ("sent", "num_made"),
+    [
+        ([f"module.{name}" for name in DEEP], len(DEEP)),
+        ([name.removeprefix("model.") for name in INNER], len(INNER)),
+        ([name.replace("model.", "transformer.") for name in INNER], len(INNER)),
+        ([name.replace("model.", "model.text.", 1) for name in INNER], len(INNER)),
+        ([name.replace(".weight", ".base_layer.weight") for name in DEEP], len(DEEP)),
+        ([f"{name}_orig" for name in DEEP], len(DEEP)),
+        ([f"{name}.data" for name in DEEP], len(DEEP)),
+        ([name.removesuffix(".weight") for name in DEEP], len(DEEP)),
+        ([*(f"module.{name}" for name in DEEP), "something.else"], len(DEEP)),
+    ],
+)
+def test_a_change_that_many_names_have_in_common_is_found_and_its_line_makes_it(
+    sent, num_made
+):
+    found = renaming(sent, DEEP)
+    assert found is not None
+    change, made = found
+    assert len(made) == num_made
+    line = change.line()
+    assert line is not None
+    make = eval(line.removeprefix("name_map="))
+    for name in made:
+        assert make(name) == change(name)
+        assert make(name) in DEEP
+    assert repr(change.old)[1:-1] in str(change)
+    assert repr(change.new)[1:-1] in str(change)
+
+
+def test_the_line_leaves_the_names_alone_that_are_right_already():
+    sent = [name.removeprefix("model.") for name in INNER]
+    change, _ = renaming(sent, DEEP)
+    line = change.line(kept=["lm_head.weight"])
+    make = eval(line.removeprefix("name_map="))
+    assert make("lm_head.weight") == "lm_head.weight"
+    assert {make(name) for name in sent} == set(INNER)
+    assert change.line(kept=DEEP) is None, "that would be no line"
+
+
+def test_names_of_another_model_have_no_change_in_common():
+    assert renaming(["vision.patch.bias", "audio.conv.1.beta"], DEEP) is None
+    assert renaming(["module.model.norm.weight"], DEEP) is None, "one is not many"
+    assert renaming([], DEEP) is None
+
+
+# ------------------------------------------------------------ a name for every one
+def specs(named):
+    return [(name, *fact) for name, fact in named.items()]
+
+
+def test_every_tensor_is_paired_with_the_name_whose_ending_it_has():
+    sent = {f"module.{name}": fact for name, fact in DEEP.items()}
+    pairing = paired(specs(sent), DEEP)
+    assert pairing.name_map == {f"module.{name}": name for name in DEEP}
+    assert not pairing.ambiguous and not pairing.unmatched
+
+
+def test_names_that_the_model_has_are_left_alone_and_are_nobody_elses():
+    sent = DEEP | {"other.norm.weight": ([8], "bfloat16")}
+    pairing = paired(specs(sent), DEEP)
+    assert pairing.name_map == {}
+    assert pairing.unmatched == ["other.norm.weight"]
+
+
+def test_what_has_another_shape_or_is_no_such_number_is_not_meant():
+    known = {"a.weight": ([8], "bfloat16"), "b.weight": ([4], "int8")}
+    pairing = paired([("x.weight", [8], "float32")], known)
+    assert pairing.name_map == {"x.weight": "a.weight"}
+    assert paired([("x.weight", [4], "float32")], known).unmatched == ["x.weight"]
+    assert paired([("x.bias", [8], "float32")], known).unmatched == ["x.bias"]
+
+
+def test_a_shape_or_dtype_that_is_not_known_fits_any():
+    known = {"a.weight": (None, None), "b.bias": ([4], None)}
+    sent = [("x.weight", [8], "float32"), ("y.bias", [4], "int8")]
+    assert paired(sent, known).name_map == {"x.weight": "a.weight", "y.bias": "b.bias"}
+
+
+def test_among_names_of_one_ending_and_shape_the_dtype_decides_or_nobody():
+    known = {"a.weight": ([8], "bfloat16"), "b.weight": ([8], "float32")}
+    assert paired([("x.weight", [8], "float32")], known).name_map == {
+        "x.weight": "b.weight"
+    }
+    pairing = paired([("x.weight", [8], "float16")], known)
+    assert pairing.ambiguous == {"x.weight": ["a.weight", "b.weight"]}
+
+
+def test_two_tensors_that_could_mean_one_name_are_both_ambiguous():
+    known = {"model.norm.weight": ([8], "bfloat16")}
+    sent = [(f"{x}.norm.weight", [8], "bfloat16") for x in "xy"]
+    pairing = paired(sent, known)
+    assert pairing.name_map == {}
+    assert pairing.ambiguous == {name: ["model.norm.weight"] for name, *_ in sent}
+    # But one with a longer ending in common means it more.
+    nearer = ("z.model.norm.weight", [8], "bfloat16")
+    pairing = paired([*sent, nearer], known)
+    assert pairing.name_map == {"z.model.norm.weight": "model.norm.weight"}
+    assert pairing.unmatched == [name for name, *_ in sent]
+
+
+@given(
+    st.dictionaries(DOTTED, st.tuples(st.sampled_from([[1], [2]]), st.just("int8"))),
+    st.dictionaries(DOTTED, st.tuples(st.sampled_from([[1], [2]]), st.just("int8"))),
+)
+def test_a_pairing_is_one_to_one_and_leaves_nobody_out(sent, known):
+    pairing = paired(specs(sent), known)
+    strange = {name for name in sent if name not in known}
+    told = [*pairing.name_map, *pairing.ambiguous, *pairing.unmatched]
+    assert sorted(told) == sorted(strange)
+    meant = list(pairing.name_map.values())
+    assert len(meant) == len(set(meant))
+    assert set(meant) <= known.keys() - sent.keys()
+
+
+def test_a_hundred_thousand_names_are_compared_in_seconds():
+    known = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": ([8], "bfloat16")
+        for layer in range(94)
+        for expert in range(320)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    began = time.process_time()
+    neighbours = Neighbours(known)
+    for layer in range(12):
+        typed = f"model.layers.{layer}.mlp.experts.7.gate_prj.weight"
+        (near, *_) = neighbours.nearest(typed, [8], "bfloat16")
+        assert near == typed.replace("prj", "proj")
+    change, made = renaming([f"module.{name}" for name in known], known)
+    assert change.old == "module" and len(made) == len(known)
+    pairing = paired([(f"module.{n}", *fact) for n, fact in known.items()], known)
+    assert len(pairing.name_map) == len(known)
+    assert time.process_time() - began < 60

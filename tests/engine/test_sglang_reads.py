@@ -48,6 +48,23 @@ def test_what_is_no_number_of_json_is_read_as_null(
     assert rows == [norm[0].item(), None, None, norm[3].item()]
 
 
+def test_a_trainer_may_ask_for_the_names_that_it_may_send(
+    door: Door, folders: dict[str, Path]
+) -> None:
+    told = door.get("/weight_names")
+    served = tensors(folders["old"])
+    assert (told["of"], told["num_tensors"]) == ("checkpoint", len(served))
+    assert {each["name"]: each for each in told["tensors"]} == {
+        name: {
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
+        for name, tensor in served.items()
+    }
+    assert door.client.get("/weight_names", params={"of": "model"}).status_code == 400
+
+
 @pytest.mark.parametrize(
     "body",
     [

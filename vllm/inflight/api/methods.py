@@ -5,6 +5,7 @@ the same coroutines.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from vllm.inflight.api.control import Control
@@ -13,6 +14,7 @@ from vllm.inflight.api.door import AsyncDoor, Reply, SyncDoor, run_sync
 from vllm.inflight.api.fields import opening
 from vllm.inflight.api.journal import restore
 from vllm.inflight.errors import Malformed
+from vllm.inflight.stage.catalogue import unpacked
 
 
 def control_of(engine: Any) -> Control:
@@ -283,6 +285,30 @@ async def weight_info(self: Any) -> Reply:
 
     """
     return await control_of(self).info()
+
+
+async def weight_names(self: Any) -> Reply:
+    """Name, shape and dtype of every tensor that an update may bring.
+
+    They are those of the checkpoint that the engine started from. Of an engine that
+    loaded none they are what its parameters are called in one; the shape of a fused or
+    sharded parameter is then None.
+
+    Args:
+        self: the engine.
+
+    Returns:
+        That of `GET /weight_names`: `of`, `num_tensors`, `tensors`.
+
+    Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
+
+    """
+    first, *_ = await control_of(self).ask("names")
+    if hasattr(self, "llm_engine"):
+        return unpacked(first["catalogues"])
+    # A hundred thousand names would hold the event loop up.
+    return await asyncio.to_thread(unpacked, first["catalogues"])
 
 
 def blocking(method: Any) -> Any:

@@ -5,16 +5,21 @@ Upstream has some of these paths in its development mode only, without a key.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from fastapi import Response
+
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
 from vllm.inflight.api.kv_cache import release_kv_cache
 from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.methods import weight_names as names_of
 from vllm.inflight.errors import Conflict, Malformed
+from vllm.inflight.stage.catalogue import dumped
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 
@@ -78,6 +83,15 @@ async def weight_version(engine: Any, body: dict[str, Any]) -> Reply:
     """The label of what is served."""
     info = await control_of(engine).info()
     return {"weight_version": info["weight_version"]}
+
+
+async def weight_names(engine: Any, body: dict[str, Any]) -> Response:
+    """Name, shape and dtype of every tensor that an update may bring."""
+    Fields(body).only()
+    told = await names_of(engine)
+    # In a thread, and in pieces: streams go on meanwhile.
+    content = await asyncio.to_thread(dumped, told)
+    return Response(content, media_type="application/json")
 
 
 async def model_info(engine: Any, body: dict[str, Any]) -> Reply:
@@ -260,6 +274,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/get_weight_version"): weight_version,
     ("GET", "/model_info"): model_info,
     ("GET", "/get_model_info"): model_info,
+    ("GET", "/weight_names"): weight_names,
     ("POST", "/get_weights_by_name"): get_weights_by_name,
     ("GET", "/get_weights_by_name"): get_weights_by_name,
     ("POST", "/weights_checker"): weights_checker,
@@ -270,4 +285,4 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/reset_prefix_cache"): reset_prefix_cache,
     ("GET", "/server_info"): server_info,
 }
-"""SGLang's, then upstream's."""
+"""SGLang's, among which is what a trainer asks first, then upstream's."""

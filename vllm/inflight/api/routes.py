@@ -258,8 +258,8 @@ def check_routing(app: FastAPI) -> None:
 
 def _endpoint(
     handler: Handler, largest: int, rates: rate.Rate
-) -> Callable[[Request], Awaitable[JSONResponse]]:
-    async def endpoint(request: Request) -> JSONResponse:
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
         try:
             caller = auth.check(request)
             if rates.is_limited:
@@ -268,7 +268,8 @@ def _endpoint(
             # Path, query and body as one object.
             body = {**request.query_params, **said, **request.path_params}
             engine = request.app.state.engine_client
-            return JSONResponse(await handler(engine, body))
+            answer = await handler(engine, body)
+            return answer if isinstance(answer, Response) else JSONResponse(answer)
         except InflightError as error:
             refusal = {"success": False, "message": error.message}
             after = error.retry_after_s

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
+from vllm.inflight.stage.catalogue import CHECKPOINT
 
 logger = upstream.init_logger(__name__)
 
@@ -171,6 +172,21 @@ def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     return {"rows": found[0]}
 
 
+def names(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """What a trainer may send, packed by each rank; see stage/catalogue.py.
+
+    Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
+
+    """
+    del body
+    gate.ranks.require_staging()
+    catalogues = _read(gate, "names")
+    # All ranks of an engine started from one checkpoint, and tell all of it.
+    is_whole = catalogues[0]["of"] == CHECKPOINT
+    return {"catalogues": catalogues[:1] if is_whole else catalogues}
+
+
 def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
     """The parts of a stage's ranks as one; raises `EngineFault` if copies differ."""
     if parts[0]["dim"] is None:
@@ -220,6 +236,7 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "release_kv_cache": release_kv_cache,
     "checksums": checksums,
     "rows": rows,
+    "names": names,
     "source": source,
     "journal": journal,
     "miss": lambda gate, body: gate.updates.miss(body),

@@ -142,6 +142,7 @@ METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.restore_weights: (None, None),
     methods.weight_update_status: (None, None),
     methods.weight_info: (None, None),
+    methods.weight_names: (None, None),
     pipelinerl.pause_and_update: (None, None),
 }
 """Method → upstream's parameters on (AsyncLLM, LLM); None where upstream has none."""

@@ -51,6 +51,7 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
     reads: dict[str, Callable[..., Any]] = {
         "checksums": readout.checksums,
         "rows": readout.rows,
+        "names": lambda worker: worker._inflight_stager.names(),
     }
 
     def read() -> Any:

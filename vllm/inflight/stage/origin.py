@@ -13,6 +13,7 @@ the new one passes it over as well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,7 @@ from typing import Any, Self
 from huggingface_hub import snapshot_download
 
 from vllm.inflight.errors import Malformed
+from vllm.inflight.names import Known
 from vllm.inflight.update import DRAFT
 from vllm.inflight.wire.tensor_files import TensorFiles
 
@@ -36,11 +38,17 @@ class Origin:
 
     Args:
         shapes: name → shape; None, where files of a folder do not agree.
+        dtypes: name → dtype (like `bfloat16`), of those whose dtype is known.
 
     """
 
-    def __init__(self, shapes: Mapping[str, Shape | None]) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape | None],
+        dtypes: Mapping[str, str] | None = None,
+    ) -> None:
         self._shapes = shapes
+        self._dtypes = dtypes or {}
 
     @classmethod
     def of(cls, vllm_config: Any) -> Self:
@@ -53,14 +61,16 @@ class Origin:
         # If nothing was loaded, the model need not be what is in the folder.
         is_other = loading.load_format == "dummy" and configs[""].hf_overrides
         shapes: dict[str, Shape | None] = {}
+        dtypes: dict[str, str] = {}
         if is_other or loading.load_format in OF_RANKS:
             return cls(shapes)
         for prefix, config in configs.items():
             for file in _files(config, loading.download_dir) if config else ():
-                for name, shape in _tensors(file):
+                for name, shape, dtype in _tensors(file):
                     agrees = shapes.setdefault(prefix + name, shape) == shape
                     shapes[prefix + name] = shape if agrees else None
-        return cls(shapes)
+                    dtypes.setdefault(prefix + name, dtype)
+        return cls(shapes, dtypes)
 
     def __len__(self) -> int:
         return len(self._shapes)
@@ -71,6 +81,11 @@ class Origin:
     def shape(self, name: str) -> Shape | None:
         """The shape that a tensor had; None if it had none, or more than one."""
         return self._shapes.get(name)
+
+    @functools.cached_property
+    def known(self) -> Known:
+        """Every name, with the shape and dtype that its tensor had."""
+        return {n: (shape, self._dtypes.get(n)) for n, shape in self._shapes.items()}
 
 
 def _files(config: Any, cache: str | None) -> list[Path]:
@@ -90,10 +105,11 @@ def _files(config: Any, cache: str | None) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _tensors(file: Path) -> Iterable[tuple[str, Shape]]:
+def _tensors(file: Path) -> Iterable[tuple[str, Shape, str]]:
     try:
         with TensorFiles([file]) as opened:
             told = opened.announced
-            return zip(told.names, told.shapes, strict=True)
+            dtypes = (str(dtype).removeprefix("torch.") for dtype in told.dtypes)
+            return list(zip(told.names, told.shapes, dtypes, strict=True))
     except Malformed:
         return ()  # it has been replaced, or is being written

@@ -19,6 +19,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.catalogue import catalogue
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.drift import drift
 from vllm.inflight.stage.job import Job
@@ -57,6 +58,8 @@ class Stager:
         self._board: Board | None = None
         self._job: Job | None = None
         self._num_kept = 0
+        self._catalogue: dict[str, Any] | None = None
+        """What a trainer may send, packed; None before the ranks are attached."""
         self._stream: torch.cuda.Stream | None = None
         if worker.device.type == "cuda":
             # A thread begins on the default stream, which waits for all others.
@@ -79,6 +82,10 @@ class Stager:
         config = upstream.WeightTransferConfig(backend=backend)
         worker = self.worker
         return kind(config, worker.vllm_config, worker.device, self.shadow.module)
+
+    def names(self) -> dict[str, Any] | None:
+        """What a trainer may send; see catalogue.py."""
+        return self._catalogue
 
     @contextmanager
     def lane(self) -> Iterator[None]:
@@ -108,6 +115,10 @@ class Stager:
     def attach(self, board_path: str, num_ranks: int) -> dict[str, Any]:
         """Open the board; tell what this rank can do."""
         self._board = Board(board_path, num_ranks)
+        if self.shadow.reason is None:
+            parallel = self.worker.vllm_config.parallel_config
+            is_cut = parallel.tensor_parallel_size > 1
+            self._catalogue = catalogue(self.shadow, is_cut=is_cut)
         return {
             "rank": self.worker.rank,
             "reason": self.shadow.reason,
