@@ -22,7 +22,13 @@ from vllm.inflight import cli, patch
 from vllm.inflight.api.flags import GROUP, add_flags
 from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig
-from vllm.inflight.errors import BY_CODE, ConfigError, InflightError, UpstreamChanged
+from vllm.inflight.errors import (
+    BY_CODE,
+    CAUSES,
+    ConfigError,
+    InflightError,
+    UpstreamChanged,
+)
 from vllm.inflight.patch import api as doors
 from vllm.inflight.update import ACTIVE, MOVES, PAUSE_MOVES, STRICTNESS
 
@@ -107,6 +113,12 @@ def errors() -> str:
     return table(["code", "HTTP", "what happened", "what to do"], rows)
 
 
+def causes() -> str:
+    """Why tensors of an update are refused."""
+    rows = ([code(cause), *told] for cause, told in CAUSES.items())
+    return table(["cause", "what happened", "what to do"], rows)
+
+
 def patches() -> str:
     """Every change to upstream, by the place where it is made."""
     header = ["target", "parameters expected", "why", "goes when"]
@@ -189,7 +201,7 @@ def upstream_faults() -> str:
 TABLES: dict[str, list[Callable[[], str]]] = {
     "cli.md": [flags, commands],
     "config.md": [fields, environment],
-    "errors.md": [errors],
+    "errors.md": [errors, causes],
     "how-it-works.md": [moves],
     "http.md": [routes],
     "patches.md": [patches],

@@ -268,7 +268,7 @@ def test_what_is_read_for_the_host_of_a_gpu_is_read_by_several(
 ) -> None:
     seen: list[int] = []
 
-    def read(files: list[Path], num_threads: int) -> Iterator[Any]:
+    def read(files: list[Path], num_threads: int, *how: Any) -> Iterator[Any]:
         seen.append(num_threads)
         yield from ()
 

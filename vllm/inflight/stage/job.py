@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.built_in import require_same, require_same_config
+from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.coverage import tally
 from vllm.inflight.stage.derived import derive
 from vllm.inflight.stage.intake import Intake
@@ -34,7 +36,9 @@ from vllm.inflight.stage.pace import pace_of
 from vllm.inflight.stage.quantised import require_same_numbers
 from vllm.inflight.stage.remainder import beside, carry, retie
 from vllm.inflight.update import Manifest
+from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.local import LocalEngine, LocalUpdateInfo
 from vllm.inflight.wire.nccl import still_writes
 
 POLL_S = 0.02
@@ -60,6 +64,8 @@ class Job(threading.Thread):
         self._before: list[Job] = predecessor.alive() if predecessor else []
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._intake: Intake | None = None
+        self._sources: dict[str, str | None] = {}
+        """The paths that all of it is read from, if it is read from files alone."""
         self._transport: Any = None
         self._transport_open = False
         self._notice: dict[str, Any] = {"serial": serial, "state": "open"}
@@ -134,11 +140,7 @@ class Job(threading.Thread):
                 "a broadcast of an aborted update has not ended on the GPU and may "
                 "still write; if this stays so, restart the engine"
             )
-        # From here on the set served before is gone: this is the first write.
-        self._stager.open()
-        self._notice["state"] = "staging"
-        self._post()
-        self._shadow.prepare()
+        self._sources = payload["sources"]
         self._intake = Intake(
             self._shadow,
             manifest,
@@ -147,10 +149,20 @@ class Job(threading.Thread):
             cancelled=self._is_cancelled,
             progress=self._progress,
         )
+        announced = manifest.tensors.values()
+        if announced:  # by names alone: nothing has been touched yet
+            self._intake.foresee(announced, are_all=True, asks=False)
+        # From here on the set served before is gone: this is the first write.
+        self._stager.open()
+        self._notice["state"] = "staging"
+        self._post()
+        self._shadow.prepare()
         self._transport.start_weight_update()
         self._transport_open = True
         is_ours = isinstance(self._transport, StagedEngine)
         self._intake.coverage.watch(self._intake.load_weights, at_once=not is_ours)
+        if announced:
+            self._intake.foresee(announced, are_all=True)
 
     def _receive(self, payload: Any) -> None:
         if isinstance(payload, list):
@@ -172,10 +184,13 @@ class Job(threading.Thread):
             folder = self._transport.folder_of(info)
             if folder is not None:
                 require_same_config(folder, self._worker.vllm_config.model_config)
+        if isinstance(self._transport, LocalEngine):
+            self._transport.announce = partial(self._foresee, info)
         # Not update_weights(): that ends in a device-wide wait.
         self._transport.receive_weights(info)
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
+        self._intake.require_taken()
         self._notice["parameters"] = tally(self._intake.coverage.fills)
 
     def _seal(self, _: Any) -> None:
@@ -189,6 +204,7 @@ class Job(threading.Thread):
             shadow.behind.update(beside(shadow, begun))
         self._transport.finish_weight_update()
         self._transport_open = False
+        intake.require_finite()
         require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
         retie(shadow, begun)
         try:
@@ -199,7 +215,9 @@ class Job(threading.Thread):
             self._stager.drain()
         intake.coverage.unwatch()
         base = sent.of_target()
-        whole = base.over(self._stager.served) if intake.is_partial else base
+        whole: Content | None = base
+        if intake.is_partial:
+            whole = base.over(self._stager.served, intake.is_spare)
         self._notice |= {
             "state": "staged",
             "drift": self._stager.staged(whole),
@@ -208,6 +226,18 @@ class Job(threading.Thread):
             "unfilled": intake.unfilled,
             "bytes": intake.num_bytes,
         }
+
+    def _foresee(self, info: LocalUpdateInfo, announced: Announcement) -> None:
+        """Judge what the headers of files say, before their tensors are read."""
+        assert self._intake is not None
+        is_drafters = self._intake.is_drafters
+        source = self._sources["draft" if info.draft else "path"]
+        self._intake.foresee_files(
+            announced,
+            are_all=info.path is not None
+            and info.path == source
+            and info.draft == is_drafters,
+        )
 
     def _between(self, num_carried: int) -> None:
         """Between two tensors that are carried over; their bytes so far."""
@@ -260,9 +290,10 @@ class Job(threading.Thread):
 
     def _leave(self, error: InflightError) -> None:
         """Clean up after a failure, then tell; the live weights were never touched."""
+        intake = self._intake
         try:
-            if self._intake is not None:
-                self._intake.coverage.unwatch()
+            if intake is not None:
+                intake.coverage.unwatch()
                 if not isinstance(self._transport, StagedEngine):
                     # It may have written past the door, where nobody watches.
                     self._shadow.behind.update(self._shadow.required)
@@ -274,8 +305,14 @@ class Job(threading.Thread):
         except Exception:
             logger.exception("cleaning up after update %d failed", self.serial)
         self._notice |= {"state": "failed", "error": error.to_dict()}
-        self._notice.pop("unfilled", None)  # so many that it may not have fitted
-        self._post()
+        # All names: an error has only the first, and every rank may have others.
+        self._notice["named"] = getattr(error, "named", {})
+        self._notice["unfilled"] = [] if intake is None else intake.unfilled
+        try:
+            self._post()
+        except ValueError:  # there are so many names that they do not fit
+            del self._notice["named"], self._notice["unfilled"]
+            self._post()
 
     def _is_cancelled(self) -> bool:
         return self._board.cancelled() >= self.serial

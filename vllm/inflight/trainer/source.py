@@ -64,7 +64,8 @@ def tensors(source: Source) -> Iterator[Pair]:
         if not isinstance(tensor, torch.Tensor):
             if name.endswith("_extra_state"):
                 continue  # what modules keep beside their weights
-            raise Malformed(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+            kind = type(tensor).__name__
+            raise Malformed(f"{name!r} has the type {kind}, and is not a tensor")
         for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
         gather = getattr(tensor, "full_tensor", None)

@@ -28,7 +28,7 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Malformed
 from vllm.inflight.update import drafters
-from vllm.inflight.wire.announcement import Pair
+from vllm.inflight.wire.announcement import Announcement, Pair
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.file_reader import (
     BUCKET_BYTES,
@@ -100,6 +100,9 @@ class LocalEngine(StagedEngine):
     init_info_cls = LocalInitInfo
     update_info_cls = LocalUpdateInfo
 
+    announce: Callable[[Announcement], None] = staticmethod(lambda announced: None)
+    """Told what the headers of files say before a tensor is read; what it raises ends
+    that. Set by whoever receives."""
     _reader: FileReader | None = None
 
     def init_transfer_engine(self, init_info: LocalInitInfo) -> None:
@@ -129,8 +132,9 @@ class LocalEngine(StagedEngine):
         if not self.fills_gpu or not self._load_in_buckets(files, rename):
             # Closed here: who is told of an error holds frames, and they what is open.
             num = num_threads(self.device, self.vllm_config.parallel_config)
-            with contextlib.closing(read_files(files, num)) as pairs:
-                self.model.load_weights((rename(name), each) for name, each in pairs)
+            reading = read_files(files, num, rename, self.announce)
+            with contextlib.closing(reading) as pairs:
+                self.model.load_weights(pairs)
 
     def shutdown(self) -> None:
         """Let the host's page-locked memory go."""
@@ -152,6 +156,7 @@ class LocalEngine(StagedEngine):
         """Load by a reader; whether there was memory for that."""
         watch = Watch(math.inf, lambda: self.cancelled())  # the update has a deadline
         with TensorFiles(files, rename) as opened:
+            self.announce(opened.announced)
             reader = self._reader
             try:
                 # To page-lock memory takes long, so it is kept. That of the buckets is
@@ -217,18 +222,24 @@ def _shards(index: Path) -> list[str]:
     return sorted(names)
 
 
-def read_files(files: list[Path], num_threads: int = 1) -> Generator[Pair]:
+def read_files(
+    files: list[Path],
+    num_threads: int = 1,
+    rename: Callable[[str], str] = str,
+    announce: Callable[[Announcement], None] = lambda announced: None,
+) -> Generator[Pair]:
     """Every tensor of `files`; raises `Malformed` naming a file that is broken.
 
     Where nobody looks into one any more, later ones are read into its memory. What is
     large is read by `num_threads` side by side.
     """
     with (
-        TensorFiles(files) as opened,
+        TensorFiles(files, rename) as opened,
         ThreadPoolExecutor(num_threads, "inflight-read") as readers,
     ):
         share = readers.map if num_threads > 1 else None
         announced = opened.announced
+        announce(announced)
         facts = zip(
             announced.names,
             announced.dtypes,
