@@ -41,6 +41,8 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 class FileTransport(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     """Loads a file into the model it was created with."""
 
+    hands_whole_tensors = True
+
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
 

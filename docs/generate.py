@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from docs import signatures
+from docs.families import families
 from docs.tables import code, first_line, table
-from vllm.inflight import cli, patch
+from vllm.inflight import cli, older, patch
 from vllm.inflight.api.flags import GROUP, add_flags
 from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig
@@ -149,6 +150,28 @@ def routes() -> str:
     return table(["method", "path", "what it does"], rows)
 
 
+def older_fields() -> str:
+    """Fields of other releases of vLLM."""
+    calls = (
+        ("`start_weight_update`", older.START),
+        ("`update_info` of `update_weights`", older.UPDATE_INFO),
+    )
+    rows = (
+        [
+            call,
+            code(name),
+            field.releases,
+            field.meaning,
+            ", ".join(code(json.dumps(v)) for v in (*field.harmless, None)),
+            field.remedy,
+        ]
+        for call, fields in calls
+        for name, field in fields.items()
+    )
+    header = ["of", "field", "vLLM", "what it says", "ignored", "instead"]
+    return table(header, rows)
+
+
 def moves() -> str:
     """Every legal move of an update."""
     rows = (
@@ -203,7 +226,8 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "config.md": [fields, environment],
     "errors.md": [errors, causes],
     "how-it-works.md": [moves],
-    "http.md": [routes],
+    "http.md": [routes, older_fields],
+    "models.md": [families],
     "patches.md": [patches],
     "pausing.md": [pauses],
     "python.md": [

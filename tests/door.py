@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.testclient import TestClient
 
 from vllm.inflight.api.routes import InflightEndpoints
 
@@ -35,6 +36,7 @@ class Engine:
         facts |= {"owner": None, "ends_on_waking": False}
         facts |= {"active": None, "num_running": 0, "num_waiting": 0, "paused": False}
         facts |= {"num_aborted": 0, "ranks": [], "rows": [], "dropped": {}}
+        facts |= {"unused": [], "tied": []}
         facts |= {
             "was_begun": False,
             "found": None,
@@ -61,3 +63,8 @@ def served(engine: Engine, **args: Any) -> FastAPI:
     app.state.engine_client = engine
     InflightEndpoints().attach_router(app)
     return app
+
+
+def caller(app: FastAPI, host: str = "127.0.0.1") -> TestClient:
+    """A client on the server's own host, which needs no key while none is set."""
+    return TestClient(app, base_url="http://localhost", client=(host, 1))

@@ -17,6 +17,7 @@ from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.places import Places
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.remainder import carry
+from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.spares import Spares
 from vllm.inflight.stage.stager import Stager
 from vllm.inflight.stage.twins import make_copy, put_twins
@@ -127,7 +128,10 @@ class Batches(InPlace):
     """As our own transports hand them over."""
 
     def batches(self):
-        yield [(name, tensor[:]) for name, tensor in self._named.items()]
+        yield [
+            (name, tensor if name in self.placed else tensor.view_as(tensor))
+            for name, tensor in self._named.items()
+        ]
 
 
 def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
@@ -139,6 +143,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         required={n: p.shape for n, p in second.named_parameters()},
         known_names={},
         asks_loader=True,
+        classifier=None,
         spares=Spares(),
         origin=Origin({}),
         may_idle=lambda name: False,
@@ -150,6 +155,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         is_reversible=True,
         plan=(plan := Plan()),
         place=plan.place,
+        load=lambda weights: type(second).load_weights(second, weights),
         behind=set(),
         quantised=set(),
         tables={},
@@ -165,30 +171,43 @@ class Sets:
         is_reversible: whether pages are exchanged; else one set is copied over the
             other, as with a second set in the host's memory.
         wrapped: whether adapters may be loaded beside the layers.
+        kind: makes a model, given what makes its memory.
+        first: the version that the engine starts with.
 
     """
 
     def __init__(
-        self, arena: Arena, *, is_reversible: bool = True, wrapped: bool = False
+        self,
+        arena: Arena,
+        *,
+        is_reversible: bool = True,
+        wrapped: bool = False,
+        kind: Callable[[Any], torch.nn.Module] = Model,
+        first: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self.arena = arena
-        self.live = Model(arena.empty)
-        self.live.load_weights(version(0).items())
+        first = version(0) if first is None else first
+        self.live = kind(arena.empty)
+        self.live.load_weights(first.items())
         arena.consolidate()
         arena.pair()
         if wrapped:
             for name in ("embed", "attention", "head"):
                 setattr(self.live, name, Wrapper(getattr(self.live, name)))
         with torch.device("meta"):
-            self.second = Model(torch.empty)
+            self.second = kind(torch.empty)
         put_twins(self.live, self.second, arena.twin if is_reversible else make_copy)
         self.shadow = shadow_of(self.live, self.second)
         self.shadow.is_reversible = is_reversible
         self.shadow.asks_loader = False
         self.shadow.known_names = {
-            n: (list(t.shape), "float32") for n, t in version(0).items()
+            n: (list(t.shape), str(t.dtype).removeprefix("torch."))
+            for n, t in first.items()
         }
-        worker: Any = SimpleNamespace(device=self.shadow.device)
+        worker: Any = SimpleNamespace(
+            device=self.shadow.device,
+            vllm_config=SimpleNamespace(additional_config={}),
+        )
         flip = arena.flip if is_reversible else self._copy
         self.stager = Stager(worker, self.shadow, lambda shadow: flip)
 
@@ -197,6 +216,7 @@ class Sets:
         self.stager.open()
         if self.shadow.is_reversible:
             self.arena.settle()
+        Shadow.prove(self.shadow, self.between)
         intake = Intake(
             self.shadow,
             Manifest(subset=tuple(subset)),

@@ -180,7 +180,13 @@ SEEING = {
         f"{DEEP}; experts",
         patch=16,
         deepstack_visual_indexes=[0, 1],
-        text={"num_experts": 4, "norm_topk_prob": True, **EXPERTS},
+        # No tensor of its experts is square: who transposes them is to be seen.
+        text={
+            "num_experts": 4,
+            "norm_topk_prob": True,
+            **EXPERTS,
+            "moe_intermediate_size": 96,
+        },
         **QWEN3,
     ),
     "qwen3_5_vl": a_qwen(

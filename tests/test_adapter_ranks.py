@@ -67,7 +67,10 @@ class Ranks:
     def __init__(self) -> None:
         self.managers = [Manager({"a": "A", "b": "B"}) for _ in range(2)]
         self.workers = [
-            SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+            SimpleNamespace(
+                model_runner=SimpleNamespace(lora_manager=manager),
+                vllm_config=SimpleNamespace(additional_config={}),
+            )
             for manager in self.managers
         ]
 
@@ -83,12 +86,6 @@ class Ranks:
 
 def request(path: str, number: int = 1, *, load_inplace: bool = True) -> LoRARequest:
     return LoRARequest("name", number, path, load_inplace=load_inplace)
-
-
-def read_from(manager: Manager, asked: LoRARequest) -> str:
-    """The files that an adapter is read from again, for a request that asked so."""
-    (again,) = adapter.last_loaded(manager, {asked})
-    return again.lora_path
 
 
 @pytest.fixture
@@ -125,17 +122,31 @@ def test_what_had_to_make_room_is_put_back(ranks):
     assert ranks.served == [{1: "A"}, {1: "A"}]
 
 
-def test_the_files_of_the_last_load_are_those_that_are_read_again(ranks):
-    asked = request("a", load_inplace=False)
+def test_what_is_needed_is_kept_when_it_makes_room_and_its_files_are_gone(ranks):
+    """As a step has it then, which asks upstream's manager."""
+    first = request("a", load_inplace=False)
+    load_everywhere(ranks, request("b", 2), needed=[adapter.key_of(first)])
+    assert ranks.served == [{2: "B"}, {2: "B"}]
+    for manager in ranks.managers:
+        manager.files.clear()
+    assert not load_everywhere(ranks, first, needed=[adapter.key_of(first)])
+    for manager in ranks.managers:
+        assert adapter.kept_or_read(manager, first, manager._load_adapter).text == "A"
+
+
+def test_what_is_not_needed_is_not_kept(ranks):
+    load_everywhere(ranks, request("b", 2), needed=())
+    for manager in ranks.managers:
+        assert list(adapter._kept(manager)) == [("name", 2)]
+
+
+def test_a_load_that_failed_keeps_what_was_kept(ranks):
+    first = request("a", load_inplace=False)
     ranks.managers[1].unfit = "B"
     with pytest.raises(EngineFault):
         load_everywhere(ranks, request("b"))
-    assert [read_from(manager, asked) for manager in ranks.managers] == ["a", "a"]
-    ranks.managers[1].unfit = ""
-    load_everywhere(ranks, request("b"))
-    assert [read_from(manager, asked) for manager in ranks.managers] == ["b", "b"]
-    adapter.let_go(ranks.managers[0], 1)
-    assert [read_from(manager, asked) for manager in ranks.managers] == ["a", "b"]
+    for manager in ranks.managers:
+        assert adapter.kept_or_read(manager, first, manager._load_adapter).text == "A"
 
 
 def test_what_was_on_no_rank_before_is_on_none_after_a_failure():

@@ -54,3 +54,17 @@ def test_a_stamp_tells_of_adapters_that_requests_have_and_of_no_others():
     del requests["r"]
     adapters.load(LoRARequest("y", 1, "/y"))
     assert adapters.replaced == ()
+
+
+def test_a_request_has_its_adapter_from_the_files_of_the_last_load():
+    adapters = Adapters({})
+    asked, later = LoRARequest("x", 1, "/a"), LoRARequest("x", 1, "/b")
+    assert adapters.from_last_files(asked) is asked
+    adapters.note_files(LoRARequest("x", 1, "/b", load_inplace=True))
+    for request in (asked, later):
+        found = adapters.from_last_files(request)
+        assert (found.lora_path, found.load_inplace) == ("/b", False)
+    again = LoRARequest("x", 1, "/c", load_inplace=True)
+    assert adapters.from_last_files(again) is again
+    adapters.drop(1)
+    assert adapters.from_last_files(asked) is asked

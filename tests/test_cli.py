@@ -177,11 +177,23 @@ def test_the_rust_front_end_is_judged_as_at_start_up(monkeypatch, rust, allowed,
 
 @pytest.mark.parametrize("admin, api", [("s3cret", ""), ("", "s3cret"), ("", "")])
 def test_a_key_is_reported_as_set_and_never_shown(monkeypatch, admin, api):
-    monkeypatch.setenv(ADMIN_KEY_ENV, admin)
-    monkeypatch.setenv("VLLM_API_KEY", api)
+    for variable, key in {ADMIN_KEY_ENV: admin, "VLLM_API_KEY": api}.items():
+        monkeypatch.setenv(variable, key) if key else monkeypatch.delenv(
+            variable, False
+        )
     finding = doctor._admin_key()
     assert finding.found.startswith("set" if admin else "not set")
     assert "s3cret" not in finding.found
+
+
+@pytest.mark.parametrize("variable", [ADMIN_KEY_ENV, "VLLM_API_KEY"])
+def test_a_key_that_no_client_can_send_is_reported(monkeypatch, variable):
+    monkeypatch.delenv(ADMIN_KEY_ENV, raising=False)
+    monkeypatch.setenv(variable, "s3cret\n")
+    finding = doctor._admin_key()
+    assert finding.state is State.WRONG and finding.remedy
+    assert variable in finding.found
+    assert "s3cret" not in f"{finding.found}{finding.remedy}"
 
 
 # The command line

@@ -13,8 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.inflight.api.flags import GROUP, add_flags
-from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig, admin_key
+from vllm.inflight.config import (
+    ADMIN_KEY_ENV,
+    API_KEY_ENV,
+    InflightConfig,
+    admin_key,
+)
 from vllm.inflight.errors import ConfigError
+from vllm.inflight.patch import apply_all
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 KNOBS = dataclasses.fields(InflightConfig)
@@ -32,7 +38,7 @@ BAD = [
         ["shared"],
         "one of versioned, versioned:K, versioned:auto, shared",
     ),
-    ("verify", True, "one of digest, off"),
+    ("verify", True, "one of digest, served, off"),
     ("allowed_paths", ["/models"], "a string"),
     ("allowed_paths", "models", "absolute"),
     ("update_deadline_s", 0.0, "a number from 0.1 to 86400"),
@@ -204,13 +210,57 @@ def test_the_admin_key_goes_into_the_environment_and_nowhere_else(parser, monkey
     assert "s3cret" not in repr(vars(args))
 
 
-def test_an_empty_admin_key_is_refused(parser, capsys):
+@pytest.fixture
+def servers_parser() -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    apply_all()
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+UNUSABLE = ["", " ", "\t\n", "key\n", " key"]
+
+
+@pytest.mark.parametrize("key", UNUSABLE)
+@pytest.mark.parametrize("flag", ["--inflight-admin-key", "--api-key"])
+def test_a_key_that_no_client_can_send_is_refused(servers_parser, capsys, flag, key):
+    before = dict(os.environ)
     with pytest.raises(SystemExit):
-        parser.parse_args(["--inflight-admin-key", ""])
-    assert "the key is empty" in capsys.readouterr().err
+        servers_parser.parse_args([flag, key])
+    assert "leave it out" in (told := capsys.readouterr().err) or "remove them" in told
+    assert flag in told
+    assert dict(os.environ) == before
 
 
-def test_an_empty_variable_is_no_key(monkeypatch):
+def test_one_blank_key_among_several_is_refused(servers_parser):
+    with pytest.raises(SystemExit):
+        servers_parser.parse_args(["--api-key", "a", ""])
+    given = servers_parser.parse_args(["--api-key", "a", "b"])
+    assert given.api_key == ["a", "b"]
+
+
+@pytest.mark.parametrize("key", UNUSABLE)
+def test_a_variable_that_is_set_and_cannot_be_a_key_ends_the_start(monkeypatch, key):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    apply_all()
+    args = EngineArgs(model="/nowhere")
+    for variable, usages in {
+        ADMIN_KEY_ENV: ("LLM_CLASS", "OPENAI_API_SERVER"),
+        API_KEY_ENV: ("OPENAI_API_SERVER", "API_SERVER"),
+    }.items():
+        monkeypatch.setenv(variable, key)
+        for usage in usages:
+            with pytest.raises(ConfigError, match=f"^{variable} .* key"):
+                args.create_engine_config(UsageContext[usage])
+            with pytest.raises(ConfigError, match=f"^{variable} .* key"):
+                args.create_engine_config(usage_context=UsageContext[usage])
+        monkeypatch.delenv(variable)
+
+
+def test_a_trainer_takes_an_empty_variable_for_no_key(monkeypatch):
     monkeypatch.setenv(ADMIN_KEY_ENV, "")
     assert admin_key() is None
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from docs import signatures
+from tests import families_seen
+from tests.engine.test_in_place import UNPLAYED
 from tests.families import FAMILIES, UNPROVED
 from tests.seeing import SEEING
 from vllm.inflight import trainer
@@ -78,20 +80,21 @@ def test_the_limits_name_every_quantised_layer_that_is_let_through():
     assert on_ranks == PROVED_ON_RANKS
 
 
-def test_the_models_page_names_every_family_that_is_tested():
-    rows = [r.split("|") for r in (DOCS / "models.md").read_text().splitlines()]
-    told = {
-        row[1].strip(" `"): row[2].strip()
-        for row in rows
-        if len(row) == 6 and row[3].strip() == "yes"
-    }
-    tested = {
-        family.architecture: family.particular
-        for name, family in (FAMILIES | SEEING).items()
-        if name not in UNPROVED
-    }
+VARIANT = "mixtral_unrouted"
+"""Of a family that is in the table."""
+
+
+def test_there_is_a_record_of_every_family_that_is_tested():
+    seen = families_seen.read()
     assert not FAMILIES.keys() & SEEING.keys(), "one would hide the other"
-    assert told == tested
+    known = FAMILIES | SEEING
+    assert seen.keys() <= known.keys()
+    tested = {name for name in known if name not in (*UNPROVED, VARIANT)}
+    on_cpus = {n: runs["cpu eager"] for n, runs in seen.items() if "cpu eager" in runs}
+    assert {n for n, run in on_cpus.items() if run["result"] == "equal"} == tested
+    played = {name for name, runs in seen.items() if "host eager" in runs}
+    assert played == FAMILIES.keys() - {*UNPLAYED, VARIANT}
+    assert {runs["host eager"]["result"] for runs in map(seen.get, played)} == {"equal"}
 
 
 @pytest.mark.parametrize("name, body", snippets("python"))
@@ -185,3 +188,31 @@ def test_no_page_has_a_hole():
     for page in PAGES:
         for word in ("TODO", "TBD", "FIXME", "XXX", "lorem"):
             assert word not in page.read_text(), f"{page.name}: {word}"
+
+
+CODE = re.compile(
+    r"(?:\b[45]\d\d|\b(?:refused|answer(?:s|ed)?|end(?:s|ed)?) (?:as|with))"
+    r"\s+(?:an?\s+|[45]\d\d\s+)?`(\w+)`"
+)
+"""An error code, where a page says what a call is answered with."""
+
+
+def test_every_error_that_a_page_names_exists():
+    named = {
+        (page.name, code) for page in PAGES for code in CODE.findall(page.read_text())
+    }
+    assert {code for _, code in named} >= {"pause_conflict", "update_in_progress"}
+    assert {(page, code) for page, code in named if code not in BY_CODE} == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "refused as `no_such`",
+        "is 409\n`no_such`",
+        "ends with an `no_such`",
+        "answered with 503 `no_such`",
+    ],
+)
+def test_a_code_is_found_however_a_page_names_it(text):
+    assert CODE.findall(text) == ["no_such"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
-from tests.door import Engine, served
+from tests.door import Engine, caller, served
 from vllm.inflight.errors import Malformed
 from vllm.inflight.update import Manifest
 
@@ -45,7 +44,7 @@ def test_a_flag_in_words_is_a_flag(path, body, field, said, meant):
     for sent in ({"json": body | {field: said}}, {"params": {field: said}}):
         engine = Noting()
         sent = {"json": body} | sent
-        TestClient(served(engine), client=("127.0.0.1", 1)).post(path, **sent)
+        caller(served(engine)).post(path, **sent)
         assert engine.values_of(field) == [meant]
 
 
@@ -53,7 +52,7 @@ def test_a_flag_in_words_is_a_flag(path, body, field, said, meant):
 @pytest.mark.parametrize("said", ["no", "", 0, 1, [], {}])
 def test_what_is_neither_true_nor_false_is_refused(path, body, field, said):
     engine = Noting()
-    door = TestClient(served(engine), client=("127.0.0.1", 1))
+    door = caller(served(engine))
     reply = door.post(path, json=body | {field: said})
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "malformed")
     assert field in reply.json()["message"]
@@ -67,7 +66,7 @@ def test_the_ranks_of_one_engine_are_asked_for_in_any_word_for_no(said, size):
     engine = Engine()
     parallel = engine.vllm_config.parallel_config
     parallel.world_size, parallel.world_size_across_dp = 2, 8
-    door = TestClient(served(engine), client=("127.0.0.1", 1))
+    door = caller(served(engine))
     asked = {"include_dp": said} if said else {}
     assert door.get("/get_world_size", params=asked).json() == {"world_size": size}
     refused = door.get("/get_world_size", params={"include_dp": "maybe"})
@@ -87,7 +86,7 @@ def test_what_is_empty_and_of_another_kind_is_not_taken_for_what_is_left_out(
 ):
     for value in empty:
         engine = Engine()
-        door = TestClient(served(engine), client=("127.0.0.1", 1))
+        door = caller(served(engine))
         reply = door.post(path, json=body | {field: value})
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "malformed")
         assert not {"abort_requests", "checksums", "begin"} & set(engine.asked)
@@ -97,7 +96,7 @@ def test_what_is_empty_and_of_another_kind_is_not_taken_for_what_is_left_out(
 @pytest.mark.parametrize("value", ["", 0, False, []])
 def test_an_empty_subset_is_not_taken_for_a_whole_version(field, value):
     engine = Noting()
-    door = TestClient(served(engine), client=("127.0.0.1", 1))
+    door = caller(served(engine))
     body = {"path": "x", "subset": ["a"]} | {field: value}
     door.post("/update_weights_from_disk", json=body)
     (manifest,) = engine.values_of("manifest")

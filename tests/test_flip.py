@@ -11,8 +11,13 @@ from vllm.inflight.stage.convolutions import UNPACKED
 class Unwilling:
     """A tensor that refuses the first so many of what it is given."""
 
-    def __init__(self, tensor: torch.Tensor, refusals: int) -> None:
-        self._tensor, self.refusals = tensor, refusals
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        refusals: int,
+        error: type[BaseException] = RuntimeError,
+    ) -> None:
+        self._tensor, self.refusals, self.error = tensor, refusals, error
 
     @property
     def data(self) -> torch.Tensor:
@@ -22,7 +27,7 @@ class Unwilling:
     def data(self, value: torch.Tensor) -> None:
         if self.refusals:
             self.refusals -= 1
-            raise RuntimeError("no memory")
+            raise self.error("no memory")
         self._tensor.data = value
 
 
@@ -37,18 +42,46 @@ def values(tree: torch.nn.Module) -> list[list[float]]:
     return [p.detach().flatten().tolist() for p in tree.parameters()]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("index", range(6))
-def test_an_exchange_that_breaks_off_has_exchanged_nothing(trees, index):
+def test_an_exchange_that_breaks_off_has_exchanged_nothing(trees, index, error):
     live, second = trees
     before = values(live), values(second)
     flip = Exchange(live, second)
     mine, theirs = flip._params[index]
-    flip._params[index] = mine, Unwilling(theirs, 1)
-    with pytest.raises(RuntimeError, match="no memory"):
+    flip._params[index] = mine, Unwilling(theirs, 1, error)
+    with pytest.raises(error, match="no memory"):
         flip()
     assert (values(live), values(second)) == before
     flip()
     assert (values(second), values(live)) == before
+
+
+class Interrupted(dict):
+    """The attributes of a layer; Ctrl-C comes as they are exchanged."""
+
+    is_over = False
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if not self.is_over:
+            self.is_over = True
+            raise KeyboardInterrupt
+        super().__setitem__(name, value)
+
+
+def test_what_lies_beside_the_parameters_goes_back_with_them(trees, monkeypatch):
+    live, second = trees
+    before = values(live), values(second)
+    flip = Exchange(live, second)
+    mine, theirs = {"packed": 1}, Interrupted(packed=2)
+    flip._kept = [(mine, theirs, "packed")]
+    monkeypatch.setattr("vllm.inflight.commit.flip.vars", lambda it: it, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        flip()
+    assert (values(live), values(second)) == before
+    assert (mine, theirs) == ({"packed": 1}, {"packed": 2})
+    flip()
+    assert (mine, theirs) == ({"packed": 2}, {"packed": 1})
 
 
 def test_one_that_cannot_go_back_says_so(trees):

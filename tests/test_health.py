@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import Response
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm.inflight.api import health
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.health import Heartbeat, heartbeat_of
 
@@ -17,6 +20,8 @@ PATIENCE_S = 60.0
 NUM_TURNS = 20
 """Of the loop; any answer has come round after them."""
 
+CONFIG = SimpleNamespace(additional_config={"inflight": {"health_s": PATIENCE_S}})
+
 
 class Core:
     """Behind a door; answers while `is_well`, and what it was asked before then too."""
@@ -24,11 +29,12 @@ class Core:
     def __init__(self) -> None:
         self.is_well = asyncio.Event()
         self.num_asked = 0
+        self.detail: str | None = None
 
     async def call(self, method: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         self.num_asked += 1
         await self.is_well.wait()
-        return [{"ok": {"is_paused": False}}]
+        return [{"ok": {"weights_detail": self.detail}}]
 
 
 async def turns() -> None:
@@ -98,3 +104,27 @@ async def test_zero_is_upstreams_behaviour(health_s: float, is_on: bool):
     found = heartbeat_of(engine)
     assert (found is not None) == is_on
     assert found is heartbeat_of(engine), "there is one of each engine"
+
+
+async def test_what_is_not_what_was_committed_is_a_detail_of_an_engine_that_is_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def upstreams(request: Any) -> Any:
+        return Response(status_code=200)
+
+    monkeypatch.setattr(health.upstream, "health", upstreams)
+    core = Core()
+    core.is_well.set()
+    beat = Heartbeat(Control(core), PATIENCE_S)
+    engine = SimpleNamespace(_inflight_heartbeat=beat, vllm_config=CONFIG)
+    request: Any = SimpleNamespace(
+        app=SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    )
+    for detail in (None, "model.norm.weight is not what was committed", None):
+        core.detail = detail
+        await beat.check()
+        await turns()
+        reply = await health.health(request)
+        assert reply.status_code == 200
+        told = json.loads(reply.body)["weights_detail"] if reply.body else None
+        assert told == detail

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.door import Engine, served
+from tests.waiting import until
 from vllm.inflight.api.routes import InflightEndpoints
 from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import Update
@@ -81,7 +82,7 @@ def test_of_an_update_that_has_ended_no_names_are_kept(ends: tuple[Phase, ...]) 
     assert update.files is not None
     for phase in (Phase.STAGING, *ends):
         assert ledger.move(update, phase)
-    assert (update.manifest, update.files) == (None, None)
+    assert update.files is None
     assert update.source == "/models/new"
 
 
@@ -93,10 +94,12 @@ def test_a_recipe_ends_somewhere() -> None:
     assert made(recipe, "b", subset=("x",)) is None
 
 
-def journal(path: Path, index: int = 0) -> Journal:
+def journal(path: Path, index: int = 0, rank: int = 0) -> Journal:
     config: Any = SimpleNamespace(
         additional_config={"inflight": {"journal": str(path)}},
-        parallel_config=SimpleNamespace(data_parallel_index=index),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=index, world_size=1, rank=rank
+        ),
         model_config=SimpleNamespace(model="qwen"),
     )
     return Journal(config)
@@ -115,8 +118,12 @@ def test_the_last_note_is_found_again(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["served.json"]
 
 
-def test_the_second_of_several_engines_writes_nothing(tmp_path: Path) -> None:
-    second = journal(tmp_path / "served.json", index=1)
+@pytest.mark.parametrize("which", [{"index": 1}, {"rank": 1}])
+def test_the_second_of_several_engines_writes_nothing(
+    tmp_path: Path, which: dict[str, int]
+) -> None:
+    """Of data-parallel engines, and of those of an external launcher."""
+    second = journal(tmp_path / "served.json", **which)
     second.note(Version("v", 1), ())
     second.close()
     assert second.told()["path"] is None and not list(tmp_path.iterdir())
@@ -148,6 +155,18 @@ def test_another_file_is_refused_and_kept(tmp_path: Path, content: str) -> None:
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none/served\.json cannot be read and"):
         journal(tmp_path / "none" / "served.json")
+
+
+def test_a_note_that_is_no_json_is_told_and_the_next_one_is_written(
+    tmp_path: Path,
+) -> None:
+    noting = journal(tmp_path / "served.json")
+    noting.note(Version("v1", 1), [object()])  # type: ignore[arg-type]
+    until(lambda: noting.told()["error"] is not None, "nothing is told")
+    noting.note(Version("v2", 2), ())
+    noting.close()
+    assert noting.told()["error"] is None
+    assert "v2" in (tmp_path / "served.json").read_text()
 
 
 def test_a_note_that_cannot_be_written_holds_nothing_up_and_is_told(

@@ -112,7 +112,7 @@ def test_after_the_end_the_next_begins(phase):
     brought_to(ledger, phase)
     assert ledger.active is None
     other = begun(ledger, "other")
-    assert ledger.active is ledger.last() is other
+    assert ledger.active is ledger.find(None) is other
 
 
 def test_of_many_that_begin_at_once_one_does():
@@ -208,12 +208,24 @@ def test_an_id_that_is_no_string_is_malformed(update_id):
         Ledger().find(update_id)
 
 
-def test_without_an_id_the_active_update_is_meant_else_the_last():
+def test_without_an_id_the_update_that_is_open_is_meant_and_no_other():
     ledger = Ledger()
     with pytest.raises(WrongPhase, match="no weight update was started"):
         ledger.find(None)
-    first = brought_to(ledger, Phase.ABORTED, "first")
+    first = brought_to(ledger, Phase.STAGING, "first")
     assert ledger.find(None) is first
+    ledger.move(first, Phase.ABORTED, DeadlineExceeded("late"))
+    with pytest.raises(DeadlineExceeded, match="late"):
+        ledger.require(None, Phase.STAGING)  # nobody has been told so far
+    with pytest.raises(WrongPhase) as refusal:
+        ledger.require(None, Phase.STAGING)
+    told = refusal.value.to_dict()
+    for word in ("no update is open", "'first'", "ended as deadline_exceeded"):
+        assert word in told["message"]
+    assert "late" not in told["message"], "it is somebody else's failure"
+    assert (told["update_id"], told["phase"]) == ("first", "aborted")
+    with pytest.raises(DeadlineExceeded, match="late"):
+        ledger.require("first", Phase.STAGING)
     second = begun(ledger, "second")
     begun(ledger, "second")
     assert ledger.find(None) is second

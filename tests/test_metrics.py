@@ -23,6 +23,8 @@ REST = {
     "paused": False,
     "leases_expired": 1,
     "updating": True,
+    "scrubs": {"equal": 3},
+    "weights_differ": False,
     "update_staged_bytes": 512,
     "update_stalled_seconds": 4.5,
     "wire_window_bytes": 0,

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from types import ModuleType
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm.inflight import patch
+from vllm.inflight.engine import scheduler
+from vllm.inflight.engine.gate import Gate
 from vllm.inflight.errors import UpstreamChanged
 from vllm.inflight.patch.record import MARK, Patch, apply, check, plain
 
@@ -264,3 +269,20 @@ def test_vllm_does_not_start_in_an_untested_release():
     done = load_plugins_with("import vllm.version\nvllm.version.__version__ = '0.99.0'")
     assert done.returncode == 1
     assert "0.99.0" in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_gate_that_is_hung_before_there_is_a_scheduler_says_so():
+    """The step of the constructor that it is hung on may move, and still fit."""
+    with pytest.raises(UpstreamChanged, match="before it has made its scheduler"):
+        Gate(SimpleNamespace(vllm_config=None, model_executor=None))
+
+
+def test_what_the_scheduler_is_given_has_no_name_of_upstreams():
+    """Upstream has names that begin as ours do; one that is both would be a trap."""
+    upstreams = {"_inflight_prefills"}
+    names = set(re.findall(r"\b_?inflight_\w+", Path(scheduler.__file__).read_text()))
+    folder = Path(find_spec("vllm.v1.core").submodule_search_locations[0]) / "sched"
+    theirs = "\n".join(file.read_text() for file in folder.glob("*.py"))
+    assert len(names) > 10
+    found = {name for name in names if re.search(rf"\b{name}\b", theirs)}
+    assert found == upstreams

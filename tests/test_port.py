@@ -12,10 +12,9 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from starlette.testclient import TestClient
 
 from tests.certificates import self_signed
-from tests.door import Engine
+from tests.door import Engine, caller
 from vllm.inflight.api import port
 from vllm.inflight.api.routes import ROUTES, InflightEndpoints
 from vllm.inflight.errors import ConfigError
@@ -33,12 +32,19 @@ def args(number: int, **more: Any) -> Namespace:
     return Namespace(**plain | given | {"disable_uvicorn_access_log": True} | more)
 
 
+def upstreams() -> str:
+    return "upstream's"
+
+
+upstreams.__module__ = "vllm.entrypoints.rl.online.api_router"
+
+
 def attached(given: Namespace) -> tuple[FastAPI, InflightEndpoints]:
     """A server's own application, with upstream's routes of some of our paths."""
     app = FastAPI()
     app.state.args, app.state.engine_client = given, Engine()
-    app.add_api_route("/pause", lambda: "upstream's", methods=["POST"])
-    app.add_api_route("/server_info", lambda: "upstream's", methods=["GET"])
+    app.add_api_route("/pause", upstreams, methods=["POST"])
+    app.add_api_route("/server_info", upstreams, methods=["GET"])
     plugin = InflightEndpoints()
     plugin.attach_router(app)
     return app, plugin
@@ -47,7 +53,7 @@ def attached(given: Namespace) -> tuple[FastAPI, InflightEndpoints]:
 @pytest.mark.parametrize("route", ROUTES, ids=" ".join)
 def test_with_a_port_of_their_own_the_main_one_has_none_of_the_routes(route):
     app, _ = attached(args(9000))
-    door = TestClient(app, client=("127.0.0.1", 1))
+    door = caller(app)
     path = route[1].replace("{update_id}", "u")
     assert door.request(route[0], path).status_code == 404
 

@@ -16,17 +16,20 @@ from vllm.inflight.errors import (
     ConfigError,
     EngineFault,
     InflightError,
+    OutOfDeviceMemory,
     StagingUnavailable,
     WeightsMismatch,
 )
 from vllm.inflight.patch import worker
 from vllm.inflight.patch.rpc import inflight_attach, inflight_flip
+from vllm.inflight.patch.sleep import inflight_drowse
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.refusal import refusal
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}
-TORN = {"error": "lost", "torn": True}
+LOST = {"code": "arena_torn", "message": "lost", "remedy": ArenaTorn.remedy}
+TORN = {"error": "lost", "torn": True, "described": LOST}
 
 
 class Executor:
@@ -39,6 +42,8 @@ class Executor:
     def collective_rpc(self, method, args=(), **_):
         if method == "inflight_attach":
             return [ATTACHED, ATTACHED]
+        if method == "inflight_overwrite":
+            return [{"ok": None}, {"ok": None}]
         self.flips.append(args)
         return self.answers.pop(0)
 
@@ -89,6 +94,19 @@ def test_a_rank_that_does_not_answer_stops_the_engine():
 
     ranks = Ranks(Silent(), 2)
     with pytest.raises(SystemExit, match="timed out"):
+        ranks.flip()
+    ranks.close()
+
+
+def test_whoever_does_not_wait_for_a_rank_any_longer_stops_the_engine():
+    class Interrupted(Executor):
+        def collective_rpc(self, method, args=(), **_):
+            if method == "inflight_flip":
+                raise KeyboardInterrupt
+            return super().collective_rpc(method, args)
+
+    ranks = Ranks(Interrupted(), 2)
+    with pytest.raises(SystemExit, match="KeyboardInterrupt"):
         ranks.flip()
     ranks.close()
 
@@ -287,3 +305,21 @@ def test_ranks_that_received_different_weights_are_told_apart():
     assert isinstance(error, WeightsMismatch)
     assert "rank 0: 1a" in str(error) and "rank 1: 2b" in str(error)
     assert error.remedy == CAUSES[Cause.RANKS][1]
+
+
+def test_an_error_of_ours_keeps_its_code_over_an_rpc():
+    class Sleepy(Executor):
+        def collective_rpc(self, method, args=(), **_):
+            if method == "inflight_drowse":
+                return [GOOD, inflight_drowse(worker, 1)]
+            return super().collective_rpc(method, args)
+
+    def let_go():
+        raise OutOfDeviceMemory("3 bytes are missing", missing_bytes=3)
+
+    worker = SimpleNamespace(_inflight_stager=SimpleNamespace(let_go=let_go))
+    ranks = Ranks(Sleepy(), 2)
+    with pytest.raises(OutOfDeviceMemory, match="missing") as refused:
+        ranks.drowse(1)
+    assert refused.value.missing_bytes == 3
+    ranks.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.door import Engine, served
+from tests.door import Engine, caller, served
 from vllm.inflight.api.rate import MOST_CALLERS, Rate
 from vllm.inflight.errors import TooManyUpdates
 
@@ -61,9 +61,7 @@ def test_callers_that_are_quiet_are_forgotten():
 )
 def test_every_way_to_begin_is_counted_and_nothing_else_is(path, body):
     engine = Engine()
-    door = TestClient(
-        served(engine, additional_config=LIMITED), client=("127.0.0.1", 1)
-    )
+    door = caller(served(engine, additional_config=LIMITED))
     for _ in range(2):
         assert door.post(path, json=body).status_code == 200
     refused = door.post(path, json=body)
@@ -100,7 +98,7 @@ class Knowing(Engine):
 )
 def test_a_start_that_every_engine_knows_is_not_spent_for(known, update_id, statuses):
     app = served(Knowing(*known), additional_config=LIMITED)
-    door = TestClient(app, client=("127.0.0.1", 1))
+    door = caller(app)
     body = {"update_id": update_id}
     replies = [door.post("/start_weight_update", json=body) for _ in statuses]
     assert [reply.status_code for reply in replies] == statuses
@@ -108,7 +106,7 @@ def test_a_start_that_every_engine_knows_is_not_spent_for(known, update_id, stat
 
 def test_without_a_rate_no_engine_is_asked_what_it_knows():
     engine = Engine()
-    door = TestClient(served(engine), client=("127.0.0.1", 1))
+    door = caller(served(engine))
     door.post("/start_weight_update", json={"update_id": "u"})
     assert engine.asked == ["begin"]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 
+from vllm.inflight.stage.hidden import PACKED
 from vllm.inflight.stage.readout import rows
-from vllm.inflight.stage.swappable import PACKED
 
 
 class RowParallel(torch.nn.Module):
@@ -33,7 +33,9 @@ def test_a_row_parallel_weight_is_a_part_along_its_inputs_and_its_bias_is_whole(
 ) -> None:
     whole = torch.arange(12.0).view(3, 4)
     model = torch.nn.Sequential(RowParallel(whole, is_packed=is_packed))
-    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
+    parallel = SimpleNamespace(
+        tensor_parallel_size=2, pipeline_parallel_size=1, world_size=2, rank=0
+    )
     worker: Any = SimpleNamespace(
         model_runner=SimpleNamespace(get_model=lambda: model),
         vllm_config=SimpleNamespace(parallel_config=parallel),
@@ -90,7 +92,12 @@ class Model(torch.nn.Module):
 
 def read(name: str, num_ranks: int) -> dict[str, Any]:
     model = Model()
-    parallel = SimpleNamespace(tensor_parallel_size=num_ranks, pipeline_parallel_size=1)
+    parallel = SimpleNamespace(
+        tensor_parallel_size=num_ranks,
+        pipeline_parallel_size=1,
+        world_size=num_ranks,
+        rank=0,
+    )
     worker: Any = SimpleNamespace(
         model_runner=SimpleNamespace(get_model=lambda: model),
         vllm_config=SimpleNamespace(parallel_config=parallel),

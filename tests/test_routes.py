@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from tests.door import Engine, served
+from tests.door import Engine, caller, served
 from vllm.inflight.api.body import read
 from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
@@ -36,7 +36,7 @@ FIELDS = st.sampled_from(
 
 
 def client(engine: Engine | None = None) -> TestClient:
-    return TestClient(served(engine or Engine()), client=("127.0.0.1", 1))
+    return caller(served(engine or Engine()))
 
 
 def refusal(reply: Any) -> tuple[int, str]:
@@ -48,7 +48,6 @@ def refusal(reply: Any) -> tuple[int, str]:
     [
         b"{",
         b"[1]",
-        b"null",
         b'"pause"',
         b"\xff\xfe",
         b'{"update_id": "\\ud800"}',
@@ -74,10 +73,19 @@ def test_a_body_that_cannot_be_read_is_refused(raw):
     assert engine.asked == []
 
 
+def test_a_body_of_null_says_nothing():
+    assert client().post("/start_weight_update", content=b" null").status_code == 200
+
+
 @pytest.mark.parametrize(
     "path, body",
     [
         ("/start_weight_update", {"weight_vresion": "v"}),
+        ("/start_weight_update", {"is_checkpoint_format": False}),
+        ("/start_weight_update", {"is_checkpoint_fromat": True}),
+        ("/start_draft_weight_update", {"is_checkpoint_format": True}),
+        ("/finish_weight_update", {"is_checkpoint_format": True}),
+        ("/pause", {"wait_for_inflight_requests": 1}),
         ("/finish_weight_update", {"path": "x"}),
         ("/update_weights", {}),
         ("/update_weights", {"update_info": "x"}),
@@ -86,6 +94,10 @@ def test_a_body_that_cannot_be_read_is_refused(raw):
         ("/update_weights_from_disk", {"path": "x", "load_format": "pt"}),
         ("/update_weights_from_disk", {"path": "x", "colour": "red"}),
         ("/init_weight_transfer_engine", {}),
+        ("/init_weight_transfer_engine", {"init_info": {}, "int_info": {}}),
+        ("/init_weight_transfer_engine", {"init_info": None}),
+        ("/shutdown_weight_transfer_engine", {"group_name": "g"}),
+        ("/prepare_weight_update", {"updateid": "u"}),
         ("/rollback_weights", {"version": "v"}),
         ("/update_weight_version", {}),
         ("/pause_generation", {"flush_cache": "yes"}),
@@ -105,6 +117,16 @@ def test_a_body_that_cannot_be_read_is_refused(raw):
 def test_a_field_that_is_missing_unknown_or_wrong_is_refused(path, body):
     engine = Engine()
     assert refusal(client(engine).post(path, json=body)) == (400, "malformed")
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/is_paused", "/weight_update", "/weight_info", "/get_world_size"]
+)
+def test_a_query_that_is_not_known_is_refused(path):
+    engine = Engine()
+    reply = client(engine).get(path, params={"updat_id": "u"})
+    assert refusal(reply) == (400, "malformed")
     assert engine.asked == []
 
 
@@ -235,6 +257,13 @@ def test_a_query_has_fields_too():
     assert engine.asked == ["pause"]
 
 
+def test_the_field_of_vllm_0_21_to_0_24_that_trl_sends_is_no_fault():
+    engine = Engine()
+    body = {"is_checkpoint_format": True}
+    assert client(engine).post("/start_weight_update", json=body).status_code == 200
+    assert engine.asked == ["begin"]
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -248,10 +277,21 @@ def test_what_upstreams_clients_send_is_known(path):
     assert client().post(path).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation"])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/pause_generation", {}),
+        ("/continue_generation", {}),
+        ("/begin_weight_update", {}),
+        ("/end_weight_update", {}),
+        ("/update_weights_from_disk", {"model_path": "x"}),
+        ("/update_weight_version", {"new_version": "v"}),
+        ("/destroy_weights_update_group", {}),
+    ],
+)
 @pytest.mark.parametrize("ids", [None, "r"])
-def test_what_sglang_puts_into_every_request_is_known(path, ids):
-    body = {"rid": ids, "http_worker_ipc": None}
+def test_what_sglang_puts_into_every_request_is_known(path, body, ids):
+    body = body | {"rid": ids, "http_worker_ipc": None}
     assert client().post(path, json=body).status_code == 200
 
 
@@ -266,9 +306,9 @@ def test_the_older_way_to_ask_for_a_pause_that_waits():
             return await super().call_utility_all_async(name, method, body)
 
     door = client(Noting())
-    for older in ("true", "false"):
-        door.post(f"/pause?wait_for_inflight_requests={older}")
-    assert sent == ["wait", "abort"]
+    for older in ("true", "false", "true&mode=keep", "false&mode=wait", "yes", "off"):
+        door.post(f"/pause?wait_for_inflight_requests={older}&clear_cache=f")
+    assert sent == ["wait", "abort", "wait", "wait", "wait", "abort"]
 
 
 def test_upstreams_pause_flushes_in_upstreams_modes_alone():

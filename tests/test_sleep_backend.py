@@ -129,9 +129,8 @@ def test_so_are_weights_that_were_written_over_awake(worker: Worker) -> None:
     worker.sets.stage(norm.items(), subset=["norm"])
     worker.sets.stager.flip()  # the two sets differ in this alone
     worker.sets.live.load_weights(version(3).items())
-    runner = SimpleNamespace(get_model=lambda: worker.sets.live)
-    stager = worker.sets.stager
-    overwritten(SimpleNamespace(_inflight_stager=stager, model_runner=runner))
+    stager, wire = worker.sets.stager, SimpleNamespace(acknowledge=lambda: None)
+    overwritten(SimpleNamespace(_inflight_stager=stager, _inflight_tripwire=wire))
     with pytest.raises(RuntimeError, match="nothing is staged"):
         worker.sets.stager.flip()
     assert worker.sets.stager.served is None

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config.load import LoadConfig
+from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
 
@@ -73,7 +75,7 @@ def test_how_pixels_are_normalised_is_of_the_configuration_of_a_processor():
 def test_what_a_step_clears_again_keeps_no_version():
     features = [torch.zeros(8, 4)]
     assert reason(layer_with(deepstack_input_embeds=features)) is None
-    assert "'other_embeds'" in reason(layer_with(other_embeds=features))
+    assert "'other_embeds[0]'" in reason(layer_with(other_embeds=features))
 
 
 def test_a_norm_without_a_weight_keeps_no_version():
@@ -83,15 +85,16 @@ def test_a_norm_without_a_weight_keeps_no_version():
 
 def test_what_attention_has_made_of_its_weights_is_named():
     sinks = torch.nn.Parameter(torch.zeros(4))
-    plain = layer_with(impl=SimpleNamespace(sinks=sinks, alibi_slopes=torch.ones(4)))
-    assert reason(plain) is None
+    impl = SimpleNamespace(sinks=sinks, alibi_slopes=torch.ones(4))
+    assert reason(layer_with(sinks=sinks, impl=impl)) is None
+    assert "'impl.sinks'" in reason(layer_with(impl=impl))  # no layer's parameter
     cast = layer_with(impl=SimpleNamespace(sinks=sinks.double()))
     assert "keeps weights in its attribute 'impl.sinks'" in reason(cast)
 
 
 def test_weights_that_are_read_in_the_first_step_only_are_refused():
     half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
-    casting = layer_with(impl=SimpleNamespace(sinks=half))
+    casting = layer_with(sinks=half, impl=SimpleNamespace(sinks=half))
     assert reason(casting) == (
         "layer it casts its sinks in its first step (--dtype bfloat16 does not)"
     )
@@ -145,3 +148,53 @@ def test_a_parameter_that_its_loader_made_is_refused_by_name():
     second[0].bias = None
     reason = "layer 0 gains or loses the parameters ['bias'] after loading"
     assert swappable.difference(live, second) == reason
+
+
+def on_gpu(**config: object) -> str | None:
+    """What rules updates out in the configuration of an engine on a GPU."""
+    given = {"device_config": SimpleNamespace(device_type="cuda")} | config
+    return swappable.config_obstacle(SimpleNamespace(**CONFIG | given))
+
+
+@pytest.mark.parametrize(
+    ("offloading", "flag"),
+    [
+        (OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=1)), "--cpu-offload-gb"),
+        (
+            OffloadConfig(prefetch=PrefetchOffloadConfig(offload_group_size=2)),
+            "--offload-group-size",
+        ),
+    ],
+)
+def test_weights_that_are_offloaded_are_refused_by_the_flag(offloading, flag):
+    """Before a second set takes memory of a GPU that was too small for one."""
+    reason = on_gpu(offload_config=offloading)
+    assert reason == f"its weights are offloaded to the host ({flag})"
+    assert on_gpu(offload_config=OffloadConfig()) is None
+    assert reason is not None
+    config = SimpleNamespace(**CONFIG | {"offload_config": offloading})
+    assert swappable.config_obstacle(config) is None  # the CPU build offloads nothing
+
+
+@pytest.mark.parametrize(
+    ("given", "is_refused"), [({}, True), ({"mode": "copy"}, False), (None, True)]
+)
+def test_weights_that_other_engines_have_mapped_are_never_written_to(given, is_refused):
+    loading = LoadConfig(load_format="ipc_cache")
+    loading.model_loader_extra_config = given
+    reason = on_gpu(load_config=loading)
+    assert (reason is not None and "--load-format ipc_cache" in reason) is is_refused
+
+
+def test_a_look_that_fails_is_a_reason_and_no_end(monkeypatch):
+    """An engine that can be started without this package starts with it."""
+
+    def fail(*_: object) -> None:
+        raise AttributeError("no such layer")
+
+    monkeypatch.setattr(swappable, "HiddenWeights", fail)
+    found = reason(torch.nn.Identity())
+    assert found is not None
+    assert found.endswith("failed with AttributeError: no such layer")
+    monkeypatch.setattr(swappable.parallelism, "obstacle", fail)
+    assert "no such layer" in str(on_gpu())

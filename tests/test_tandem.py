@@ -67,7 +67,10 @@ class Tandems(Sets):
             settle=lambda: [arena.settle() for arena in arenas]
         )
         self.shadow = shadow_of(self.live, self.second)
-        worker: Any = SimpleNamespace(device=self.shadow.device)
+        worker: Any = SimpleNamespace(
+            device=self.shadow.device,
+            vllm_config=SimpleNamespace(additional_config={}),
+        )
         self.stager = Stager(worker, self.shadow, lambda _: lambda: flip_all(arenas))
 
     def shows(self, model: int, draft: int) -> bool:

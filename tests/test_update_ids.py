@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 from starlette.testclient import TestClient
 
-from tests.door import Engine, served
+from tests.door import Engine, caller, served
 from vllm.inflight.errors import UnknownUpdate
 
 IDS = ["u", "a/b", "a/b/c", "/", "run 7/step?200", "a\nb/c", "weight_info", "ü/ü"]
@@ -38,7 +38,7 @@ def engine() -> Forgetful:
 
 @pytest.fixture
 def door(engine: Forgetful) -> TestClient:
-    return TestClient(served(engine), client=("127.0.0.1", 1))
+    return caller(served(engine))
 
 
 @pytest.mark.parametrize("update_id", IDS)

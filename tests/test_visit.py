@@ -213,6 +213,15 @@ def test_a_digest_that_is_not_known_is_told_in_words():
     assert told == "'default' (epoch 0, digest unknown)"
 
 
+def test_weights_that_a_scrub_found_to_be_others_are_told():
+    scrub = {"result": "different", "different": ["model.norm.weight"]}
+    findings = found(healthy(weight_info=SERVED | {"scrub": scrub}))
+    assert wrong(findings) == ["weights"]
+    assert "not what was committed: model.norm.weight" in findings["weights"].found
+    scrub = {"result": "equal", "different": []}
+    assert wrong(found(healthy(weight_info=SERVED | {"scrub": scrub}))) == []
+
+
 def test_weights_that_are_asleep_are_a_note_and_how_to_wake_them():
     finding = found(healthy(weight_info=SERVED | {"weights": "asleep"}))["weights"]
     assert finding.state is State.NOTE

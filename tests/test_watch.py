@@ -28,7 +28,7 @@ def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
     ranks, monkeypatch
 ):
     ended, ledger = [], Ledger()
-    watch = Watch(ranks, ledger, ended.append)
+    watch = Watch(ranks, ledger, lambda _, error: ended.append(error))
     first, _ = ledger.begin({"update_id": "first"}, 60.0)
     ledger.move(first, Phase.STAGING)
     is_active = Update.is_active.fget
@@ -65,7 +65,7 @@ def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
     ranks.has_given_up = lambda serial: is_given_up
     expected = Cancelled if is_given_up else EngineFault
     ended, ledger = [], Ledger()
-    watch = Watch(ranks, ledger, ended.append)
+    watch = Watch(ranks, ledger, lambda _, error: ended.append(error))
     update, _ = ledger.begin({"update_id": "one"}, 60.0)
     ledger.move(update, Phase.STAGING)
     watch.start(update)
@@ -77,7 +77,7 @@ def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
 
 def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
     ledger = Ledger()
-    watch = Watch(ranks, ledger, lambda error: None)
+    watch = Watch(ranks, ledger, lambda *_: None)
     update, _ = ledger.begin({"update_id": "one"}, 60.0)
     ledger.move(update, Phase.STAGING)
     answer = watch.when_staged(update)
@@ -110,3 +110,32 @@ def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks):
         assert isinstance(error, WeightsMismatch)
         assert error.causes == causes
         watch.close()
+
+
+def test_a_waiter_that_has_cancelled_keeps_nobody_else_waiting(ranks):
+    ledger = Ledger()
+    watch = Watch(ranks, ledger, lambda *_: None)
+    update, _ = ledger.begin({"update_id": "one"}, 60.0)
+    ledger.move(update, Phase.STAGING)
+    left, stays = watch.when_staged(update), watch.when_staged(update)
+    assert left.cancel()
+    watch.end(update, Cancelled("given up"))
+    assert isinstance(stays.exception(timeout=30), Cancelled)
+    assert watch.when_carried_out(1, 0.0).exception(timeout=30) is not None
+    watch.close()
+
+
+def test_an_update_whose_ranks_cannot_be_told_has_ended_for_whoever_waits(ranks):
+    def fail(serial):
+        raise ValueError("the board is closed")
+
+    ended, ledger = [], Ledger()
+    ranks.cancel = fail
+    watch = Watch(ranks, ledger, lambda _, error: ended.append(error))
+    update, _ = ledger.begin({"update_id": "one"}, 0.1)
+    ledger.move(update, Phase.STAGING)
+    watch.start(update)
+    answer = watch.when_staged(update)
+    assert isinstance(answer.exception(timeout=30), DeadlineExceeded)
+    assert [type(error) for error in ended] == [DeadlineExceeded]
+    watch.close()

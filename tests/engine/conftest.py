@@ -24,6 +24,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 import tests.engine.transport  # noqa: F401 (registers the transport "other")
+from tests.engine import oracle
 from tests.engine.bare_core import call, publish
 from tests.engine.core_door import Door, said
 from tests.engine.probe import greedy
@@ -34,17 +35,20 @@ from tests.tiny import make_checkpoint
 pytestmark = pytest.mark.engine
 
 
+MADE: dict[str, Path] = {}
+"""Every checkpoint that this process has made."""
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`checkpoint(seed, **shape)`: the folder of a tiny random model, made once."""
     root = tmp_path_factory.mktemp("checkpoints")
-    made: dict[str, Path] = {}
 
     def make(seed: int, **shape: Any) -> Path:
         key = "-".join([str(seed), *(f"{k}={v}" for k, v in sorted(shape.items()))])
-        if key not in made:
-            made[key] = make_checkpoint(root / key, seed, **shape)
-        return made[key]
+        if key not in MADE:
+            MADE[key] = make_checkpoint(root / key, seed, **shape)
+        return MADE[key]
 
     return make
 
@@ -104,6 +108,7 @@ def llm(engine: Any, old: Path) -> Iterator[Any]:
     yield engine
     if engine.weight_update_status()["active"] is not None:
         engine.abort_weight_update()
+    oracle.check_served(engine, MADE.values())
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +166,18 @@ def reference(versions: dict[str, Path]) -> Reference:
     return Reference(versions, torch.float32)
 
 
+def is_alive(llm: Any) -> bool:
+    """Whether an engine can still be asked what it serves."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    gate = getattr(core, "inflight_gate", None)
+    return gate is not None and gate.ranks.reason is None
+
+
 def stop(alive: list[Any]) -> None:
     """End the engines in `alive`: one at a time fits a process."""
     while alive:
+        if is_alive(alive[-1]):
+            oracle.check_served(alive[-1], MADE.values())
         alive.pop().llm_engine.engine_core.shutdown()
         gc.collect()
         if torch.cuda.is_available():  # what it had is not the next one's

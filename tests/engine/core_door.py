@@ -4,10 +4,9 @@ import asyncio
 from concurrent.futures import Future
 from typing import Any
 
-from starlette.testclient import TestClient
 from vllm.v1.engine.core import EngineCore
 
-from tests.door import served
+from tests.door import caller, served
 from tests.engine.bare_core import Streams, add, prompt
 
 
@@ -55,7 +54,7 @@ class Door:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.client = TestClient(served(CoreClient(core)), client=("127.0.0.1", 1))
+        self.client = caller(served(CoreClient(core)))
 
     def post(self, path: str, **body: Any) -> Any:
         """The decoded reply of a call that is not refused."""

@@ -22,6 +22,7 @@ def main(family: str, old: str, new: str) -> None:
 
         stop()
         options = OPTIONS | cpu_options(family)
+        options["worker_extension_cls"] = "tests.engine.oracle.Oracle"
         alive.append(LLM(str(folder), tensor_parallel_size=2, **options))
         return alive[-1]
 

@@ -1,18 +1,38 @@
 """The transport "other", in workers that tell how their staging rests."""
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from tests.engine import user_extension
 from tests.engine.transport import Extension
 from vllm.inflight.stage import pace
+
+SPOILT_AFTER_S = 0.3
 
 RESTS: list[float] = []
 """The seconds of every rest of this process's staging, once somebody listens."""
 
 
-class Listening(Extension):
+class Listening(Extension, user_extension.Extension):
     """`--worker-extension-cls tests.engine.listening.Listening`."""
+
+    rank: int
+
+    def tests_start_and_fail_on_one(self) -> None:
+        """Take layers aside on all ranks, and break off on one."""
+        self.tests_start_load()
+        if self.rank == 1:
+            raise TypeError("of one rank")
+
+    def tests_reload_and_fail_on_one(self, folder: str) -> None:
+        """Reload on one rank, and break off on the other when it has written."""
+        if self.rank == 1:
+            self.tests_reload_and_fail(folder, 20)
+        self.tests_reload(folder)
 
     def tests_listen(self) -> None:
         """Note rests from here on; they last as long as they do."""
@@ -28,3 +48,17 @@ class Listening(Extension):
         """The rests since this was asked last."""
         rests, RESTS[:] = RESTS[:], []
         return rests
+
+    def tests_spoil(self) -> None:
+        """Change a bit of what the second rank alone has, and of a copy; or back.
+
+        When this call has ended: what it writes itself would be noticed.
+        """
+
+        def change() -> None:
+            for name in ("embed_tokens.weight", "norm.weight"):
+                param = self.model_runner.model.model.get_parameter(name)
+                param.data.view(-1).view(torch.int16)[3] ^= 1
+
+        if self.rank == 1:
+            threading.Timer(SPOILT_AFTER_S, change).start()

@@ -8,6 +8,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from tests.engine import oracle
 from tests.engine.probe import checksums, commits_and_rollbacks, greedy
 from tests.families import FAMILIES
 from vllm.inflight.api.door import run_sync
@@ -72,10 +73,23 @@ def equals_fresh_engines(
     commits_and_rollbacks(llm, before, after, expected, rounds=rounds)
     llm.update_weights_from_disk(str(after), "after")
     assert checksums(llm) == whole
+    oracle.check(llm, after)
+    scrubbed(llm)
     llm.rollback_weights()
     some = part(after, odd, root / "part")
     llm.update_weights_from_disk(some, "odd", subset=odd)
     assert greedy(llm) == expected_mixture
+    oracle.check(llm, mixture)
+    scrubbed(llm)
+
+
+def scrubbed(llm: Any) -> None:
+    """Assert that what is served is what the digest of its label says, all of it."""
+    found = llm.verify_weights()
+    assert found["result"] == "equal", found
+    if found["digest"] is not None:  # of a subset on top of the start nobody knows it
+        assert found["num_tensors"] > 0
+        assert found["unknown"] == []
 
 
 def behind(llm: Any) -> set[str]:

@@ -1,4 +1,6 @@
-"""The steps of PipelineRL's own server, on an `AsyncLLM`: prints what happened as JSON.
+"""The steps of PipelineRL's server, on an `AsyncLLM` without its worker extension.
+
+The trainer opens its group with torch. Prints what happened as JSON.
 
 Usage: python -m tests.engine.pipelinerl_server OLD NEW
 """
@@ -34,7 +36,6 @@ async def main(old: Path, new: Path) -> None:
 
     options = {"max_model_len": 1024, "block_size": 32, "enforce_eager": True}
     args = AsyncEngineArgs(str(old), **options)
-    args.worker_extension_cls = "tests.engine.user_extension.Extension"
     engine = AsyncLLM.from_engine_args(args)
 
     async def generate(name: str, count: int) -> Any:

@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from starlette.testclient import TestClient
-
-from tests.door import served
+from tests.door import caller, served
 from tests.engine.script import OPTIONS, tell
 from tests.engine.two_ranks_doors import Client
 from vllm.inflight.errors import WeightsMismatch
@@ -31,7 +29,7 @@ def main(*folders: Path) -> None:
         )
 
     def post(path: str, **body: Any) -> Any:
-        door = TestClient(served(Client(llm)), client=("127.0.0.1", 1))
+        door = caller(served(Client(llm)))
         return door.post(path, json=body).json()
 
     def checksums() -> list[Any]:

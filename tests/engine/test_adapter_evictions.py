@@ -49,6 +49,17 @@ def ask(llm: Any, name: str, adapter: LoRARequest) -> None:
     llm.llm_engine.add_request(name, TEXT, params, lora_request=adapter)
 
 
+def gone(adapter: LoRARequest) -> LoRARequest:
+    """Its files are deleted, as trainers do."""
+    shutil.rmtree(adapter.lora_path)
+    return adapter
+
+
+def manager_of(llm: Any) -> Any:
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner.lora_manager
+
+
 def finish(llm: Any) -> dict[str, Any]:
     """Name → the choice of each request there is."""
     done = {}
@@ -135,3 +146,105 @@ def test_an_adapter_that_does_not_fit_makes_no_other_one_go(
         llm.llm_engine.add_lora(larger)
     assert llm.llm_engine.list_loras() == {1}
     assert adapted(llm, first) == before
+
+
+def test_an_adapter_that_a_request_needs_is_kept_when_its_files_are_gone(
+    llm: Any, make: Callable[..., LoRARequest]
+) -> None:
+    """It runs, others are loaded over it, its files go, and the next one is loaded."""
+    first, second, third = (make(f"v{n}", n, n) for n in (1, 2, 3))
+    ask(llm, "alone", first)
+    alone = finish(llm)["alone"]
+    ask(llm, "running", first)
+    for _ in range(5):
+        llm.llm_engine.step()
+    ask(llm, "waiting", gone(first))
+    for other in (second, third):
+        assert llm.llm_engine.add_lora(other)
+        gone(other)
+        for _ in range(3):
+            llm.llm_engine.step()
+    ask(llm, "other", third)
+    done = finish(llm)
+    assert done["running"].token_ids == done["waiting"].token_ids == alone.token_ids
+    assert len(done["other"].token_ids) == NUM_TOKENS
+    spans = [s.adapter_load for s in done["running"].weight_versions]
+    assert spans == [s.adapter_load for s in alone.weight_versions]
+
+
+def test_an_adapter_that_is_let_go_under_its_request_needs_no_files(
+    llm: Any, make: Callable[..., LoRARequest]
+) -> None:
+    first = make("v1", 1, 1)
+    ask(llm, "alone", first)
+    alone = finish(llm)["alone"]
+    ask(llm, "running", first)
+    for _ in range(5):
+        llm.llm_engine.step()
+    gone(first)
+    assert llm.llm_engine.remove_lora(1)
+    assert finish(llm)["running"].token_ids == alone.token_ids
+
+
+def not_there(make: Callable[..., LoRARequest]) -> LoRARequest:
+    return gone(make("new", 2, 2))
+
+
+def of_another_model(make: Callable[..., LoRARequest]) -> LoRARequest:
+    adapter = make("new", 2, 2)
+    of_a_larger_model(Path(adapter.lora_path))
+    return adapter
+
+
+def not_there_in_place(make: Callable[..., LoRARequest]) -> LoRARequest:
+    adapter = not_there(make)
+    return LoRARequest("new", 2, adapter.lora_path, load_inplace=True)
+
+
+@pytest.mark.parametrize("spoiled", [not_there, of_another_model, not_there_in_place])
+def test_a_request_whose_adapter_cannot_be_loaded_fails_alone(
+    llm: Any, make: Callable[..., LoRARequest], spoiled: Callable[..., LoRARequest]
+) -> None:
+    first, bad = make("v1", 1, 1), spoiled(make)
+    ask(llm, "alone", first)
+    alone = finish(llm)["alone"]
+    ask(llm, "running", first)
+    for _ in range(5):
+        llm.llm_engine.step()
+    ask(llm, "bad", bad)
+    done = finish(llm)
+    assert done["bad"].finish_reason == "error"
+    assert "adapter 'new'" in done["bad"].stop_reason
+    assert done["bad"].token_ids == []
+    assert done["running"].token_ids == alone.token_ids
+    assert adapted(llm, first) == adapted(llm, first)
+
+
+def test_an_adapter_that_nobody_asked_for_lately_fails_its_next_request_alone(
+    llm: Any, make: Callable[..., LoRARequest]
+) -> None:
+    first, *others = (make(f"v{n}", n, n) for n in range(1, 4))
+    adapted(llm, first)
+    gone(first)
+    for other in others:
+        adapted(llm, other)
+    ask(llm, "late", first)
+    late = finish(llm)["late"]
+    assert (late.finish_reason, late.token_ids) == ("error", [])
+    assert len(adapted(llm, others[-1])) == 8
+
+
+def test_memory_keeps_what_is_needed_and_one_that_is_not(
+    llm: Any, make: Callable[..., LoRARequest]
+) -> None:
+    """As many as `max_cpu_loras`, which is 1 here."""
+    many = [make(f"v{n}", n, n) for n in range(1, 6)]
+    ask(llm, "running", many[0])
+    llm.llm_engine.step()
+    for adapter in many[1:]:
+        assert llm.llm_engine.add_lora(adapter)
+    kept = set(manager_of(llm)._inflight_kept)
+    assert kept == {("v1", 1), ("v4", 4), ("v5", 5)}
+    finish(llm)
+    assert llm.llm_engine.add_lora(make("v6", 6, 6))
+    assert set(manager_of(llm)._inflight_kept) == {("v5", 5), ("v6", 6)}

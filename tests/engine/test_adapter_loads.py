@@ -104,6 +104,69 @@ def test_an_adapter_outside_of_the_allowed_folders_is_not_looked_at(
     assert adapted(llm, adapter) == before
 
 
+@pytest.mark.parametrize("path", ["~/adapter", "someone/adapter", "adapter", "./here"])
+def test_a_path_that_vllm_would_look_for_is_refused_where_folders_are_allowed(
+    llm: Any,
+    adapter: LoRARequest,
+    old: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+) -> None:
+    """Below the working directory, which is allowed, there is such a folder as well."""
+    before = adapted(llm, adapter)
+    monkeypatch.chdir(tmp_path)
+    with TemporaryDirectory() as home:
+        monkeypatch.setenv("HOME", home)
+        for folder in (tmp_path / path, Path(home) / "adapter"):
+            folder.mkdir(parents=True)
+            make_adapter(old, folder, seed=1)
+        with pytest.raises(Forbidden, match="not an absolute path"):
+            again(llm, LoRARequest("adapter", 1, path))
+        params = SamplingParams(temperature=0, max_tokens=2)
+        (output,) = llm.generate(
+            [TEXT], params, use_tqdm=False, lora_request=LoRARequest("new", 2, path)
+        )
+        assert output.outputs[0].finish_reason == "error"
+        assert "not an absolute path" in output.outputs[0].stop_reason
+    assert adapted(llm, adapter) == before
+    assert llm.llm_engine.list_loras() == {1}
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapters_file_may_not_lead_out_of_the_allowed_folders(
+    llm: Any, adapter: LoRARequest, old: Path, tmp_path: Path, name: str
+) -> None:
+    before = adapted(llm, adapter)
+    folder = tmp_path / "linked"
+    folder.mkdir()
+    with TemporaryDirectory() as elsewhere:
+        make_adapter(old, folder, seed=1)
+        make_adapter(old, Path(elsewhere), seed=1)
+        (folder / name).unlink()
+        (folder / name).symlink_to(Path(elsewhere) / name)
+        with pytest.raises(Forbidden, match=f"{name}.*--inflight-allowed-paths"):
+            again(llm, LoRARequest("adapter", 1, str(folder)))
+    assert adapted(llm, adapter) == before
+
+
+def test_an_adapters_files_may_be_links_within_the_allowed_folders(
+    llm: Any, adapter: LoRARequest, old: Path, tmp_path: Path
+) -> None:
+    """As in a hub's cache."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    make_adapter(old, blobs, seed=1)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    (tmp_path / "here").symlink_to(snapshot)
+    again(llm, LoRARequest("adapter", 1, str(blobs)))
+    plain = adapted(llm, adapter)
+    again(llm, LoRARequest("adapter", 1, str(tmp_path / "here")))
+    assert adapted(llm, adapter) == plain
+
+
 def test_an_adapter_is_replaced_and_replaced_again(
     llm: Any, old: Path, adapter: LoRARequest
 ) -> None:

@@ -89,6 +89,54 @@ def test_what_trl_asked_is_answered_and_the_weights_follow(
     assert server.client.get("/weight_info").json()["epoch"] == 2
 
 
+def greedy(server: Server) -> Any:
+    body = {"model": "tiny", "prompt": [(7 * i) % 250 for i in range(20)]}
+    body |= {"temperature": 0, "return_token_ids": True}
+    return server.post("/v1/completions", body)["choices"][0]["token_ids"]
+
+
+def test_what_trls_asynchronous_trainers_asked_is_answered_and_the_weights_follow(
+    server: Server, replay: Replay, checkpoint: Callable[..., Path]
+) -> None:
+    record = json.loads((RECORDS / "trl_async.json").read_text())
+    assert record["client"].startswith("trl 1.")
+    server.post("/update_weights_from_disk", {"path": str(checkpoint(0))})
+    epoch = server.client.get("/weight_info").json()["epoch"]
+    said = [greedy(server)]
+    for asked in record["requests"]:
+        reply = replay.ask(asked)
+        if asked["path"].startswith("/server_info"):
+            assert reply["vllm_config"]["model_config"]["dtype"] == "torch.bfloat16"
+        if asked["path"] == "/resume":
+            said.append(greedy(server))
+    before, after, back = said
+    assert before == back != after
+    bodies = [asked.get("json", {}) for asked in record["requests"]]
+    assert bodies.count({"is_checkpoint_format": True}) == 2
+    assert server.client.get("/weight_info").json()["epoch"] == epoch + 2
+
+
+def test_what_art_asks_is_answered_until_it_speaks_of_an_older_wire(
+    server: Server,
+) -> None:
+    """ART 0.5.18 says in `update_info` what vLLM 0.28 and later take in `init_info`."""
+    before = greedy(server), server.client.get("/weight_info").json()["epoch"]
+    assert server.client.post("/pause", params={"mode": "wait"}).status_code == 200
+    body: dict[str, Any] = {"is_checkpoint_format": True}
+    assert server.client.post("/start_weight_update", json=body).status_code == 200
+    info = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}
+    info |= {"packed": True, "packed_buffer_size_bytes": 1 << 30}
+    body = {"update_info": info | {"packed_num_buffers": 2}}
+    reply = server.client.post("/update_weights", json=body)
+    assert reply.status_code == 400
+    assert "packed_buffer_size_bytes cannot be 1073741824" in reply.json()["message"]
+    assert "init_info" in reply.json()["message"]
+    assert server.client.post("/resume").status_code == 200
+    assert server.client.get("/weight_update").json()["active"] is None
+    after = greedy(server), server.client.get("/weight_info").json()["epoch"]
+    assert before == after
+
+
 def test_what_verls_adapter_for_sglang_asked_is_answered_and_the_weights_follow(
     server: Server, checkpoint: Callable[..., Path]
 ) -> None:

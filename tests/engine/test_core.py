@@ -4,6 +4,7 @@ Pause, retract and commit are theirs, so they work for whoever drives a core.
 """
 
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import Streams, add, call, prompt, publish, stage
 from tests.engine.reference import Reference
 from tests.waiting import until
+from vllm.inflight.commit.flip import Exchange
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.pace import Pace
+from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.wire.local import LocalEngine
 
 pytestmark = pytest.mark.engine
@@ -48,6 +51,39 @@ def test_a_commit_between_two_steps_splits_a_running_stream(
     publish(core, folders["new"], "new")
     streams.run()
     assert streams.stamps["r"] == ["old"] * 10 + ["new"] * 30
+    assert_replays(reference, streams, "r", prompt(1))
+
+
+def test_ctrl_c_twice_in_a_flip_leaves_what_is_told_and_what_is_served_alike(
+    core: EngineCore,
+    folders: dict[str, Path],
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flip = Exchange.__call__
+
+    def flip_under_ctrl_c(self: Exchange) -> float:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        seconds = flip(self)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        return seconds
+
+    stage(core, folders["new"])
+    turns, usual = core.inflight_gate.turns, signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Exchange, "__call__", flip_under_ctrl_c)
+            with pytest.raises(KeyboardInterrupt):
+                turns.run(lambda: core.inflight("commit", {"weight_version": "new"}))
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert call(core, "info")["weight_version"] == "new"
+    add(core, "r", prompt(1))
+    streams = Streams(core).run()
+    assert set(streams.stamps["r"]) == {"new"}
     assert_replays(reference, streams, "r", prompt(1))
 
 
@@ -171,16 +207,16 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, told, seen = threading.Event(), threading.Event(), []
-    start, receive = LocalEngine.start_weight_update, LocalEngine.receive_weights
+    prepare, receive = Shadow.prepare, LocalEngine.receive_weights
     settled = Pace.settled
 
     def settle_and_note(self: Pace) -> Any:
         seen.append("settles")
         return settled(self)
 
-    def start_and_note(self: LocalEngine) -> None:
+    def prepare_and_note(self: Shadow) -> None:
         seen.append("begins")
-        start(self)
+        prepare(self)
 
     def receive_and_stand(self: LocalEngine, info: Any) -> None:
         begun.set()
@@ -189,7 +225,7 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
         receive(self, info)
 
     monkeypatch.setattr(Pace, "settled", settle_and_note)
-    monkeypatch.setattr(LocalEngine, "start_weight_update", start_and_note)
+    monkeypatch.setattr(Shadow, "prepare", prepare_and_note)
     monkeypatch.setattr(LocalEngine, "receive_weights", receive_and_stand)
     call(core, "begin", transport="local")
     core.inflight("receive", {"update_info": {"path": str(folders["old"])}})

@@ -1,5 +1,7 @@
 """Models that embed: a decoder without its head, and an encoder without KV."""
 
+import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm import PoolingParams
 from vllm.config import PoolerConfig
 
 from tests.engine.probe import prompts
 from tests.serving import Server
-from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.errors import StagingUnavailable, WeightsMismatch
 from vllm.inflight.finding import State
 from vllm.inflight.visit import visit
 
@@ -50,6 +53,49 @@ def test_an_encoder_embeds_and_refuses_what_its_loader_collects_first(
     before = embedded(llm)
     with pytest.raises(WeightsMismatch, match="no parameter is filled by"):
         llm.update_weights_from_disk(str(new), "new")
+    assert embedded(llm) == before
+
+
+def with_dense(folder: Path, seed: int, into: Path) -> Path:
+    """The checkpoint in `folder`, followed by a random Dense layer."""
+    shutil.copytree(folder, into)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"{MODELS}.{kind}"}
+        for index, (path, kind) in enumerate(kinds.items())
+    ]
+    (into / "modules.json").write_text(json.dumps(modules))
+    (into / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 128, "pooling_mode_lasttoken": True}
+    (into / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    dense = into / "2_Dense"
+    dense.mkdir()
+    config = {"in_features": 128, "out_features": 32, "bias": False}
+    activation = {"activation_function": "torch.nn.modules.linear.Identity"}
+    (dense / "config.json").write_text(json.dumps(config | activation))
+    weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(seed))
+    save_file({"linear.weight": weight}, dense / "model.safetensors")
+    return into
+
+
+MODELS = "sentence_transformers.models"
+
+
+def test_an_embedder_whose_last_layer_no_update_would_fill_is_served_and_not_updated(
+    start: Callable[..., Any], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """That layer is in a plain dictionary of vLLM's pooler."""
+    old, new = (
+        with_dense(checkpoint(seed, family="qwen2"), seed, tmp_path / str(seed))
+        for seed in (0, 1)
+    )
+    llm = start(old, **POOLING)
+    before = embedded(llm)
+    assert len(before[0]) == 32
+    with pytest.raises(StagingUnavailable) as refusal:
+        llm.update_weights_from_disk(str(new), "new")
+    assert "layer pooler (DispatchPooler)" in refusal.value.message
+    assert "poolers_by_task[token_embed].head.projector" in refusal.value.message
     assert embedded(llm) == before
 
 

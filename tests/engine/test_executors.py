@@ -69,10 +69,8 @@ def test_every_step_of_24_commits_under_load_on_ray_is_of_one_version(
     assert seen["after many commits"] == seen["before"]["tokens"]
 
 
-def test_ranks_of_an_external_launcher_serve_and_are_refused_alike(
-    paths: dict[str, Path],
-) -> None:
-    """Each is an engine of its own, and would change alone."""
+def launched(paths: dict[str, Path], num_ranks: int) -> list[dict[str, Any]]:
+    """What two processes of an external launcher tell, with so many ranks an engine."""
     # Under such a launcher vLLM has one name for its ranks' exchange, whoever they are,
     # and does not start where a run that was ended has left it.
     sweep(0, ["-tp:*-cpushm_*"])
@@ -81,10 +79,32 @@ def test_ranks_of_an_external_launcher_serve_and_are_refused_alike(
     def run(rank: str) -> dict[str, Any]:
         env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        return run_script("launched", *paths.values(), env=env)
+        return run_script("launched", *paths.values(), num_ranks, env=env)
 
     with ThreadPoolExecutor() as both:
-        first, second = both.map(run, "01")
+        return list(both.map(run, "01"))
+
+
+def test_ranks_of_an_external_launcher_serve_and_are_refused_alike(
+    paths: dict[str, Path],
+) -> None:
+    """Each is an engine of its own, and would change alone."""
+    first, second = launched(paths, 2)
     assert first == second
     assert first["code"] == "staging_unavailable"
     assert first["after"] == first["before"]
+
+
+def test_engines_of_one_rank_under_an_external_launcher_all_commit(
+    paths: dict[str, Path],
+) -> None:
+    """The launcher counts the processes of all engines, each engine its own ranks."""
+    seen = launched(paths, 1)
+    for engine in seen:
+        assert engine["code"] == "committed"
+        assert engine["after"] != engine["before"]
+        assert engine["rolled back"] == engine["before"]
+        assert engine["ranks"] | {"rank": 0, "tp_rank": 0, "size": 1} == engine["ranks"]
+    new, old = (seen[0][version] for version in ("after", "before"))
+    assert [engine["after"] for engine in seen] == [new, new]
+    assert [engine["lists"] for engine in seen] == [[new, new], [new, old]]

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.engine import oracle
 from tests.engine.census import census
-from tests.engine.mixtures import mixed, part, said
+from tests.engine.mixtures import mixed, part, said, scrubbed
 from tests.engine.probe import greedy
 from tests.families import FAMILIES, UNPROVED, WANT_TORCHVISION, cpu_options
+from tests.families_seen import record
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +42,8 @@ def test_a_family_equals_a_fresh_engine_after_commits_rollbacks_and_a_subset(
     options = cpu_options(family)
     old, new = (checkpoint(seed, family=family) for seed in (0, 1))
     fresh, everything = told(start(new, **options))
-    fresh_mixture = said(start(mixed(old, new, odd, tmp_path / "mixed"), **options))
+    mixture = mixed(old, new, odd, tmp_path / "mixed")
+    fresh_mixture = said(start(mixture, **options))
     llm = start(old, **options)
     before = said(llm)
     # Small tensors are not without effect, or this would show nothing of them.
@@ -49,15 +52,20 @@ def test_a_family_equals_a_fresh_engine_after_commits_rollbacks_and_a_subset(
     for _ in range(2):
         llm.update_weights_from_disk(str(new), "new")
         assert greedy(llm) == fresh[0]
+        oracle.check(llm, new)
         llm.rollback_weights()
         assert said(llm) == before
+        oracle.check(llm, old)
         llm.update_weights_from_disk(some, "odd", subset=odd)
         assert said(llm) == fresh_mixture
+        oracle.check(llm, mixture)
+        scrubbed(llm)
         llm.rollback_weights()
     llm.update_weights_from_disk(str(new), "new")
     said_last, last = told(llm)
     assert said_last == fresh
     assert differing(last, everything) == set()
+    record(family, "cpu", "eager", result="equal", hidden=128)
 
 
 def told(llm: Any) -> tuple[tuple[list[list[int]], dict[str, str]], dict[str, Any]]:

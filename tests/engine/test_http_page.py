@@ -41,7 +41,9 @@ def folders(checkpoint: Callable[..., Path], tmp_path_factory: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folders: Path) -> Iterator[Server]:
-    with Server(folders / "qwen", *BACKEND) as running:
+    extension = "--worker-extension-cls", "tests.engine.user_extension.Writing"
+    env = {"VLLM_SERVER_DEV_MODE": "1"}  # for `/collective_rpc`
+    with Server(folders / "qwen", *BACKEND, *extension, env=env) as running:
         yield running
 
 
@@ -139,6 +141,22 @@ def is_loaded(server: Server, said: Said) -> None:
     assert json.loads(said[1][1])["weight_version"] == "step-200"
 
 
+def loading(server: Server, folders: Path) -> None:
+    server.post("/collective_rpc", {"method": "tests_start_load"})
+    health = server.client.get("/health")
+    assert health.status_code == 200
+    assert "tests_start_load" in health.json()["weights_detail"]
+
+
+def decodes_again(server: Server, said: Said) -> None:
+    (_, seen), (_, aborted) = said
+    assert json.loads(seen)["weights"] == "loading"
+    assert "abort_weight_update" in json.loads(seen)["weights_detail"]
+    assert json.loads(aborted)["phase"] == "aborted"
+    assert server.client.get("/weight_info").json()["weights"] == "live"
+    assert server.client.get("/health").content == b""
+
+
 def paused(server: Server, folders: Path) -> None:
     server.post("/pause_generation", {"mode": "in_place", "owner": "gone"})
 
@@ -159,6 +177,7 @@ SCENES: dict[str, tuple[Any, Any]] = {
     "New weights are bad": (published, is_good_again),
     "A trainer is lost": (stuck, is_ready_for_another),
     "An engine or a rank is lost": (nothing, is_loaded),
+    "Nothing is decoded for want of weights": (loading, decodes_again),
     "A controller is gone": (paused, goes_on),
     "Engines serve different versions": (nothing, is_level),
 }

@@ -1,11 +1,13 @@
 """Versions beyond the choices of a reply: headers, responses, and who wants none."""
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import httpx
 import pytest
 
 from tests.engine import gentle
@@ -60,6 +62,42 @@ def test_a_reply_without_tokens_has_no_such_header(server: Server) -> None:
     assert reply.status_code >= 400
     assert "X-Weight-Version" not in reply.headers
     assert "X-Weight-Version" not in server.client.get("/v1/models").headers
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers", "why"),
+    [
+        ("127.0.0.6", {}, "127.0.0.1"),
+        ("127.0.0.1", {"X-Forwarded-Proto": "https"}, "x-forwarded-proto"),
+        ("127.0.0.1", {"X-Forwarded-For": "127.0.0.1"}, "x-forwarded-for"),
+        ("127.0.0.1", {"X-Envoy-Attempt-Count": "1"}, "x-envoy-attempt-count"),
+        ("127.0.0.1", {"Referer": "http://example.org/"}, "referer"),
+        ("127.0.0.1", {"User-Agent": "Mozilla/5.0"}, "browser"),
+        ("127.0.0.1", {"Host": "vllm:8000"}, "vllm:8000"),
+    ],
+)
+def test_without_a_key_only_a_direct_caller_on_this_host_is_answered(
+    server: Server, peer: str, headers: dict[str, str], why: str
+) -> None:
+    before = server.client.get("/weight_info").json()
+    wire = httpx.HTTPTransport(local_address=peer)
+    with httpx.Client(transport=wire, base_url=server.url, headers=headers) as client:
+        for method, path in (
+            ("GET", "/flush_cache"),
+            ("POST", "/update_weight_version"),
+        ):
+            reply = client.request(method, path)
+            assert reply.status_code == 403, reply.text
+            assert why in reply.json()["error"]["message"]
+            assert "--inflight-admin-key" in reply.json()["error"]["message"]
+    assert server.client.get("/weight_info").json() == before
+
+
+def test_a_proxy_that_adds_no_header_is_told_by_its_http(server: Server) -> None:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as wire:
+        wire.sendall(b"GET /flush_cache HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+        assert wire.makefile("rb").readline().split()[1] == b"403"
 
 
 def test_a_label_is_echoed_exactly_wherever_it_stands(server: Server) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,43 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.engine.conftest import stop
+from tests.engine.script import OPTIONS
 from tests.shared_memory import names, nothing_came
 from vllm.inflight.errors import InflightError
 
 pytestmark = pytest.mark.engine
 
 MIB = 1 << 20
+
+
+def parameters_of(llm: Any) -> list[Any]:
+    """Weak references to the model of an engine, its second set and all in them."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    trees = worker.model_runner.get_model(), worker._inflight_stager.shadow.module
+    return [weakref.ref(part) for t in trees for part in (t, *t.parameters())]
+
+
+@pytest.mark.parametrize("is_shut_down", [True, False])
+def test_an_engine_that_is_dropped_leaves_no_weights_to_the_next(
+    checkpoint: Callable[..., Path], is_shut_down: bool
+) -> None:
+    from vllm import LLM
+
+    llm = LLM(str(checkpoint(0)), **OPTIONS)
+    llm.update_weights_from_disk(str(checkpoint(1)), "one")
+    llm.collective_rpc("reload_weights")
+    parts = parameters_of(llm)
+    assert len(parts) >= 40 and all(part() is not None for part in parts)
+    if is_shut_down:
+        llm.llm_engine.engine_core.shutdown()
+    del llm
+    stop([])
+    after = [LLM(str(checkpoint(1)), **OPTIONS)]
+    gc.collect()
+    left = [part for part in parts if part() is not None]
+    stop(after)
+    assert left == []
 
 
 def held() -> tuple[int, int, int]:

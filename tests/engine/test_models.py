@@ -113,7 +113,7 @@ def test_a_layer_that_hides_weights_is_named() -> None:
     reason = swappable.obstacle(model, SimpleNamespace(**CONFIG))
     assert reason is not None
     assert "layer 1 (Hoarder)" in reason
-    assert "'packed'" in reason
+    assert "'packed[0]'" in reason
 
 
 @pytest.mark.parametrize("method", ["medusa", "dflash"])

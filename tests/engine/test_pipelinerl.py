@@ -1,10 +1,15 @@
-"""PipelineRL's request, worker calls and method, with a trainer over gloo."""
+"""PipelineRL's request, worker calls and method, with a trainer over gloo.
+
+The trainer opens its group with torch. What PipelineRL's own package does is played in
+test_frameworks.py.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel
 from vllm.v1.engine.core import EngineCore
 
@@ -173,43 +178,53 @@ def test_a_request_that_cannot_be_is_refused_by_name(
     assert (status, named in message) == (400, True), message
 
 
-# ---------------------------------------------------- with a user's own workers
-@pytest.fixture(scope="module")
-def extended(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
-    return start(old, worker_extension_cls="tests.engine.user_extension.Extension")
-
-
-def test_a_users_worker_extension_keeps_its_methods(
-    extended: Any, trainer: TorchTrainer, new: Path, fresh: list[list[int]]
-) -> None:
-    CALLED.clear()
-    assert extended.collective_rpc("tests_double", args=(21,)) == [42]
-    # Names of PipelineRL's with other arguments are calls of the user's.
-    assert extended.collective_rpc("init_actor_update_group") == ["the user's"]
-    assert extended.collective_rpc("receive_weight_update", args=("{}",)) == [
-        "the user's"
-    ]
-    assert extended.collective_rpc("close_communicator") == ["the user's"]
-    assert CALLED == ["init", "receive", "close"]
-    extended.collective_rpc("init_actor_update_group", args=joining(trainer))
-    trainer.begin(new, facts(new)["names"])
-    extended.collective_rpc(
-        "receive_weight_update", args=(request(new, 9).model_dump_json(),)
-    )
-    assert (greedy(extended), extended.get_weight_version()) == (fresh, "9")
-    extended.collective_rpc("close_communicator")
-    assert CALLED == ["init", "receive", "close"]
-
-
+# ------------------------------------------------------------- of an engine's own
 def test_pause_and_update_of_an_llm(
-    extended: Any, trainer: TorchTrainer, old: Path, new: Path, fresh: list[list[int]]
+    start: Callable[..., Any],
+    fresh: list[list[int]],
+    trainer: TorchTrainer,
+    old: Path,
+    new: Path,
 ) -> None:
-    extended.update_weights_from_disk(str(old), "old")
-    extended.collective_rpc("init_actor_update_group", args=joining(trainer))
+    llm = start(old)
+    llm.collective_rpc("init_actor_update_group", args=joining(trainer))
     trainer.begin(new, facts(new)["names"])
-    reply = extended.pause_and_update(request(new, 10))
+    reply = llm.pause_and_update(request(new, 10))
     assert reply["weight_version"] == "10"
-    assert greedy(extended) == fresh
+    assert greedy(llm) == fresh
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"worker_extension_cls": "tests.engine.user_extension.Extension"},
+        pytest.param(
+            {"worker_cls": "tests.engine.user_worker.Worker"},
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="a CPU's worker"
+            ),
+        ),
+    ],
+    ids=["an extension", "a worker"],
+)
+def test_what_the_workers_have_themselves_is_left_to_them(
+    start: Callable[..., Any], old: Path, new: Path, more: dict[str, Any]
+) -> None:
+    llm = start(old, **more)
+    CALLED.clear()
+    assert llm.collective_rpc("tests_double", args=(21,)) == [42]
+    # Whatever the arguments are: PipelineRL's own package has them, too.
+    asked = request(new, 9).model_dump_json()
+    for method, args in (
+        ("init_actor_update_group", ()),
+        ("init_actor_update_group", (0, 1, "tcp://127.0.0.1:1", 2)),
+        ("receive_weight_update", ("{}",)),
+        ("receive_weight_update", (asked,)),
+        ("close_communicator", ()),
+    ):
+        assert llm.collective_rpc(method, args=args) == ["the user's"]
+    assert CALLED == ["init", "init", "receive", "receive", "close"]
+    assert llm.weight_update_status() == {"active": None, "outcomes": []}
 
 
 # -------------------------------------------------------- in PipelineRL's server

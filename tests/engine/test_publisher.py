@@ -1,5 +1,8 @@
 """The trainer's side on real engines: what was published is what is served."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from pathlib import Path
@@ -14,6 +17,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.engine.mixtures import MLP, declared
 from tests.engine.probe import outputs_during
+from tests.engine.script import RESULT
 from tests.serving import Server
 from vllm.inflight.errors import (
     Forbidden,
@@ -140,6 +144,23 @@ def test_a_wrong_name_is_answered_by_the_nearest_one_and_changes_nothing(llm, ne
     assert (greedy(llm), llm.get_weight_version()) == before
     with Publisher(llm, weights(new)) as to:
         assert to.publish("right").version == "right"
+
+
+def test_names_of_a_wrapper_are_found_out_and_told(llm, new, fresh):
+    wrapped = {f"module.{name}": tensor for name, tensor in weights(new).items()}
+    with Publisher(llm, wrapped, name_map="auto") as to:
+        outcome = to.publish("auto")
+    assert outcome.mapped == {f"module.{name}": name for name in weights(new)}
+    assert greedy(llm) == fresh
+
+
+def test_a_script_that_closes_nothing_ends_well_and_its_last_version_was_served(new):
+    """Its engine is in the same process, and ends with it."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.engine.left_open", str(new)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (told,) = (x for x in done.stdout.splitlines() if x.startswith(RESULT))
+    assert json.loads(told.removeprefix(RESULT))["last"]["weight_version"] == "last"
 
 
 # ------------------------------------------------------------------- over HTTP

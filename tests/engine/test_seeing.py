@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.engine.census import census
 from tests.engine.mixtures import part, said
@@ -18,6 +21,7 @@ from tests.engine.test_families import differing
 from tests.seeing import SEEING
 from tests.tiny_vision import make_seeing
 from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.trainer import Publisher
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -33,6 +37,25 @@ def test_a_model_that_sees_equals_a_fresh_engine_after_commits_rollbacks_and_a_t
     fresh = start(new)
     said(fresh), described(fresh, name)  # they remember positions that they have seen
     assert differing(served, census(fresh)) == set()
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3_mm", "qwen3_vl_moe"])
+def test_a_model_that_sees_is_published_from_memory_as_its_checkpoint(
+    start: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    """Its names are others in memory, and of the last the experts are transposed."""
+    if SEEING[name].wants_torchvision and find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    old, new = (make_seeing(tmp_path / str(seed), seed, name) for seed in (0, 1))
+    fresh = start(new)
+    expected = said(fresh), described(fresh, name), census(fresh)
+    llm = start(old, weight_transfer_config=WeightTransferConfig(backend="local"))
+    kind = getattr(transformers, SEEING[name].architecture)
+    model = kind.from_pretrained(new, dtype=torch.bfloat16)
+    with Publisher(llm, model) as to:
+        to.publish("new")
+    assert (said(llm), described(llm, name)) == expected[:2]
+    assert differing(census(llm), expected[2]) == set()
 
 
 def test_a_tower_that_an_engine_leaves_out_may_come_with_the_rest(

@@ -111,6 +111,18 @@ def test_checksums_tell_two_versions_apart_and_come_back_with_one(
     assert compared == {"match": True, "mismatches": []}
 
 
+def test_what_is_served_is_compared_with_its_digest(
+    door: Door, folders: dict[str, Path]
+) -> None:
+    digest = publish(door.core, folders["new"], "new")["digest"]
+    told = door.post("/weights_checker", action="verify")
+    assert (told["success"], told["result"]) == (True, "equal")
+    assert (told["weight_version"], told["digest"]) == ("new", digest)
+    assert "what is served is what was committed" in told["message"]
+    # The engine computes in a wider dtype than its checkpoint has, which loses nothing.
+    assert told["num_tensors"] > 0 and told["num_unknown"] == 0
+
+
 def test_checksums_leave_out_what_is_to_be_skipped(door: Door) -> None:
     told = door.post("/weights_checker", skip_tensor_list=["norm"])
     (rank,) = told["ranks"]

@@ -185,33 +185,39 @@ def extended(sleeper: EngineCore) -> Iterator[EngineCore]:
     parallel.worker_extension_cls = ""
 
 
-def test_with_an_extension_its_own_calls_fill_the_weights_and_no_others(
+def test_calls_fill_the_weights_if_they_write_them_and_no_others(
     extended: EngineCore,
 ) -> None:
     extended.sleep(2)
     extended.wake_up(["weights"])
-    for method in ("synchronize_device", "get_kv_cache_spec"):
+    for method in ("synchronize_device", "get_kv_cache_spec", lambda worker: None):
         extended.collective_rpc(method)
         assert call(extended, "info")["weights"] == "gone"
     assert extended.collective_rpc("tests_double", args=(21,)) == [42]
-    assert call(extended, "info")["weights"] == "live"
+    assert call(extended, "info")["weights"] == "gone"
 
 
-@pytest.mark.parametrize("way", ["reload_weights", lambda worker: None])
+def load(worker: Any, folder: str) -> None:
+    """A function of a user's, which is handed to `collective_rpc`."""
+    Extension.tests_reload(worker, folder)
+
+
+@pytest.mark.parametrize("way", ["reload_weights", "tests_reload", load])
 def test_whoever_fills_the_weights_without_an_update_ends_the_wait_too(
-    sleeper: EngineCore, way: Any
+    extended: EngineCore, folders: dict[str, Path], way: Any
 ) -> None:
-    before, told = says(sleeper, "before"), call(sleeper, "info")
-    sleeper.sleep(2)
-    sleeper.wake_up(["weights"])
-    sleeper.collective_rpc("synchronize_device")  # fills nothing
-    assert call(sleeper, "info")["weights"] == "gone"
-    sleeper.collective_rpc(way)
-    after = call(sleeper, "info")
+    before, told = says(extended, "before"), call(extended, "info")
+    extended.sleep(2)
+    extended.wake_up(["weights"])
+    extended.collective_rpc("synchronize_device")  # fills nothing
+    assert call(extended, "info")["weights"] == "gone"
+    args = () if way == "reload_weights" else (str(folders["old"]),)
+    extended.collective_rpc(way, args=args)
+    after = call(extended, "info")
     assert (after["weights"], after["epoch"]) == ("live", told["epoch"] + 1)
     assert after["digest"] is None
-    sleeper.wake_up(["kv_cache"])
-    assert says(sleeper, "after") == before
+    extended.wake_up(["kv_cache"])
+    assert says(extended, "after") == before
 
 
 def test_a_sleep_that_loses_nothing_needs_no_update(core: EngineCore) -> None:

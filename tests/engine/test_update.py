@@ -274,6 +274,10 @@ def test_the_first_write_of_an_update_ends_the_rollback_window(
     llm.update_weights_from_disk(str(new), "v1")
     llm.start_weight_update()
     llm.abort_weight_update()
+    assert llm.weight_info()["previous"]["weight_version"] == "old"
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"path": str(new)}})
+    llm.abort_weight_update()
     with pytest.raises(NothingToRollBack):
         llm.rollback_weights()
 
@@ -289,3 +293,80 @@ def test_a_bad_transport_payload_names_the_field(llm: Any) -> None:
     llm.start_weight_update()
     with pytest.raises(Malformed, match="unknown_field"):
         llm.update_weights({"update_info": {"path": "/", "unknown_field": 1}})
+
+
+# ---------------------------------------------- clients of vLLM's older releases
+def test_what_older_clients_say_of_the_format_changes_nothing(
+    llm: Any, new: Path, fresh: Any
+) -> None:
+    llm.start_weight_update(True)
+    llm.abort_weight_update()
+    llm.start_weight_update(is_checkpoint_format=True)
+    send(llm, new, is_checkpoint_format=True, update_kind="dense")
+    llm.finish_weight_update("new")
+    assert greedy(llm) == fresh
+
+
+def test_what_older_clients_say_on_the_workers_changes_nothing(
+    llm: Any, new: Path, fresh: Any
+) -> None:
+    llm.collective_rpc("start_weight_update", args=(True,))
+    llm.abort_weight_update()
+    llm.collective_rpc("start_weight_update", kwargs={"is_checkpoint_format": True})
+    info = {"path": str(new), "is_checkpoint_format": True}
+    llm.collective_rpc("update_weights", kwargs={"update_info": info})
+    llm.collective_rpc("finish_weight_update")
+    assert greedy(llm) == fresh
+
+
+def test_weights_in_a_kernels_format_are_refused_by_name(llm: Any) -> None:
+    before = state(llm)
+    for begin in (
+        lambda: llm.start_weight_update(is_checkpoint_format=False),
+        lambda: llm.collective_rpc("start_weight_update", args=(False,)),
+        lambda: llm.collective_rpc(
+            "start_weight_update", kwargs={"is_checkpoint_format": False}
+        ),
+    ):
+        with pytest.raises(Malformed, match="is_checkpoint_format cannot be False"):
+            begin()
+        assert llm.weight_update_status()["active"] is None
+    assert state(llm) == before
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("is_checkpoint_format", False),
+        ("update_kind", "sparse_flat"),
+        ("packed", True),
+    ],
+)
+def test_what_an_older_update_would_mean_is_refused_by_name(
+    llm: Any, new: Path, field: str, value: Any
+) -> None:
+    llm.start_weight_update()
+    with pytest.raises(Malformed, match=f"{field} cannot be {value!r}"):
+        send(llm, new, **{field: value})
+
+
+def test_a_worker_call_with_an_argument_that_nobody_knows_begins_nothing(
+    llm: Any,
+) -> None:
+    for call in (
+        lambda: llm.collective_rpc("start_weight_update", kwargs={"base_verison": "x"}),
+        lambda: llm.collective_rpc("start_weight_update", args=(True, "x")),
+        lambda: llm.collective_rpc("finish_weight_update", args=("label",)),
+    ):
+        with pytest.raises(Malformed, match="has no argument"):
+            call()
+    assert llm.weight_update_status()["active"] is None
+
+
+@pytest.mark.parametrize("word, mode", [(True, "wait"), (False, "abort")])
+def test_the_older_word_for_a_pause_that_waits(llm: Any, word: bool, mode: str) -> None:
+    reply = llm.pause_generation(wait_for_inflight_requests=word, clear_cache=True)
+    assert reply["mode"] == mode
+    llm.continue_generation()
+    with pytest.raises(Malformed, match="wait_for_inflight_requests"):
+        llm.pause_generation(wait_for_inflight_requests="yes")

@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from tests.engine.oracle import Oracle
 from tests.waiting import until
 
 
@@ -58,6 +59,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads a safetensors file into whatever model it was given."""
+
+    hands_whole_tensors = True
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -117,7 +120,7 @@ def _is_first(file: str | None) -> bool:
     return True
 
 
-class Extension:
+class Extension(Oracle):
     """Importing this module has registered the transport."""
 
     def tests_probe(self) -> Any:

@@ -7,9 +7,11 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+from tests.engine.listening import SPOILT_AFTER_S
 from tests.engine.mixtures import MLP, mixed, part
 from tests.engine.probe import prompts
 from tests.engine.script import tell
@@ -93,8 +95,51 @@ def main(old: str, new: str) -> None:
     seen["rests in flight"] = llm.collective_rpc("tests_rests")
     seen["lengths in flight"] = [len(s.outputs[0].token_ids) for s in streams]
     seen["versions in flight"] = max(len(s.outputs[0].weight_versions) for s in streams)
+    seen["own"] = own_writes(llm, old, new, greedy)
+    llm.update_weights_from_disk(new)
+    seen["scrubbed"] = [llm.verify_weights()]
+    llm.collective_rpc("tests_spoil")
+    time.sleep(2 * SPOILT_AFTER_S)
+    seen["scrubbed"].append(llm.verify_weights())
     llm.llm_engine.engine_core.shutdown()
     tell(seen)
+
+
+def own_writes(llm: Any, old: str, new: str, greedy: Any) -> dict[str, Any]:
+    """What becomes of writes that an extension makes on both ranks."""
+    from vllm.inflight.errors import InflightError
+
+    def facts() -> Any:
+        told = llm.weight_info()
+        return [told[name] for name in ("weight_version", "digest", "weights")]
+
+    def refused(act: Any) -> str:
+        try:
+            act()
+        except InflightError as error:
+            return error.code
+        except Exception as error:  # vLLM's client has no better one
+            return str(error)
+        return ""
+
+    seen: dict[str, Any] = {}
+    llm.update_weights_from_disk(old, "old")
+    llm.update_weights_from_disk(new, "new")
+    seen["served"] = facts(), greedy(llm)
+    seen["fails"] = refused(lambda: llm.collective_rpc("tests_start_and_fail_on_one"))
+    seen["after failing"] = facts(), greedy(llm)
+    llm.collective_rpc("tests_reload", args=(old,))
+    seen["after writing"] = facts(), greedy(llm)
+    seen["way back"] = refused(llm.rollback_weights)
+    breaks_off = refused(
+        lambda: llm.collective_rpc("tests_reload_and_fail_on_one", args=(new,))
+    )
+    seen["breaks off"] = breaks_off
+    seen["after breaking off"] = facts()
+    seen["is read"] = refused(lambda: llm.collective_rpc("compute_weight_checksums"))
+    llm.collective_rpc("tests_reload", args=(new,))
+    seen["after a second try"] = facts(), greedy(llm)
+    return seen
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save, save_file
-from starlette.testclient import TestClient
 
-from tests.door import served
+from tests.door import caller, served
 from tests.engine.probe import prompts
 from tests.engine.script import tell
 from tests.engine.torch_trainer import facts, training
@@ -123,7 +122,7 @@ def main(old: Path, new: Path) -> None:
         disable_log_stats=True,
         additional_config={"inflight": {"update_deadline_s": 60.0}},
     )
-    door = TestClient(served(Client(llm)), client=("127.0.0.1", 1))
+    door = caller(served(Client(llm)))
 
     def post(path: str, **body: Any) -> Any:
         return door.post(path, json=body).json()

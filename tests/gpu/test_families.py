@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.mixtures import equals_fresh_engines
+from tests.engine import oracle
+from tests.engine.mixtures import equals_fresh_engines, scrubbed
 from tests.engine.probe import checksums
 from tests.engine.script import OPTIONS
 from tests.engine.test_media import (  # noqa: F401 (tests, run here on a GPU)
@@ -19,6 +20,9 @@ from tests.engine.test_media import (  # noqa: F401 (tests, run here on a GPU)
     test_a_picture_seen_before_is_seen_with_the_new_tower,
 )
 from tests.families import FAMILIES, gpu_options
+from tests.families_seen import record
+from vllm.inflight.wire import local
+from vllm.inflight.wire.file_reader import FileReader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +59,53 @@ def test_a_family_equals_a_fresh_engine_after_every_flip_and_rollback(
     folders = (checkpoint(0, family=family), checkpoint(1, family=family))
     equals_fresh_engines(
         partial(start, **options), folders, family, tmp_path, rounds=10
+    )
+
+
+class EveryTensorAlone(FileReader):
+    """A reader for which no tensor is too small to be received in place."""
+
+    large = 0
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    ("family", "hidden"),
+    [
+        *((name, 128) for name in FAMILIES if name not in UNTRIED),
+        ("gpt2", 768),  # it transposes tensors of more than 1 MiB
+    ],
+)
+def test_every_tensor_that_may_be_received_in_place_is_and_served_is_a_fresh_load(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    hidden: int,
+    eager: bool,
+) -> None:
+    if hidden == 128:
+        monkeypatch.setattr(local, "FileReader", EveryTensorAlone)
+    options = {"enforce_eager": eager} | gpu_options(family)
+    folders = [checkpoint(n, family=family, hidden=hidden) for n in range(3)]
+    llm = start(folders[0], **options)
+    (stager,) = llm.collective_rpc(lambda worker: worker._inflight_stager)
+    for number in (1, 2, 0, 1):
+        llm.update_weights_from_disk(str(folders[number]), str(number))
+        oracle.check(llm, folders[number])
+        scrubbed(llm)
+        notice = stager._job._notice
+    llm.rollback_weights()
+    oracle.check(llm, folders[0])
+    assert notice["in_place"] > notice["tensors"] / 3, notice
+    record(
+        family,
+        torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0],
+        "eager" if eager else "graphs",
+        result="equal",
+        hidden=hidden,
+        tensors=notice["tensors"],
+        in_place=notice["in_place"],
     )
 
 

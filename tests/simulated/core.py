@@ -88,7 +88,8 @@ def emptied(core: EngineCore) -> EngineCore:
     worker = core.model_executor
     if core.inflight_gate.version.label != "default":
         publish_weights(core, 0, "default")
-    call(core, "begin", transport="local")  # and so there is no way back
+    call(core, "begin", transport="local")
+    call(core, "receive", update_info={"weights": 0})  # and so there is no way back
     call(core, "abort")
     assert core.reset_prefix_cache()
     core.scheduler._inflight_aborted = Aborted()  # the next one's session has its name

@@ -82,6 +82,6 @@ class Graph(Late, RayDistributedExecutor):
         self.num_overtaken.append(len(self.submitted))
         return super()._inflight_flip(ranks)
 
-    def _inflight_adapter(self, move: str, request: Any) -> Any:
+    def _inflight_adapter(self, move: str, request: Any, *_: Any) -> Any:
         self.num_overtaken.append(len(self.submitted))
         return {"ok": True}

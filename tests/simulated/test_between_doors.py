@@ -50,7 +50,7 @@ def test_while_one_has_yet_to_roll_back_no_update_comes_in_between(
             if method != "rollback":
                 return await super().call(method, body)
             first, second = (core.inflight("rollback", dict(body)) for core in cores)
-            with pytest.raises(UpdateBusy, match="a rollback waits"):
+            with pytest.raises(UpdateBusy, match="the rollback to 'one' waits"):
                 await Control(Door(cores)).start(transport="local")
             streams.step(60)
             return [first, second.result(timeout=30)]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -70,10 +71,7 @@ def test_batches_stay_as_they_are_while_steps_are_waited_for(core: EngineCore) -
 
 def test_no_step_is_overtaken_by_an_adapter(core: EngineCore) -> None:
     in_flight(core)
-    request = SimpleNamespace(
-        lora_name="x", lora_int_id=1, lora_path="x", load_inplace=False
-    )
-    assert core.add_lora(request)
+    assert core.add_lora(LoRARequest("x", 1, "x"))
     assert set(core.model_executor.num_overtaken) == {0}
 
 

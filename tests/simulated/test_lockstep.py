@@ -1,7 +1,9 @@
 """Engines that step together serve one version at every step, whoever hears first."""
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tests.simulated.lockstep import Together, together
 from vllm.inflight.api.control import Control
 from vllm.inflight.engine import lockstep
 from vllm.inflight.engine.lockstep import Lockstep
-from vllm.inflight.errors import PauseConflict
+from vllm.inflight.errors import Conflict, EngineFault, PauseConflict, UpdateBusy
 
 pytestmark = pytest.mark.engine
 
@@ -296,3 +298,118 @@ def test_a_commit_cannot_wait_for_requests_of_several_engines(both: Together) ->
     replies = both.control("commit", mode="wait")
     assert [r["error"]["code"] for r in replies] == ["pause_conflict"] * 2
     both.finish()
+
+
+def reload(both: Together, lag_s: float = 0.0, failing: int | None = None) -> list[Any]:
+    """What both engines answer upstream's reload with, be it an error."""
+
+    def act(core: Any) -> Any:
+        args = (1, "of a test") if core.dp_rank == failing else (1,)
+        return core.collective_rpc("reload_weights", args=args)
+
+    answers = []
+    for rank in range(2):
+        answers.append(both.ask(rank, act))
+        time.sleep(lag_s)
+    return [outcome(outcome(answer)) for answer in answers]
+
+
+def outcome(answer: Any) -> Any:
+    if not isinstance(answer, Future):
+        return answer
+    try:
+        return answer.result(timeout=20)
+    except Exception as error:
+        return error
+
+
+def test_a_reload_is_of_both_at_the_same_step(both: Together) -> None:
+    both.start(3, 1)
+    assert reload(both, LAG_S) == [[None], [None]]
+    first, second = both.finish()
+    assert first == second[: len(first)] or second == first[: len(second)]
+    assert set(first) == {0, 1}
+    assert labels(both) == ["update-1", "update-1"]
+    for name, core in (("r0", both.cores[0]), ("r10", both.cores[1])):
+        made = core.model_executor.sampled[name]
+        assert both.stamps[name] == [("default", "update-1")[s.weights] for s in made]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_reload_that_fails_on_one_lets_none_decode(
+    both: Together, failing: int
+) -> None:
+    both.start(1, 1)
+    answers = reload(both, LAG_S, failing)
+    assert all(isinstance(answer, EngineFault) for answer in answers)
+    assert "of a test" in answers[failing].message
+    assert "another engine" in answers[1 - failing].message
+    told = [reply["ok"] for reply in both.control("info")]
+    assert [each["weights"] for each in told] == ["gone", "gone"]
+    assert [each["digest"] for each in told] == [None, None]
+    num_made = [len(c.model_executor.sampled[f"r{10 * c.dp_rank}"]) for c in both.cores]
+    time.sleep(10 * LAG_S)
+    for core, before in zip(both.cores, num_made, strict=True):
+        assert len(core.model_executor.sampled[f"r{10 * core.dp_rank}"]) == before
+    both.stage(2)
+    replies = both.control("commit", LAG_S, weight_version="two")
+    assert [r["ok"]["weight_version"] for r in replies] == ["two", "two"]
+    both.finish()
+    assert [len(told) for told in both.stamps.values()] == [150, 150]
+
+
+def test_a_reload_that_one_refuses_is_written_by_none(both: Together) -> None:
+    both.start(1, 1)
+    both.ask(1, lambda core: call(core, "begin", transport="local")).result(timeout=20)
+    answers = reload(both, LAG_S)
+    assert isinstance(answers[0], Conflict) and "another engine" in str(answers[0])
+    assert isinstance(answers[1], UpdateBusy)
+    assert labels(both) == ["default", "default"]
+    assert [reply["ok"]["weights"] for reply in both.control("info")] == ["live"] * 2
+    both.control("abort")
+    first, second = both.finish()
+    assert set(first) == set(second) == {0}
+
+
+def test_a_reload_after_a_sleep_of_level_2_lets_decoding_go_on(both: Together) -> None:
+    slept(both, 2)
+    both.of_both(lambda core: core.wake_up())
+    both.of_both(lambda core: add(core, f"r{core.dp_rank}", prompt(0)))
+    assert reload(both, LAG_S) == [[None], [None]]
+    first, second = both.finish()
+    assert first == second
+    assert {len(told) for told in both.stamps.values()} == {40}
+
+
+def own(both: Together, method: str, *args: Any) -> list[Any]:
+    """What both answer a call of a user's own with, be it an error."""
+
+    def act(core: Any) -> Any:
+        return core.collective_rpc(method, args=args)
+
+    return [outcome(both.ask(rank, act)) for rank in range(2)]
+
+
+def test_layers_are_not_taken_aside_under_engines_that_step(both: Together) -> None:
+    """The other engine would wait for a step of this one."""
+    both.start(2, 2)
+    answers = own(both, "tests_start_load")
+    assert all(isinstance(answer, PauseConflict) for answer in answers)
+    assert all("pause_generation" in str(answer) for answer in answers)
+    assert not any(core.model_executor.is_loading for core in both.cores)
+    first, second = both.finish()
+    assert all(a == b for a, b in zip(first, second, strict=False))
+    assert labels(both) == ["default", "default"]
+
+
+def test_a_reload_in_several_calls_goes_on_under_a_pause(both: Together) -> None:
+    both.start(1, 1)
+    both.control("pause", mode="in_place")
+    assert own(both, "tests_start_load") == [[None], [None]]
+    assert [reply["ok"]["weights"] for reply in both.control("info")] == ["loading"] * 2
+    assert own(both, "tests_finish_load", 1) == [[None], [None]]
+    both.control("resume")
+    first, second = both.finish()
+    assert all(a == b for a, b in zip(first, second, strict=False))
+    assert [len(told) for told in both.stamps.values()] == [150, 150]
+    assert labels(both) == ["update-1", "update-1"]

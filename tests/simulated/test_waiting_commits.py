@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import EngineCore
 
-from tests.engine.bare_core import add, call, prompt
+from tests.engine.bare_core import Streams, add, call, prompt
 from tests.simulated.core import publish_weights, stage_weights
 from tests.simulated.load import answered, ask, code, started
 from tests.waiting import until
+from vllm.inflight.errors import WrongPhase
 
 pytestmark = pytest.mark.engine
 
@@ -122,22 +123,111 @@ def test_a_commit_that_waits_switches_from_the_version_that_it_expects(
     call(core, "commit", expect_version="another")
 
 
-@pytest.mark.parametrize("between", ["commit", "begin"])
-def test_a_rollback_that_waits_takes_nothing_else_back(
-    core: EngineCore, between: str
-) -> None:
+# Rollbacks that wait
+
+
+def waiting_rollback(core: EngineCore) -> tuple[Streams, Future[Any]]:
     publish_weights(core, 1, "one")
     publish_weights(core, 2, "two")
     streams = started(core)
     rollback = ask(core, "rollback", to_version="one", mode="wait")
     assert not rollback.done()
-    if between == "commit":
-        publish_weights(core, 3, "three")
-    else:
-        call(core, "begin", transport="local")
+    return streams, rollback
+
+
+def test_a_rollback_that_waits_is_told_of_by_its_version(core: EngineCore) -> None:
+    waiting_rollback(core)
+    told = call(core, "status")
+    assert told["active"] is None
+    assert told["rollback"]["to_version"] == "one"
+    assert 0 < told["rollback"]["deadline_left_s"] <= 600
+    call(core, "abort")
+    assert call(core, "status")["rollback"] is None
+
+
+@pytest.mark.parametrize("method", ["begin", "may_begin", "rollback"])
+def test_nobody_takes_the_way_back_from_a_rollback_that_waits(
+    core: EngineCore, method: str
+) -> None:
+    streams, rollback = waiting_rollback(core)
+    body = {"transport": "local"} if method == "begin" else {}
+    refused = core.inflight(method, body)["error"]
+    assert refused["code"] == "update_in_progress"
+    for name in ("'one'", "/abort_weight_update", "/continue_generation"):
+        assert name in refused["message"]
     streams.step(60).run()
-    expected = {"commit": "version_conflict", "begin": "update_in_progress"}[between]
-    assert code(answered(rollback)) == expected
-    served = {"commit": "three", "begin": "two"}[between]
-    assert call(core, "info")["weight_version"] == served
+    assert answered(rollback)["ok"]["weight_version"] == "one"
     assert call(core, "paused")["is_paused"] is False
+
+
+@pytest.mark.parametrize("method", ["abort", "resume"])
+def test_a_rollback_that_waits_is_ended_as_the_messages_say(
+    core: EngineCore, method: str
+) -> None:
+    streams, rollback = waiting_rollback(core)
+    add(core, "late", prompt(9))
+    call(core, method)
+    told = answered(rollback)["error"]
+    assert told["code"] == {"abort": "wrong_phase", "resume": "pause_conflict"}[method]
+    assert "the rollback to 'one' was given up" in told["message"]
+    assert call(core, "paused")["is_paused"] is False
+    assert "late" in streams.run().finished
+    info = call(core, "info")
+    assert (info["weight_version"], info["previous"]["weight_version"]) == (
+        "two",
+        "one",
+    )
+    call(core, "rollback", to_version="one")
+
+
+def test_a_rollback_does_not_wait_for_ever(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make(is_async=True, inflight={"update_deadline_s": 0.2})
+    streams, rollback = waiting_rollback(core)
+    turns = core.inflight_gate.turns
+    until(lambda: turns._queue, "its deadline ends nothing")
+    streams.step(2)
+    assert code(answered(rollback)) == "deadline_exceeded"
+    assert "after 0.2 s" in answered(rollback)["error"]["message"]
+    assert call(core, "paused")["is_paused"] is False
+    assert call(core, "info")["weight_version"] == "two"
+
+
+def test_a_pause_ends_a_rollback_that_waits_and_says_what_is_served(
+    core: EngineCore,
+) -> None:
+    streams, rollback = waiting_rollback(core)
+    ask(core, "pause", mode="in_place")
+    streams.step(3)
+    assert answered(rollback)["error"]["message"].endswith("the version served stays")
+    assert call(core, "info")["weight_version"] == "two"
+
+
+def test_a_rollback_that_waits_goes_on_when_somebody_elses_pause_ends(
+    core: EngineCore,
+) -> None:
+    streams, rollback = waiting_rollback(core)
+    ask(core, "pause", mode="wait")
+    call(core, "resume")
+    assert not rollback.done()
+    streams.step(60).run()
+    assert answered(rollback)["ok"]["weight_version"] == "one"
+
+
+def test_the_end_of_an_update_ends_no_rollback_that_waits(core: EngineCore) -> None:
+    streams, rollback = waiting_rollback(core)
+    gate = core.inflight_gate
+    gate._ended(gate.served.update, WrongPhase("a late word of an earlier update"))
+    streams.step(60).run()
+    assert answered(rollback)["ok"]["weight_version"] == "one"
+
+
+def test_no_rollback_comes_into_a_sleep_that_has_begun(core: EngineCore) -> None:
+    """What a sleep has put aside by then would come back under the new label."""
+    streams, rollback = waiting_rollback(core)
+    core.inflight_gate.sleep._falling = 1
+    streams.step(60).run()
+    core.inflight_gate.sleep._falling = 0
+    assert code(answered(rollback)) == "engine_asleep"
+    assert call(core, "info")["weight_version"] == "two"

@@ -75,6 +75,9 @@ class SimulatedExecutor(UniProcExecutor):
         self.sampled: dict[str, list[Sampled]] = {}
         self.memories = [Memory(None), Memory(WINDOW)][: 1 + self.windowed]
         self.board: Board | None = None
+        self.is_written = self.is_loading = False
+        self.displaced: list[str] = []
+        """What its tripwire has noticed of writes past any update."""
         self.drowsy = 0
         """The level of a sleep that it is prepared for."""
         self.proposals: dict[str, list[int]] = {}
@@ -219,12 +222,43 @@ class SimulatedExecutor(UniProcExecutor):
         self.board = Board(path, num_ranks)
         return {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 
+    def _inflight_overwrite(self, move: str, *_: Any) -> Any:
+        if move == "put_back":
+            self.is_loading = False
+        elif move == "overwritten":
+            self.is_written = False
+        facts = {"is_written": self.is_written, "is_loading": self.is_loading}
+        facts |= {"missing": [], "num_missing": 0, "num_required": 1, "thread": None}
+        facts["displaced"] = self.displaced
+        return {"ok": facts if move in ("look", "put_back") else None}
+
+    def _tests_write(self, weights: int, then: str = "") -> None:
+        """A worker extension's method: writes in place, and may not come to its end."""
+        self.live = weights
+        self.generation += 1
+        self.weights_of.append(weights)
+        self.is_written = True
+        if then:
+            raise RuntimeError(then)
+
+    def _tests_start_load(self) -> None:
+        """Another one's, that takes layers aside."""
+        self.is_loading = True
+
+    def _tests_finish_load(self, weights: int) -> None:
+        self.is_loading = False
+        self._tests_write(weights)
+
+    _reload_weights = _tests_write
+    """Upstream's, with arguments of ours."""
+
     def _inflight_order(self, serial: int, order: str, payload: Any) -> Any:
         if order == "receive":
             self.second = payload["weights"]
         orders = {"begin": 1, "receive": 2, "seal": 3}[order]
         notice: dict[str, Any] = {"serial": serial, "orders": orders}
         notice["state"] = "staged" if order == "seal" else "staging"
+        notice["opened"] = order != "begin"
         notice |= {"digest": f"{self.second:032x}", "unfilled": [], "bytes": 1}
         for rank in range(self.board.num_ranks):
             self.board.post(rank, notice)
@@ -233,6 +267,9 @@ class SimulatedExecutor(UniProcExecutor):
     def _inflight_drowse(self, level: int) -> Any:
         self.drowsy = level
         return {"ok": None}
+
+    def _inflight_adapter(self, move: str, request: Any, *_: Any) -> Any:
+        return {"ok": False}  # it has all there are
 
     def _inflight_flip(self, ranks: Any = None) -> Any:
         self.live, self.second = self.second, self.live

@@ -31,6 +31,8 @@ LEAST_JUDGED = 0.05
 UPDATE_EVERY_S = 1.0
 LONGEST_TURN_S = 120.0
 HEALTH_S = 8.0
+AUDIT_SHARE = 0.15
+"""Of the turns after which what is served is compared with a fresh load of files."""
 FAULT_SHARE = 0.35
 """Of the turns that begin with a fault."""
 MOST_SHOWN = 20
@@ -67,6 +69,7 @@ def start(folder: Path, ranks: int) -> Any:
             tensor_parallel_size=ranks,
             disable_log_stats=True,
             weight_transfer_config={"backend": "local"},
+            worker_extension_cls="tests.engine.oracle.Oracle",
             additional_config={"inflight": {"health_s": HEALTH_S}},
         )
     )
@@ -136,6 +139,8 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
                     if trainer.rng.random() < FAULT_SHARE:
                         await suffer(trainer, trainer.rng.choice(kinds), root / "fault")
                     await trainer.act()
+                    if trainer.rng.random() < AUDIT_SHARE:
+                        await trainer.audit()
                     await engine.check_health()
             except (InflightError, EngineDeadError, TimeoutError):
                 history.wrong.append(f"the trainer met {traceback.format_exc()}")
@@ -170,6 +175,7 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         "rollbacks": history.num_rollbacks,
         "renames": history.num_renames,
         "pauses": history.num_pauses,
+        "audits": history.num_audits,
         "faults": history.faults,
         "requests": load.num_requests,
         "ends": load.ends,
@@ -191,7 +197,7 @@ def tell(found: dict[str, Any]) -> None:
     print(f"{found['date']}, {found['machine']}, {found['seconds']:.0f} s")
     print(
         f"updates {found['updates']}, rollbacks {found['rollbacks']}, renames "
-        f"{found['renames']}, pauses {found['pauses']}"
+        f"{found['renames']}, pauses {found['pauses']}, audits {found['audits']}"
     )
     print(f"faults survived: {json.dumps(found['faults'])}")
     print(f"requests {found['requests']}, ended: {json.dumps(found['ends'])}")

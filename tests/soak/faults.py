@@ -142,9 +142,11 @@ async def wrong_expectation(trainer: Trainer, at: Path) -> str | None:
 async def nothing_held(trainer: Trainer, at: Path) -> str | None:
     """A rollback to a version that an update has begun to overwrite."""
     del at
-    await trainer.engine.start_weight_update()
-    await trainer.engine.abort_weight_update()
-    return await _code(trainer.engine.rollback_weights())
+    engine, half = trainer.engine, part(trainer.folders["a"], "rest")
+    await engine.start_weight_update()
+    await engine.update_weights({"update_info": {"path": str(half)}})
+    await engine.abort_weight_update()
+    return await _code(engine.rollback_weights())
 
 
 async def controller_gone(trainer: Trainer, at: Path) -> str | None:
@@ -211,8 +213,11 @@ FAULTS: dict[Fault, str | None] = {
 }
 """Every fault, and the answer that is right."""
 
-UPDATELESS = (controller_gone, paused_by_another, core_hangs)
-"""These begin no update, so that what is held for a rollback stays held."""
+COSTLESS = (
+    *(controller_gone, paused_by_another, core_hangs),
+    *(no_file, torn_file, finished_empty, duplicate_begin),
+)
+"""These write no byte of an update, so that what is held for a rollback stays held."""
 
 
 async def suffer(trainer: Trainer, fault: Fault, at: Path) -> None:
@@ -221,9 +226,8 @@ async def suffer(trainer: Trainer, fault: Fault, at: Path) -> None:
     before = await engine.weight_info()
     code = await fault(trainer, at)
     after = await engine.weight_info()
-    if fault not in UPDATELESS:
-        history.can_go_back = None
-        before["previous"] = None
+    if fault not in COSTLESS and after["previous"] is None:
+        history.can_go_back = before["previous"] = None
     name = fault.__name__
     if code != FAULTS[fault]:
         history.wrong.append(f"{name}: answered {code!r}, not {FAULTS[fault]!r}")

@@ -27,6 +27,8 @@ class History:
         """What an engine must not do, in words; lost requests and torn tokens too."""
         self.num_lost = self.num_torn = 0
         self.num_updates = self.num_rollbacks = self.num_renames = self.num_pauses = 0
+        self.num_audits = 0
+        """Comparisons of what is served with a fresh load of its files."""
         self.faults: dict[str, int] = {}
         """Survived, by name."""
         self.can_go_back: Served | None = None

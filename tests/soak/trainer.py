@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from tests.engine.mixtures import mixed
 from tests.soak.history import History
 from tests.soak.judge import MLP
 from vllm.inflight.api.methods import control_of
@@ -160,6 +161,26 @@ class Trainer:
             str(self.folders[content[0]]), label
         )
         self._updated(reply, label, content)
+
+    async def audit(self) -> None:
+        """Compare every parameter of every rank with a fresh load, and the digests."""
+        whole, mlp = self.history.now.content
+        folder = self.folders[whole]
+        if whole != mlp:
+            folder = folder.parent / f"mixed-{whole}{mlp}"
+            if not folder.exists():
+                mixed(self.folders[whole], self.folders[mlp], SUBSET, folder)
+        with self.history.stopping():  # a model is loaded between two steps
+            ranks = await self.engine.collective_rpc(
+                "tests_differing", args=(str(folder),)
+            )
+        for rank, names in enumerate(ranks):
+            if names:
+                self.history.wrong.append(f"rank {rank} serves other {names}")
+        found = await self.engine.verify_weights()
+        if found["result"] == "different":
+            self.history.wrong.append(f"not what was committed: {found['different']}")
+        self.history.num_audits += 1
 
     def _mode(self) -> str:
         return self.rng.choice(MODES)

@@ -7,6 +7,7 @@ that break before or after a call took effect, late replies, refusals.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -28,15 +29,17 @@ from vllm.inflight.errors import (
     WrongPhase,
 )
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.update import Phase
+from vllm.inflight.update import Manifest, Phase
 
 START, UPDATE, FINISH = (
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
 )
+PREPARE = "/prepare_weight_update"
 ABORT, ROLLBACK = "/abort_weight_update", "/rollback_weights"
 STATUS = "/weight_update"
+NAMES = "/weight_names"
 
 DROP, LOSE, STARTING, PAGE = "drop", "lose", "starting", "page"
 """The connection breaks before the call, or after it; 503; a page of HTML."""
@@ -64,9 +67,13 @@ class StandIn:
         faults: what goes wrong with the next calls of a path, first first.
         delays: seconds by which every reply of a path is late.
         held: paths whose replies wait for an event.
+        trickles: paths whose replies come byte by byte, for ten seconds.
         known: names of the model, if it is to refuse others.
+        names: what it tells of the tensors that an update may bring.
         rate: how often an update may begin; it is asked first, as in the server.
         served: the tensors that were committed last.
+        digest: of what it stages, as it tells it; None: not known.
+        base: of what it serves below that.
 
     """
 
@@ -75,15 +82,20 @@ class StandIn:
         self.faults: dict[str, list[str | InflightError]] = defaultdict(list)
         self.delays: dict[str, float] = {}
         self.held: dict[str, threading.Event] = {}
+        self.trickles: set[str] = set()
         self.known: set[str] | None = None
+        self.names = weights()
         self.rate = Rate(0)
         self.served: dict[str, torch.Tensor] = {}
+        self.digest: str | None = "0" * 32
+        self.base = "start"
         self.key: str | None = None
         self.version: dict[str, Any] = {"weight_version": "default", "epoch": 0}
         self.num_staging = 0
         self.most_staging = 0
         self._before: Any = None
         self._staged: dict[str, torch.Tensor] = {}
+        self._announced: Any = {}
         self._bytes = 0
         self._ledger = Ledger()
         self._lock = threading.Lock()
@@ -102,8 +114,7 @@ class StandIn:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> StandIn:
@@ -159,7 +170,12 @@ class StandIn:
         time.sleep(self.delays.get(path, 0))
         if path in self.held:
             self.held[path].wait(20)
-        _reply(handler, status, json.dumps(reply).encode())
+        text = json.dumps(reply).encode()
+        if path in self.trickles:
+            for _ in range(100):
+                handler.wfile.write(b"H")
+                time.sleep(0.1)
+        _reply(handler, status, text)
 
     def _route(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         update_id = body.get("update_id")
@@ -167,11 +183,16 @@ class StandIn:
             self.rate.spend("trainer")
             update, is_new = self._ledger.begin(body, 60.0)
             if is_new:
+                self._announced = Manifest.parse(body["manifest"]).tensors
                 self._ledger.move(update, Phase.STAGING)
                 self._bytes, self._before = 0, None
             return _state(update)
         if path == UPDATE:
             return self._stage(update_id, body)
+        if path == PREPARE:
+            update = self._ledger.require(update_id, Phase.STAGING, Phase.COMMITTED)
+            update.digest, update.sent, update.base = self.digest, "1" * 32, self.base
+            return update.vote()
         if path == FINISH:
             return self._commit(self._ledger.find(update_id), body)
         if path == ABORT:
@@ -194,6 +215,16 @@ class StandIn:
             return self.version
         if path == "/weight_info":
             return self.version | {"previous": self._before and self._before[0]}
+        if path == NAMES:
+            told = [
+                {
+                    "name": name,
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                }
+                for name, tensor in self.names.items()
+            ]
+            return {"of": "checkpoint", "num_tensors": len(told), "tensors": told}
         if path == STATUS:
             active = self._ledger.active
             return {"active": None if active is None else active.to_dict()}
@@ -204,14 +235,13 @@ class StandIn:
         update = self._ledger.require(update_id, Phase.STAGING)
         if body["chunk"] < update.num_chunks:
             return _state(update)
-        assert update.manifest is not None
         info = body["update_info"]
         path = Path(info["path"]) if "path" in info else Path("/dev/shm") / info["shm"]
         self.num_staging += 1
         self.most_staging = max(self.most_staging, self.num_staging)
         staged = load_file(path)
         for name, tensor in staged.items():
-            spec = update.manifest.tensors[name]
+            spec = self._announced[name]
             assert (list(spec.shape), spec.dtype) == (
                 list(tensor.shape),
                 str(tensor.dtype).removeprefix("torch."),
@@ -246,6 +276,15 @@ class StandIn:
         mode = body.get("mode", "in_place")
         update.result = self.version | {"gap_ms": 0.5, "mode": mode}
         return update.result
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing of trainers that have gone, unlike of what fails here."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(*_)
 
 
 class _Open:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -228,3 +230,24 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(engine, client):
     assert engine.calls == []
     send(client)
     assert engine.version["weight_version"] == "kept"
+
+
+def test_what_a_call_ends_first_takes_its_time_from_that_call(engine):
+    with ServerClient(engine.url, timeout_s=1) as client:
+        client.start_weight_update()
+        engine.delays[ABORT] = 0.8
+        engine.held[START] = threading.Event()
+        began = time.monotonic()
+        with pytest.raises(EngineUnreachable, match="start_weight_update within 1 s"):
+            client.start_weight_update()
+        assert time.monotonic() - began < 1.5
+        engine.held[START].set()
+
+
+def test_a_client_of_nobody_is_closed_at_once():
+    client = ServerClient("http://127.0.0.1:9", timeout_s=0.3)
+    with pytest.raises(EngineUnreachable):
+        client.start_weight_update()
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.trainer.stand_in import (
     FINISH,
     LOSE,
     PAGE,
+    PREPARE,
     ROLLBACK,
     START,
     STARTING,
@@ -33,6 +35,7 @@ from vllm.inflight.errors import (
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher, server
+from vllm.inflight.trainer.delivery import SLACK_S
 
 
 @pytest.mark.parametrize("fault", [DROP, LOSE, STARTING])
@@ -77,6 +80,55 @@ def test_an_engine_that_is_not_there_is_named_when_patience_ends(engine):
         pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9: no .* within 0\.3 s"),
     ):
         to.publish()
+
+
+def lasted(publisher: Publisher, error: type[Exception]) -> tuple[float, Exception]:
+    """Seconds until a publish was given up, and what it raised."""
+    began = time.monotonic()
+    with publisher as to, pytest.raises(error) as raised:
+        to.publish()
+    return time.monotonic() - began, raised.value
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 1.5])
+def test_a_publish_to_nobody_lasts_as_long_as_it_may_and_says_so_once(timeout_s):
+    nobody = Publisher("http://127.0.0.1:9", weights(), timeout_s=timeout_s)
+    seconds, error = lasted(nobody, EngineUnreachable)
+    assert timeout_s <= seconds < timeout_s + 0.4
+    assert str(error).count("no answer to") == 1
+    assert "abort" not in str(error)
+
+
+@pytest.mark.parametrize("path", [START, UPDATE, FINISH])
+def test_an_engine_that_falls_silent_costs_a_quarter_more_at_most(engine, path):
+    engine.held[path] = engine.held[ABORT] = threading.Event()
+    seconds, error = lasted(publisher(engine, timeout_s=2), EngineUnreachable)
+    assert 2 <= seconds < 2.5 + SLACK_S
+    assert str(error).count("no answer to") == 1
+    assert f"{engine.url} did not answer when the update was to be" in str(error)
+    engine.held[path].set()
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 1.5])
+def test_a_busy_engine_is_asked_for_as_long_as_it_may_be(engine, timeout_s):
+    engine.begin_elsewhere()
+    seconds, _ = lasted(publisher(engine, timeout_s=timeout_s), UpdateBusy)
+    assert timeout_s <= seconds < timeout_s + 0.3
+
+
+def test_an_engine_that_is_free_just_before_the_end_is_published_to(engine):
+    engine.begin_elsewhere()
+    with publisher(engine, timeout_s=2) as to:
+        future = to.publish(block=False)
+        threading.Timer(1.6, engine.end_elsewhere).start()
+        assert future.result().epoch == 1
+
+
+def test_a_reply_that_trickles_does_not_last_longer_than_the_patience(engine):
+    """Each byte is in time, and all of them together are not."""
+    engine.trickles = {UPDATE}
+    seconds, _ = lasted(publisher(engine, timeout_s=1), EngineUnreachable)
+    assert seconds < 1.25 + 2 * SLACK_S
 
 
 def test_an_answer_of_somebody_else_is_not_retried(engine):
@@ -129,6 +181,54 @@ def test_if_one_engine_cannot_stage_no_engine_commits(engine, other, path):
             to.publish("v")
         assert engine.bodies(FINISH) == other.bodies(FINISH) == []
         assert to.publish("w").epochs == {engine.url: 1, other.url: 1}
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"digest": "f" * 32}, ["f" * 32, "0" * 32]),
+        ({"digest": None}, ["no known digest", "0" * 32]),
+    ],
+)
+def test_engines_that_staged_different_weights_commit_nothing(
+    engine, other, facts, named
+):
+    vars(other).update(facts)
+    with publisher([engine, other]) as to:
+        with pytest.raises(WeightsMismatch, match="different weights") as caught:
+            to.publish("v")
+        for name in (*named, engine.url, other.url):
+            assert name in str(caught.value)
+        for one in (engine, other):
+            assert one.bodies(FINISH) == []
+            assert one.version["weight_version"] == "default"
+        other.digest = engine.digest
+        assert to.publish("w").epochs == {engine.url: 1, other.url: 1}
+
+
+@pytest.mark.parametrize("base", ["start", "others"])
+def test_engines_without_a_digest_commit_on_top_of_equal_weights_only(
+    engine, other, base
+):
+    engine.digest = other.digest = None
+    other.base = base
+    with publisher([engine, other]) as to:
+        if base == engine.base:
+            assert to.publish("v").epochs == {engine.url: 1, other.url: 1}
+            return
+        with pytest.raises(WeightsMismatch, match="on top of weights others"):
+            to.publish("v")
+        assert engine.bodies(FINISH) == other.bodies(FINISH) == []
+
+
+def test_every_engine_has_voted_before_any_commits(engine, other):
+    other.held[PREPARE] = threading.Event()
+    with publisher([engine, other]) as to:
+        future = to.publish("v", block=False)
+        until(lambda: other.bodies(PREPARE))
+        assert engine.bodies(FINISH) == other.bodies(FINISH) == []
+        other.held[PREPARE].set()
+        assert future.result().epochs == {engine.url: 1, other.url: 1}
 
 
 def test_if_one_engine_cannot_commit_those_that_did_go_back(engine, other):

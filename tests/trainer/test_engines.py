@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from tests.trainer.stand_in import weights
-from vllm.inflight.errors import ConfigError, EngineUnreachable, NoTransport
+from tests.waiting import until
+from vllm.inflight.errors import (
+    Cancelled,
+    ConfigError,
+    EngineUnreachable,
+    NoTransport,
+)
 from vllm.inflight.trainer import Publisher
+from vllm.inflight.trainer.delivery import SLACK_S
 from vllm.inflight.trainer.engines import LocalEngine
 from vllm.inflight.trainer.patience import Patience
 
@@ -33,6 +41,10 @@ class Sync:
     ) -> dict[str, Any]:
         self.calls.append(("update", (request, chunk)))
         return {"update_id": update_id, "phase": "staging"}
+
+    def prepare_weight_update(self, update_id: str) -> dict[str, Any]:
+        self.calls.append(("prepare", update_id))
+        return {"update_id": update_id, "phase": "staged", "digest": "d", "sent": "s"}
 
     def finish_weight_update(
         self, *, update_id: str, mode: str | None = None
@@ -93,8 +105,11 @@ def test_what_an_llm_raises_is_raised_with_its_name_and_its_remedy():
 
 
 def test_two_llms_are_told_apart():
-    with Publisher([Sync(), Sync()], weights()) as to:
+    llms = [Sync(), Sync()]
+    with Publisher(llms, weights()) as to:
         assert to.publish().epochs == {"Sync 0": 1, "Sync 1": 1}
+    for llm in llms:
+        assert [name for name, _ in llm.calls][-2:] == ["prepare", "finish"]
 
 
 async def test_an_async_llm_is_called_on_its_own_loop():
@@ -138,11 +153,75 @@ async def test_a_future_of_a_publish_can_be_awaited():
 
 
 async def test_a_publish_that_would_block_the_engines_loop_is_refused():
+    engine = Async()
+    with Publisher(engine, weights()) as to:
+        with pytest.raises(RuntimeError, match=r"block=False.*asyncio\.to_thread"):
+            to.publish()
+        assert engine.inner.calls == []
+
+
+async def test_a_publish_that_does_not_block_may_be_made_on_the_engines_loop():
+    with Publisher(Async(), weights()) as to:
+        future = to.publish(block=False)
+        assert (await asyncio.wrap_future(future)).epoch == 1
+
+
+async def test_a_third_publish_on_the_engines_loop_is_refused_where_it_would_wait():
+    release = asyncio.Event()
+
+    class Slow(Async):
+        async def update_weights(self, *args: Any, **ids: Any) -> dict[str, Any]:
+            await release.wait()
+            return self.inner.update_weights(*args, **ids)
+
+    with Publisher(Slow(), weights()) as to:
+        first = to.publish(block=False)
+        await asyncio.to_thread(until, lambda: to._queue._waiting is None)
+        second = to.publish(block=False)
+        with pytest.raises(RuntimeError, match="would block the engine's event loop"):
+            to.publish(block=False)
+        with pytest.raises(RuntimeError, match=r"close\(\) would block"):
+            to.close()
+        release.set()
+        for future in (first, second):
+            assert (await asyncio.wrap_future(future)).epoch == 1
+
+
+async def test_an_exception_on_the_engines_loop_gives_up_without_blocking_it():
+    class Stuck(Async):
+        async def update_weights(self, *args: Any, **ids: Any) -> dict[str, Any]:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    engine = Stuck()
+    with pytest.raises(KeyError), Publisher(engine, weights()) as to:
+        future = to.publish(block=False)
+        while not engine.inner.calls:
+            await asyncio.sleep(0.01)
+        raise KeyError
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(asyncio.wrap_future(future), 10)
+    assert engine.inner.calls[-1][0] == "abort"
+
+
+def test_an_llm_that_does_not_come_back_is_not_waited_for_longer_than_said():
+    release = threading.Event()
+
+    class Stuck(Sync):
+        def update_weights(self, *args: Any, **ids: Any) -> dict[str, Any]:
+            release.wait(20)
+            return {}
+
+    llm = Stuck()
+    began = time.monotonic()
     with (
-        Publisher(Async(), weights()) as to,
-        pytest.raises(RuntimeError, match=r"asyncio\.to_thread"),
+        Publisher(llm, weights(), timeout_s=1) as to,
+        pytest.raises(EngineUnreachable, match="no answer within 1 s"),
     ):
-        to.publish(block=False)
+        to.publish()
+    assert time.monotonic() - began < 1 + 2 * SLACK_S
+    assert llm.calls[-1][0] == "abort"
+    release.set()
 
 
 async def test_the_loop_may_be_given_from_another_thread():

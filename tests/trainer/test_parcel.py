@@ -216,3 +216,24 @@ def test_a_pipe_that_somebody_left_there_is_not_waited_for():
     finally:
         with suppress(FileNotFoundError):
             pipe.unlink()
+
+
+@pytest.mark.parametrize("room_bytes", [64, 1 << 20])
+def test_tensors_of_a_parcel_are_given_other_names(monkeypatch, room_bytes):
+    monkeypatch.setattr(room, "HEADER_BYTES", room_bytes)
+    pairs = [(f"t{n}", torch.full((3, n + 1), float(n))) for n in range(20)]
+    parcel = Parcel.pack(pairs)
+    try:
+        told = [(n, list(t.shape), "float32") for n, t in pairs]
+        assert sorted(parcel.specs) == sorted(told)
+        parcel.rename({"t3": "a.much.longer.name" * 20, "absent": "x"})
+        found = load_file(parcel.file)
+        assert found.keys() == {n for n, _ in pairs} - {"t3"} | {
+            "a.much.longer.name" * 20
+        }
+        assert torch.equal(found["a.much.longer.name" * 20], pairs[3][1])
+        with pytest.raises(Malformed, match="two tensors of the source are called"):
+            parcel.rename({"t1": "t2"})
+        assert load_file(parcel.file).keys() == found.keys()
+    finally:
+        parcel.remove()

@@ -19,6 +19,7 @@ from tests.waiting import until
 from vllm.inflight.api.rate import Rate
 from vllm.inflight.errors import TooManyUpdates, UpdateBusy, WeightsMismatch
 from vllm.inflight.trainer import Outcome
+from vllm.inflight.trainer.parcel import Parcel
 from vllm.inflight.wire.watch import in_background
 
 
@@ -36,7 +37,8 @@ def test_waiting_for_a_busy_engine_ends_with_the_patience(engine, leaping):
     engine.faults[START] = [UpdateBusy("elsewhere", retry_after_s=8)] * 9
     with publisher(engine, timeout_s=20) as to, pytest.raises(UpdateBusy):
         to.publish()
-    assert 1 < len(engine.bodies(START)) < 4
+    # Twice as it says, and then more often, until the end.
+    assert 3 < len(engine.bodies(START)) < 12
 
 
 def limited(left: int) -> Rate:
@@ -70,6 +72,21 @@ def test_what_comes_too_late_by_the_rate_is_not_waited_for(engine):
     engine.faults[START] = [TooManyUpdates("in a minute", retry_after_s=60)]
     with publisher(engine, timeout_s=20) as to, pytest.raises(TooManyUpdates):
         to.publish("v")
+
+
+def test_a_snapshot_that_cannot_be_removed_fails_its_publish_and_no_other(
+    engine, monkeypatch
+):
+    with publisher(engine) as to:
+        with monkeypatch.context() as broken:
+
+            def fail(parcel):
+                raise OSError("no")
+
+            broken.setattr(Parcel, "remove", fail)
+            with pytest.raises(OSError, match="no"):
+                to.publish("v1", block=False).result(timeout=60)
+        assert to.publish("v2").version == "v2"
 
 
 def test_a_failure_that_nobody_asks_for_is_logged_before_the_publisher_closes(

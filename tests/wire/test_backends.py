@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -9,13 +10,18 @@ import sys
 import pytest
 import torch
 
+from tests.trainer.sharded import mixtral
 from tests.wire.peers import BUCKET_BYTES, HOST, digests, engine, init_info, tensors
 from vllm.inflight import upstream
-from vllm.inflight.errors import TransferFault
-from vllm.inflight.wire import trainer
+from vllm.inflight.errors import ConfigError, TransferFault
+from vllm.inflight.patch import BACKENDS
+from vllm.inflight.trainer import source as sources
+from vllm.inflight.wire import engine as transports
+from vllm.inflight.wire import ipc_trainer, trainer
 from vllm.inflight.wire.broadcast import GlooEngine, NcclEngine
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.local import LocalEngine
+from vllm.inflight.wire.weights import Weights
 
 
 @pytest.mark.parametrize("cls", [GlooEngine, NcclEngine, LocalEngine])
@@ -64,6 +70,122 @@ def test_an_update_info_is_upstreams():
     assert info.announced.sizes == [12]
     with pytest.raises(ValueError, match="'shapes' has 0 entries"):
         engine().parse_update_info({"names": ["a"], "dtype_names": [""], "shapes": []})
+
+
+REGISTERED = sorted(upstream.WeightTransferEngineFactory._registry)
+READ = {"nccl", "ipc"}
+"""vLLM's own that were read, and run by tests/gpu/test_upstream_transports.py."""
+OF_TESTS = {"other"}
+
+
+@pytest.mark.parametrize("backend", REGISTERED)
+def test_a_registered_backend_is_known_to_hand_whole_tensors_or_refused_by_name(
+    backend,
+):
+    reason = transports.obstacle(backend)
+    if backend in READ | BACKENDS.keys() | OF_TESTS:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert f"weight transfer backend {backend!r}" in reason
+
+
+def test_the_backends_that_a_release_of_vllm_brings_are_these():
+    """One that a new release brings is refused, and noticed here."""
+    brought = set(REGISTERED) - BACKENDS.keys() - OF_TESTS
+    assert brought - READ == {"sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress"}
+
+
+class Whole:
+    """A model that notes what its loader is given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, torch.Tensor]] = []
+
+    def load_weights(self, weights) -> None:
+        self.given += weights
+
+
+def test_vllms_nccl_backend_hands_whole_tensors_and_leaves_the_process_as_it_is(
+    monkeypatch,
+):
+    """Its packed form, and `ipc`, take a GPU; see the tests there."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    copy, worker, model = torch.Tensor.copy_, engine(), Whole()
+    dense = upstream.NCCLWeightTransferEngine(
+        None, worker.vllm_config, worker.device, model
+    )
+    seen_copies = set()
+
+    class Group:
+        def broadcast(self, tensor, src, stream):
+            seen_copies.add(torch.Tensor.copy_)
+            tensor.fill_(src + 1)
+
+    dense.model_update_group = Group()
+    shapes = {"a": [2, 3], "b": [4]}
+    dense.receive_weights(
+        dense.parse_update_info(
+            {
+                "names": list(shapes),
+                "dtype_names": ["bfloat16"] * 2,
+                "shapes": list(shapes.values()),
+            }
+        )
+    )
+    assert {name: list(t.shape) for name, t in model.given} == shapes
+    assert all((tensor == 1).all() for _, tensor in model.given)
+    assert seen_copies == {copy} == {torch.Tensor.copy_}
+
+
+class VerlDeltaIpc(upstream.WeightTransferEngine):
+    """A backend of a framework's that sends what has changed."""
+
+
+class Derived(upstream.NCCLWeightTransferEngine):
+    """vLLM's, with a body of somebody's own: what was read is not what runs."""
+
+
+class Declared(VerlDeltaIpc):
+    hands_whole_tensors = True
+
+
+class Withdrawn(StagedEngine):
+    hands_whole_tensors = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_refused"),
+    [
+        (VerlDeltaIpc, True),
+        (Derived, True),
+        (Declared, False),
+        (Withdrawn, True),
+        (GlooEngine, False),
+    ],
+)
+def test_a_backend_of_somebody_elses_is_taken_at_its_word_and_not_by_its_name(
+    monkeypatch, kind, is_refused
+):
+    factory = upstream.WeightTransferEngineFactory
+    monkeypatch.setattr(factory, "_registry", {"verl_delta_ipc": lambda: kind})
+    reason = transports.obstacle("verl_delta_ipc")
+    assert (reason is not None) is is_refused
+    if is_refused:
+        assert f"'verl_delta_ipc' ({__name__}.{kind.__name__})" in reason
+        assert "set hands_whole_tensors = True on the class" in reason
+
+
+def test_a_backend_that_is_not_installed_is_a_reason_and_one_unknown_is_vllms_to_refuse(
+    monkeypatch,
+):
+    def missing():
+        raise ImportError("no module named it")
+
+    factory = upstream.WeightTransferEngineFactory
+    monkeypatch.setattr(factory, "_registry", {"it": missing})
+    assert "'it' cannot be loaded: no module named it" in str(transports.obstacle("it"))
+    assert transports.obstacle("nobody's") is None
 
 
 class Client:
@@ -190,10 +312,45 @@ def test_a_trainer_rank_that_does_not_send_only_gathers(client, module):
     assert client.calls == []
 
 
-def test_both_backends_have_a_trainer():
-    registered = upstream.WeightTransferTrainerFactory._registry
-    for name in ("inflight_gloo", "inflight_nccl"):
-        assert registered[name]() is trainer.BroadcastTrainer
+@pytest.mark.parametrize(
+    ("info", "kind"),
+    [
+        (trainer.GlooTrainerInitInfo(HOST, 0, 2, rank=1), trainer.BroadcastTrainer),
+        (trainer.NcclTrainerInitInfo(HOST, 0, 2, rank=1), trainer.BroadcastTrainer),
+    ],
+)
+def test_every_backend_has_a_trainer(info, kind, client):
+    made = upstream.WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=Weights({"a": torch.ones(1)})
+    )
+    assert type(made) is kind
+
+
+def test_no_register_of_upstreams_is_looked_into_to_enter_a_trainer():
+    for module in (trainer, ipc_trainer):
+        assert "._registry" not in inspect.getsource(module)
+
+
+def test_a_model_in_memory_is_sent_as_its_checkpoint(client):
+    model = mixtral()
+    info = trainer.GlooTrainerInitInfo(
+        HOST, 0, 2, bucket_bytes=BUCKET_BYTES, timeout_s=30.0, rank=0
+    )
+    source = Weights(model, name_map=lambda name: f"sent.{name}")
+    sending = upstream.WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=source
+    )
+    sending.send_weights()
+    sending.shutdown()
+    expected = {f"sent.{n}": t.clone() for n, t in sources.tensors(model)}
+    assert any("experts.1.w2" in name for name in expected)
+    loaded = client.worker.model.loaded
+    assert digests(loaded.items()) == digests(expected.items())
+
+
+def test_a_source_that_can_be_read_only_once_is_refused():
+    with pytest.raises(ConfigError, match="only once"):
+        Weights(iter([("a", torch.ones(1))]))
 
 
 def test_a_cpu_engine_has_no_nccl():

@@ -29,6 +29,7 @@ from vllm.inflight.errors import Cancelled, EngineFault, TransferFault, WeightsM
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.places import Places
+from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.announcement import Announcement
@@ -163,8 +164,10 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         required={name: tensor.shape for name, tensor in named.items()},
         known_names={n: (list(t.shape), "float32") for n, t in named.items()},
         asks_loader=False,
+        classifier=None,
         spares=Spares(),
-        plan=None,
+        plan=Plan(),
+        load=module.load_weights,
         tables={},
         views={},
         behind=set(),

@@ -268,12 +268,12 @@ def test_what_is_read_for_the_host_of_a_gpu_is_read_by_several(
 ) -> None:
     seen: list[int] = []
 
-    def read(files: list[Path], num_threads: int, *how: Any) -> Iterator[Any]:
+    def read(opened: Any, num_threads: int) -> Iterator[Any]:
         seen.append(num_threads)
         yield from ()
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    monkeypatch.setattr(local, "read_files", read)
+    monkeypatch.setattr(local, "read_opened", read)
     receiving = engine(torch.device(device), "host")
     receiving.vllm_config.parallel_config = SimpleNamespace(
         local_world_size=1, data_parallel_size_local=1

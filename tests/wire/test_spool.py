@@ -130,22 +130,126 @@ def test_pickled_tensors_of_a_gpu_are_read_on_the_cpu():
         assert load_file(SHARED_MEMORY / name)["a"].tolist() == [1.0, 1.0]
 
 
-def test_a_tensor_larger_than_the_bytes_that_came_with_it_is_refused():
-    storage = Reduced(torch.storage._load_from_bytes, storage_of_a_gpu())
-    facts = (storage, 0, (64,), (1,), False, OrderedDict())
-    data = pickle.dumps([("a", Reduced(torch._utils._rebuild_tensor_v2, *facts))])
+class Changed(Reduced):
+    """Pickled as a call, whose result is handed a state."""
+
+    def __init__(self, state, *call):
+        super().__init__(*call)
+        self.state = state
+
+    def __reduce__(self):
+        return *super().__reduce__(), self.state
+
+
+class FlattenedTensorMetadata:
+    """SGLang's record of a part, with attributes of anybody's."""
+
+    __module__ = "sglang.srt.weights"
+
+    def __init__(self, **facts):
+        vars(self).update(facts)
+
+
+def storage() -> Reduced:
+    """Of two numbers."""
+    return Reduced(torch.storage._load_from_bytes, storage_of_a_gpu())
+
+
+def tensor(source: object, *place: object) -> Reduced:
+    """A call that rebuilds a tensor; `place`: offset, shape, strides."""
+    facts = place or (0, (2,), (1,))
+    call = source, *facts, False, OrderedDict()
+    return Reduced(torch._utils._rebuild_tensor_v2, *call)
+
+
+def parameter(data: object) -> Reduced:
+    return Reduced(torch._utils._rebuild_parameter, data, False, OrderedDict())
+
+
+def zipped() -> bytes:
+    """A storage in the file format that torch writes today."""
+    data = io.BytesIO()
+    torch.save(torch.ones(2).untyped_storage(), data)
+    return data.getvalue()
+
+
+GROWING = {
+    "beyond its storage": lambda: tensor(storage(), 0, (64,), (1,)),
+    "its strides": lambda: tensor(storage(), 0, (2,), (2,)),
+    "its offset": lambda: tensor(storage(), 1, (2,), (1,)),
+    "an offset below 0": lambda: tensor(storage(), -1, (2,), (1,)),
+    "a stride below 0": lambda: tensor(storage(), 1, (2,), (-1,)),
+    "a size below 0": lambda: tensor(storage(), 0, (-2,), (1,)),
+    "a size above 64 bits": lambda: tensor(storage(), 0, (1 << 64,), (0,)),
+    "a size that is no count": lambda: tensor(storage(), 0, (True, 2), (1, 1)),
+    "fewer strides": lambda: tensor(storage(), 0, (2, 64), (1,)),
+    "a parameter of nothing": lambda: parameter(None),
+    "a tensor on that": lambda: tensor(parameter(None), 0, (64,), (1,)),
+    "a tensor on a tensor": lambda: tensor(tensor(storage()), 0, (64,), (1,)),
+    "a record for a storage": lambda: tensor(
+        FlattenedTensorMetadata(dtype=torch.uint8, _untyped_storage=tensor(storage())),
+        *(0, (64,), (1,)),
+    ),
+    "a record that holds a parameter of nothing": lambda: tensor(
+        FlattenedTensorMetadata(dtype=torch.uint8, _untyped_storage=parameter(None)),
+        *(0, (512,), (1,)),
+    ),
+    "a storage that is changed": lambda: tensor(
+        Changed(
+            {"dtype": torch.float64},
+            torch.storage._load_from_bytes,
+            storage_of_a_gpu(),
+        )
+    ),
+    "a tensor that is set anew": lambda: Changed(
+        (tensor(storage()), 0, (64,), (1,)),
+        torch._utils._rebuild_tensor_v2,
+        *(storage(), 0, (2,), (1,), False, OrderedDict()),
+    ),
+    "bytes of another format": lambda: tensor(
+        Reduced(torch.storage._load_from_bytes, zipped())
+    ),
+    "bytes that are none": lambda: tensor(Reduced(torch.storage._load_from_bytes, 8)),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_pickle_makes_no_tensor_beyond_the_bytes_that_came_with_it(name, monkeypatch):
+    for module in ("sglang", "sglang.srt", FlattenedTensorMetadata.__module__):
+        monkeypatch.setitem(sys.modules, module, sys.modules[__name__])
+    made = GROWING[name]()
+    entry = base64.b64encode(pickle.dumps([("a", made)])).decode()
     with (
-        pytest.raises(Malformed, match=r"cannot be read: .*not resizable"),
-        spooled([base64.b64encode(data).decode()], None, allow_pickle=True),
+        pytest.raises(Malformed, match=r"\[0\]: (a|the) "),
+        spooled([entry], None, allow_pickle=True),
     ):
         pass
+
+
+def test_what_torch_makes_of_a_tensor_is_read():
+    whole = torch.arange(12.0).reshape(3, 4)
+    made = {
+        "whole": whole,
+        "turned": whole.t(),
+        "cut": whole[1:, 1:3],
+        "spread": torch.ones(1).expand(2, 2),
+        "one": torch.tensor(3, dtype=torch.int64),
+        "none": torch.empty(0, 4, dtype=torch.bfloat16),
+        "parameter": torch.nn.Parameter(whole + 1),
+    }
+    entry = base64.b64encode(pickle.dumps(list(made.items()))).decode()
+    with spooled([entry], None, allow_pickle=True) as (name,):
+        found = load_file(SHARED_MEMORY / name)
+    assert found.keys() == made.keys()
+    for each, tensor_ in made.items():
+        assert torch.equal(found[each], tensor_.detach()), each
 
 
 def test_without_room_the_reason_is_told_and_nothing_stays(prefix, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(room, "_decode", full)
     with pytest.raises(EngineFault, match="no space left"):
         spool()
     assert left(prefix) == []
@@ -169,3 +273,30 @@ def test_what_a_killed_server_has_left_is_swept_and_what_a_living_one_has_is_not
     assert left(prefix) == [file]
     spool()
     assert left(prefix) == []
+
+
+def said(entry: object) -> list[float]:
+    with spooled([entry], None, allow_pickle=False) as (name,):
+        tensor: torch.Tensor = load_file(SHARED_MEMORY / name)["a"]
+        return tensor.tolist()
+
+
+def test_a_text_that_was_left_in_its_body_is_read_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(room, "PIECE_BYTES", 7)  # which cuts groups of four
+    raw = f'{{"x": "{ENTRY}"}}'.encode()
+    start = raw.index(ENTRY.encode())
+    assert said(room.LongText(raw, start, start + len(ENTRY))) == [1.0, 1.0]
+    assert said(ENTRY) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "spoilt", [f"{ENTRY[:-1]}", f"{ENTRY}=", f"QQ=={ENTRY}", "not base64!", "\\q", 3]
+)
+def test_what_is_not_base64_is_refused_however_it_comes(monkeypatch, spoilt):
+    monkeypatch.setattr(room, "PIECE_BYTES", 8)
+    entries = [spoilt]
+    if isinstance(spoilt, str):
+        entries.append(room.LongText(spoilt.encode(), 0, len(spoilt)))
+    for entry in entries:
+        with pytest.raises(Malformed, match=r"\[0\] is not base64"):
+            said(entry)

@@ -83,23 +83,34 @@ def _audit(
 
 
 def make_table(
-    places: Sequence[tuple[int, int, int]], device: torch.device
+    places: Sequence[tuple[int, int, int]],
+    device: torch.device,
+    *,
+    firsts: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> torch.Tensor | None:
     """Which program reads what, for `add_sums`: int64 [programs, 5].
 
     Args:
         places: address, a multiple of 8, number of whole chunks, and the smallest
             magnitude that is counted as not finite, of each tensor.
-        device: where the table is to be.
+        device: the GPU that they lie on.
+        firsts: number of the first of these chunks in its whole tensor; 0 by default.
+        rows: the row that each adds to; by default a row of its own, in order.
 
     """
     parts = []
     # The thread that stages makes tensors on its GPU where it does not say otherwise,
     # and would wait for that with every one of them.
     with torch.device("cpu"):
-        for row, (address, num_chunks, limit) in enumerate(places):
-            first = torch.arange(0, num_chunks, CHUNKS_PER_PROGRAM)
-            entry = torch.tensor([address, num_chunks, 0, row, limit])
+        for number, (address, num_chunks, limit) in enumerate(places):
+            row = number if rows is None else rows[number]
+            # The key of a chunk is that of its number in the whole tensor. The address
+            # is that of chunk 0, which is read only if it is here.
+            at = 0 if firsts is None else firsts[number]
+            end = at + num_chunks
+            first = torch.arange(at, end, CHUNKS_PER_PROGRAM)
+            entry = torch.tensor([address - 8 * at, end, 0, row, limit])
             entry = entry.repeat(len(first), 1)
             entry[:, 2] = first
             parts.append(entry)

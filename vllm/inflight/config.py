@@ -16,6 +16,7 @@ from typing import Any
 from vllm.inflight.errors import ConfigError
 
 ADMIN_KEY_ENV = "VLLM_INFLIGHT_ADMIN_KEY"
+API_KEY_ENV = "VLLM_API_KEY"
 
 
 def _knob(
@@ -121,11 +122,20 @@ class InflightConfig:
     verify: str = _knob(
         "digest",
         "'digest': compute the content digest of every tensor, compare it with "
-        "the manifest's and refuse NaN and Inf. 'off': check names, shapes, "
-        "dtypes and completeness only.",
-        choices=("digest", "off"),
+        "the manifest's and refuse NaN and Inf. 'served': that, and after every commit "
+        "read back what is served, beside decoding, as at each scrub_interval_s. "
+        "'off': check names, shapes, dtypes and completeness only.",
+        choices=("digest", "served", "off"),
     )
 
+    scrub_interval_s: float = _knob(
+        0.0,
+        "Seconds between two scrubs: what every rank serves is read, slowly and beside "
+        "decoding, and compared with what the digest of its label says; a difference "
+        "is logged, counted in /metrics and told by /health. 0: only on demand. 0 to "
+        "86400.",
+        limits=(0, 86400),
+    )
     port: int = _knob(
         0,
         "Port on which the control routes answer, and then on no other; of several API "
@@ -156,6 +166,13 @@ class InflightConfig:
         "HTTP; more are answered 429. Each API server counts its own. 0: any number. "
         "0 to 6000.",
         limits=(0, 6000),
+    )
+    log_level: str = _knob(
+        "info",
+        "Level of the lines that the server's log has of updates, rollbacks and "
+        "pauses, one for each event: 'debug', 'info', 'warning'. What is refused or "
+        "given up is a warning at least. 'off': there are none.",
+        choices=("debug", "info", "warning", "off"),
     )
     pickled_tensors: str = _knob(
         "off",
@@ -228,3 +245,46 @@ def admin_key() -> str | None:
     secret has no place there: `--inflight-admin-key` sets this variable too.
     """
     return os.environ.get(ADMIN_KEY_ENV) or None
+
+
+def check_key(source: str, key: str | None) -> None:
+    """Refuse a key that was meant and that no client can send.
+
+    An optional secret that is not there arrives as an empty variable. Taken for "no
+    key" it would leave open what its owner believes to be closed.
+
+    Args:
+        source: the flag or variable that the key comes from, for the message.
+        key: the key; None where none was given.
+
+    Raises:
+        ConfigError: it is blank, or has blanks around it.
+
+    """
+    if key is None:
+        return
+    if not key.strip():
+        raise ConfigError(
+            f"{source} is set and its key is blank; leave it out, or give it a key"
+        )
+    if key != key.strip():
+        raise ConfigError(
+            f"{source} has a key with blanks or line ends around it, which no client "
+            "can send; remove them"
+        )
+
+
+def check_keys_of_environment(*, serves: bool) -> None:
+    """`check_key` of the variables that a server takes keys from.
+
+    Args:
+        serves: whether this process starts a server. An engine in the caller's process
+            has no routes, and vLLM's own variable is none of our business there.
+
+    Raises:
+        ConfigError: one of them is set and cannot be a key.
+
+    """
+    check_key(ADMIN_KEY_ENV, os.environ.get(ADMIN_KEY_ENV))
+    if serves:
+        check_key(API_KEY_ENV, os.environ.get(API_KEY_ENV))

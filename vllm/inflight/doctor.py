@@ -18,8 +18,12 @@ import torch
 
 import vllm.inflight
 from vllm.inflight import ops, patch
-from vllm.inflight.config import ADMIN_KEY_ENV, admin_key
-from vllm.inflight.errors import UpstreamChanged
+from vllm.inflight.config import (
+    ADMIN_KEY_ENV,
+    admin_key,
+    check_keys_of_environment,
+)
+from vllm.inflight.errors import ConfigError, UpstreamChanged
 from vllm.inflight.finding import Finding, State
 from vllm.inflight.patch import api as doors
 from vllm.inflight.patch.record import Patch, check
@@ -257,6 +261,12 @@ def _environment() -> Iterator[Finding]:
 
 
 def _admin_key() -> Finding:
+    try:
+        check_keys_of_environment(serves=True)
+    except ConfigError as error:
+        found, _, remedy = str(error).partition("; ")
+        remedy = remedy[:1].upper() + remedy[1:]
+        return Finding(ADMIN_KEY_ENV, found, State.WRONG, f"{remedy}.")
     if admin_key() is not None:
         return Finding(ADMIN_KEY_ENV, "set: control routes need it")
     if os.environ.get("VLLM_API_KEY"):

@@ -300,10 +300,10 @@ class PauseConflict(Conflict):
 
 
 class EngineAsleep(Conflict):
-    """The weights are asleep, or a sleep of level 2 has given them up."""
+    """The weights are asleep, or lost to a sleep of level 2 or a write that failed."""
 
     code = "engine_asleep"
-    remedy = 'Wake up with tags ["weights"]; after level 2 publish a whole version.'
+    remedy = 'Wake up with tags ["weights"]; where they are lost, publish whole ones.'
 
 
 class OwnedByAnother(InflightError):

@@ -14,11 +14,18 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 
-from vllm.inflight._digest_reference import leaves, reference_sums, row_major
+from vllm.inflight._digest_reference import (
+    COUNT,
+    PLACE,
+    leaves,
+    reference_sums,
+    row_major,
+)
 
 NATIVE: bool = importlib.util.find_spec("vllm.inflight._C") is not None
 """Whether the native core is built. Without it, ops on CPU tensors raise."""
@@ -95,6 +102,46 @@ def digest_slice(
 ) -> Digest:
     """What this slice adds to the digest of the tensor it is a slice of."""
     return _digests([_placed(tensor, full_shape, offsets)], num_threads)[0]
+
+
+def digest_part(
+    tensor: torch.Tensor,
+    strides: Sequence[int],
+    start: int,
+    *,
+    num_threads: int = 1,
+) -> Digest:
+    """What a part adds to the digest of its tensor, however it lies in there.
+
+    Args:
+        tensor: the part, of any layout in memory.
+        strides: of each of its dimensions, in elements of the whole tensor.
+        start: number of its first element in the whole tensor.
+        num_threads: that read.
+
+    """
+    return _digests([(tensor, list(strides), start)], num_threads)[0]
+
+
+def counts_of_part(
+    shape: Sequence[int], strides: Sequence[int], start: int, width: int
+) -> Digest:
+    """What the bytes of a part add to a digest, whatever they are.
+
+    Args:
+        shape: of the part.
+        strides: as in `digest_part`.
+        start: as in `digest_part`.
+        width: bytes of an element.
+
+    """
+    num = prod(shape)
+    # The sum of the numbers of all elements; sizes of 1 have no step.
+    total = num * start
+    for size, step in zip(shape, strides, strict=True):
+        total += num * step * (size - 1) // 2
+    places = 2 * width * width * total + num * width * width
+    return Digest(COUNT * num * width % 2**64, PLACE * places % 2**64)
 
 
 def digest_reference(

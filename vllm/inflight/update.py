@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from vllm.inflight.errors import Malformed
+from vllm.inflight.packed import (
+    Packer,
+    Slice,
+    Work,
+    at_once,
+    blocks,
+    is_packed,
+    length,
+    unpack,
+)
 
 MAX_MANIFEST_BYTES = 64 << 20
 """A manifest larger than this is refused; one of 100,000 tensors has about 15 MiB."""
@@ -21,6 +32,11 @@ MAX_LABEL_CHARS = MAX_NAME_CHARS = 512
 MAX_TENSORS, MAX_DIMENSIONS, INT64 = 1 << 20, 16, 1 << 63
 MAX_PATTERNS, MAX_PATTERN_CHARS = 1024, 512
 """Of a manifest, whose numbers are below `INT64`; of its subset."""
+
+CHECKED, IS_CHECKED = "\0checked", b"yes"
+"""In a manifest that was checked and packed. JSON has no bytes: no body claims it."""
+
+IS_DIGEST = re.compile(r"[0-9a-f]{32}").fullmatch
 
 DRAFT = "draft."
 """How the names of a drafter's tensors begin."""
@@ -117,6 +133,37 @@ class TensorSpec:
     digest: str | None = None
 
 
+Facts = tuple[tuple[int, ...], str, str | None]
+"""Shape, dtype and digest of a tensor."""
+
+
+class Tensors(Mapping[str, TensorSpec]):
+    """The tensors of a manifest by their names; each is made when it is asked for.
+
+    What is kept is tuples of plain facts. A hundred thousand objects, kept as long as
+    an update takes, would be looked through by every collection of garbage.
+    """
+
+    def __init__(self, facts: dict[str, Facts]) -> None:
+        self._facts = facts
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return TensorSpec(name, *self._facts[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._facts)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._facts
+
+    def keys(self) -> KeysView[str]:
+        """The names, as those of a dict."""
+        return self._facts.keys()
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a trainer announces it will send."""
@@ -141,46 +188,81 @@ class Manifest:
                 "digest"?}], "step"?, "name_map"?, "config"?, "subset"?, "draft"?}`.
 
         """
+        return at_once(cls.unpacked(at_once(cls.packed(body))))
+
+    @classmethod
+    def packed(cls, body: Any) -> Work[dict[str, Any]]:
+        """Check a manifest, and pack its tensors and its `name_map`.
+
+        Args:
+            body: as for `parse`; lists and objects in it may be packed already.
+
+        Returns:
+            What `head` and `unpacked` read: plain data, which is small but for bytes.
+
+        Raises:
+            Malformed: an entry is wrong; the message names it.
+
+        """
         if not isinstance(body, dict) or body.get("format") != 1:
             raise Malformed('manifest must be an object with "format": 1')
+        if body.get(CHECKED) == IS_CHECKED:
+            return body
         if body.get("base"):
             raise Malformed(
                 "manifest field 'base' is not supported by this release: send whole "
                 "tensors"
             )
-        entries = body.get("tensors", [])
-        if not isinstance(entries, list) or len(entries) > MAX_TENSORS:
-            raise Malformed(f"manifest field 'tensors' must list up to {MAX_TENSORS}")
-        tensors: dict[str, TensorSpec] = {}
-        for position, entry in enumerate(entries):
-            spec = _tensor_spec(position, entry)
-            if spec.name in tensors:
-                raise Malformed(f"manifest names {spec.name!r} twice")
-            tensors[spec.name] = spec
-        step = body.get("step")
-        if step is not None and not (type(step) is int and -INT64 <= step < INT64):
-            raise Malformed(f"manifest field 'step' must be an int64: {step!r:.80}")
-        name_map = body.get("name_map") or {}
-        if not isinstance(name_map, dict) or not all(
-            isinstance(k, str) and isinstance(v, str) for k, v in name_map.items()
-        ):
-            raise Malformed("manifest field 'name_map' must map names to names")
-        if len(set(name_map.values())) != len(name_map):
-            raise Malformed("manifest field 'name_map' maps two names to one")
-        config = body.get("config") or {}
-        if not isinstance(config, dict):
-            raise Malformed("manifest field 'config' must be an object")
-        subset = check_subset(body.get("subset"))
         draft = body.get("draft", False)
         if not isinstance(draft, bool):
             raise Malformed(f"manifest field 'draft' must be true or false: {draft!r}")
+        step = body.get("step")
+        if step is not None and not (type(step) is int and -INT64 <= step < INT64):
+            raise Malformed(f"manifest field 'step' must be an int64: {step!r:.80}")
+        config = yield from unpack(body.get("config") or {})
+        if not isinstance(config, dict):
+            raise Malformed("manifest field 'config' must be an object")
+        subset = check_subset((yield from unpack(body.get("subset"))))
         if draft:
-            tensors = {
-                (full := drafters(spec.name)): replace(spec, name=full)
-                for spec in tensors.values()
-            }
-            subset = tuple(drafters(pattern) for pattern in subset)
-        return cls(tensors, step, name_map, config, subset, draft)
+            subset = tuple(map(drafters, subset))
+        try:
+            tensors = yield from _packed_tensors(body.get("tensors", []), draft)
+            name_map = yield from _packed_names(body.get("name_map") or {})
+        except UnicodeEncodeError as error:
+            raise Malformed(f"a name of the manifest is no text: {error}") from None
+        return {
+            "format": 1,
+            "step": step,
+            "draft": draft,
+            "subset": list(subset),
+            "config": config,
+            "tensors": tensors,
+            "name_map": name_map,
+            CHECKED: IS_CHECKED,
+        }
+
+    @classmethod
+    def head(cls, packed: Mapping[str, Any]) -> Manifest:
+        """What `packed` made, without what can have many entries."""
+        return cls(
+            step=packed["step"],
+            config=packed["config"],
+            subset=tuple(packed["subset"]),
+            draft=packed["draft"],
+        )
+
+    @classmethod
+    def unpacked(cls, packed: Mapping[str, Any]) -> Work[Manifest]:
+        """The manifest that `packed` was made of."""
+        facts: dict[str, Facts] = {}
+        for block in blocks(packed["tensors"]):
+            facts.update(
+                (name, (tuple(shape), dtype, digest))
+                for name, shape, dtype, digest in block
+            )
+            yield
+        name_map = yield from unpack(packed["name_map"])
+        return replace(cls.head(packed), tensors=Tensors(facts), name_map=name_map)
 
     @classmethod
     def of(
@@ -272,29 +354,127 @@ def check_subset(patterns: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
+STAGED_FACTS = "digest", "sent", "base"
+"""What an engine tells of a staged update: the digest of the whole version (None if it
+is not known), the digest of the tensors that were sent, and where the first is not
+known, what the engine serves below them."""
+
+
+def difference(staged: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Why engines that have staged one update would serve different weights.
+
+    Args:
+        staged: name of an engine → the `STAGED_FACTS` that it told.
+
+    Returns:
+        A sentence with the digest of every engine; None if all of them are alike.
+
+    """
+    told = {n: tuple(map(facts.get, STAGED_FACTS)) for n, facts in staged.items()}
+    if len(set(told.values())) < 2:
+        return None
+    digests = {digest for digest, _, _ in told.values()}
+
+    def described(digest: str | None, sent: str | None, base: str | None) -> str:
+        if digest is None:
+            return f"has no known digest, and tensors {sent} on top of weights {base}"
+        more = f" and was sent {sent}" if len(digests) == 1 else ""
+        return f"has digest {digest}{more}"
+
+    each = "; ".join(f"{name} {described(*facts)}" for name, facts in told.items())
+    return (
+        f"the engines staged different weights, so none of them commits: {each}. "
+        "Give every engine the same tensors on top of the same version"
+    )
+
+
 def fingerprint(body: Any) -> str:
-    """Equal for two request bodies that say the same."""
-    text = json.dumps(body, sort_keys=True).encode()
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
+    """Equal for two request bodies that say the same; see `fingerprinted`."""
+    return at_once(fingerprinted(body))
 
 
-def _tensor_spec(position: int, entry: Any) -> TensorSpec:
+def fingerprinted(body: Any) -> Work[str]:
+    """The same, in slices: of what is packed, each block is read by itself."""
+    found: list[bytes] = []
+
+    def note(value: Any) -> int:
+        if not isinstance(value, bytes):
+            raise Malformed(f"{value!r:.80} is no plain data")
+        found.append(value)
+        return len(found)
+
+    text = json.dumps(body, sort_keys=True, default=note).encode()
+    hashed = hashlib.blake2b(text, digest_size=16)
+    for block in found:
+        hashed.update(hashlib.blake2b(block, digest_size=16).digest())
+        yield
+    return hashed.hexdigest()
+
+
+def _packed_tensors(entries: Any, is_drafters: bool) -> Work[dict[str, Any]]:
+    """The tensors of a manifest, each checked, as `[name, shape, dtype, digest]`."""
+    is_list = isinstance(entries, list) or (
+        is_packed(entries) and entries["kind"] == "list"
+    )
+    if not is_list or length(entries) > MAX_TENSORS:
+        raise Malformed(f"manifest field 'tensors' must list up to {MAX_TENSORS}")
+    # Several sets, since one of 100,000 names takes milliseconds to grow.
+    names = [set[str]() for _ in range(64)]
+    packer, slice_, position = Packer(), Slice(), 0
+    for block in blocks(entries):
+        for entry in block:
+            name, *facts = _checked(position, entry)
+            alike = names[hash(name) % len(names)]
+            if name in alike:
+                raise Malformed(f"manifest names {name!r} twice")
+            alike.add(name)
+            position += 1
+            packer.add([drafters(name) if is_drafters else name, *facts])
+            if slice_.is_over():
+                yield
+    return packer.packed()
+
+
+def _packed_names(name_map: Any) -> Work[dict[str, Any]]:
+    """A `name_map`, checked."""
+    is_map = isinstance(name_map, dict)
+    if is_packed(name_map):
+        is_map = name_map["kind"] == "dict"
+    packer, models, slice_ = Packer(dict), set[str](), Slice()
+    for block in blocks(name_map) if is_map else ():
+        for sent, name in block:
+            is_map &= isinstance(sent, str) and isinstance(name, str)
+            if not is_map:
+                break
+            models.add(name)
+            packer.add((sent, name))
+            if slice_.is_over():
+                yield
+    if not is_map:
+        raise Malformed("manifest field 'name_map' must map names to names")
+    packed = packer.packed()
+    if len(models) != packer.length:
+        raise Malformed("manifest field 'name_map' maps two names to one")
+    return packed
+
+
+def _checked(position: int, entry: Any) -> tuple[str, tuple[int, ...], str, str | None]:
+    """Name, shape, dtype and digest of one tensor of a manifest."""
     where = f"manifest tensor #{position}"
     if not isinstance(entry, dict):
         raise Malformed(f"{where} must be an object")
-    name, shape, dtype = (entry.get(key) for key in ("name", "shape", "dtype"))
+    name, shape, dtype = entry.get("name"), entry.get("shape"), entry.get("dtype")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         raise Malformed(f"{where}: 'name' must be 1 to {MAX_NAME_CHARS} characters")
     sizes = shape if isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS else [-1]
-    if not all(type(size) is int and 0 <= size < INT64 for size in sizes):
-        raise Malformed(f"{where} ({name}): 'shape' must be a list of sizes")
+    for size in sizes:
+        if type(size) is not int or not 0 <= size < INT64:
+            raise Malformed(f"{where} ({name}): 'shape' must be a list of sizes")
     if not isinstance(dtype, str):
         raise Malformed(f"{where} ({name}): 'dtype' must be a string like 'bfloat16'")
     digest = entry.get("digest")
     if digest is not None and not (
-        isinstance(digest, str)
-        and len(digest) == 32
-        and all(c in "0123456789abcdef" for c in digest)
+        isinstance(digest, str) and IS_DIGEST(digest) is not None
     ):
         raise Malformed(f"{where} ({name}): 'digest' must be 32 hex digits")
-    return TensorSpec(name, tuple(sizes), dtype.removeprefix("torch."), digest)
+    return name, tuple(sizes), dtype.removeprefix("torch."), digest

@@ -13,7 +13,9 @@ from typing import Any
 NAMES = {
     # configuration
     "CompilationMode": "vllm.config:CompilationMode",
+    "ParallelConfig": "vllm.config:ParallelConfig",
     "set_current_vllm_config": "vllm.config:set_current_vllm_config",
+    "get_tokenizer": "vllm.tokenizers:get_tokenizer",
     "get_config": "vllm.transformers_utils.config:get_config",
     "init_logger": "vllm.logger:init_logger",
     # model loading and layerwise reload
@@ -21,6 +23,9 @@ NAMES = {
     "process_weights_after_loading": (
         "vllm.model_executor.model_loader.utils:process_weights_after_loading"
     ),
+    "get_offloader": "vllm.model_executor.offloader:get_offloader",
+    "NoopOffloader": "vllm.model_executor.offloader:NoopOffloader",
+    "UVAOffloader": "vllm.model_executor.offloader:UVAOffloader",
     "set_default_torch_dtype": "vllm.utils.torch_utils:set_default_torch_dtype",
     "initialize_layerwise_reload": (
         "vllm.model_executor.model_loader.reload:initialize_layerwise_reload"
@@ -30,6 +35,9 @@ NAMES = {
     ),
     "get_layerwise_info": (
         "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info"
+    ),
+    "LAYERWISE_INFO": (
+        "vllm.model_executor.model_loader.reload.layerwise:LAYERWISE_INFO"
     ),
     "materialize_layer": (
         "vllm.model_executor.model_loader.reload.meta:materialize_layer"
@@ -86,7 +94,14 @@ NAMES = {
     "WeightTransferEngineFactory": (
         "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory"
     ),
+    "NCCLWeightTransferEngine": (
+        "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine"
+    ),
+    "IPCWeightTransferEngine": (
+        "vllm.distributed.weight_transfer.ipc_engine:IPCWeightTransferEngine"
+    ),
     "ParamMeta": "vllm.distributed.weight_transfer.base:ParamMeta",
+    "WeightSource": "vllm.distributed.weight_transfer.base:WeightSource",
     "TrainerInitInfo": "vllm.distributed.weight_transfer.base:TrainerInitInfo",
     "TrainerWeightTransferEngine": (
         "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine"
@@ -100,6 +115,7 @@ NAMES = {
     "EngineCoreOutputs": "vllm.v1.engine:EngineCoreOutputs",
     "EngineCoreOutput": "vllm.v1.engine:EngineCoreOutput",
     "EngineDeadError": "vllm.v1.engine.exceptions:EngineDeadError",
+    "GenerationError": "vllm.exceptions:GenerationError",
     "GracefulHTTPError": "vllm.exceptions:GracefulHTTPError",
     "EngineCoreRequestType": "vllm.v1.engine:EngineCoreRequestType",
     "FinishReason": "vllm.v1.engine:FinishReason",

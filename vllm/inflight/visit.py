@@ -158,6 +158,12 @@ def _versions(engines: list[Facts]) -> Finding:
     if missing:
         found = f"{' and '.join(sorted(missing))}; served last was {told[0]}"
         return Finding(name, found, State.NOTE, EngineAsleep.remedy)
+    spoilt = [e["scrub"] for e in engines if e.get("scrub")]
+    spoilt = [scrub for scrub in spoilt if scrub["result"] == "different"]
+    if spoilt:
+        names = ", ".join(name for scrub in spoilt for name in scrub["different"])
+        found = f"{told[0]}, and are not what was committed: {names}"
+        return Finding(name, found, State.WRONG, "Publish a whole version.")
     if len({(e["weight_version"], e["digest"]) for e in engines}) == 1:
         return Finding(name, told[0])
     return Finding(

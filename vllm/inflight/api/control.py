@@ -11,14 +11,29 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.inflight.api import rate
 from vllm.inflight.api.door import Door, Reply
 from vllm.inflight.api.envelopes import is_partial, merged
 from vllm.inflight.api.shield import shielded
-from vllm.inflight.errors import EngineFault, InflightError, Malformed
-from vllm.inflight.update import ACTIVE, fingerprint
+from vllm.inflight.errors import (
+    EngineFault,
+    InflightError,
+    Malformed,
+    VersionConflict,
+    WeightsMismatch,
+)
+from vllm.inflight.packed import Work, pack
+from vllm.inflight.update import (
+    ACTIVE,
+    Manifest,
+    Phase,
+    difference,
+    fingerprinted,
+)
+
+T = TypeVar("T")
 
 
 class Control:
@@ -33,8 +48,15 @@ class Control:
         return self._door.num_engines
 
     async def start(self, **body: Any) -> Reply:
-        """Open an update on every engine, or on none."""
-        update_id = body.get("update_id")
+        """Open an update on every engine, or on none.
+
+        A manifest is checked and packed here, in slices: behind this door nobody reads
+        it but the ranks' staging threads.
+        """
+        update_id, manifest = body.get("update_id"), body.get("manifest")
+        if manifest is not None:
+            body["manifest"] = await self._done(Manifest.packed(manifest))
+        body["fingerprint"] = await self._done(fingerprinted(body))
         if not await self._was_begun(body):
             rate.spend()
         if update_id is None:
@@ -54,7 +76,7 @@ class Control:
         if not rate.is_limited() or body.get("update_id") is None:
             return False
         # Not the body itself, which is sent once more if it begins something.
-        mark = {"update_id": body["update_id"], "fingerprint": fingerprint(body)}
+        mark = {name: body[name] for name in ("update_id", "fingerprint")}
         return all(reply["was_begun"] for reply in await self.ask("was_begun", **mark))
 
     @shielded
@@ -80,9 +102,34 @@ class Control:
         """
         if not isinstance(update_info, dict | list):
             raise Malformed("update_info must be an object, or a list of them")
-        body = {"update_info": update_info, "update_id": update_id, "chunk": chunk}
+        info = await self._done(pack(update_info))
+        body = {"update_info": info, "update_id": update_id, "chunk": chunk}
         body |= {"owner": owner}
         return await self._all_or_none("receive", body)
+
+    @shielded
+    async def prepare(
+        self, update_id: str | None = None, owner: str | None = None
+    ) -> Reply:
+        """Verify and vote, and commit nothing: every engine has staged the same.
+
+        Raises:
+            WeightsMismatch: the engines staged different weights, and none keeps them.
+
+        """
+        return await self._prepare(update_id, owner)
+
+    async def _prepare(self, update_id: str | None, owner: str | None) -> Reply:
+        body = {"update_id": update_id, "owner": owner}
+        sealed = await self._all_or_none("seal", body)
+        staged = {f"engine {i}": r for i, r in enumerate(sealed.get("engines", ()))}
+        if (why := difference(staged)) is not None:
+            facts = {"update_id": sealed["update_id"], "phase": Phase.ABORTED.value}
+            error = WeightsMismatch(why, **facts)
+            refusal = {"update_id": error.update_id, "error": error.to_dict()}
+            await self._door.call("abort", refusal)
+            raise error
+        return sealed
 
     @shielded
     async def finish(
@@ -96,10 +143,14 @@ class Control:
         update_id: str | None = None,
         owner: str | None = None,
     ) -> Reply:
-        """Verify, vote, and switch between two steps."""
-        body: dict[str, Any] = {"update_id": update_id, "owner": owner}
-        sealed = await self._all_or_none("seal", body)
-        body = {
+        """Verify, vote, and switch between two steps.
+
+        Raises:
+            WeightsMismatch: the engines staged different weights, and none commits.
+
+        """
+        sealed = await self._prepare(update_id, owner)
+        body: Reply = {
             "update_id": sealed["update_id"],
             "weight_version": weight_version,
             "mode": mode,
@@ -155,6 +206,14 @@ class Control:
         self, to_version: str | None = None, *, mode: str | None = None
     ) -> Reply:
         """Serve the version served before again, on every engine or on none."""
+        if self.num_engines > 1:
+            held = await self.ask("held")
+            if any(each != held[0] for each in held):
+                labels = ", ".join(repr(each["weight_version"]) for each in held)
+                raise VersionConflict(
+                    f"the engines would go back to different weights ({labels}, in "
+                    "their order), so none does; publish the version that is wanted"
+                )
         mark = {"rollback_id": uuid.uuid4().hex}
         body = {"to_version": to_version, "mode": mode} | mark
         envelopes = await self._door.call("rollback", body)
@@ -169,6 +228,16 @@ class Control:
     async def info(self) -> Reply:
         """What is served."""
         return await self._call("info")
+
+    async def verify(self) -> Reply:
+        """Whether every engine serves what the digest of its label says."""
+        replies = await self.ask("verify")
+        found = {reply["result"] for reply in replies}
+        # One that differs is what is told, and one that nobody knows anything of.
+        result = next(r for r in ("different", "unknown", "equal") if r in found)
+        reply = merged([{"ok": reply} for reply in replies]) | {"result": result}
+        names = sorted({name for each in replies for name in each["different"]})
+        return reply | {"different": names}
 
     async def paused(self) -> Reply:
         """Whether decoding stands still, and in which mode."""
@@ -197,6 +266,18 @@ class Control:
     async def leave_group(self, name: str) -> Reply:
         """Have every worker leave that group."""
         body = {"transport": "groups", "order": "leave", "init_info": name}
+        return await self._call("transport", **body)
+
+    async def compare(self, transport: str, update_info: Any) -> Reply:
+        """Have every worker receive tensors that fill no parameter.
+
+        Raises:
+            WeightsMismatch: one that is tied to a parameter is not what that serves.
+            UpdateBusy: an update is under way.
+
+        """
+        payload = {"transport": transport, "update_info": update_info}
+        body = {"transport": transport, "order": "compare", "init_info": payload}
         return await self._call("transport", **body)
 
     @asynccontextmanager
@@ -256,6 +337,16 @@ class Control:
     async def resume(self, owner: str | None = None) -> Reply:
         """Go on after a pause."""
         return await self._call("resume", owner=owner)
+
+    async def _done(self, work: Work[T]) -> T:
+        """What comes of some work; others of this process go on between its slices."""
+        while True:
+            try:
+                next(work)
+            except StopIteration as stop:
+                value: T = stop.value
+                return value
+            await self._door.rest()
 
     async def _call(self, method: str, **body: Any) -> Reply:
         return merged(await self._door.call(method, body))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
@@ -15,6 +16,9 @@ Reply = dict[str, Any]
 ALIVE_S = 1.0
 """How often a call that waits looks whether its engine is still there."""
 
+REST_S = 0.0005
+"""How long a thread sleeps between two slices of some work."""
+
 
 class Door(Protocol):
     """How calls reach the engine cores."""
@@ -26,6 +30,10 @@ class Door(Protocol):
 
     async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
         """The envelopes of every engine, in engine order."""
+        ...
+
+    async def rest(self) -> None:
+        """Between two slices of some work: let others of this process go on."""
         ...
 
 
@@ -57,6 +65,10 @@ class AsyncDoor:
             return list(asking.result())
         finally:
             asking.cancel()
+
+    async def rest(self) -> None:
+        """Let what else is ready on the event loop go on."""
+        await asyncio.sleep(0)
 
     async def call_each(
         self, method: str, body: dict[str, Any], patience_s: float
@@ -93,6 +105,10 @@ class SyncDoor:
         answer = gate.turns.run(lambda: gate.call(method, body))
         # A Future is completed by the watch, while whoever steps goes on.
         return [answer.result() if hasattr(answer, "result") else answer]
+
+    async def rest(self) -> None:
+        """Let other threads go on, such as the one that generates."""
+        time.sleep(REST_S)
 
     def _elsewhere(self, method: str, body: dict[str, Any]) -> Reply:
         """The answer of a core in a process of its own.

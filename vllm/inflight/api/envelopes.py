@@ -10,6 +10,7 @@ from vllm.inflight.errors import InflightError, WeightsMismatch
 ADDED = (
     *("num_running", "num_waiting", "num_aborted", "num_retracted"),
     *("bytes", "parameters", "dropped"),
+    *("num_tensors", "num_parameters", "num_unknown", "num_different"),
 )
 """What is counted in a reply, or has counts in it: of several engines the sum is told.
 

@@ -7,9 +7,18 @@ from typing import Any, TypeVar
 
 from vllm.inflight.api.schema import FLAG, OPENING, Schema
 from vllm.inflight.errors import Malformed
+from vllm.inflight.older import Older, settled
 
 Default = TypeVar("Default", bool, None)
 Text = TypeVar("Text", str, None)
+
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+"""How a query parameter says a flag."""
+WORDS = FLAGS | {
+    **dict.fromkeys(("yes", "y", "on", "t"), True),
+    **dict.fromkeys(("no", "n", "off", "f"), False),
+}
+"""How it says one of upstream's, which reads more words."""
 
 
 class Fields:
@@ -31,18 +40,22 @@ class Fields:
             raise Malformed(f"the body needs the field {name!r}")
         return value
 
-    def flag(self, name: str, default: Default) -> bool | Default:
-        """`true` or `false`; a query parameter says it as text."""
+    def flag(
+        self, name: str, default: Default, words: Mapping[str, bool] = FLAGS
+    ) -> bool | Default:
+        """`true` or `false`; a query parameter says it as one of `words`."""
         value = self.take(name)
         if isinstance(value, str):
-            value = {"true": True, "1": True, "false": False, "0": False}.get(
-                value.lower(), value
-            )
+            value = words.get(value.lower(), value)
         if value is None:
             return default
         if not isinstance(value, bool):
             raise Malformed(f"{name} must be true or false, got {value!r}")
         return value
+
+    def word(self, name: str, default: Default) -> bool | Default:
+        """A flag of one of upstream's own routes."""
+        return self.flag(name, default, WORDS)
 
     def text(self, name: str, default: Text) -> str | Text:
         """A string."""
@@ -69,6 +82,10 @@ class Fields:
             named = ", ".join(repr(choice) for choice in choices if choice)
             raise Malformed(f"{name} {value!r} is not supported; it can be {named}")
         return value
+
+    def settle(self, table: Mapping[str, Older]) -> None:
+        """Take the fields of other releases of vLLM; see older.py."""
+        self._left = settled(self._left, table)
 
     def default(self, name: str, value: Any) -> None:
         """Say it for the caller, who has not."""

@@ -13,7 +13,8 @@ import dataclasses
 import os
 from typing import Any
 
-from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig
+from vllm.inflight.api.auth import check_api_keys
+from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig, check_key
 from vllm.inflight.errors import ConfigError
 
 GROUP = "InflightConfig"
@@ -50,6 +51,9 @@ def add_flags(parser: Any) -> None:
     # Without this, an --additional-config after our flags would discard them.
     given = parser._option_string_actions["--additional-config"]
     given.__class__ = type("_Merge", (_MergeMixin, type(given)), {})
+    # Only a server's parser has it.
+    if (keys := parser._option_string_actions.get("--api-key")) is not None:
+        keys.__class__ = type("_Keys", (_KeysMixin, type(keys)), {})
 
 
 class _Fold(argparse.Action):
@@ -75,9 +79,22 @@ class _Keep(argparse.Action):
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: Any = None
     ) -> None:
-        if not values:
-            parser.error(f"argument {option_string}: the key is empty")
+        try:
+            check_key("--inflight-admin-key", values)
+        except ConfigError as error:
+            parser.error(f"argument {option_string}: {error}")
         os.environ[ADMIN_KEY_ENV] = values
+
+
+class _KeysMixin:
+    """Refuse blank keys of vLLM's own flag, which open the control routes as well."""
+
+    def __call__(self, parser: Any, namespace: Any, *args: Any, **kwargs: Any) -> None:
+        super().__call__(parser, namespace, *args, **kwargs)  # type: ignore[misc]
+        try:
+            check_api_keys(namespace.api_key)
+        except ConfigError as error:
+            parser.error(f"argument --api-key: {error}")
 
 
 class _MergeMixin:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from vllm.inflight import older
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.disk import from_disk
 from vllm.inflight.api.door import AsyncDoor, Reply, SyncDoor, run_sync
@@ -66,11 +67,15 @@ async def shutdown_weight_transfer_engine(self: Any) -> None:
     await control_of(self).shutdown_transport()
 
 
-async def start_weight_update(self: Any, **options: Any) -> Reply:
+async def start_weight_update(
+    self: Any, is_checkpoint_format: bool | None = None, **options: Any
+) -> Reply:
     """Open an update.
 
     Args:
         self: the engine.
+        is_checkpoint_format: of vLLM 0.21 to 0.24. True and None mean what happens
+            here: tensors have the names and shapes of the checkpoint.
         **options: `update_id`, `weight_version`, `base_version`, `manifest`,
             `deadline_s`, `allow_nonfinite` and `owner` of
             `POST /start_weight_update`.
@@ -79,12 +84,14 @@ async def start_weight_update(self: Any, **options: Any) -> Reply:
         `{"update_id", "phase"}`.
 
     Raises:
+        Malformed: an option is unknown, or `is_checkpoint_format` is False.
         UpdateBusy: another update is under way.
         VersionConflict: `base_version` is not what is served.
         NoTransport: no backend is configured.
         StagingUnavailable: this model has no second set of weights.
 
     """
+    older.settled({"is_checkpoint_format": is_checkpoint_format}, older.START)
     return await control_of(self).start(**opening(options))
 
 
@@ -141,6 +148,30 @@ async def update_weights(
     return await control_of(self).update(
         _field(request, "update_info"), update_id, chunk, owner
     )
+
+
+async def prepare_weight_update(
+    self: Any, update_id: str | None = None, owner: str | None = None
+) -> Reply:
+    """Verify and vote, and switch nothing yet: the first half of a finish.
+
+    For who has several engines to finish, and compares what they have staged before any
+    of them commits. An update stays staged until it is finished, aborted, or late.
+
+    Args:
+        self: the engine.
+        update_id: of `start_weight_update`; the one under way if None.
+        owner: the one that `start_weight_update` was given.
+
+    Returns:
+        That of `POST /prepare_weight_update`.
+
+    Raises:
+        WeightsMismatch: tensors are missing or not as announced; `tensors` names them.
+        WrongPhase: no update is open.
+
+    """
+    return await control_of(self).prepare(update_id, owner)
 
 
 async def finish_weight_update(
@@ -274,6 +305,21 @@ async def weight_update_status(self: Any, update_id: str | None = None) -> Reply
 
     """
     return await control_of(self).status(update_id)
+
+
+async def verify_weights(self: Any) -> Reply:
+    """Compare what is served with the digest of its label, beside decoding.
+
+    Returns:
+        `result` (`equal`, `different` or `unknown`), the names of what is `different`,
+        and more of `POST /weights_checker` with the action `verify`.
+
+    Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
+        EngineAsleep: there are no weights to read.
+
+    """
+    return await control_of(self).verify()
 
 
 async def weight_info(self: Any) -> Reply:

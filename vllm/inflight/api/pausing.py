@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.methods import control_of
+from vllm.inflight.errors import Malformed
 
 OUR_MODES = ("in_place", "retract")
 """Pauses that upstream has not: no caller of its expects them to drop the caches."""
@@ -17,6 +18,7 @@ async def pause_generation(
     self: Any,
     *,
     mode: str = "abort",
+    wait_for_inflight_requests: bool | None = None,
     clear_cache: bool | None = None,
     flush_cache: bool | None = None,
     lease_s: float | None = None,
@@ -27,6 +29,8 @@ async def pause_generation(
     Args:
         self: the engine.
         mode: what becomes of running requests; `keep` is upstream's `in_place`.
+        wait_for_inflight_requests: of vLLM 0.15 to 0.31. True means the mode `wait`,
+            whatever `mode` says; with False and None `mode` counts.
         clear_cache: upstream's argument, with upstream's effect: `keep` with it
             retracts and flushes. None: true for upstream's modes, as there, and
             false for `in_place` and `retract`, as on the route.
@@ -40,10 +44,18 @@ async def pause_generation(
         That of `POST /pause_generation`.
 
     Raises:
+        Malformed: there is no such mode, or an argument has the wrong type.
         PauseConflict: the pause that is in force forbids this mode.
         OwnedByAnother: the pause is another owner's.
 
     """
+    if not isinstance(wait_for_inflight_requests, bool | None):
+        raise Malformed(
+            "wait_for_inflight_requests must be true or false, got "
+            f"{wait_for_inflight_requests!r:.80}"
+        )
+    if wait_for_inflight_requests:
+        mode = "wait"
     if flush_cache is None:
         flush_cache = mode not in OUR_MODES if clear_cache is None else clear_cache
         if mode == "keep" and flush_cache:

@@ -46,8 +46,8 @@ async def flush_cache(engine: Any, body: dict[str, Any]) -> Reply:
 async def reset_prefix_cache(engine: Any, body: dict[str, Any]) -> Reply:
     """Upstream's: `success` is false where `/flush_cache` would refuse."""
     fields = Fields(body)
-    running = fields.flag("reset_running_requests", False)
-    external = fields.flag("reset_external", False)
+    running = fields.word("reset_running_requests", False)
+    external = fields.word("reset_external", False)
     fields.only()
     return {"success": bool(await engine.reset_prefix_cache(running, external))}
 
@@ -134,9 +134,10 @@ def _finite(rows: Any) -> Any:
 
 
 async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
-    """SGLang's: digests of every parameter of every rank, as decoding uses them.
+    """SGLang's digests of every parameter of every rank, or a comparison of them.
 
-    Of its other actions, `reset_tensors` destroys weights and is refused.
+    `verify` is ours: it compares what is served with the digest of its label. Of
+    SGLang's other actions, `reset_tensors` destroys weights and is refused.
     """
     fields = Fields(body)
     action = fields.text("action", "checksum")
@@ -146,10 +147,13 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
     fields.only()
     if skipped not in (None, []) and not _are_ids(skipped):
         raise Malformed("skip_tensor_list must be a list of strings")
+    if action == "verify":
+        return await _verified(engine)
     if action != "checksum":
         raise Malformed(
             f"action {action!r} is not offered: it would write into live weights, or "
-            "keep a copy of them; 'checksum' tells what to compare"
+            "keep a copy of them; 'checksum' tells what to compare, and 'verify' "
+            "compares with the digest of the label"
         )
     is_target = selector == "target"
     replies = await control_of(engine).ask(
@@ -165,6 +169,22 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
             every.encode(), digest_size=16
         ).hexdigest(),
     }
+
+
+async def _verified(engine: Any) -> Reply:
+    found = await control_of(engine).verify()
+    compared = (
+        f"{found['num_tensors']} tensors were compared with their digests, and "
+        f"{found['num_parameters']} parameters with what was staged"
+    )
+    message = {
+        "equal": f"what is served is what was committed: {compared}",
+        "different": f"what is served is NOT what was committed: {compared}; not equal "
+        f"are {', '.join(found['different'])}",
+        "unknown": "of what is served no digest is known; it has been read now, and "
+        "the next call compares with that",
+    }[found["result"]]
+    return {"success": found["result"] != "different", "message": message} | found
 
 
 async def weight_checker(engine: Any, body: dict[str, Any]) -> Reply:

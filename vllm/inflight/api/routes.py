@@ -1,14 +1,15 @@
 """The control routes of the HTTP server.
 
 They are attached to vLLM's own application and replace upstream's routes of the same
-path, or are served on a port of their own (port.py) and are then nowhere else. They
-need a key or a caller on this host (auth.py). Every error is
+path, or are served on a port of their own (port.py) and are then nowhere else. Where a
+framework adds a route of such a path, that one answers (foreign.py). Ours need a key or
+a caller on this host (auth.py). Every error is
 `{"error": {"code", "message", …}}` with the status of its kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -16,19 +17,20 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.convertors import PathConvertor, register_url_convertor
 
-from vllm.inflight import upstream
-from vllm.inflight.api import auth, pipelinerl, port, rate, reads, sglang
+from vllm.inflight import older, upstream
+from vllm.inflight.api import auth, foreign, pipelinerl, port, rate, reads, sglang
 from vllm.inflight.api.admission import Admission
-from vllm.inflight.api.body import parse, read
+from vllm.inflight.api.body import SMALL_BYTES, parse, parsed, read
 from vllm.inflight.api.control import Control
 from vllm.inflight.api.door import Reply
 from vllm.inflight.api.fields import Fields
+from vllm.inflight.api.health import health
 from vllm.inflight.api.journal import restore, restore_at_start, tried
 from vllm.inflight.api.methods import control_of, start_draft_weight_update
 from vllm.inflight.api.metrics import metrics
 from vllm.inflight.api.pausing import pause_generation as pause_engine
 from vllm.inflight.api.schema import FINISHING, OPENING, ROLLING_BACK, described
-from vllm.inflight.errors import InflightError, Malformed, UpstreamChanged
+from vllm.inflight.errors import InflightError, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
@@ -50,12 +52,13 @@ def _control(engine: Any) -> Control:
 async def _pause(engine: Any, body: dict[str, Any]) -> Reply:
     """Upstream's `/pause?mode=&clear_cache=`, with all our modes."""
     fields = Fields(body)
-    # What clients of vLLM before there were modes send for `wait`.
-    if fields.flag("wait_for_inflight_requests", False):
-        fields.default("mode", "wait")
-    mode, clear = fields.text("mode", "abort"), fields.flag("clear_cache", None)
-    fields.only()
-    reply: Reply = await pause_engine(engine, mode=mode, clear_cache=clear)
+    reply: Reply = await pause_engine(
+        engine,
+        mode=fields.text("mode", "abort"),
+        wait_for_inflight_requests=fields.word("wait_for_inflight_requests", None),
+        clear_cache=fields.word("clear_cache", None),
+        **fields.only(),
+    )
     return reply | {"status": "paused"}
 
 
@@ -74,24 +77,31 @@ async def _resume(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _is_paused(engine: Any, body: dict[str, Any]) -> Reply:
     """Whether decoding stands still, and in which mode."""
+    Fields(body).only()
     return await _control(engine).paused()
 
 
 async def _init(engine: Any, body: dict[str, Any]) -> Reply:
     """Connect the configured transport to its trainer."""
-    await _control(engine).init_transport(_needed(body, "init_info"))
+    fields = Fields(body)
+    info = fields.needed("init_info")
+    fields.only()
+    await _control(engine).init_transport(info)
     return {"message": "Weight transfer initialized"}
 
 
 async def _shutdown(engine: Any, body: dict[str, Any]) -> Reply:
     """Let the trainer's connection go."""
+    Fields(body).only()
     await _control(engine).shutdown_transport()
     return {"message": "Weight transfer shut down"}
 
 
 async def _start(engine: Any, body: dict[str, Any]) -> Reply:
     """Open an update on every engine, or on none."""
-    return await _control(engine).start(**Fields(body).described(OPENING))
+    fields = Fields(body)
+    fields.settle(older.START)
+    return await _control(engine).start(**fields.described(OPENING))
 
 
 async def _start_draft(engine: Any, body: dict[str, Any]) -> Reply:
@@ -106,6 +116,11 @@ async def _update(engine: Any, body: dict[str, Any]) -> Reply:
     return await _control(engine).update(
         info, **fields.only("update_id", "chunk", "owner")
     )
+
+
+async def _prepare(engine: Any, body: dict[str, Any]) -> Reply:
+    """Verify and vote, and switch nothing yet."""
+    return await _control(engine).prepare(**Fields(body).only("update_id", "owner"))
 
 
 async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
@@ -131,18 +146,21 @@ async def _restore(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def _status(engine: Any, body: dict[str, Any]) -> Reply:
     """Where an update stands, or all that are remembered."""
-    return await _control(engine).status(body.get("update_id"))
+    return await _control(engine).status(**Fields(body).only("update_id"))
 
 
 async def _info(engine: Any, body: dict[str, Any]) -> Reply:
     """Version, digest and epoch that are served, and the version before."""
+    Fields(body).only()
     return await _control(engine).info()
 
 
 async def _world_size(engine: Any, body: dict[str, Any]) -> Reply:
     """How many ranks a trainer has to reach."""
     parallel = engine.vllm_config.parallel_config
-    across = Fields(body).flag("include_dp", True)
+    fields = Fields(body)
+    across = fields.word("include_dp", True)
+    fields.only()
     return {
         "world_size": parallel.world_size_across_dp if across else parallel.world_size
     }
@@ -159,6 +177,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/start_weight_update"): _start,
     ("POST", "/start_draft_weight_update"): _start_draft,
     ("POST", "/update_weights"): _update,
+    ("POST", "/prepare_weight_update"): _prepare,
     ("POST", "/finish_weight_update"): _finish,
     ("POST", "/abort_weight_update"): _abort,
     ("POST", "/rollback_weights"): _rollback,
@@ -186,17 +205,25 @@ class InflightEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add our routes; upstream then lets them replace its own."""
+        auth.check_api_keys(app.state.args.api_key)
         self._app = app
         self._config = port.config_of(app.state.args)
-        router = APIRouter(tags=["weight updates"])
+        router = APIRouter(tags=["weight updates"], route_class=foreign.Yielding)
         if self._config.port:
             paths = {path for _, path in ROUTES}
             app.router.routes[:] = [
-                route for route in app.routes if getattr(route, "path", "") not in paths
+                route
+                for route in app.routes
+                if getattr(route, "path", "") not in paths or foreign.is_foreign(route)
             ]
         else:
-            add_routes(router, rate.Rate(self._config.begin_rate))
+            # Upstream would take the routes of other plugins out for ours.
+            taken = {key for key in ROUTES if foreign.owner(app, *key) is not None}
+            add_routes(router, rate.Rate(self._config.begin_rate), taken)
         router.add_api_route("/metrics", metrics, methods=["GET"])
+        router.add_api_route(
+            "/health", health, methods=["GET"], response_class=Response
+        )
         app.include_router(router)
         app.add_middleware(Admission)
 
@@ -213,9 +240,18 @@ class InflightEndpoints:
             self._serving = port.serve(app, listener, args)
 
 
-def add_routes(router: APIRouter, rates: rate.Rate) -> None:
-    """Every control route, behind its key; updates begin at these rates."""
+def add_routes(
+    router: APIRouter,
+    rates: rate.Rate,
+    taken: Collection[tuple[str, str]] = (),
+) -> None:
+    """Every control route but those `taken`, behind its key.
+
+    Updates begin at these rates.
+    """
     for (method, path), handler in ROUTES.items():
+        if (method, path) in taken:
+            continue
         router.add_api_route(
             path.replace("}", ":rest}"),
             _endpoint(handler, LARGEST_BODY.get(path, MAX_MANIFEST_BYTES), rates),
@@ -232,7 +268,7 @@ def control_app(engine: Any, args: Any) -> FastAPI:
     app.state.engine_client, app.state.args = engine, args
     add_routes(app.router, rate.Rate(port.config_of(args).begin_rate))
     for path, endpoint in {
-        "/health": upstream.health,
+        "/health": health,
         "/version": upstream.show_version,
         "/metrics": metrics,
     }.items():
@@ -241,14 +277,16 @@ def control_app(engine: Any, args: Any) -> FastAPI:
 
 
 def check_routing(app: FastAPI) -> None:
-    """Raise unless every control path is answered by us first."""
+    """Raise if upstream answers a control path, and tell where somebody else does."""
     for method, path in ROUTES:
+        if (module := foreign.owner(app, method, path)) is not None:
+            foreign.tell(app, method, path, module)
+            continue
         for route in app.routes:
             if getattr(route, "path_format", None) == path and method in (
                 getattr(route, "methods", None) or ()
             ):
-                endpoint = getattr(route, "endpoint", None)
-                if getattr(endpoint, "__module__", None) != __name__:
+                if foreign.module_of(route) != __name__:
                     raise UpstreamChanged(
                         f"{method} {path} is not answered by vllm-inflight: FastAPI "
                         "no longer lets plugin routes replace earlier ones"
@@ -264,7 +302,13 @@ def _endpoint(
             caller = auth.check(request)
             if rates.is_limited:
                 rate.allowance.set(partial(rates.spend, caller))
-            said = parse(await read(request, largest))
+            raw = await read(request, largest)
+            if len(raw) > SMALL_BYTES:
+                is_longer = largest > MAX_MANIFEST_BYTES
+                said = await parsed(raw, has_long_texts=is_longer)
+            else:
+                said = parse(raw)
+            del raw
             # Path, query and body as one object.
             body = {**request.query_params, **said, **request.path_params}
             engine = request.app.state.engine_client
@@ -278,9 +322,3 @@ def _endpoint(
             return JSONResponse(body, error.status, headers)
 
     return endpoint
-
-
-def _needed(body: dict[str, Any], field: str) -> Any:
-    if field not in body:
-        raise Malformed(f"the body needs the field {field!r}")
-    return body[field]

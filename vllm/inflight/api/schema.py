@@ -77,6 +77,7 @@ FIELDS: dict[str, dict[str, Schema]] = {
         "chunk": COUNT,
         "owner": NAME,
     },
+    "/prepare_weight_update": {"update_id": TEXT, "owner": NAME},
     "/finish_weight_update": FINISHING,
     "/abort_weight_update": {"update_id": TEXT, "owner": NAME},
     "/rollback_weights": ROLLING_BACK,

@@ -47,7 +47,7 @@ dataclasses send these with it. They are for its own processes, and ignored here
 
 async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) -> Reply:
     """SGLang's modes, older spellings of them, and ours; its default is `abort`."""
-    fields = Fields(body)
+    fields = _fields(body)
     for older, mode in OLDER_MODES.items():
         if fields.flag(older, False):
             fields.default("mode", mode)
@@ -55,18 +55,18 @@ async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) ->
         fields.default("mode", "wait")
     if fields.flag("online", False) or body.get("mode") == "online":
         raise Malformed("online: an update needs no pause here; leave this call out")
-    for name in OF_EVERY_REQUEST:
-        fields.take(name)
     flush = fields.flag("flush_cache", False)
     asked = fields.only("mode", "lease_s", "owner") | {"flush_cache": flush}
     mode = asked.get("mode", "abort")
     asked["mode"] = OLDER_MODES.get(mode, mode) if isinstance(mode, str) else mode
-    control = control_of(engine)
+    control, memory = control_of(engine), pieces.memory_of(engine)
     is_paused = (await control.paused())["is_paused"]
     if not is_paused and await pieces.unfinished(control) is not None:
         await control.ask("pause", **asked, is_trial=True)  # a refusal ends no version
-        await pieces.drop(control)
+        await pieces.drop(control, memory)
     reply = await pause(engine, asked)
+    if not is_paused and not memory.has_begun:
+        memory.forget()  # what comes now is of another version
     return _ok(reply, "Generation paused successfully.") | {"status": "ok"}
 
 
@@ -74,16 +74,14 @@ async def continue_generation(
     engine: Any, body: dict[str, Any], resume: Handler
 ) -> Reply:
     """Go on; a version that is still incomplete is given up, and named in a 422."""
-    fields = Fields(body)
+    fields = _fields(body)
     fields.flag("torch_empty_cache", True)
-    for name in OF_EVERY_REQUEST:
-        fields.take(name)
     asked = fields.only("owner")
     control = control_of(engine)
     owners = check_owner(asked.get("owner")), (await control.paused())["owner"]
     if None not in owners and len(set(owners)) == 2:
         return await resume(engine, asked)  # a refusal, which ends no version
-    missing = await pieces.close(control)
+    missing = await pieces.close(control, pieces.memory_of(engine))
     reply = await resume(engine, asked)
     if missing is not None:
         missing.message += "; decoding goes on with the weights before"
@@ -93,7 +91,7 @@ async def continue_generation(
 
 async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
     """Serve a checkpoint of the engine's host; `model_path` is SGLang's `path`."""
-    fields = Fields(body)
+    fields = _fields(body)
     path = fields.take("path")
     path = fields.take("model_path") if path is None else path
     fields.one_of("load_format", (None, "auto", "safetensors"))
@@ -114,7 +112,7 @@ async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply:
     """Tensors as base64 of safetensors bytes: one entry for all ranks, or one each."""
-    fields = Fields(body)
+    fields = _fields(body)
     entries = fields.take("serialized_named_tensors")
     if isinstance(entries, str):
         entries = [entries]
@@ -137,14 +135,20 @@ async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply
         replicas = engine.vllm_config.parallel_config.data_parallel_size
         info = info * replicas if len(info) > 1 else info[0]
         reply = await pieces.take(
-            control, "local", info, label=label, commit=commit, files=names
+            control,
+            "local",
+            info,
+            label=label,
+            commit=commit,
+            memory=pieces.memory_of(engine),
+            files=names,
         )
     return _ok(reply, reply["message"])
 
 
 async def init_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
     """Join the group that a trainer, rank 0, opens with `torch.distributed`."""
-    fields = Fields(body)
+    fields = _fields(body)
     address, port = fields.needed("master_address"), fields.needed("master_port")
     info = {
         "init_method": f"tcp://{address}:{port}",
@@ -156,33 +160,33 @@ async def init_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
     }
     fields.only()
     control = control_of(engine)
-    await pieces.drop(control)  # its trainer is gone, or begins anew
+    # Its trainer is gone, or begins anew.
+    await pieces.drop(control, pieces.memory_of(engine))
     await control.join_group(info)
     return _ok({}, f"joined group {info['group_name']!r}")
 
 
 async def destroy_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
     """Leave a group; a version that waits for more from it is given up."""
-    fields = Fields(body)
+    fields = _fields(body)
     name = fields.text("group_name", GROUP)
     fields.only()
     control = control_of(engine)
-    await pieces.drop(control)
+    await pieces.drop(control, pieces.memory_of(engine))
     await control.leave_group(name)
     return _ok({}, f"left group {name!r}")
 
 
 async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> Reply:
     """Receive what the trainer broadcasts now: `names`, `dtypes` and `shapes` of it."""
-    fields = Fields(body)
+    fields = _fields(body)
     control = control_of(engine)
     group = fields.text("group_name", GROUP)
     async with control.announced(group) as announcement:
         bucket = fields.one_of("load_format", (None, "flattened_bucket"))
-        dtypes = fields.needed("dtypes")
         info = {
             "names": fields.needed("names"),
-            "dtype_names": [_plain(d) for d in dtypes] if _is_list(dtypes) else dtypes,
+            "dtype_names": fields.needed("dtypes"),
             "shapes": fields.needed("shapes"),
             "group_name": group,
             "flattened": bucket is not None,
@@ -190,28 +194,35 @@ async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> 
         }
         commit = await commit_options(engine, control, fields)
         label = fields.only("weight_version").get("weight_version")
-        reply = await pieces.take(control, "groups", info, label=label, commit=commit)
+        reply = await pieces.take(
+            control,
+            "groups",
+            info,
+            label=label,
+            commit=commit,
+            memory=pieces.memory_of(engine),
+            names=_strings(info["names"]),
+        )
     return _ok(reply, reply["message"])
 
 
 async def begin_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
     """A version begins: pieces of one that was never completed are dropped."""
-    fields = Fields(body)
+    fields = _fields(body)
     fields.one_of("selector", (None, "all", "target"))
     fields.only()
-    await pieces.drop(control_of(engine))
-    return _ok({}, "send the version; it is served when it is complete")
+    await pieces.begin(control_of(engine), pieces.memory_of(engine))
+    return _ok({}, "send the version; it is served at POST /end_weight_update")
 
 
 async def end_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
-    """A version ends: what it lacks is named in a 422, and it is given up."""
-    Fields(body).only()
+    """A version ends, and is served; what it lacks is named in a 422."""
+    _fields(body).only()
     control = control_of(engine)
-    missing = await pieces.close(control)
-    if missing is not None:
-        raise missing
+    reply = await pieces.end(control, pieces.memory_of(engine)) or {}
     served = (await control.info())["weight_version"]
-    return _ok({"weight_version": served}, f"version {served!r} is served")
+    reply |= {"weight_version": served}
+    return _ok(reply, f"version {served!r} is served")
 
 
 async def update_weights_from_ipc(engine: Any, body: dict[str, Any]) -> Reply:
@@ -228,7 +239,7 @@ async def update_weight_version(engine: Any, body: dict[str, Any]) -> Reply:
 
     SGLang aborts every request here by default; this aborts when asked to.
     """
-    fields = Fields(body)
+    fields = _fields(body)
     label = fields.needed("new_version")
     abort = fields.flag("abort_all_requests", False)
     fields.only()
@@ -262,16 +273,23 @@ def continuing(resume: Handler) -> Handler:
     return handler
 
 
+def _fields(body: dict[str, Any]) -> Fields:
+    """Those of a request, without what every request of SGLang's has."""
+    fields = Fields(body)
+    for name in OF_EVERY_REQUEST:
+        fields.take(name)
+    return fields
+
+
 def _ok(reply: Reply, message: str) -> Reply:
     return reply | {"success": True, "message": message}
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _plain(dtype: Any) -> Any:
-    return dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+def _strings(value: Any) -> list[str]:
+    """Those of a list; what else is in it the engine refuses."""
+    if not isinstance(value, list):
+        return []
+    return [each for each in value if isinstance(each, str)]
 
 
 ROUTES: dict[tuple[str, str], Handler] = {

@@ -4,18 +4,26 @@ An adapter is read while the one of its number stays where it is. When all ranks
 read theirs, all take it, in one turn of the engine core; a rank that cannot puts the
 ones before back. The reading and the taking are upstream's.
 
-A request names the files that its adapter had when it was asked for. If vLLM reads the
-adapter again for it, as it does for one that had to make room for others, those of the
-last load are read: name and number stand for one adapter, whoever asks.
+What was taken is kept in the host's memory as long as the engine core names it.
+Upstream lets an adapter go to make room for another, and reads it again in the middle
+of a step that needs it. Its files may be gone by then, or be others. So no step reads a
+file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
+
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.wire.paths import resolved_folder
+
+Key = tuple[str, int]
+"""Name and number of an adapter."""
 
 
 class Proposal:
@@ -27,7 +35,7 @@ class Proposal:
         self._read = manager._load_adapter(request)
         self._there = manager._adapter_manager.list_adapters()
         """Number → adapter, in the host's memory; the one used least recently first."""
-        self._named = dict(_loaded(manager))
+        self._kept = _kept(manager)
         self._pinned = _pinned(manager._adapter_manager)
 
     def take(self) -> None:
@@ -35,26 +43,25 @@ class Proposal:
         try:
             self._put(self._read)
             _pin(self._manager._adapter_manager, self._pinned)
-        except Exception:
+        except BaseException:  # Ctrl-C, too
             self.put_back()
             raise
-        _note(self._manager, self._request)
+        _keep(self._manager, key_of(self._request), self._read)
 
     def put_back(self) -> None:
         """Undo `take`, which may have let another adapter go to make room."""
         registry = self._manager._adapter_manager
         before = self._there.get(self._request.lora_int_id)
         try:
-            with _merged(registry):
-                if before is None:
-                    self._manager.remove_adapter(self._request.lora_int_id)
-                else:
-                    self._put(before)
-                for adapter in self._there.values():
-                    registry.add_adapter(adapter)
+            if before is None:
+                self._manager.remove_adapter(self._request.lora_int_id)
+            else:
+                self._put(before)
+            for adapter in self._there.values():
+                registry.add_adapter(adapter)
             _pin(registry, self._pinned)
         finally:
-            self._manager._inflight_loaded = self._named
+            self._manager._inflight_kept = self._kept
 
     def _put(self, adapter: Any) -> None:
         # Upstream's own way of taking an adapter, with one that has been read.
@@ -65,23 +72,34 @@ class Proposal:
             del self._manager._load_adapter
 
 
-def step(worker: Any, move: str, request: Any) -> bool:
+def step(
+    worker: Any, move: str, request: Any, needed: Collection[Key] | None = None
+) -> bool:
     """Make one move of a transaction on this rank.
 
     Args:
         worker: of this rank.
         move: `propose`, `take`, `put_back` or `end`.
         request: the adapter's, as upstream names it.
+        needed: with `propose`, the adapters that stay in the host's memory; others that
+            were kept are let go. None: all stay.
 
     Returns:
         whether there is something to take.
 
+    Raises:
+        Forbidden: its files lie outside of the folders that are allowed.
+
     """
     if move == "propose":
         manager = worker.model_runner.lora_manager
-        known = request.lora_int_id in manager.list_adapters()
-        is_idle = known and not request.load_inplace
-        worker._inflight_proposal = None if is_idle else Proposal(manager, request)
+        if needed is not None:
+            kept = {key: each for key, each in _kept(manager).items() if key in needed}
+            manager._inflight_kept = kept
+        worker._inflight_proposal = None
+        if not _is_there(manager, request):
+            judged = allowed(request, worker.vllm_config)
+            worker._inflight_proposal = Proposal(manager, judged)
     proposal: Proposal | None = getattr(worker, "_inflight_proposal", None)
     if proposal is None:
         return False
@@ -94,18 +112,40 @@ def step(worker: Any, move: str, request: Any) -> bool:
     return True
 
 
-def last_loaded(manager: Any, requests: Iterable[Any]) -> set[Any]:
-    """The adapters of a step, each from the files that it was last loaded from."""
-    for request in requests:
-        if request is not None and request.load_inplace:
-            _note(manager, request)
-    loaded = _loaded(manager)
-    return {
-        request
-        if request is None or request.load_inplace
-        else loaded.get((request.lora_name, request.lora_int_id), request)
-        for request in requests
-    }
+def key_of(request: Any) -> Key:
+    """The name and number of the adapter that a request names."""
+    return request.lora_name, request.lora_int_id
+
+
+def allowed(request: Any, vllm_config: Any) -> Any:
+    """`request` with the folder that was judged, which is the one that is opened.
+
+    vLLM looks for a path that is not absolute in several places: below the working
+    directory, below a home directory, at a hub. So it has to be absolute while updates
+    may read some folders only, and each file in it has to lie in one of these.
+
+    Raises:
+        Forbidden: the folder, or a file in it, lies elsewhere.
+        Malformed: it cannot be a path.
+
+    """
+    if not (folders := InflightConfig.of(vllm_config).allowed_paths):
+        return request
+    folder = resolved_folder(Path(request.lora_path), folders)
+    return replace(request, lora_path=str(folder))
+
+
+def kept_or_read(manager: Any, request: Any, read: Any) -> Any:
+    """The adapter of a request from the host's memory, else as `read(request)` has it.
+
+    Args:
+        manager: upstream's, of one rank.
+        request: the adapter's, as upstream names it.
+        read: upstream's own reading of its files.
+
+    """
+    found = None if request.load_inplace else _kept(manager).get(key_of(request))
+    return read(request) if found is None else found
 
 
 def write_again(runner: Any) -> None:
@@ -127,20 +167,23 @@ def kept(runner: Any) -> Iterator[None]:
     registry = runner.lora_manager._adapter_manager
     there, pinned = registry.list_adapters(), _pinned(registry)
     yield
-    with _merged(registry):
-        for adapter in there.values():
-            registry.add_adapter(adapter)
+    for adapter in there.values():
+        registry.add_adapter(adapter)
     _pin(registry, pinned)
 
 
-@contextmanager
-def _merged(registry: Any) -> Iterator[None]:
-    """Take adapters that it had before: they were merged when they came."""
-    registry._create_merged_loras_inplace = lambda _: None
-    try:
-        yield
-    finally:
-        del registry._create_merged_loras_inplace
+def _is_there(manager: Any, request: Any) -> bool:
+    """Whether nothing has to be read; what is in a slot is kept from now on."""
+    if request.load_inplace:
+        return False
+    key = key_of(request)
+    if key in _kept(manager):
+        return True
+    there = manager._adapter_manager.list_adapters().get(request.lora_int_id)
+    if there is None:
+        return False
+    _keep(manager, key, there)
+    return True
 
 
 def _pinned(registry: Any) -> set[int]:
@@ -153,19 +196,11 @@ def _pin(registry: Any, numbers: set[int]) -> None:
         registry.pin_adapter(number)
 
 
-def let_go(manager: Any, number: int) -> None:
-    """The next request of this number says which files it is loaded from."""
-    known = _loaded(manager)
-    manager._inflight_loaded = {k: r for k, r in known.items() if k[1] != number}
-
-
-def _loaded(manager: Any) -> dict[tuple[str, int], Any]:
-    """(name, number) → the request that it was last loaded with, if by itself."""
-    known: dict[tuple[str, int], Any] = getattr(manager, "_inflight_loaded", {})
+def _kept(manager: Any) -> dict[Key, Any]:
+    """Adapter → what was read of it, in the host's memory."""
+    known: dict[Key, Any] = getattr(manager, "_inflight_kept", {})
     return known
 
 
-def _note(manager: Any, request: Any) -> None:
-    once = replace(request, load_inplace=False)
-    key = request.lora_name, request.lora_int_id
-    manager._inflight_loaded = _loaded(manager) | {key: once}
+def _keep(manager: Any, key: Key, adapter: Any) -> None:
+    manager._inflight_kept = _kept(manager) | {key: adapter}

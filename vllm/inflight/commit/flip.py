@@ -24,9 +24,9 @@ from vllm.inflight.errors import ArenaTorn
 from vllm.inflight.stage import convolutions, quantised
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.convolutions import UNPACKED
+from vllm.inflight.stage.hidden import PACKED
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.stage.swappable import PACKED
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 """Of the live tree and of the other."""
@@ -76,11 +76,11 @@ class Exchange:
         self._params += views(live, shadow)
 
     def __call__(self) -> float:
-        """Exchange every pair, or none.
+        """Exchange every pair, or none; what breaks off, Ctrl-C too, exchanges none.
 
         Raises:
             ArenaTorn: some are exchanged, and could not go back.
-            Exception: one could not be exchanged, and none is.
+            BaseException: one could not be exchanged, and none is.
 
         """
         started = time.perf_counter()
@@ -90,15 +90,17 @@ class Exchange:
         try:
             for a, b, of_a, of_b in moved:
                 a.data, b.data = of_b, of_a
-        except Exception as fault:
+            for x, y, name, of_x, of_y in kept_moved:
+                x[name], y[name] = of_y, of_x
+        except BaseException as fault:
             try:
                 for a, b, of_a, of_b in moved:
                     a.data, b.data = of_a, of_b
-            except Exception as error:
+                for x, y, name, of_x, of_y in kept_moved:
+                    x[name], y[name] = of_x, of_y
+            except BaseException as error:
                 raise ArenaTorn(f"{fault}; and going back: {error}") from error
             raise
-        for x, y, name, of_x, of_y in kept_moved:
-            x[name], y[name] = of_y, of_x
         return time.perf_counter() - started
 
 
@@ -161,7 +163,7 @@ def flip_all(arenas: Sequence[Arena]) -> float:
 
     Raises:
         ArenaTorn: one is exchanged in part, or those before it could not go back.
-        Exception: one could not be exchanged, and none is.
+        BaseException: one could not be exchanged, and none is.
 
     """
     seconds = 0.0
@@ -171,11 +173,11 @@ def flip_all(arenas: Sequence[Arena]) -> float:
             seconds += arena.flip()
         except ArenaTorn:
             raise
-        except Exception as fault:
+        except BaseException as fault:
             for flipped in reversed(done):
                 try:
                     flipped.flip()
-                except Exception as error:
+                except BaseException as error:
                     raise ArenaTorn(f"{fault}; and going back: {error}") from error
             raise
         done.append(arena)
@@ -206,6 +208,6 @@ class Copy:
             self._shadow.busy = torch.cuda.Event(blocking=True)
             self._shadow.busy.record(stream)
             self._shadow.busy.synchronize()
-        except RuntimeError as error:
-            raise ArenaTorn(f"copying the new weights broke off: {error}") from error
+        except BaseException as error:  # Ctrl-C, too: there is no way back
+            raise ArenaTorn(f"copying the new weights broke off: {error!r}") from error
         return time.perf_counter() - started

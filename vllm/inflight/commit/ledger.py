@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from vllm.inflight.errors import (
     UpdateBusy,
     WrongPhase,
 )
+from vllm.inflight.packed import at_once
 from vllm.inflight.update import (
     MOVES,
     Manifest,
@@ -39,8 +40,10 @@ NUM_OUTCOMES_KEPT = 64
 class Ledger:
     """All updates of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Callable[[Update], None] = lambda _: None) -> None:
         self._lock = threading.Lock()
+        self._moved = moved
+        """Called when an update has moved, on whatever thread that happens."""
         self._updates: OrderedDict[str, Update] = OrderedDict()
         self._serial = 0
         self.ended: Counter[str] = Counter()
@@ -51,11 +54,6 @@ class Ledger:
         """The update that holds the second set, if any."""
         with self._lock:
             return self._active()
-
-    def last(self) -> Update | None:
-        """The update begun last, if any."""
-        with self._lock:
-            return next(reversed(self._updates.values()), None)
 
     def next_serial(self) -> int:
         """A number no order to the ranks has carried before."""
@@ -78,7 +76,7 @@ class Ledger:
             raise Malformed("update_id must be a string of 1 to 128 characters")
         with self._lock:
             known = self._updates.get(update_id)
-        if known is not None and known.fingerprint != fingerprint(body):
+        if known is not None and known.fingerprint != _fingerprint(body):
             raise Conflict(
                 f"update {update_id!r} was begun with another body; "
                 "use a new update_id",
@@ -96,13 +94,21 @@ class Ledger:
         return known is not None and known.fingerprint == fingerprint
 
     def begin(self, body: dict[str, Any], deadline_s: float) -> tuple[Update, bool]:
-        """Open an update; (update, whether it is new: see `begun`)."""
+        """Open an update; (update, whether it is new: see `begun`).
+
+        Args:
+            body: of the request; its `manifest` as `Manifest.packed` makes it, or as
+                it came, and its `fingerprint` if it is known.
+            deadline_s: seconds from now to its commit.
+
+        """
         if (known := self.begun(body)) is not None:
             return known, False
         update_id = body.get("update_id") or uuid.uuid4().hex
         label = check_label(body.get("weight_version"))
         manifest = body.get("manifest")
-        parsed = None if manifest is None else Manifest.parse(manifest)
+        packed = None if manifest is None else at_once(Manifest.packed(manifest))
+        head = Manifest() if packed is None else Manifest.head(packed)
         with self._lock:
             if (active := self._active()) is not None:
                 raise _busy(active)
@@ -110,15 +116,14 @@ class Ledger:
             update = Update(
                 update_id,
                 self._serial,
-                fingerprint(body),
+                _fingerprint(body),
                 label,
-                parsed,
-                None if parsed is None else parsed.step,
+                head.step,
                 time.monotonic() + deadline_s,
             )
-            if parsed is None or not parsed.subset:
+            if not head.subset:
                 update.source = body.get("source")
-            update.files = files_of(body, parsed)
+            update.files = files_of(body, packed)
             update.owner = body.get("owner")
             self._updates[update_id] = update
             while len(self._updates) > NUM_OUTCOMES_KEPT:
@@ -131,17 +136,25 @@ class Ledger:
             raise _busy(active)
 
     def find(self, update_id: str | None, owner: str | None = None) -> Update:
-        """The update with that id; with no id, the active or the last one.
+        """The update with that id; with no id, the one that is open.
 
-        Raises `OwnedByAnother` if both it and who asks have an owner, and not the same.
+        With no id it is the last one if that has failed and nobody was told: a trainer
+        without ids, whose update failed between two of its calls, would not hear why.
+
+        Raises:
+            UnknownUpdate: no update of that id is remembered.
+            WrongPhase: none is open.
+            OwnedByAnother: both it and who asks have an owner, and not the same.
+
         """
         if update_id is not None and not isinstance(update_id, str):
             raise Malformed(f"update_id must be a string, got {update_id!r:.80}")
         with self._lock:
             if update_id is None:
-                found = self._active() or next(reversed(self._updates.values()), None)
-                if found is None:
-                    raise WrongPhase("no weight update was started")
+                last = next(reversed(self._updates.values()), None)
+                found = self._active() or last
+                if found is None or not (found.is_active or _is_news(found)):
+                    raise _nothing_open(last)
             elif (found := self._updates.get(update_id)) is None:
                 raise UnknownUpdate(
                     f"no update {update_id!r} is known here", update_id=update_id
@@ -164,6 +177,7 @@ class Ledger:
     def _require(self, update: Update, phases: Sequence[Phase]) -> None:
         if update.phase not in phases:
             if update.error is not None:
+                update.is_told = True
                 raise update.error
             raise WrongPhase(
                 f"update {update.update_id!r} is {update.phase.value}; this call "
@@ -184,14 +198,27 @@ class Ledger:
             update.is_held = False
 
     def move(
-        self, update: Update, phase: Phase, error: InflightError | None = None
+        self,
+        update: Update,
+        phase: Phase,
+        error: InflightError | None = None,
+        first: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Make one move of the table; False if it is not legal from here."""
+        """Make one move of the table; False if it is not legal from here.
+
+        Args:
+            update: that moves.
+            phase: that it moves to.
+            error: why it ends, if it failed.
+            first: done before anybody can see that it has moved.
+
+        """
         with self._lock:
             if phase not in MOVES[update.phase]:
                 return False
             if phase is Phase.ABORTED and update.is_held:
                 return False
+            first()
             update.phase = phase
             now = update.moved = time.monotonic()
             if phase is Phase.STAGED:
@@ -199,12 +226,13 @@ class Ledger:
             # One that is served again after two rollbacks had its end before.
             if phase in (Phase.COMMITTED, Phase.ABORTED) and update.ended is None:
                 update.ended = now
-                update.manifest = update.files = None  # they may have many names
+                update.files = None  # they may have many names
                 self.ended[phase.value if error is None else error.code] += 1
             if error is not None:
                 error.update_id, error.phase = update.update_id, phase.value
                 update.error = error
-            return True
+        self._moved(update)
+        return True
 
     def turn_back(self, left: Update | None, back: Update | None) -> None:
         """A rollback from what `left` brought to what `back` did; None: the start."""
@@ -219,6 +247,28 @@ class Ledger:
 
     def _active(self) -> Update | None:
         return next((u for u in self._updates.values() if u.is_active), None)
+
+
+def _is_news(update: Update) -> bool:
+    """Whether it has failed and nobody has been told why."""
+    return update.error is not None and not update.is_told
+
+
+def _nothing_open(last: Update | None) -> WrongPhase:
+    """What is told who names no update: the failure of the last one is not his."""
+    if last is None:
+        return WrongPhase("no weight update was started")
+    ended = last.phase.value if last.error is None else last.error.code
+    return WrongPhase(
+        f"no update is open; the last, {last.update_id!r}, ended as {ended} "
+        "(GET /weight_update/{update_id} tells more)",
+        phase=last.phase.value,
+        update_id=last.update_id,
+    )
+
+
+def _fingerprint(body: dict[str, Any]) -> str:
+    return body.get("fingerprint") or fingerprint(body)
 
 
 def _busy(active: Update) -> UpdateBusy:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.inflight.errors import InflightError, WeightsMismatch
-from vllm.inflight.update import ACTIVE, Manifest, Phase
+from vllm.inflight.update import ACTIVE, Phase
 
 SPENT = "wire", "cpu"
 """Of staging: waiting for the transport, if it tells; work of the staging thread."""
@@ -24,8 +24,6 @@ class Update:
     fingerprint: str
     """Of the request that began it, to tell a repeated call from another one."""
     label: str | None
-    manifest: Manifest | None
-    """What its trainer announced; let go when the update ends."""
     step: int | None
     deadline: float
     """On the monotonic clock, in seconds."""
@@ -39,14 +37,22 @@ class Update:
     num_chunks: int = 0
     sealed: bool = False
     digest: str | None = None
-    """What every rank staged, once they agree."""
+    """Of the whole version that every rank staged, once they agree; None: not known."""
+    sent: str | None = None
+    """Digest of the tensors that every rank was sent."""
+    base: str = ""
+    """What was served when it began, as this engine knows it; see `Served`."""
     num_bytes: int = 0
     """Staged on all ranks together."""
+    num_replayed: int = 0
+    """Tensors that ranks load by their records, not by their loaders; see plan.py."""
     spent: dict[str, float] = field(default_factory=dict)
     """Of staging, the most seconds that a rank spent on each of `SPENT`."""
     drift: dict[str, Any] | None = None
     """How far that is from what was served when it was staged; see stage/drift.py."""
     error: InflightError | None = None
+    is_told: bool = False
+    """Whether somebody who asked for it has been told that error."""
     source: str | None = None
     """The path its files were read from, if it came whole and from files."""
     files: dict[str, Any] | None = None
@@ -66,9 +72,28 @@ class Update:
         return self.phase in ACTIVE
 
     @property
+    def left_s(self) -> float:
+        """Seconds until its deadline; 0 after it."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    @property
     def stalled_s(self) -> float:
         """For how long nothing has moved; 0 once it has ended."""
         return round(time.monotonic() - self.moved, 3) if self.is_active else 0.0
+
+    def state(self) -> dict[str, Any]:
+        """`update_id` and `phase`, which every reply about it has."""
+        return {"update_id": self.update_id, "phase": self.phase.value}
+
+    def vote(self) -> dict[str, Any]:
+        """`state`, and the `STAGED_FACTS`: equal on engines that may commit together.
+
+        A digest says it all. Where the digest is not known, what was sent does not:
+        the result depends on what is served below it.
+        """
+        base = self.base if self.digest is None else None
+        facts = {"digest": self.digest, "sent": self.sent, "base": base}
+        return self.state() | facts
 
     def expect(self, digest: Any) -> None:
         """Raise `WeightsMismatch` unless `digest` is None or what was staged."""
@@ -97,8 +122,7 @@ class Update:
             "seconds": self.seconds(),
         }
         if self.is_active:
-            left = max(0.0, self.deadline - time.monotonic())
-            report["deadline_left_s"] = round(left, 3)
+            report["deadline_left_s"] = round(self.left_s, 3)
             report["stalled_s"] = self.stalled_s
         if self.owner is not None:
             report["owner"] = self.owner
@@ -111,11 +135,18 @@ class Update:
         return report
 
 
-def files_of(body: dict[str, Any], manifest: Manifest | None) -> dict[str, Any] | None:
-    """What it takes to read the files of an update again; None if it has none."""
+def files_of(
+    body: dict[str, Any], manifest: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """What it takes to read the files of an update again; None if it has none.
+
+    Args:
+        body: of the request that began it.
+        manifest: its manifest, packed; the `name_map` of it stays so.
+
+    """
     paths = {"path": body.get("source"), "draft_path": body.get("draft_source")}
     if not any(paths.values()):
         return None
-    stated = manifest or Manifest()
-    ways = {"subset": list(stated.subset), "name_map": dict(stated.name_map)}
-    return paths | ways
+    stated = manifest or {"subset": [], "name_map": {}}
+    return paths | {name: stated[name] for name in ("subset", "name_map")}

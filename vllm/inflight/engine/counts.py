@@ -50,13 +50,15 @@ class Counts:
         began = time.monotonic() if self._paused is None else self._paused[1]
         self._paused = (mode, began)
 
-    def resumed(self) -> None:
-        """It is over, if there was one."""
-        if self._paused is not None:
-            mode, began = self._paused
-            before = self.pause_s.get(mode.value, 0.0)
-            self.pause_s[mode.value] = before + time.monotonic() - began
-            self._paused = None
+    def resumed(self) -> float:
+        """It is over, if there was one; returns the seconds that it took."""
+        if self._paused is None:
+            return 0.0
+        mode, began = self._paused
+        seconds = time.monotonic() - began
+        self.pause_s[mode.value] = self.pause_s.get(mode.value, 0.0) + seconds
+        self._paused = None
+        return seconds
 
     def to_dict(self) -> dict[str, Any]:
         """As the front end gets it."""
@@ -84,4 +86,6 @@ def told(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
         "outcomes": dict(gate.updates.ledger.ended),
         "paused": pauses["is_paused"],
         "leases_expired": pauses["leases_expired"],
+        "scrubs": dict(gate.scrubs.results),
+        "weights_differ": gate.scrubs.differs,
     }

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine import farewells
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 from vllm.inflight.stage.catalogue import CHECKPOINT
 
@@ -50,11 +51,7 @@ def abort_requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     if chosen is not None and not chosen:
         return {"num_aborted": 0}
     aborted = scheduler.finish_requests(chosen, upstream.RequestStatus.FINISHED_ABORTED)
-    if gate.in_process:
-        gate.farewells += [request.request_id for request in aborted]
-    else:
-        gate._core._send_abort_outputs(aborted)
-        gate.rouse()
+    farewells.abort(gate, aborted)
     return {"num_aborted": len(aborted)}
 
 
@@ -199,6 +196,28 @@ def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
     return [list(chain(*pieces)) for pieces in zip(*own, strict=True)][:count]
 
 
+def unused(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Of the tensors in `names`, those that fill no parameter of any rank.
+
+    Args:
+        gate: of the engine.
+        body: `names`, as a checkpoint has them.
+
+    Returns:
+        `unused`, and those of them that are `tied` to a parameter.
+
+    Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
+
+    """
+    gate.ranks.require_staging()
+    replies = _read(gate, "unused", body.get("names") or [])
+    return {
+        what: sorted(set.intersection(*(set(reply[what]) for reply in replies)))
+        for what in ("unused", "tied")
+    }
+
+
 def source(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     """The path that what is served was read from, and its version."""
     del body
@@ -238,6 +257,7 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "rows": rows,
     "names": names,
     "source": source,
+    "unused": unused,
     "journal": journal,
     "miss": lambda gate, body: gate.updates.miss(body),
 }

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.turn import waiting
 from vllm.inflight.errors import EngineFault
 
 InFlight = deque[tuple[Any, ...]]
@@ -55,6 +57,16 @@ def kind_of(executor: Any) -> Kind:
         "its ranks take steps and calls; derive it from vLLM's UniProcExecutor or "
         "MultiprocExecutor, or use --distributed-executor-backend mp"
     )
+
+
+def asking(executor: Any) -> AbstractContextManager[None]:
+    """Around a call of its ranks, inside of what has to happen whole.
+
+    A rank of another process may never answer, so a second Ctrl-C ends the wait. The
+    one of this process is called, and is at work as long as there is no answer.
+    """
+    is_here = isinstance(executor, upstream.UniProcExecutor)
+    return nullcontext() if is_here else waiting()
 
 
 def lagging_drafter(kind: Kind, num_ranks: int) -> str | None:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import json
 import os
 import queue
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from vllm.inflight import upstream
+from vllm.inflight.background import Background
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
+from vllm.inflight.packed import resting, unpack
 from vllm.inflight.update import Version
+from vllm.inflight.wire.numbering import worker_index
 
 logger = upstream.init_logger(__name__)
 
@@ -29,6 +34,9 @@ STEP = {"path", "draft_path", "subset", "name_map"}
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What a file raises that is none."""
+
+REST_S = 0.0005
+"""Of the thread that writes, between two slices of a step with many names."""
 
 MAX_STEPS = 32
 """Of a recipe: whoever sends subsets for ever has to send all of it some time."""
@@ -74,7 +82,8 @@ class Journal:
 
     def __init__(self, vllm_config: Any) -> None:
         path = InflightConfig.of(vllm_config).journal
-        is_first = vllm_config.parallel_config.data_parallel_index == 0
+        # Of the engines of an external launcher, too, which are all given one path.
+        is_first = worker_index(vllm_config.parallel_config) == 0
         self._path = Path(path) if path and is_first else None
         self._model = str(vllm_config.model_config.model)
         self._found: dict[str, Any] | None = None
@@ -83,8 +92,8 @@ class Journal:
         """Whether a server has tried to have that served again."""
         self._error: str | None = None
         self._notes: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(
-            target=self._write, name="inflight-journal", daemon=True
+        self._writer = Background(
+            self._write, name="inflight-journal", end=lambda: self._notes.put(None)
         )
         if self._path is not None:
             self._found = _read(self._path)
@@ -94,7 +103,8 @@ class Journal:
         """Have it noted that `version` is served now, and how it is had again."""
         if self._path is not None:
             facts = {"format": FORMAT, "model": self._model, **version.to_dict()}
-            self._notes.put(facts | {"recipe": recipe})
+            steps = None if recipe is None else list(recipe)
+            self._notes.put(facts | {"recipe": steps})
 
     def told(self) -> dict[str, Any]:
         """`path`, `model`, what was `found` in it, and the `error` of the last note.
@@ -115,10 +125,11 @@ class Journal:
         assert self._path is not None
         while (facts := self._notes.get()) is not None:
             try:
-                _replace(self._path, json.dumps(facts).encode())
+                recipe = resting(unpack(facts["recipe"]), lambda: time.sleep(REST_S))
+                _replace(self._path, msgspec.json.encode(facts | {"recipe": recipe}))
                 self._error = None
-            except OSError as error:
-                self._error = str(error)
+            except Exception as error:  # a full disk; or a note that is no JSON
+                self._error = str(error) or type(error).__name__
                 logger.error("--inflight-journal cannot be written: %s", error)
 
 

@@ -1,4 +1,4 @@
-"""A lease on a pause: it ends by itself when nobody renews it.
+"""A lease, as on a pause: what it is on ends by itself when nobody renews it.
 
 A controller that dies must not park an engine for ever. So a pause may say for how long
 it holds and whose it is; asking again renews it, and when it runs out, the engine goes
@@ -23,12 +23,24 @@ logger = upstream.init_logger(__name__)
 
 
 class Lease:
-    """The lease of one engine core's pause; changed between two steps only."""
+    """A lease of one engine core; changed between two steps only.
 
-    def __init__(self, turn: Callable[[Callable[[], Any]], Any], expire: Any) -> None:
+    Args:
+        turn: has a call run between two steps.
+        expire: called when it runs out.
+        what: it is on, for the log.
+
+    """
+
+    def __init__(
+        self,
+        turn: Callable[[Callable[[], Any]], Any],
+        expire: Callable[[], Any],
+        what: str = "the pause",
+    ) -> None:
         self._turn = turn
-        """Has a call run between two steps."""
         self._expire = expire
+        self._what = what
         self.owner: str | None = None
         self.num_expired = 0
         self._ends: float | None = None
@@ -75,7 +87,7 @@ class Lease:
             if self._timer is not timer:
                 return  # renewed, or over, before this turn came
             logger.warning(
-                "the lease of %r on the pause has run out: it is over", self.owner
+                "the lease of %r on %s has run out: it is over", self.owner, self._what
             )
             try:
                 self._expire()

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import EngineFault, InflightError, WrongPhase
+from vllm.inflight.commit.transaction import Update
+from vllm.inflight.errors import EngineFault, InflightError, UpdateBusy, WrongPhase
 
 Reply = dict[str, Any]
 NOTHING = 0
@@ -32,6 +33,7 @@ PATIENCE_S = 30.0
 class _Armed:
     key: int
     switch: Callable[[], Reply]
+    update: Update | None = None
     answer: Future[Reply] = field(default_factory=Future)
     until: float = field(default_factory=lambda: time.monotonic() + PATIENCE_S)
 
@@ -62,17 +64,32 @@ class Lockstep:
         """Whether a switch waits for the other engines."""
         return self._armed is not None
 
-    def arm(self, what: object, switch: Callable[[], Reply]) -> Future[Reply]:
+    def is_armed_for(self, update: Update | None) -> bool:
+        """Whether the commit of `update`, or a rollback if None, waits for others."""
+        return self._armed is not None and self._armed.update is update
+
+    def require_unarmed(self, active: Update | None) -> None:
+        """Raise `UpdateBusy` while a switch but that of `active` waits for others."""
+        if self._armed is not None and self._armed.update is not active:
+            raise UpdateBusy(
+                "a rollback waits for the other data-parallel engines, at most "
+                f"{PATIENCE_S:g} s; call again after that"
+            )
+
+    def arm(
+        self, what: object, switch: Callable[[], Reply], update: Update | None = None
+    ) -> Future[Reply]:
         """Call `switch` where all engines meet, once all are armed with `what`.
 
         It checks for itself whether it can: so that all engines come to the meeting.
+        Waits for `PATIENCE_S`, and no longer than the `update` that it commits.
         """
         key = _key(what)
         if self._armed is not None:
             if self._armed.key == key:
                 return self._armed.answer
             raise WrongPhase("another switch waits for the other engines already")
-        self._armed = _Armed(key, switch)
+        self._armed = _Armed(key, switch, update)
         core = self._core
         if not core.engines_running:
             # As with a request that comes while all are idle: the others have to be
@@ -122,7 +139,7 @@ class Lockstep:
         except Exception as error:
             armed.answer.set_exception(error)
             if self._owes_vote:
-                self._all_could(False)
+                self.all_could(False)
             elif not isinstance(error, InflightError):
                 raise SystemExit(
                     "vllm-inflight: a switch of engines that step together broke off "
@@ -184,7 +201,7 @@ class Lockstep:
             facts = flip()
         except InflightError as error:
             failure = error
-        if self._all_could(failure is None):
+        if self.all_could(failure is None):
             return facts
         if failure is not None:
             raise failure
@@ -197,6 +214,11 @@ class Lockstep:
             ) from error
         raise EngineFault("another engine could not switch; it was taken back here")
 
+    def all_could(self, could: bool) -> bool:
+        """Whether all engines could; each calls it as often as the others."""
+        self._owes_vote = False
+        return self._extent(int(could))[0] == 1
+
     # ---------------------------------------------------------------- helpers
     def _lose_patience(self) -> None:
         if self._armed is None:
@@ -206,10 +228,6 @@ class Lockstep:
         elif time.monotonic() > self._armed.until:
             waited = f"not every engine was asked to switch within {PATIENCE_S:g} s"
             self.disarm(EngineFault(f"{waited}; nothing has changed"))
-
-    def _all_could(self, could: bool) -> bool:
-        self._owes_vote = False
-        return self._extent(int(could))[0] == 1
 
     def _extent(self, value: int) -> tuple[int, int]:
         """The lowest and the highest `value` of all engines."""

@@ -27,6 +27,8 @@ def end_with_parent() -> None:
     """From now on; nothing happens in a process that was not started as a child."""
     parent = multiprocessing.parent_process()
     if parent is not None:
+        # Not one of those that end at exit: it ends a process that hangs there, too. It
+        # never is in native code that would mind the end of the interpreter.
         threading.Thread(
             target=_watch,
             args=(parent, os.getppid()),

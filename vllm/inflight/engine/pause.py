@@ -13,18 +13,64 @@ stops nothing; with `wait` it holds new requests back until the running ones are
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.commit.transaction import Update
 from vllm.inflight.engine import connectors, doors, flush, requests
 from vllm.inflight.engine.lease import Lease, check_owner, lease_seconds
-from vllm.inflight.errors import PauseConflict
+from vllm.inflight.errors import (
+    DeadlineExceeded,
+    InflightError,
+    PauseConflict,
+    UpdateBusy,
+)
 from vllm.inflight.update import PAUSE_MOVES, PauseMode
 
 Reply = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """What a commit or a rollback does between two steps, and whose it is."""
+
+    what: str
+    """As a message calls it: `the commit of update 'u'`."""
+    make: Callable[[], Reply]
+    update: Update | None
+    """That is committed, and ends it with its own end; None for a rollback."""
+    to_version: str | None = None
+    """Of a rollback: the label that it returns to."""
+    longest_s: float | None = None
+    """Most seconds that it waits for requests; None: its update has a deadline."""
+
+    @property
+    def if_given_up(self) -> str:
+        """What a message says of it when it does not come to be."""
+        if self.update is None:
+            return "the version served stays"
+        return "it is still staged"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A switch that waits for the running requests; new ones wait for it."""
+
+    switch: Switch
+    answer: Future[Reply]
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it is given up; None if its update has the deadline."""
+        if self.switch.longest_s is None:
+            return None
+        return max(0.0, self.began + self.switch.longest_s - time.monotonic())
 
 
 class Pauses:
@@ -39,8 +85,8 @@ class Pauses:
         self._lease_s = lease_s
         self._settling: list[Future[Reply]] = []
         """Pauses that have not taken effect yet, because steps are in flight."""
-        self.commit: Future[Reply] | None = None
-        """A commit, or a rollback, that waits for running requests."""
+        self.commit: Waiting | None = None
+        """The commit or rollback that waits for running requests, if one does."""
 
     @property
     def is_paused(self) -> bool:
@@ -89,7 +135,7 @@ class Pauses:
         if mode is PauseMode.ABORT:
             counts |= doors.abort_requests(self._gate, {})
         stopped = self._stop(mode)
-        self.asked = mode
+        is_renewed, self.asked = self.asked is mode, mode
         self._gate.counts.paused(mode)
         self._lease.take(owner, seconds)
 
@@ -99,7 +145,12 @@ class Pauses:
                 counts["num_retracted"] = self._core.scheduler.inflight_retract()
             flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
             treated = self._gate.counts.treated(counts)
-            return self._reply(started) | treated | flushed
+            reply = self._reply(started) | treated | flushed
+            if not is_renewed:
+                running, waiting = reply["num_running"], reply["num_waiting"]
+                still = f"{running} requests running, {waiting} waiting"
+                self._gate.events.paused(mode, owner, still, reply["seconds"])
+            return reply
 
         return self._then(stopped, settle)
 
@@ -109,10 +160,12 @@ class Pauses:
         if self.is_paused:
             self._lease.check(check_owner(owner))
         if self.commit is not None and self.asked is None:
-            raise PauseConflict(
-                "a commit waits for the running requests, and new ones wait for it; "
-                "abort that update to go on without it"
-            )
+            if self.commit.switch.update is not None:
+                raise PauseConflict(
+                    f"{self.commit.switch.what} waits for the running requests, and "
+                    "new ones wait for it; abort that update to go on without it"
+                )
+            self.give_up(PauseConflict("decoding was continued before it was made"))
         if getattr(self._core, "pending_pause", False):
             raise PauseConflict(
                 "not every data-parallel rank has paused; continue after the reply"
@@ -173,39 +226,64 @@ class Pauses:
                 "mode 'wait' would wait for ever: running requests are paused"
             )
 
-    def between_requests(self, mode: PauseMode, switch: Callable[[], Reply]) -> Any:
-        """Run `switch` now, or for `wait` once the running requests are done."""
+    def between_requests(self, mode: PauseMode, switch: Switch) -> Any:
+        """Make `switch` now, or for `wait` once the running requests are done.
+
+        One that waits ends by the deadline of its update, or after its own longest
+        wait; `give_up` ends it as well.
+        """
         scheduler = self._core.scheduler
         if mode is not PauseMode.WAIT or not scheduler.inflight_is_busy():
-            return switch()
+            return switch.make()
 
         def after() -> Reply:
             self.commit = None
             try:
                 if scheduler.inflight_active() or scheduler.inflight_sent_back():
                     raise PauseConflict(
-                        "requests were paused while it waited; it is still staged"
+                        "requests were paused while it waited; " + switch.if_given_up
                     )
                 connectors.check_commit(scheduler, mode)
-                return switch()
+                # What a sleep has saved already would come back under a new label.
+                self._gate.sleep.check_weights(is_whole=True)
+                return switch.make()
             finally:
                 if self.asked is None:
                     self._go_on()
 
         answer = self._then(self._stop(PauseMode.WAIT), after)
         if isinstance(answer, Future):
-            self.commit = answer
+            self.commit = waits = Waiting(switch, answer)
+            self._end_in_time(waits)
         return answer
 
-    def give_up_commit(self, error: Exception) -> None:
-        """The update whose commit waits has ended: let new requests in again."""
-        if self.commit is None:
+    def give_up(self, error: InflightError, update: Update | None = None) -> None:
+        """End the wait of the commit of `update`, or of a rollback if that is None.
+
+        New requests are let in again. Whoever waits for it is told `error`. Does
+        nothing where it is something else that waits, or nothing does.
+        """
+        waits = self.commit
+        if waits is None or waits.switch.update is not update:
             return
-        waiting, self.commit = self.commit, None
-        self._settling.remove(waiting)
-        waiting.set_exception(error)
+        self.commit = None
+        self._settling.remove(waits.answer)
+        if update is None:
+            error.message = (
+                f"{waits.switch.what} was given up: {error.message}; "
+                f"{waits.switch.if_given_up}"
+            )
+        waits.answer.set_exception(error)
         if self.asked is None:
             self._go_on()
+
+    def require_no_rollback(self) -> None:
+        """Raise `UpdateBusy` while a rollback waits: it needs what would be changed."""
+        if self.commit is not None and self.commit.switch.update is None:
+            raise UpdateBusy(
+                f"{self.commit.switch.what} waits for running requests; wait for it, "
+                "or end it with POST /abort_weight_update or POST /continue_generation"
+            )
 
     def treat(self, mode: PauseMode, *, flush_cache: bool = False) -> Reply:
         """Do to the requests what a commit in `mode` does; returns the counts."""
@@ -237,10 +315,32 @@ class Pauses:
             name = known.get(mode, "keep")
             pending: Future[Any] | None = self._core.pause_scheduler(name, False)
             return pending
+        before = self._core.scheduler.pause_state
         self._hold(mode)
-        self._gate.drain()
-        self._core.model_executor.collective_rpc("synchronize_device")
+        try:
+            self._gate.drain()
+            self._core.model_executor.collective_rpc("synchronize_device")
+        except BaseException:  # Ctrl-C, too: nobody would know of such a pause
+            self._core.scheduler.set_pause_state(before)
+            raise
         return None
+
+    def _end_in_time(self, waits: Waiting) -> None:
+        """Give a switch up that waits for too long, if no update ends it."""
+        if (longest_s := waits.switch.longest_s) is None:
+            return
+
+        def end() -> None:
+            if self.commit is waits:
+                self.give_up(
+                    DeadlineExceeded(f"requests still ran after {longest_s:g} s"),
+                    waits.switch.update,
+                )
+
+        timer = threading.Timer(longest_s, lambda: self._gate.turns.submit(end))
+        timer.name, timer.daemon = "inflight-waiting", True
+        waits.answer.add_done_callback(lambda _: timer.cancel())
+        timer.start()
 
     def _hold(self, mode: PauseMode) -> None:
         states = upstream.PauseState
@@ -252,14 +352,17 @@ class Pauses:
         if self.commit is None and self._gate.sleep.may_go_on(is_asked):
             # First: where engines step together it may not be the time for it.
             self._gate.lockstep.resume()
-        self.asked = None
-        self._gate.counts.resumed()
-        for waiting in self._settling:
-            if waiting is not self.commit:
-                waiting.set_exception(
+        mode, self.asked = self.asked, None
+        seconds = self._gate.counts.resumed()
+        if mode is not None:
+            self._gate.events.continued(mode, seconds)
+        kept = None if self.commit is None else self.commit.answer
+        for pending in self._settling:
+            if pending is not kept:
+                pending.set_exception(
                     PauseConflict("decoding went on before the pause took effect")
                 )
-        self._settling = [w for w in self._settling if w is self.commit]
+        self._settling = [pending for pending in self._settling if pending is kept]
         if self.commit is not None:
             # Somebody's pause is over, the wait of the commit is not.
             self._hold(PauseMode.WAIT)

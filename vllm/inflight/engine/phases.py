@@ -14,8 +14,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from vllm.inflight import older
 from vllm.inflight.engine import pipelinerl
-from vllm.inflight.errors import InflightError
+from vllm.inflight.errors import InflightError, Malformed
 
 Answer = Any
 """What a call of the gate returns: an envelope, or a Future of one."""
@@ -28,8 +29,15 @@ def ask(gate: Any, method: str, body: dict[str, Any]) -> Answer:
     return gate.turns.run(lambda: gate.call(method, body))
 
 
+def _begin(gate: Any, kwargs: dict[str, Any]) -> Answer:
+    older.settled(kwargs, older.START)
+    return ask(gate, "begin", {})
+
+
 def _finish(gate: Any, update: dict[str, Any]) -> Answer:
     """Seal, and commit in a turn of its own once every rank has voted."""
+    if not update and (active := gate.updates.ledger.active) is not None:
+        update = {"update_id": active.update_id}  # the same one, whatever comes between
     sealed = ask(gate, "seal", update)
     return _then(gate, sealed, lambda: ask(gate, "commit", update))
 
@@ -109,7 +117,7 @@ PHASES: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "shutdown_weight_transfer_engine": lambda gate, kwargs: ask(
         gate, "transport", {"order": "shutdown"}
     ),
-    "start_weight_update": lambda gate, kwargs: ask(gate, "begin", {}),
+    "start_weight_update": lambda gate, kwargs: _begin(gate, kwargs),
     "start_draft_weight_update": lambda gate, kwargs: ask(
         gate, "begin", {"manifest": {"format": 1, "draft": True}}
     ),
@@ -120,10 +128,12 @@ PHASES: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
 }
 """Worker methods of upstream that change weights, and what they become."""
 
-_POSITIONAL = {
-    "init_weight_transfer_engine": "init_info",
-    "update_weights": "update_info",
+_PARAMETERS = {
+    "init_weight_transfer_engine": ("init_info",),
+    "start_weight_update": tuple(older.START),
+    "update_weights": ("update_info",),
 }
+"""Their parameters in order, and those of vLLM's older releases."""
 
 
 def takes(gate: Any, method: Any, args: tuple[Any, ...]) -> bool:
@@ -137,15 +147,27 @@ def _answer(
     gate: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Answer:
     if method in PHASES:
-        named = dict(kwargs or {})
-        if args:
-            named[_POSITIONAL[method]] = args[0]
-        return PHASES[method](gate, named)
+        return PHASES[method](gate, _named(method, args, kwargs or {}))
     if method == pipelinerl.RECEIVE:
         return _receive_whole(gate, args[0])
     body = pipelinerl.CALLS[method](*args)
     gate.has_actor_group = body["order"] == "join"
     return ask(gate, "transport", {"transport": "groups"} | body)
+
+
+def _named(
+    method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a phase by name; raises `Malformed` if it has no such one."""
+    names = _PARAMETERS.get(method, ())
+    unknown = [name for name in kwargs if name not in names]
+    if unknown or len(args) > len(names):
+        extra = repr(unknown[0]) if unknown else f"number {len(names) + 1}"
+        raise Malformed(
+            f"the worker method {method} has no argument {extra}; it takes "
+            + (", ".join(names) or "none")
+        )
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def carry_out(

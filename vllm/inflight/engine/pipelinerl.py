@@ -1,8 +1,10 @@
 """PipelineRL's worker calls, as calls of the gate.
 
-It gives its workers methods through `worker_extension_cls` and calls them by
-`collective_rpc`: to join the trainer's group, and to receive and load a version. On the
-workers they would write into what is served, so the engine core takes them over.
+They join the trainer's group, and receive and load a version. The engine core carries
+them out where its workers have no such methods: the trainer then opens its group with
+`torch.distributed`. PipelineRL's own package gives its workers these methods through
+`worker_extension_cls`, and they meet a group that is not torch's. So what the workers
+have themselves is left to them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed
 
 GROUP = "actor"
@@ -21,12 +24,29 @@ LEAVE = ("destroy_actor_update_group", "close_communicator")
 
 
 def takes(gate: Any, method: str, args: tuple[Any, ...]) -> bool:
-    """Whether this worker call is PipelineRL's, and not another one of that name."""
+    """Whether this worker call is PipelineRL's, and the workers do not have it."""
     if method == JOIN:
-        return len(args) == 4 and isinstance(args[2], str)
-    if method == RECEIVE:
-        return len(args) == 1 and _is_request(plain(args[0], strict=False))
-    return method in LEAVE and gate.has_actor_group
+        is_its = len(args) == 4 and isinstance(args[2], str)
+    elif method == RECEIVE:
+        is_its = len(args) == 1 and _is_request(plain(args[0], strict=False))
+    else:
+        is_its = method in LEAVE and gate.has_actor_group
+    return is_its and not _workers_have(gate, method)
+
+
+def _workers_have(gate: Any, method: str) -> bool:
+    """Whether an extension of the workers, or a user's own worker, has this method."""
+    parallel = gate._core.vllm_config.parallel_config
+    classes = [parallel.worker_extension_cls, parallel.worker_cls]
+    if str(classes[1]).partition(".")[0] in ("auto", "vllm"):
+        # Upstream's worker keeps what an earlier engine of this process extended it by.
+        classes.pop()
+    found = (
+        upstream.resolve_obj_by_qualname(each) if isinstance(each, str) else each
+        for each in classes
+        if each
+    )
+    return any(hasattr(each, method) for each in found)
 
 
 def group(

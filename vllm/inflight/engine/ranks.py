@@ -14,6 +14,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.executors import (
     InFlight,
     Kind,
+    asking,
     kind_of,
     lagging_drafter,
     wait_for_steps,
@@ -40,7 +41,14 @@ stands still when there is none; steps read what is before their own."""
 class Ranks:
     """All TP × PP ranks of one engine."""
 
-    def __init__(self, executor: Any, num_ranks: int, kind: Kind | None = None) -> None:
+    def __init__(
+        self,
+        executor: Any,
+        num_ranks: int,
+        kind: Kind | None = None,
+        *,
+        in_process: bool = False,
+    ) -> None:
         self._executor = executor
         self._kind = kind = kind or Kind()
         self.count = num_ranks
@@ -57,6 +65,11 @@ class Ranks:
         try:
             if self.reason is None:
                 replies = self._attached(num_ranks)
+            self._has_tripwires = self._lay_tripwires(in_process)
+            """Whether ranks tell on the board of what others write into live weights.
+
+            Without it, that is looked for after the calls of the workers alone.
+            """
         finally:
             self._board.unlink()
         self._hears = bool(replies)
@@ -84,7 +97,12 @@ class Ranks:
         """
         executor = core.model_executor
         num_ranks = core.vllm_config.parallel_config.world_size
-        ranks = cls(executor, num_ranks, kind_of(executor))
+        ranks = cls(
+            executor,
+            num_ranks,
+            kind_of(executor),
+            in_process=not hasattr(core, "input_queue"),
+        )
         staging = InflightConfig.of(core.vllm_config).staging
         if (reason := ranks.reason) is not None and staging in ("device", "host"):
             ranks.close()
@@ -103,6 +121,19 @@ class Ranks:
                 )
                 return []
         return [reply["ok"] for reply in replies]
+
+    def _lay_tripwires(self, in_process: bool) -> bool:
+        """Have every rank tell on the board of writes into what it serves."""
+        try:
+            self.overwrite("attach", self._board.path, self.count, in_process)
+        except Exception as error:  # the ranks of another host cannot open it
+            logger.warning(
+                "what others write into live weights is seen after calls of the "
+                "workers only: %s",
+                error,
+            )
+            return False
+        return True
 
     def require_staging(self) -> None:
         """Raise `StagingUnavailable` if these weights cannot be updated in flight."""
@@ -130,13 +161,15 @@ class Ranks:
         """
         if not self._hears:
             self.require_staging()
+        self._send("inflight_order", serial, order, payload)
+
+    def _send(self, method: str, *args: Any) -> None:
+        """Call every rank without waiting for what it replies."""
         self._unread = [reply for reply in self._unread if not reply.done()]
         if len(self._unread) >= MOST_UNREAD:
             # Nobody steps, so nobody else reads; then nothing is in flight either.
             self._unread.pop(0).result()
-        reply = self._executor.collective_rpc(
-            "inflight_order", args=(serial, order, payload), non_block=True
-        )
+        reply = self._executor.collective_rpc(method, args=args, non_block=True)
         if self._kind.is_ordered:
             self._unread.append(reply)  # of others, Ray keeps as many as there are
 
@@ -161,6 +194,37 @@ class Ranks:
         """
         self._call("inflight_drowse", level)
 
+    def scrub(self, move: str) -> list[Any]:
+        """Make one move of a scrub on every rank; see `Stager.scrub`."""
+        return self._call("inflight_scrub", move)
+
+    def scrub_slice(self) -> None:
+        """Have every rank read a slice, without waiting for it."""
+        self._send("inflight_scrub", "slice")
+
+    def overwrite(
+        self, move: str, *args: Any, timeout: float | None = None
+    ) -> list[Any]:
+        """One move of every rank about writes into what it serves.
+
+        See commit/overwrite.py.
+
+        Raises:
+            InflightError: a rank could not; the others have made the move.
+            TimeoutError: a rank has not answered within `timeout` seconds.
+
+        """
+        return self._call("inflight_overwrite", move, *args, timeout=timeout)
+
+    def is_touched(self) -> bool:
+        """Whether a rank tells that something has touched what it serves."""
+        return self._has_tripwires and self._board.is_touched()
+
+    def untouch(self) -> None:
+        """Take note of that; before looking, so that nothing is missed."""
+        if self._has_tripwires:
+            self._board.untouch()
+
     def flip(self) -> float:
         """Exchange live and staged weights on every rank, or on none.
 
@@ -180,7 +244,10 @@ class Ranks:
         # A flip is its own inverse: those that flipped flip back. A failed flip
         # has checked its pairs before it moved the first of them.
         if len(failed) < len(replies):
-            self._flip_back([rank for rank, r in enumerate(replies) if "ok" in r])
+            flipped = [rank for rank, reply in enumerate(replies) if "ok" in reply]
+            back = self._flip(flipped)
+            if any("error" in reply for reply in back):
+                _stop(back)
         raise EngineFault(f"the flip failed on {len(failed)} rank(s): {failed[0]}")
 
     def notices(self) -> list[dict[str, Any]]:
@@ -198,25 +265,29 @@ class Ranks:
     def close(self) -> None:
         """Give the board back; from now on no update can begin."""
         self.reason = "the engine has been shut down"
+        self._has_tripwires = False
         self._board.close()
 
-    def _flip_back(self, ranks: list[int]) -> None:
-        replies = self._flip(ranks)
-        if any("error" in reply for reply in replies):
-            _stop(replies)
+    def _flip(self, ranks: list[int] | None = None) -> list[dict[str, Any]]:
+        """Flip `ranks`, or all; ends the engine if one of them does not answer.
 
-    def _flip(self, *ranks: list[int]) -> list[dict[str, Any]]:
+        Nobody knows then what that rank serves. A second Ctrl-C ends the wait for it.
+        """
         longest_s = upstream.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        args = () if ranks is None else (ranks,)
         try:
-            return self._raw("inflight_flip", *ranks, timeout=longest_s)
-        except Exception as error:  # a rank has not answered: who knows what it serves
-            _stop(error)
+            with asking(self._executor):
+                return self._raw("inflight_flip", *args, timeout=longest_s)
+        except BaseException as error:
+            _stop(repr(error))
 
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        replies = self._raw(method, *args)
-        for reply in replies:
+    def _call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        replies = self._raw(method, *args, timeout=timeout)
+        for rank, reply in enumerate(replies):
+            if "described" in reply:
+                raise InflightError.from_dict(reply["described"])
             if "error" in reply:
-                raise EngineFault(f"{method} failed: {reply['error']}")
+                raise EngineFault(f"{method} failed on rank {rank}: {reply['error']}")
         return [reply["ok"] for reply in replies]
 
     def _raw(

@@ -25,6 +25,24 @@ def enveloped(call: Callable[[], Any]) -> Any:
     return reply
 
 
+def watched(call: Callable[[], Any], told: Callable[[BaseException], None]) -> Any:
+    """What `call` returns or raises; `told` of its failure, also of a later one."""
+    try:
+        answer = call()
+    except Exception as error:
+        told(error)
+        raise
+    if not isinstance(answer, Future):
+        return answer
+
+    def arrived(done: Future[Any]) -> None:
+        if (error := done.exception()) is not None:
+            told(error)
+
+    answer.add_done_callback(arrived)
+    return answer
+
+
 def _envelope(done: Future[Any]) -> dict[str, Any]:
     error = done.exception()
     return {"ok": done.result()} if error is None else {"error": _described(error)}

@@ -6,11 +6,17 @@ one. An undo is not refused over requests: two versions side by side are worse.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import asked, connectors
+from vllm.inflight.engine.pause import Switch
+from vllm.inflight.engine.reply import watched
+from vllm.inflight.engine.served import Live
+from vllm.inflight.engine.turn import whole
 from vllm.inflight.errors import (
+    InflightError,
     NothingToRollBack,
     PauseConflict,
     UpdateBusy,
@@ -20,8 +26,6 @@ from vllm.inflight.errors import (
 from vllm.inflight.update import PauseMode, Phase, Version
 
 Reply = dict[str, Any]
-
-logger = upstream.init_logger(__name__)
 
 
 class Rollbacks:
@@ -35,8 +39,20 @@ class Rollbacks:
 
     def roll_back(self, body: Reply, *, is_undo: bool = False) -> Any:
         """Serve the version served before again: a commit of the old set."""
-        return self._gate.where_all_meet(
-            "rollback", lambda: self._roll_back(body, is_undo)
+        self._gate.updates.note_opened()
+        before = self._gate.served.before
+        to = None if before is None else before.lineage
+        label = None if before is None else before.version.label
+
+        def told(error: BaseException) -> None:
+            if isinstance(error, InflightError) and not is_undo:
+                self._gate.events.not_rolled_back(f"rollback to {label!r}", error)
+
+        return watched(
+            lambda: self._gate.where_all_meet(
+                ("rollback", to), lambda: self._roll_back(body, is_undo), None
+            ),
+            told,
         )
 
     def undo(self, body: Reply) -> Any:
@@ -54,12 +70,23 @@ class Rollbacks:
             raise WrongPhase(f"update {update.update_id!r} is not what is served")
         return self.roll_back({}, is_undo=True)
 
-    def _roll_back(self, body: Reply, is_undo: bool) -> Any:
-        gate = self._gate
+    def held(self, body: Reply) -> Reply:
+        """What a rollback would return to: its `weight_version`, and its `lineage`.
+
+        Engines behind one door have to agree on both before any of them goes back.
+        """
+        del body
         before = self._held()
-        if body.get("to_version") not in (None, before.label):
+        return {"weight_version": before.version.label, "lineage": before.lineage}
+
+    def _roll_back(self, body: Reply, is_undo: bool) -> Any:
+        gate, began = self._gate, time.monotonic()
+        before = self._held()
+        gate.pauses.require_no_rollback()
+        label = before.version.label
+        if body.get("to_version") not in (None, label):
             raise VersionConflict(
-                f"held for a rollback is {before.label!r}, not {body['to_version']!r}"
+                f"held for a rollback is {label!r}, not {body['to_version']!r}"
             )
         mode = asked.mode(body, connectors.default_mode(self._core.scheduler))
         try:
@@ -73,7 +100,11 @@ class Rollbacks:
             # Running requests were waited for: others may have come in between.
             if self._held() is not before:
                 raise VersionConflict("another version was committed meanwhile")
-            left = gate.served.update
+            with whole():
+                return switch_now()
+
+        def switch_now() -> Reply:
+            left, version = gate.served.update, gate.version
             facts: Reply = gate.lockstep.together(
                 gate.served.go_back, gate.served.retreat
             )
@@ -82,19 +113,26 @@ class Rollbacks:
             gate.counts.switched(facts)
             gate.counts.num_rollbacks += 1
             facts |= gate.counts.treated(gate.pauses.treat(mode))
-            logger.info("rolled back to weights %r", gate.version.label)
+            gate.events.rolled_back(
+                version, gate.version, facts["gap_ms"], time.monotonic() - began
+            )
             return gate.version.to_dict() | facts
 
-        return gate.pauses.between_requests(mode, switch)
+        longest_s = InflightConfig.of(self._core.vllm_config).update_deadline_s
+        return gate.pauses.between_requests(
+            mode,
+            Switch(f"the rollback to {label!r}", switch, None, label, longest_s),
+        )
 
-    def _held(self) -> Version:
-        """The version that a rollback returns to; raises if there is none now."""
+    def _held(self) -> Live:
+        """What a rollback returns to; raises if it is not held now."""
         if (active := self._gate.updates.ledger.active) is not None:
             raise UpdateBusy(
                 f"update {active.update_id!r} is {active.phase.value}; abort it first",
                 update_id=active.update_id,
             )
-        before: Version | None = self._gate.served.before
+        self._gate.updates.note_opened()
+        before: Live | None = self._gate.served.before
         if before is None:
             raise NothingToRollBack("the version served before is not held any more")
         return before

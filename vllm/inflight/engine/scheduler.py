@@ -41,7 +41,11 @@ class InflightSchedulerMixin:
             nonce_for(self.connector),  # type: ignore[attr-defined]
             config.prefix_cache_drift,
         )
-        self.inflight_adapters = Adapters(self.requests)  # type: ignore[attr-defined]
+        lora = vllm_config.lora_config
+        self.inflight_adapters = Adapters(
+            self.requests,  # type: ignore[attr-defined]
+            num_idle=0 if lora is None else lora.max_cpu_loras,
+        )
         self._inflight_stamped = self.inflight_adapters.replaced
         managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
         full = (i for i, m in enumerate(managers) if _keeps_all(m))

@@ -1,12 +1,16 @@
-"""Sleep: what of an engine's memory has been given back, and what that rules out.
+"""Sleep: what of an engine's weights is not there, and what that rules out.
 
-| weights  | since                      | updates | decoding                         |
-|----------|----------------------------|---------|----------------------------------|
-| `live`   |                            | yes     | once the KV cache is awake, too  |
-| `asleep` | a sleep of level 1 or 2    | refused | no                               |
-| `gone`   | waking from one of level 2 | whole   | from the next commit on          |
+| weights   | since                                   | updates | decoding            |
+|-----------|-----------------------------------------|---------|---------------------|
+| `live`    |                                         | yes     | once KV is awake too|
+| `asleep`  | a sleep of level 1 or 2                 | refused | no                  |
+| `gone`    | waking from level 2, or a call of       | whole   | once whole weights  |
+|           | somebody's that broke off as it wrote   |         | have come           |
+| `loading` | a call of somebody's began a reload and | refused | once that reload    |
+|           | has not ended it                        |         | has ended           |
 
 Upstream puts the engine to sleep and wakes it up; this says who may do what meanwhile.
+What writes into weights past any update is overwrite.py's.
 """
 
 from __future__ import annotations
@@ -16,27 +20,18 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.commit import overwrite
-from vllm.inflight.engine import asked, connectors, media
-from vllm.inflight.errors import EngineAsleep, EngineFault, UpdateBusy
-from vllm.inflight.stage import stager
+from vllm.inflight.errors import EngineAsleep, UpdateBusy
 
 logger = upstream.init_logger(__name__)
 
 WEIGHTS = "weights"
 """Upstream's name of this part of the memory."""
 
-FILLING = ("begin", "receive", "seal", "commit", "rollback", "undo")
-READING = ("checksums", "rows", "rename")
+FILLING = ("begin", "receive", "seal", "commit", "rollback", "undo", "unused")
+READING = ("checksums", "rows", "rename", "verify")
 """Control calls that put weights into the memory, and that read or name those there."""
 
-WORKER_FILLING = ("reload_weights", "reset_weights")
-WORKER_READING = (
-    "compute_weight_checksums",
-    "save_sharded_state",
-    "save_tensorized_model",
-)
-"""Upstream's calls of workers that do."""
+GIVEN_UP = "a sleep of level 2 has given the weights up"
 
 
 class Sleep:
@@ -49,17 +44,40 @@ class Sleep:
         """The level, from the call on until memory is given back; requests may run."""
         self._fall: Future[Any] | None = None
         """What tells that it has been given back, if requests have to end first."""
-        self._is_lost = False
-        """Whether what the weights' memory held is lost, and not replaced yet."""
+        self._lost: str | None = None
+        """Why what the weights' memory held is lost; None if it is not, or if other
+        weights have come in its place."""
+        self._loading: str | None = None
+        """What has begun a reload of live weights that has not ended."""
         self.is_dozing = False
         """From a sleep of level 0 on, which gives nothing back, until it is ended."""
 
     @property
     def weights(self) -> str:
-        """`live`, `asleep` or `gone`."""
+        """`live`, `asleep`, `gone` or `loading`."""
         if self._falling or WEIGHTS in self._core.model_executor.sleeping_tags:
             return "asleep"
-        return "gone" if self._is_lost else "live"
+        if self._loading is not None:
+            return "loading"
+        return "live" if self._lost is None else "gone"
+
+    @property
+    def detail(self) -> str | None:
+        """Why nothing is decoded with the weights, in a sentence; None if they live."""
+        state = self.weights
+        if state == "asleep":
+            return "the weights of this engine are asleep"
+        if state == "loading":
+            return (
+                f"{self._loading} has begun a reload of the weights that are served "
+                "and has not ended it; decoding goes on when it has, and what it has "
+                "taken aside is put back by POST /abort_weight_update, or when "
+                "--inflight-update-deadline-s has passed since its last call"
+            )
+        if state == "gone":
+            has_come = self._gate.overwrites.progress()
+            return f"{self._lost}; decoding waits for whole weights{has_come}"
+        return None
 
     @property
     def may_decode(self) -> bool:
@@ -71,11 +89,14 @@ class Sleep:
         return self.may_decode and (is_asked or not self.is_dozing)
 
     def check(self, method: str, body: dict[str, Any]) -> None:
-        """Raise `EngineAsleep` if a control call needs what is not there."""
+        """Raise if a control call needs what is not there; see `check_weights`."""
+        if method == "resume" and self.weights == "loading":
+            raise UpdateBusy(str(self.detail))
         if method == "resume" and not self.may_decode:
             raise EngineAsleep(
                 f"the engine is asleep (weights: {self.weights}); decoding goes on "
                 "when all of it has been woken up and there are weights"
+                + (f": {self.detail}" if self.weights == "gone" else "")
             )
         if method in FILLING:
             manifest = body.get("manifest")
@@ -86,100 +107,50 @@ class Sleep:
             self.check_weights(is_whole=False)
 
     def check_weights(self, *, is_whole: bool) -> None:
-        """Raise `EngineAsleep` unless there are weights, or all of them come."""
-        if self.weights == "asleep":
-            raise EngineAsleep("the weights of this engine are asleep")
-        if self.weights == "gone" and not is_whole:
-            raise EngineAsleep(
-                "a sleep of level 2 has given the weights up, or a call that failed "
-                "has left them half written, so there are none to read, to name or to "
-                "leave in place; publish a whole version first"
-            )
-
-    def call_workers(self, method: Any, call: Callable[[], Any]) -> Any:
-        """`call` the workers for one of upstream's clients, if there is what it needs.
-
-        Where weights are gone, a call of the user's own is taken for what fills them:
-        nobody here can tell, and whoever sleeps at level 2 has some way to do it.
-        """
-        if method in WORKER_FILLING:
-            self.check_weights(is_whole=method == "reload_weights")
-            if self._gate.in_process:
-                return self._gate.turns.run(lambda: self._overwrite(method, call))
-            return self._overwrite(method, call)
-        if method in WORKER_READING:
-            self.check_weights(is_whole=False)
-        replies = call()
-        if self.weights == "gone" and self._is_own(method):
-            self._gate.served.replaced()
-            self.filled()
-        return replies
-
-    def _overwrite(self, method: str, call: Callable[[], Any]) -> Any:
-        """`call` what writes into live weights: a commit of what nobody knows.
+        """Raise unless there are weights, or all of them come.
 
         Raises:
-            Conflict: something is under way that a commit or an update has to wait for.
-            Exception: the call has failed. Where it had written, nothing is decoded
-                until there are whole weights again.
+            EngineAsleep: there are none, and not all come.
+            UpdateBusy: a reload of somebody's is under way.
 
         """
-        gate, scheduler = self._gate, self._core.scheduler
-        try:
-            gate.may_begin({})
-            gate.updates.require_connected()
-        except UpdateBusy as error:
-            raise UpdateBusy(
-                f"{method} writes into the weights that are served, which has to wait: "
-                f"{error.message}. update_weights_from_disk loads files beside them"
-            ) from error
-        connectors.check(scheduler)
-        mode = asked.mode({}, connectors.default_mode(scheduler))
-        gate.pauses.check_commit(mode)
-        media.check(scheduler)
-        self._core.model_executor.collective_rpc(stager.let_go)
-        gate.ranks.wait_for_steps(self._core.batch_queue)
-        connectors.drop(scheduler, self._core.batch_queue)
-        try:
-            replies = call()
-        except BaseException as error:
-            if self._overwritten(has_failed=True) and isinstance(error, Exception):
-                raise EngineFault(
-                    f"{method} has failed and left the weights half written "
-                    f"({type(error).__name__}: {error}); decoding goes on when a "
-                    "whole version has been published"
-                ) from error
-            raise
-        self._overwritten(has_failed=False)
-        gate.pauses.treat(mode)
-        return replies
+        if self.weights == "loading":
+            raise UpdateBusy(str(self.detail))
+        if self.weights == "asleep" or (self.weights == "gone" and not is_whole):
+            raise EngineAsleep(
+                f"{self.detail}; there are none to read, to name or to leave in place"
+            )
 
-    def _overwritten(self, *, has_failed: bool) -> bool:
-        """Claim no version for what is there now; whether nobody may decode with it.
+    def lose(self, why: str) -> None:
+        """The weights are of no use any more: nothing decodes until others come.
 
-        A call that has failed before its first write has changed nothing.
+        Args:
+            why: without an end, as it goes into sentences.
+
         """
-        on_ranks = self._core.model_executor.collective_rpc
-        if has_failed and all(on_ranks(overwrite.put_back)):
-            return False
-        on_ranks(overwrite.overwritten)
-        self._gate.served.replaced()
-        self._gate.served.forget_before()
-        if has_failed and self._gate.ranks.reason is None:
-            self._is_lost = True
-            self._hold()
-        media.see_again(self._core)
-        if not has_failed:
-            self.filled()
-        return self._is_lost
+        self._lost, self._loading = why, None
+        self._hold()
 
-    def _is_own(self, method: Any) -> bool:
-        """Whether a call of the workers is the user's, and not upstream's or ours."""
-        if not isinstance(method, str):
-            return True
-        # The worker's class tells nothing: with one rank it has what the extension has.
-        name = self._core.vllm_config.parallel_config.worker_extension_cls
-        return bool(name) and hasattr(upstream.resolve_obj_by_qualname(name), method)
+    def begin_load(self, name: str) -> None:
+        """A call named `name` has taken layers aside: nothing decodes meanwhile."""
+        self._loading = name
+        self._hold()
+
+    def end_load(self) -> None:
+        """Every layer has its memory again."""
+        if self._loading is not None:
+            self._loading = None
+            self._go_on()
+
+    @property
+    def loading(self) -> str | None:
+        """What has begun a reload of live weights that has not ended; None if none."""
+        return self._loading
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the weights are of no use, be they awake or not."""
+        return self._lost is not None
 
     def fall(self, level: int, fall: Callable[[int], Any]) -> Any:
         """Fall asleep by `fall`, when no rank is at work on a second set any more.
@@ -198,6 +169,7 @@ class Sleep:
             return answer
         if self.weights == "asleep":
             return fall(self._falling or level)
+        self._gate.overwrites.abort("the engine was put to sleep")
         self._falling = level
         try:
             self._gate.updates.end(EngineAsleep("the engine was put to sleep"))
@@ -225,7 +197,10 @@ class Sleep:
             return woken
         lockstep = self._gate.lockstep
         stood_still = lockstep.is_kept and not self._core.engines_running
+        were_asleep = self.weights == "asleep"
         is_awake = wake()
+        if were_asleep and self.weights == "gone" and self._lost == GIVEN_UP:
+            self._gate.overwrites.make_blank(keeps_some=True)
         if is_awake:
             self.is_dozing = False
             is_held = self._hold()
@@ -233,10 +208,7 @@ class Sleep:
                 lockstep.settle(is_held)
             self._gate.rouse()
             if self.weights == "gone":
-                logger.warning(
-                    "awake, without weights: a sleep of level 2 has given them up; "
-                    "decoding goes on when an update has been committed"
-                )
+                logger.warning("awake, without weights: %s", self.detail)
         return is_awake
 
     def _wake_later(self, woken: Future[bool], wake: Callable[[], bool]) -> None:
@@ -246,13 +218,17 @@ class Sleep:
             woken.set_exception(error)
 
     def filled(self) -> None:
-        """Weights have come in the place of those that were given up."""
-        if self._is_lost:
-            self._is_lost = False
+        """Whole weights have come in the place of those that were lost."""
+        if self._lost is not None:
+            self._lost = None
             self._gate.served.forget_before()
-            if not self._hold() and self.may_go_on():
-                self._gate.lockstep.resume()
-                self._gate.rouse()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Let decoding go on, unless something else is missing or somebody paused."""
+        if not self._hold() and self.may_go_on():
+            self._gate.lockstep.resume()
+            self._gate.rouse()
 
     def _fell(self, level: int, error: BaseException | None) -> None:
         self._falling, self._fall = 0, None
@@ -263,12 +239,13 @@ class Sleep:
         config = self._core.vllm_config.model_config
         # Who cannot be updated is upstream's to fill again, and to trust that it was.
         if level > 1 and config.enable_sleep_mode and self._gate.ranks.reason is None:
-            self._is_lost = True
+            self._lost = GIVEN_UP
             self._gate.served.lose()
 
     def _hold(self) -> bool:
         """Have the scheduler stand still if something is missing, or somebody asked."""
-        if not self._core.model_executor.is_sleeping and self.weights == "gone":
+        is_missing = self.weights in ("gone", "loading")
+        if not self._core.model_executor.is_sleeping and is_missing:
             self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_ALL)
             return True
         return bool(self._gate.pauses.hold())

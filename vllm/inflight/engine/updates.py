@@ -6,15 +6,18 @@ nothing here touches what is served.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import asked, connectors
+from vllm.inflight.engine.events import Events
 from vllm.inflight.engine.lease import check_owner
 from vllm.inflight.engine.ranks import Ranks
 from vllm.inflight.engine.served import Served
@@ -32,6 +35,9 @@ from vllm.inflight.update import Phase
 
 LONGEST_S = 86400
 """A deadline that never came would keep the second set for good."""
+
+NOT_REPORTED = "unfilled", "drift", "opened"
+"""Of a rank's notice: what is for the engine core alone."""
 
 UNDONE_BY = {
     "init": ("shutdown", "POST /shutdown_weight_transfer_engine"),
@@ -52,7 +58,8 @@ class Connecting:
     def is_undone_by(self, order: str, payload: Any) -> bool:
         """Whether `order` is the opposite, and of the same group."""
         name = self.payload.get("group_name") if self.order == "join" else payload
-        return order == UNDONE_BY.get(self.order, ("",))[0] and payload == name
+        undoing = UNDONE_BY.get(self.order)
+        return undoing is not None and order == undoing[0] and payload == name
 
 
 class Updates:
@@ -63,34 +70,40 @@ class Updates:
         core: Any,
         ranks: Ranks,
         served: Served,
-        ended: Callable[[InflightError], None],
+        events: Events,
+        ended: Callable[[Update, InflightError], None],
     ) -> None:
         self._core = core
         self._config = InflightConfig.of(core.vllm_config)
         self._has_transport = core.vllm_config.weight_transfer_config is not None
         self._ranks = ranks
         self._served = served
-        self.ledger = Ledger()
+        self._events = events
+        self.ledger = Ledger(events.moved)
         self._ended = ended
         """Called when an update is aborted, on whatever thread that happens."""
         self._watch = Watch(ranks, self.ledger, ended)
         self._connecting: Connecting | None = None
         """What a transport was ordered last."""
+        self._last: Update | None = None
+        """The update that was begun last, until it is known whether a rank has begun to
+        write over the version before."""
 
     def begin(self, body: dict[str, Any]) -> dict[str, Any]:
         """Open an update; replies `{"update_id", "phase"}`.
 
         What it expects is asked of a new one: one begun before may have changed that.
+        Its manifest is what `Manifest.packed` makes of one.
         """
         if (known := self.ledger.begun(body)) is not None:
-            return {"update_id": known.update_id, "phase": known.phase.value}
+            return known.state()
         self._ranks.require_staging()
         connectors.check(self._core.scheduler)
         transport = body.get("transport", "configured")
         if transport == "configured":
             self._require_transport()
         manifest = body.get("manifest")
-        is_drafters = isinstance(manifest, dict) and manifest.get("draft")
+        is_drafters = manifest is not None and manifest["draft"]
         if self._ranks.has_mtp and (is_drafters or body.get("draft_source")):
             raise Conflict(
                 "the drafter is MTP layers of the model, and has no update of its own: "
@@ -111,29 +124,54 @@ class Updates:
         check_owner(body.get("owner"))
         self._served.expect(body.get("base_version"), "base_version")
         self.require_connected()
+        self.note_opened()
         update, is_new = self.ledger.begin(body, float(deadline_s))
-        if is_new:
-            payload = {
-                "manifest": manifest,
-                "transport": transport,
-                "allow_nonfinite": allow_nonfinite,
-                "deadline_s": float(deadline_s),
-                "sources": {
-                    "path": body.get("source"),
-                    "draft": body.get("draft_source"),
-                },
-            }
-            self._watch.start(update)
-            try:
-                self._ranks.order(update.serial, "begin", payload)
-            except Exception as error:
-                # Who began it has not heard of it, and would not give it up.
-                self.end(EngineFault(f"the ranks could not be told: {error}"))
-                raise
-            self._order_sent(update)
-            self.ledger.move(update, Phase.STAGING)
-            self._served.forget_before()
-        return {"update_id": update.update_id, "phase": update.phase.value}
+        if not is_new:
+            return update.state()
+        update.base = self._served.lineage
+        self._last = update
+        payload = {
+            "manifest": manifest,
+            "transport": transport,
+            "allow_nonfinite": allow_nonfinite,
+            "deadline_s": float(deadline_s),
+            "sources": {
+                "path": body.get("source"),
+                "draft": body.get("draft_source"),
+            },
+        }
+        self._watch.start(update)
+        try:
+            self._ranks.order(update.serial, "begin", payload)
+        except BaseException as error:
+            # Who began it has not heard of it, and would not give it up.
+            self.end(EngineFault(f"the ranks could not be told: {error!r}"))
+            raise
+        self._order_sent(update)
+        if not self.ledger.move(update, Phase.STAGING):
+            assert update.error is not None  # the watch has ended it meanwhile
+            raise update.error
+        self._events.began(update, transport, time.monotonic() - update.began)
+        return update.state()
+
+    def note_opened(self) -> None:
+        """Forget the version before if a rank has begun to write over it.
+
+        A rank posts that before its first write, and does not write any more for an
+        update that was cancelled (see `Job._open`). So what is read here is final once
+        the update has ended. A later order replaces the ranks' notices, so they are
+        read before one goes out. A commit has put another version there.
+        """
+        update, is_known = self._last, True
+        if update is None:
+            return
+        if update.is_active or update.phase is Phase.ABORTED:
+            has_opened = any(n.get("opened") for n in self._notices_of(update))
+            if has_opened:
+                self._served.forget_before()
+            is_known = has_opened or not update.is_active
+        if is_known:
+            self._last = None
 
     def receive(self, body: dict[str, Any]) -> Any:
         """Have a chunk received; the Future is done when every rank has it.
@@ -163,7 +201,8 @@ class Updates:
     def seal(self, body: dict[str, Any]) -> Any:
         """Close the stream and verify; done when every rank has voted.
 
-        Repeating it for an update that has ended needs its id.
+        Replies with the vote of this engine, see `Update.vote`. Repeating it for an
+        update that has ended needs its id.
         """
         update_id = body.get("update_id")
         ended = () if update_id is None else (Phase.COMMITTED,)
@@ -171,7 +210,7 @@ class Updates:
         owner = check_owner(body.get("owner"))
         update = self.ledger.require(update_id, *phases, owner=owner)
         if update.phase is not Phase.STAGING:
-            return self._report(update)
+            return update.vote()
         if not update.sealed:
             update.sealed = True
             self._ranks.order(update.serial, "seal")
@@ -179,21 +218,28 @@ class Updates:
         return self._watch.when_staged(update)
 
     def abort(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Give an update up; the weights served are not touched. Idempotent."""
+        """Give an update up; the weights served are not touched. Idempotent.
+
+        With `error` in the body it ends as that, as its engines have refused it.
+        """
         owner = check_owner(body.get("owner"))
         update = self.ledger.find(body.get("update_id"), owner)
         if update.is_active:
-            self.ledger.move(update, Phase.ABORTED)
-            self._ranks.cancel(update.serial)
-            self._ended(WrongPhase(f"update {update.update_id!r} was aborted"))
-        elif update.phase is not Phase.ABORTED:
+            refusal = body.get("error")
+            reason = None if refusal is None else InflightError.from_dict(refusal)
+            cancel = partial(self._ranks.cancel, update.serial)
+            self.ledger.move(update, Phase.ABORTED, reason, cancel)
+            aborted = WrongPhase(f"update {update.update_id!r} was aborted")
+            self._ended(update, reason or aborted)
+        update.is_told = True
+        if update.phase is not Phase.ABORTED:
             raise WrongPhase(
                 f"update {update.update_id!r} is {update.phase.value} and cannot be "
                 "aborted; POST /rollback_weights returns to the version before",
                 phase=update.phase.value,
                 update_id=update.update_id,
             )
-        return {"update_id": update.update_id, "phase": update.phase.value}
+        return update.state()
 
     def end(self, error: InflightError) -> None:
         """Abort the update under way, if there is one, for a reason of the engine's."""
@@ -230,7 +276,7 @@ class Updates:
     def transport(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
         """Connect or disconnect a transport, in the staging thread."""
         self._ranks.require_staging()  # else nobody would carry the order out
-        if body.get("transport") != "groups":
+        if body.get("transport") not in ("groups", "local"):
             self._require_transport()
         if (active := self.ledger.active) is not None:
             raise UpdateBusy(
@@ -241,10 +287,21 @@ class Updates:
         if order in ("init", "join") and not isinstance(payload, dict):
             raise Malformed("init_info must be an object")
         self.require_connected(order, payload)
+        self.note_opened()
         serial = self.ledger.next_serial()
-        self._ranks.order(serial, order, payload)
         answer = self._watch.when_carried_out(serial, self._config.update_deadline_s)
+        # Noted first: what comes once a rank has heard of it is refused, and does not
+        # wait with it.
+        before = self._connecting
         self._connecting = Connecting(serial, order, payload, answer)
+        try:
+            self._ranks.order(serial, order, payload)
+        except BaseException as error:
+            self._ranks.cancel(serial)  # some may have heard of it
+            fault = EngineFault(f"the ranks could not be told: {error!r}")
+            self._watch.give_up(answer, fault)
+            self._connecting = before
+            raise
         return answer
 
     def miss(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -291,7 +348,7 @@ class Updates:
             is_behind = len(done) < self._ranks.count or min(done) < update.num_orders
             report["waits_for"] = "ranks" if is_behind else "trainer"
             report["ranks"] = [
-                {k: v for k, v in notice.items() if k not in ("unfilled", "drift")}
+                {k: v for k, v in notice.items() if k not in NOT_REPORTED}
                 for notice in notices
             ]
         return report

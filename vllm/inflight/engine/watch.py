@@ -10,10 +10,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.background import Background
 from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import SPENT, Update
 from vllm.inflight.engine.ranks import Ranks, agree, verdict
@@ -41,7 +43,10 @@ class Watch:
     """Watches over the active update of one engine."""
 
     def __init__(
-        self, ranks: Ranks, ledger: Ledger, ended: Callable[[InflightError], None]
+        self,
+        ranks: Ranks,
+        ledger: Ledger,
+        ended: Callable[[Update, InflightError], None],
     ) -> None:
         self._ranks = ranks
         self._ended = ended
@@ -71,7 +76,7 @@ class Watch:
             done = min(n.get("orders", 0) for n in notices) >= num_orders
             if not done and update.phase is Phase.STAGING:
                 return None
-            return _state(update) | {
+            return update.state() | {
                 "bytes": sum(n.get("bytes", 0) for n in notices),
                 "parameters": _added(n.get("parameters", {}) for n in notices),
             }
@@ -83,7 +88,7 @@ class Watch:
 
         def ready() -> dict[str, Any] | None:
             self._alive(update)
-            return None if update.phase is Phase.STAGING else _state(update)
+            return None if update.phase is Phase.STAGING else update.vote()
 
         return self._wait(ready)
 
@@ -111,11 +116,14 @@ class Watch:
 
     def close(self) -> None:
         """End the thread; whoever still waits is told."""
-        self._closed = True
+        self._close_soon()
         if (thread := self._thread) is not None:
             thread.join(timeout=1.0)
 
     # ------------------------------------------------------------- the thread
+    def _close_soon(self) -> None:
+        self._closed = True
+
     def _wait(self, ready: Ready) -> Future[dict[str, Any]]:
         future: Future[dict[str, Any]] = Future()
         with self._lock:
@@ -125,8 +133,8 @@ class Watch:
 
     def _ensure_thread(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=self._work, name="inflight-watch", daemon=True
+            self._thread = Background(
+                self._work, name="inflight-watch", end=self._close_soon
             )
             self._thread.start()
 
@@ -139,7 +147,12 @@ class Watch:
                     # Whoever waits for this thread would wait for ever.
                     logger.exception("update %r", update.update_id)
                     fault = EngineFault(f"{type(error).__name__}: {error}")
-                    self.end(update, fault)
+                    try:
+                        self.end(update, fault)
+                    except Exception:
+                        # The ledger says by now that it has ended, which whoever waits
+                        # is told below.
+                        logger.exception("update %r was not ended", update.update_id)
                 with self._lock:  # the next one may have begun by now
                     if self._update is update and not update.is_active:
                         self._update = None
@@ -180,8 +193,9 @@ class Watch:
             if isinstance(digest, InflightError):
                 self.end(update, digest)
             else:
-                update.digest = digest
+                update.digest, update.sent = digest, notices[0].get("sent")
                 update.num_bytes = sum(notice.get("bytes", 0) for notice in notices)
+                update.num_replayed = max(n.get("replayed", 0) for n in notices)
                 for part in SPENT:
                     spent = [n[f"{part}_s"] for n in notices if f"{part}_s" in n]
                     if spent:
@@ -226,13 +240,23 @@ class Watch:
 
     def end(self, update: Update, error: InflightError) -> None:
         """Abort `update`, and tell those who wait for it why."""
-        if self._ledger.move(update, Phase.ABORTED, error):
-            self._ranks.cancel(update.serial)
-            self._ended(error)
+        failed: list[Exception] = []
+
+        def cancel() -> None:
+            try:
+                self._ranks.cancel(update.serial)
+            except Exception as failure:  # the update ends all the same
+                failed.append(failure)
+
+        if self._ledger.move(update, Phase.ABORTED, error, cancel):
+            self._ended(update, error)
+        if failed:
+            raise failed[0]
 
     def _alive(self, update: Update) -> list[dict[str, Any]]:
         """The notices on an update that goes on; raises what ended it."""
         if update.phase is Phase.ABORTED:
+            update.is_told = True
             raise update.error or Conflict(
                 f"update {update.update_id!r} was aborted",
                 phase=update.phase.value,
@@ -242,20 +266,35 @@ class Watch:
             n if n.get("serial") == update.serial else {} for n in self._ranks.notices()
         ]
 
+    def give_up(self, future: Future[dict[str, Any]], error: Exception) -> None:
+        """Answer who waits for `future` with `error`, unless it has its answer."""
+        with self._lock:
+            entry = next((e for e in self._waiting if e[0] is future), None)
+            if entry is None:
+                return
+            self._waiting.remove(entry)
+        with suppress(InvalidStateError):
+            future.set_exception(error)
+
     def _answer(self) -> None:
         with self._lock:
             waiting = list(self._waiting)
         for entry in waiting:
             future, ready = entry
+            result: dict[str, Any] | Exception | None
             try:
                 result = ready()
-                if result is None:
-                    continue
-                future.set_result(result)
             except Exception as error:
-                future.set_exception(error)
+                result = error
             with self._lock:
+                if result is None or entry not in self._waiting:
+                    continue  # or it was given up meanwhile
                 self._waiting.remove(entry)
+            with suppress(InvalidStateError):  # whoever waited has cancelled it
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
 
 
 def _added(parts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -263,7 +302,3 @@ def _added(parts: Iterable[dict[str, int]]) -> dict[str, int]:
     for part in parts:
         sums.update(part)
     return dict(sums)
-
-
-def _state(update: Update) -> dict[str, Any]:
-    return {"update_id": update.update_id, "phase": update.phase.value}

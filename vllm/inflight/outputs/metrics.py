@@ -25,6 +25,8 @@ ENGINE = "engine"
 GAUGES = {
     "epoch": "Epoch of the weights served; grows at every commit and rollback.",
     "paused": "Whether decoding stands still.",
+    "weights_differ": "Whether a scrub found that what is served is not what its "
+    "digest says.",
     "updating": "Whether an update is under way.",
     "update_staged_bytes": "Bytes that the update under way has staged so far.",
     "update_stalled_seconds": "For how long nothing of it has moved.",
@@ -39,6 +41,7 @@ COUNTERS = {
 }
 KINDS = {
     "updates": ("outcomes", "outcome", "Updates that have ended."),
+    "scrubs": ("scrubs", "result", "Comparisons of what is served with its digest."),
     "requests": ("requests", "what", "Requests that pauses and commits treated so."),
     "pause_seconds": ("pause_s", "mode", "Seconds of pauses that are over."),
 }

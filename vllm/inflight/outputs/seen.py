@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import quote
 
+from vllm.inflight import upstream
+
 PRINTABLE = "".join(chr(code) for code in range(33, 127) if chr(code) != "%")
 
 record: ContextVar[Seen | None] = ContextVar("inflight_seen", default=None)
@@ -26,8 +28,16 @@ class Seen:
         self._last: tuple[str, int] | None = None
 
     def note(self, result: Any) -> None:
-        """Keep the spans of an output of the engine; later ones replace them."""
+        """Keep the spans of an output of the engine; later ones replace them.
+
+        Raises:
+            GenerationError: the engine has refused the request and says why, which
+                upstream's routes would leave out.
+
+        """
         for output in result.outputs:
+            if output.finish_reason == "error" and output.stop_reason:
+                raise upstream.GenerationError(str(output.stop_reason))
             if output.weight_versions:
                 self._last = (result.request_id, output.index)
                 self._outputs[self._last] = output.weight_versions

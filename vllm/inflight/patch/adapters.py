@@ -10,18 +10,26 @@ from vllm.inflight.patch.record import Patch
 # ---------------------------------------------------------------------- engine core
 def _load_everywhere(original: Any) -> Any:
     def add_lora(self: Any, lora_request: Any) -> bool:
-        from vllm.inflight.engine.adapters import load_everywhere, require_allowed
+        from vllm.inflight.engine import adapters
 
-        require_allowed(lora_request, self.vllm_config)
-        # In a turn of its own: whoever is scheduled from here on has the new one.
-        self.inflight_gate.ranks.wait_for_steps(self.batch_queue)
-        if not load_everywhere(self.model_executor, lora_request):
-            added: bool = original(self, lora_request)
-            return added
-        self.scheduler.inflight_adapters.load(lora_request)
-        return True
+        if adapters.add(self, lora_request):
+            return True
+        added: bool = original(self, lora_request)
+        return added
 
     return add_lora
+
+
+def _load_before(original: Any) -> Any:
+    def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
+        from vllm.inflight.engine import adapters, farewells
+
+        if (why := adapters.admit(self, request)) is not None:
+            farewells.refuse(self, request, why)
+            return
+        original(self, request, request_wave)
+
+    return add_request
 
 
 def _count_drop(original: Any) -> Any:
@@ -34,43 +42,41 @@ def _count_drop(original: Any) -> Any:
 
 
 # -------------------------------------------------------------------------- workers
-def _from_its_last_files(original: Any) -> Any:
-    def _apply_adapters(self: Any, lora_requests: Any) -> None:
-        from vllm.inflight.commit.adapter import last_loaded
+def _from_memory(original: Any) -> Any:
+    def _load_adapter(self: Any, lora_request: Any) -> Any:
+        from vllm.inflight.commit.adapter import kept_or_read
 
-        original(self, last_loaded(self, lora_requests))
+        return kept_or_read(self, lora_request, lambda each: original(self, each))
 
-    return _apply_adapters
+    return _load_adapter
 
 
-def _forget_its_files(original: Any) -> Any:
-    def remove_lora(self: Any, lora_id: int) -> bool:
-        from vllm.inflight.commit.adapter import let_go
+def _merged_once(original: Any) -> Any:
+    def _create_merged_loras_inplace(self: Any, lora_model: Any) -> None:
+        if not vars(lora_model).get("inflight_is_merged"):
+            original(self, lora_model)
+            lora_model.inflight_is_merged = True
 
-        let_go(self.model_runner.lora_manager, lora_id)
-        removed: bool = original(self, lora_id)
-        return removed
-
-    return remove_lora
+    return _create_merged_loras_inplace
 
 
 _CORE = "vllm.v1.engine.core:EngineCore"
 
 PATCHES = [
     Patch(
-        target="vllm.lora.worker_manager:LRUCacheWorkerLoRAManager._apply_adapters",
-        expects=("self", "lora_requests"),
-        why="a request that was asked before an adapter was replaced does not bring "
-        "the old one back",
+        target="vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
+        expects=("self", "lora_request"),
+        why="a step takes an adapter that made room for another from memory, and not "
+        "from files that may be gone",
         remove_when="upstream's requests name an adapter, and not its files",
-        around=_from_its_last_files,
+        around=_from_memory,
     ),
     Patch(
-        target="vllm.v1.worker.gpu_worker:Worker.remove_lora",
-        expects=("self", "lora_id"),
-        why="a name that was let go stands for whatever it is given to next",
-        remove_when="upstream's requests name an adapter, and not its files",
-        around=_forget_its_files,
+        target="vllm.lora.model_manager:LoRAModelManager._create_merged_loras_inplace",
+        expects=("self", "lora_model"),
+        why="an adapter that comes back from memory has been merged already",
+        remove_when="upstream's merging can be repeated",
+        around=_merged_once,
     ),
     Patch(
         target=f"{_CORE}.add_lora",
@@ -80,9 +86,17 @@ PATCHES = [
         around=_load_everywhere,
     ),
     Patch(
+        target=f"{_CORE}.add_request",
+        expects=("self", "request", "request_wave"),
+        why="an adapter that cannot be loaded ends its request, and not the engine",
+        remove_when="upstream loads adapters before the step that needs them",
+        around=_load_before,
+    ),
+    Patch(
         target=f"{_CORE}.remove_lora",
         expects=("self", "lora_id"),
-        why="the same, where the name was let go in between",
+        why="a name that was let go stands for whatever it is given to next, and reads "
+        "no KV of what it stood for",
         remove_when="upstream's block hashes tell loads of an adapter apart",
         around=_count_drop,
     ),

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
+from http import HTTPStatus
 from typing import Any
 
 from vllm.inflight.api import methods, pausing, pipelinerl
-from vllm.inflight.config import InflightConfig
+from vllm.inflight.config import InflightConfig, check_keys_of_environment
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Patch
 
+SERVERS = ("API_SERVER", "OPENAI_API_SERVER")
+"""What upstream's `UsageContext` calls an engine that is behind a server."""
 RUST_ENV = "VLLM_USE_RUST_FRONTEND"
+FENCE = "--inflight-allowed-paths"
+"""In the message of every refusal of a path that leads out of the allowed folders."""
 ALLOW_RUST_ENV = "VLLM_INFLIGHT_ALLOW_RUST_FRONTEND"
 
 
@@ -28,6 +33,8 @@ def _with_flags(original: Any) -> Any:
 
 def _checked(original: Any) -> Any:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        usage = args[0] if args else kwargs.get("usage_context")
+        check_keys_of_environment(serves=getattr(usage, "name", "") in SERVERS)
         extra = self.additional_config
         InflightConfig.parse(extra.get("inflight") if isinstance(extra, dict) else None)
         rust = os.environ.get(RUST_ENV, "0").lower() not in ("", "0", "false")
@@ -87,6 +94,23 @@ def _admitted_at_once(original: Any) -> Any:
     return _render_and_add_requests
 
 
+def _of_all_engines(original: Any) -> Any:
+    async def collective_rpc(
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        from vllm.inflight.api import worker_calls
+
+        if worker_calls.takes(self, method, args, kwargs):
+            return await worker_calls.carry_out(self, method, args, kwargs)
+        return await original(self, method, timeout, args, kwargs)
+
+    return collective_rpc
+
+
 def _session_marked(original: Any) -> Any:
     async def _add_request(
         self: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
@@ -110,6 +134,10 @@ def _loaded_once(original: Any) -> Any:
         self: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
         answer = await original(self, request, *args, **kwargs)
+        error = getattr(answer, "error", None)
+        if error is not None and FENCE in error.message:
+            # Of a refusal by the engine core only the message comes this far.
+            error.code, error.type = HTTPStatus.FORBIDDEN.value, "Forbidden"
         # Kept for its requests: each would have it loaded again, at every step.
         if (loaded := self.lora_requests.get(request.lora_name)) is not None:
             loaded.load_inplace = False
@@ -128,6 +156,7 @@ METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.start_weight_update: (("self",), ("self",)),
     methods.start_draft_weight_update: (("self",), ("self",)),
     methods.update_weights: (("self", "request"), ("self", "request")),
+    methods.prepare_weight_update: (None, None),
     methods.finish_weight_update: (
         ("self", "weight_version"),
         ("self", "weight_version"),
@@ -142,6 +171,7 @@ METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.restore_weights: (None, None),
     methods.weight_update_status: (None, None),
     methods.weight_info: (None, None),
+    methods.verify_weights: (None, None),
     methods.weight_names: (None, None),
     pipelinerl.pause_and_update: (None, None),
 }
@@ -220,6 +250,14 @@ PATCHES = [
         why="an engine that is paused can refuse requests",
         remove_when="upstream refuses requests in every mode of a pause",
         around=_admitted,
+    ),
+    Patch(
+        target=f"{_ASYNC}.collective_rpc",
+        expects=("self", "method", "timeout", "args", "kwargs"),
+        why="upstream's phases, called on the workers of several engines, are one "
+        "transaction of all of them",
+        remove_when="upstream's updates are transactional",
+        around=_of_all_engines,
     ),
     Patch(
         target=f"{_ASYNC}._add_request",

@@ -13,7 +13,7 @@ PAUSED_STEP_S = 0.001
 
 def _in_turn(original: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.engine_core.inflight_gate.turns.stepping():
+        with self.engine_core.inflight_gate.turns.between():
             return original(self, *args, **kwargs)
 
     return call
@@ -31,15 +31,9 @@ def _get_output_in_turn(original: Any) -> Any:
                 return gate.leftovers.pop(0).get(0) or upstream.EngineCoreOutputs()
             if not gate.farewells:
                 return original(self)
-            gone, gate.farewells = gate.farewells, []
+            last, gate.farewells = gate.farewells, []
             return upstream.EngineCoreOutputs(
-                finished_requests=set(gone),
-                outputs=[
-                    upstream.EngineCoreOutput(
-                        request_id, [], finish_reason=upstream.FinishReason.ABORT
-                    )
-                    for request_id in gone
-                ],
+                finished_requests={each.request_id for each in last}, outputs=last
             )
 
     return get_output

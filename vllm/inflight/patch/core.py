@@ -71,6 +71,14 @@ def _rename(_: Any) -> Any:
     return set_weight_version
 
 
+def _after_a_look(original: Any) -> Any:
+    def step(self: Any) -> Any:
+        with self.inflight_gate.overwrites.around_step():
+            return original(self)
+
+    return step
+
+
 def _redirect_phases(original: Any) -> Any:
     def collective_rpc(
         self: Any,
@@ -86,7 +94,7 @@ def _redirect_phases(original: Any) -> Any:
             return original(self, method, timeout, args, kwargs)
         if phases.takes(gate, method, args):
             return phases.carry_out(gate, method, args, kwargs)
-        return gate.sleep.call_workers(
+        return gate.overwrites.call(
             method, lambda: original(self, method, timeout, args, kwargs)
         )
 
@@ -128,6 +136,16 @@ PATCHES = [
         why="a new label is a version of its own, not a relabelling of old tokens",
         remove_when="upstream binds the label to the weights",
         around=_rename,
+    ),
+    *(
+        Patch(
+            target=f"{_CORE}.{name}",
+            expects=("self",),
+            why="a step after others have written is stamped as a version of its own",
+            remove_when="upstream tells of every write into what it serves",
+            around=_after_a_look,
+        )
+        for name in ("step", "step_with_batch_queue")
     ),
     Patch(
         target=f"{_CORE}.collective_rpc",

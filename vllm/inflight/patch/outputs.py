@@ -61,8 +61,9 @@ def _take_trails(original: Any) -> Any:
         from vllm.inflight import upstream
         from vllm.inflight.engine.stamp import KV_FIELD
 
+        ended = upstream.FinishReason.ABORT, upstream.FinishReason.ERROR
         for output in engine_core_outputs:
-            if output.finish_reason == upstream.FinishReason.ABORT:
+            if output.finish_reason in ended:
                 state = self.request_states.get(output.request_id)
                 if state is not None:
                     _end(state, output)
@@ -79,7 +80,7 @@ def _take_trails(original: Any) -> Any:
 
 
 def _end(state: Any, output: Any) -> None:
-    """Let an aborted request be ended that upstream would take for another kind."""
+    """Let a request be ended, with no result, that upstream takes for another kind."""
     from vllm.inflight import upstream
 
     if state.detokenizer is None:  # it embeds
@@ -91,24 +92,34 @@ def _end(state: Any, output: Any) -> None:
             state.queue.close()
 
 
-def _aborted_is_an_error(original: Any) -> Any:
+def _ended_is_an_error(original: Any) -> Any:
     def make_request_output(
         self: Any,
         new_token_ids: Any,
         pooling_output: Any,
         finish_reason: Any,
+        stop_reason: Any,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         from vllm.inflight import upstream
 
-        is_aborted = finish_reason == upstream.FinishReason.ABORT
-        if is_aborted and pooling_output is not None and not kwargs.get("error"):
-            kwargs["error"] = upstream.RequestError(
-                "aborted", "the request was aborted; ask again", retryable=True
-            )
+        if pooling_output is not None and not kwargs.get("error"):
+            if finish_reason == upstream.FinishReason.ABORT:
+                kwargs["error"] = upstream.RequestError(
+                    "aborted", "the request was aborted; ask again", retryable=True
+                )
+            elif finish_reason == upstream.FinishReason.ERROR:
+                why = stop_reason or "the request failed"
+                kwargs["error"] = upstream.RequestError("failed", why)
         return original(
-            self, new_token_ids, pooling_output, finish_reason, *args, **kwargs
+            self,
+            new_token_ids,
+            pooling_output,
+            finish_reason,
+            stop_reason,
+            *args,
+            **kwargs,
         )
 
     return make_request_output
@@ -239,9 +250,10 @@ PATCHES = [
             "ec_transfer_params",
             "error",
         ),
-        why="one that embeds and is aborted has no answer, and not an empty one",
+        why="one that embeds and is aborted, or fails, has no answer, and not an empty "
+        "one",
         remove_when="upstream's pooling outputs say that they were aborted",
-        around=_aborted_is_an_error,
+        around=_ended_is_an_error,
     ),
     Patch(
         target="vllm.outputs:WeightVersionSpan.__get_pydantic_core_schema__",

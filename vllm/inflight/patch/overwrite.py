@@ -22,20 +22,31 @@ def _reset(original: Any) -> Any:
         from vllm.inflight.commit.overwrite import note, overwriting
 
         with overwriting(self):
-            note()
+            note(self.model_runner.get_model())
             original(self)
 
     return reset_weights
 
 
 def _noted(original: Any) -> Any:
-    def copy(*args: Any) -> None:
-        from vllm.inflight.commit.overwrite import note
+    def copy(layer: Any, info: Any) -> None:
+        from vllm.inflight.commit.overwrite import note, note_copied
 
-        note()
-        original(*args)
+        note(layer)
+        original(layer, info)
+        note_copied(layer)
 
     return copy
+
+
+def _noted_when_aside(original: Any) -> Any:
+    def restore_layer_on_meta(layer: Any, info: Any) -> Any:
+        from vllm.inflight.commit.overwrite import note_load
+
+        note_load(layer)
+        return original(layer, info)
+
+    return restore_layer_on_meta
 
 
 def _noted_when_found(original: Any) -> Any:
@@ -43,10 +54,22 @@ def _noted_when_found(original: Any) -> Any:
         from vllm.inflight.commit.overwrite import note
 
         param = original(model, name)
-        note()
+        note(model)
         return param
 
     return get_parameter_for_reload
+
+
+def _refused_alone(original: Any) -> Any:
+    def phase(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.inflight.commit.overwrite import refuse
+
+        stager = getattr(self, "_inflight_stager", None)
+        if stager is not None and stager.shadow.module is not None:
+            refuse(original.__name__)
+        return original(self, *args, **kwargs)
+
+    return phase
 
 
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
@@ -68,9 +91,16 @@ PATCHES = [
         around=_reset,
     ),
     Patch(
+        target=f"{_RELOAD}.layerwise:restore_layer_on_meta",
+        expects=("layer", "info"),
+        why="no step is taken on a layer without memory, whoever has taken it aside",
+        remove_when="upstream's reload tells that it is under way",
+        around=_noted_when_aside,
+    ),
+    Patch(
         target=f"{_RELOAD}.layerwise:_copy_and_restore_kernel_tensors",
         expects=("layer", "info"),
-        why="a reload that fails before its first write has changed nothing",
+        why="a write into what is served is noted, whoever makes it by a reload",
         remove_when="upstream's reload says what it has written",
         around=_noted,
     ),
@@ -80,5 +110,20 @@ PATCHES = [
         why="the same, of weights in kernel format",
         remove_when="upstream's reload says what it has written",
         around=_noted_when_found,
+    ),
+    *(
+        Patch(
+            target=f"{_WORKER}.{name}",
+            expects=parameters,
+            why="a phase that a worker method calls on its rank alone is refused",
+            remove_when="upstream's updates are transactional",
+            around=_refused_alone,
+        )
+        for name, parameters in (
+            ("start_weight_update", ("self",)),
+            ("start_draft_weight_update", ("self",)),
+            ("update_weights", ("self", "update_info")),
+            ("finish_weight_update", ("self",)),
+        )
     ),
 ]

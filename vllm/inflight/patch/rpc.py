@@ -9,16 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.inflight.errors import ArenaTorn
+from vllm.inflight.errors import ArenaTorn, InflightError
 from vllm.inflight.patch.record import Patch
+from vllm.inflight.wire.numbering import rank_in_engine
 
 
 def answered(call: Callable[[], Any]) -> dict[str, Any]:
-    """The reply of an RPC: `{"ok": …}` or `{"error": …}`."""
+    """The reply of an RPC: `{"ok": …}` or `{"error": …}`.
+
+    An error of ours keeps its code and its facts, as `described`.
+    """
     try:
         return {"ok": call()}
     except ArenaTorn as error:
-        return {"error": str(error), "torn": True}
+        return {"error": str(error), "torn": True, "described": error.to_dict()}
+    except InflightError as error:
+        return {"error": str(error), "described": error.to_dict()}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -27,7 +33,7 @@ def inflight_attach(self: Any, board_path: str, num_ranks: int) -> dict[str, Any
     """Open the notice board; replies with what this rank can do."""
     if getattr(self, "_inflight_stager", None) is None:
         off = {"reason": "staging is off", "bytes": 0, "is_reversible": False}
-        return {"ok": {"rank": self.rank} | off}
+        return {"ok": {"rank": rank_in_engine(self.parallel_config)} | off}
     return answered(lambda: self._inflight_stager.attach(board_path, num_ranks))
 
 
@@ -38,9 +44,28 @@ def inflight_order(self: Any, serial: int, order: str, payload: Any) -> dict[str
 
 def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
     """Exchange the live weights with the second set, on `ranks` or on all."""
-    if ranks is not None and self.rank not in ranks:
+    if ranks is not None and rank_in_engine(self.parallel_config) not in ranks:
         return {"ok": 0.0}
-    return answered(lambda: self._inflight_stager.flip())
+
+    def flip() -> float:
+        seconds: float = self._inflight_stager.flip()
+        if (wire := getattr(self, "_inflight_tripwire", None)) is not None:
+            wire.changed()
+        return seconds
+
+    return answered(flip)
+
+
+def inflight_overwrite(self: Any, move: str, *args: Any) -> dict[str, Any]:
+    """Make one move about writes into what is served; see commit/overwrite.py."""
+    from vllm.inflight.commit import overwrite
+    from vllm.inflight.stage.steps import between_steps
+
+    def act() -> Any:
+        with between_steps(self):
+            return overwrite.MOVES[move](self, *args)
+
+    return answered(act)
 
 
 def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
@@ -51,6 +76,7 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
     reads: dict[str, Callable[..., Any]] = {
         "checksums": readout.checksums,
         "rows": readout.rows,
+        "unused": readout.unused,
         "names": lambda worker: worker._inflight_stager.names(),
     }
 
@@ -61,14 +87,21 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
     return answered(read)
 
 
-def inflight_adapter(self: Any, move: str, request: Any) -> dict[str, Any]:
+def inflight_scrub(self: Any, move: str) -> dict[str, Any]:
+    """Make one move of a scrub of what this rank serves; see `Stager.scrub`."""
+    return answered(lambda: self._inflight_stager.scrub(move))
+
+
+def inflight_adapter(
+    self: Any, move: str, request: Any, needed: Any = None
+) -> dict[str, Any]:
     """Make one move of loading an adapter; see commit/adapter.py."""
     from vllm.inflight.commit import adapter
     from vllm.inflight.stage.steps import between_steps
 
     def step() -> Any:
         with between_steps(self):
-            return adapter.step(self, move, request)
+            return adapter.step(self, move, request, needed)
 
     return answered(step)
 
@@ -87,6 +120,8 @@ PATCHES = [
     _added(inflight_attach, "ranks report through shared memory"),
     _added(inflight_order, "orders for the staging thread return at once"),
     _added(inflight_flip, "the one RPC of a commit"),
+    _added(inflight_overwrite, "what others write into live weights is looked for"),
     _added(inflight_adapter, "an adapter is loaded on every rank or on none"),
+    _added(inflight_scrub, "what is served is compared with what was committed"),
     _added(inflight_read, "weights can be compared with a trainer's, rank by rank"),
 ]

@@ -47,6 +47,28 @@ def _outside_of_pools(original: Any) -> Any:
     return _maybe_get_memory_pool_context
 
 
+def _note_asleep(worker: Any, is_asleep: bool) -> None:
+    if (wire := getattr(worker, "_inflight_tripwire", None)) is not None:
+        wire.is_asleep = is_asleep
+
+
+def _noted_asleep(original: Any) -> Any:
+    def sleep(self: Any, level: int = 1) -> None:
+        _note_asleep(self, True)  # also if it fails on its way
+        original(self, level)
+
+    return sleep
+
+
+def _noted_discarded(original: Any) -> Any:
+    def discard(self: Any, tags: tuple[str, ...]) -> None:
+        if "weights" in tags:
+            _note_asleep(self, True)
+        original(self, tags)
+
+    return discard
+
+
 def _adapters_again(original: Any) -> Any:
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
         from vllm.inflight.commit.adapter import write_again
@@ -54,6 +76,8 @@ def _adapters_again(original: Any) -> Any:
         from vllm.inflight.stage.steps import between_steps
 
         original(self, tags)
+        if tags is None or "weights" in tags:
+            _note_asleep(self, False)
         if getattr(self, "_inflight_stager", None) is None:
             return  # updates are upstream's, which lets adapters go at each
         if (tags is None or "weights" in tags) and not is_wanted(self.vllm_config):
@@ -109,6 +133,20 @@ PATCHES = [
         why="the arena's weights lie in no pool of upstream's sleep",
         remove_when="upstream lets a sleep backend have pools of its own",
         around=_outside_of_pools,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.sleep",
+        expects=("self", "level"),
+        why="weights without memory are not looked at, whoever sent them to sleep",
+        remove_when="upstream tells which weights of a worker have memory",
+        around=_noted_asleep,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.discard",
+        expects=("self", "tags"),
+        why="the same, of memory that is given back by itself",
+        remove_when="upstream tells which weights of a worker have memory",
+        around=_noted_discarded,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.wake_up",

@@ -21,11 +21,11 @@ def _create_on_shadow(original: Any) -> Any:
     def create_engine(
         cls: Any, config: Any, vllm_config: Any, device: Any, model: Any
     ) -> Any:
-        if _is_on(vllm_config):
+        worker = _loading.get()
+        if worker is not None and _is_on(vllm_config):
             from vllm.inflight.stage.shadow import shadow_of
-            from vllm.inflight.stage.tandem import drafter_of
 
-            shadow = shadow_of(model, vllm_config, device, drafter_of(_loading.get()))
+            shadow = shadow_of(worker, model)
             model = shadow.module if shadow.module is not None else model
         return original(cls, config, vllm_config, device, model)
 
@@ -100,23 +100,30 @@ def _load_with_shadow(original: Any) -> Any:
             original(self, load_dummy_weights=load_dummy_weights)
         finally:
             _loading.reset(token)
+        from vllm.inflight.commit.tripwire import Tripwire
+
+        self._inflight_tripwire = Tripwire(self)
         if not _is_on(self.vllm_config):
             return
         from vllm.inflight.commit.flip import flip_of
+        from vllm.inflight.stage import reload
         from vllm.inflight.stage.shadow import shadow_of
         from vllm.inflight.stage.stager import Stager
-        from vllm.inflight.stage.tandem import drafter_of
 
         with upstream.set_current_vllm_config(self.vllm_config):
-            model = self.model_runner.get_model()
-            drafter = drafter_of(self)
-            shadow = shadow_of(model, self.vllm_config, self.device, drafter)
+            shadow = shadow_of(self, self.model_runner.get_model())
         staging = InflightConfig.of(self.vllm_config).staging
         if shadow.reason is not None and staging != "auto":
             raise ConfigError(
                 f"--inflight-staging {staging} cannot be had: {shadow.reason}"
             )
         self._inflight_stager = Stager(self, shadow, flip_of)
+        both = shadow.live, shadow.module
+        reload.forget_with(self, [tree for tree in both if tree is not None])
+        if shadow.module is not None:
+            from vllm.inflight.commit.overwrite import refuse_second_set
+
+            vars(shadow.module)["load_weights"] = refuse_second_set
         if self.model_config.enable_sleep_mode:
             from vllm.inflight.stage.sleep import backend_of
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.stage import buffers
+from vllm.inflight.stage import buffers, registers
+from vllm.inflight.stage.classifier import drop_left_out
 from vllm.inflight.stage.layers import layers
 from vllm.inflight.stage.tandem import Tandem, share, trees
 
@@ -38,6 +39,7 @@ class Blueprint:
         config.compilation_config.static_all_moe_layers = []
         config.compilation_config.mode = upstream.CompilationMode.NONE
         with (
+            registers.kept(),
             upstream.set_current_vllm_config(config),
             upstream.set_default_torch_dtype(self.model_config.dtype),
             device,
@@ -46,6 +48,7 @@ class Blueprint:
                 config, model_config=self.model_config, prefix=self.prefix
             )
             buffers.adopt(module)
+            drop_left_out(module, live)
             _part(module, live)
         _tie(module, live)
         return module.eval()

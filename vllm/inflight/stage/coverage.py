@@ -8,8 +8,8 @@ were called.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.names import PLAIN
-from vllm.inflight.stage import direct
+from vllm.inflight.stage import direct, reload
 from vllm.inflight.stage.arithmetic import HOST, as_fresh
 from vllm.inflight.stage.fill import Fill
 from vllm.inflight.stage.inspection import REPEATED
@@ -68,6 +68,8 @@ class Coverage:
         self._asked: set[str] | None = None
         """While a loader is only asked: the parameters that it would fill."""
         self._watching: list[tuple[Any, Any]] = []
+        self._outside: list[Any] = []
+        """What stood in the place of the module's `load_weights`, while we do."""
         self._direct: direct.Writes | None = None
 
     @property
@@ -172,11 +174,31 @@ class Coverage:
             self._asked, self.num_loads = None, before
         return found, None
 
+    @contextmanager
+    def hollow(self) -> Iterator[None]:
+        """While the model's loader is asked of a tree in which no load is under way.
+
+        Its layers have no memory meanwhile, so nothing can be written to what the tree
+        holds; afterwards they have what they had.
+        """
+        try:
+            upstream.initialize_layerwise_reload(self._module)
+            yield
+        finally:
+            self._step_back()
+            reload.leave(self._module)
+
     def begin(self, name: str) -> None:
         """A parameter is about to be written to."""
         self._behind.add(name)
         self.begun.add(name)
         self.touched.add(name)
+
+    def stand_before(self, load: Callable[..., Any]) -> None:
+        """Let `load` stand in for the module's `load_weights`; nothing else changes."""
+        if not self._outside:
+            self._outside.append(vars(self._module).get("load_weights"))
+        self._module.load_weights = load  # type: ignore[assignment]
 
     def watch(self, load: Callable[..., Any], *, at_once: bool = True) -> None:
         """Let `load` stand before the loaders, and stand behind each of them.
@@ -191,7 +213,7 @@ class Coverage:
         """
         if direct.writes(self._module):
             self._direct = direct.Writes(self._module, self.wrote)
-        self._module.load_weights = load  # type: ignore[assignment]
+        self.stand_before(load)
         if at_once:
             self.stand_behind()
 
@@ -222,7 +244,14 @@ class Coverage:
 
     def unwatch(self) -> None:
         """Leave the tree as it was."""
-        vars(self._module).pop("load_weights", None)
+        if self._outside:
+            vars(self._module)["load_weights"] = self._outside.pop()
+            if vars(self._module)["load_weights"] is None:
+                del vars(self._module)["load_weights"]
+        self._step_back()
+
+    def _step_back(self) -> None:
+        """Take what stands behind the loaders away."""
         # Upstream keeps these tensors for the next reload, loaders and all.
         # One that is tied was stood behind twice.
         for tensor, loader in reversed(self._watching):

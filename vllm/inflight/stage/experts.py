@@ -29,6 +29,12 @@ def is_experts(method: Any) -> bool:
     return type(method) is upstream.UnquantizedFusedMoEMethod
 
 
+def is_packed(layer: Any) -> bool:
+    """Whether a layer's experts lie otherwise than a loader writes them."""
+    method: Any = getattr(layer, "quant_method", None)
+    return is_experts(method) and method.unquantized_backend.name == PACKED_ONCE
+
+
 def obstacle(method: Any) -> str | None:
     """Why the experts of a layer cannot be exchanged; None if they can."""
     kernels = method.unquantized_backend
@@ -49,10 +55,10 @@ def are_shared_out(model: torch.nn.Module) -> bool:
 
 def forget_kernels(module: torch.nn.Module) -> None:
     """Let the experts of a tree that is loaded into be packed anew."""
+    layer: Any
     for layer in module.modules():
-        method: Any = getattr(layer, "quant_method", None)
-        if is_experts(method) and method.unquantized_backend.name == PACKED_ONCE:
-            method.moe_kernel = None
+        if is_packed(layer):
+            layer.quant_method.moe_kernel = None
 
 
 def checkpoint_names(layer: Any, path: str, key: str) -> list[str] | None:

@@ -62,6 +62,13 @@ NUMBERS = {
 }
 """Dtypes whose content can be looked at."""
 
+IS_TIED = Complaint(
+    Cause.TIED,
+    "this engine uses its embedding as the head too, and the head that came differs "
+    "from the embedding",
+)
+"""What is wrong with a head that is not the embedding it is tied to."""
+
 NO_SUCH = (KeyError, AttributeError, ValueError)
 """What loaders raise that do not know a name."""
 
@@ -275,11 +282,7 @@ class Inspection:
                 continue
             if not self._wrong.keys().isdisjoint(others):
                 continue  # the embedding is wrong, and not that the head is another
-            why = (
-                "this engine uses its embedding as the head too, and the head that "
-                "came differs from the embedding"
-            )
-            self.note_wrong(name, Cause.TIED, why)
+            self.note_wrong(name, *IS_TIED)
 
     def require_subset(self) -> None:
         """Raise `WeightsMismatch` if nothing came of a subset, or it names what is not.
@@ -349,7 +352,7 @@ class Inspection:
         self,
         specs: Iterable[TensorSpec],
         places: Places,
-        asked: Callable[[str, Shape, str], tuple[set[str], Exception | None]] | None,
+        asked: Callable[[str, Shape, str], tuple[set[str], Exception | None]],
         *,
         are_all: bool,
     ) -> WeightsMismatch | None:
@@ -361,7 +364,7 @@ class Inspection:
             specs: what is announced, under the model's names.
             places: what fills its parameters.
             asked: the parameters that the model's loader would fill with a tensor, and
-                what it raises; None if it cannot be asked yet.
+                what it raises.
             are_all: whether no other tensors will come.
 
         """
@@ -380,10 +383,8 @@ class Inspection:
                 doubtful.append(name)
         taken: set[str] = set()
         """What those fill that only the loader knows."""
-        are_known = asked is not None or not doubtful
+        are_known = True
         for name in doubtful[:MOST_ASKED]:
-            if asked is None:
-                break
             spec = announced[name]
             filled, error = asked(name, spec.shape, spec.dtype)
             taken |= filled

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -22,13 +22,13 @@ from vllm.inflight import ops
 from vllm.inflight.errors import Cancelled, Cause, InflightError, WeightsMismatch
 from vllm.inflight.names import PLAIN
 from vllm.inflight.stage.audit import Audit, Pair
+from vllm.inflight.stage.classifier import SCORE
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.coverage import Coverage
 from vllm.inflight.stage.drift import Sampler
 from vllm.inflight.stage.inspection import Inspection
 from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.plan import Entry, replay
-from vllm.inflight.stage.proof import Proof
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.wire.announcement import Announcement
@@ -47,6 +47,7 @@ class Intake:
         allow_nonfinite: bool,
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
+        first_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._shadow = shadow
         self._manifest = manifest
@@ -54,6 +55,8 @@ class Intake:
         self._allow_nonfinite = allow_nonfinite
         self._cancelled = cancelled
         self._progress = progress
+        self._first_write = first_write
+        """Called before anything is written, as often as that may be the first time."""
         assert shadow.module is not None
         self._module = shadow.module
         self.coverage = Coverage(
@@ -78,9 +81,6 @@ class Intake:
         self._computed: dict[str, list[str]] = {}
         """Parameters that are no copy of what came → the tensors they are made of."""
         self._sampler = Sampler(shadow.views, shadow.plan, shadow.device)
-        self._proof = None if shadow.plan is None else Proof(shadow.plan)
-        self._tried: set[str] = set()
-        """Tensors that are replayed and loaded."""
         self._renamed: set[str] = set()
         """Parameters that are filled by names other than their own in a checkpoint."""
         self._dtypes = {
@@ -97,6 +97,8 @@ class Intake:
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""
         self.num_bytes = 0
+        self.num_in_place = 0
+        """Tensors that were received where they end up."""
 
     @property
     def is_partial(self) -> bool:
@@ -111,12 +113,19 @@ class Intake:
     def load_weights(self, weights: Iterable[Pair]) -> Any:
         """Stands in for the shadow's own `load_weights`.
 
-        Where the model's loader refuses a tensor, it is called again for those that
-        follow, so that the refusal can name all of them; see `require_taken`.
+        Nothing is written before the first tensor is here: what breaks off before that
+        has cost nothing. Where the model's loader refuses a tensor, it is called again
+        for those that follow, so that the refusal can name all of them; see
+        `require_taken`.
         """
-        incoming = self._admit(weights)
-        rest: Iterable[Pair] = incoming
         try:
+            batches = self._drawn(weights)
+            first = next(batches, None)
+            if first is None:
+                return set()
+            self._first_write()
+            incoming = self._admit(chain([first], batches))
+            rest: Iterable[Pair] = incoming
             while True:
                 try:
                     with self.coverage.watching():
@@ -148,23 +157,19 @@ class Intake:
             raise self._mismatch()
 
     def _load(self, weights: Iterable[Pair]) -> Any:
-        """The model's own loader: its class's, for the instance's is `load_weights`."""
-        load: Callable[..., Any] = type(self._module).load_weights  # type: ignore[attr-defined]
-        return load(self._module, weights)
+        return self._shadow.load(weights)
 
-    def _admit(self, weights: Iterable[Pair]) -> Iterator[Pair]:
+    def _admit(self, batches: Iterable[list[Pair]]) -> Iterator[Pair]:
         """What the model's loader has to see; what the plan knows is done here."""
         coverage = self.coverage
-        batches = self._drawn(weights)
-        is_ours = hasattr(weights, "batches")
-        while True:
-            with undirected() if is_ours else nullcontext():
-                if (batch := next(batches, None)) is None:
-                    break
+        for batch in batches:
             if self._cancelled():
                 raise Cancelled("the update was aborted")
             with undirected():
-                fresh = self._replay(self._accepted(batch))
+                accepted = self._accepted(batch)
+            accepted = self._without_head(accepted)
+            with undirected():
+                fresh = self._replay(accepted)
             fresh = [pair for pair in fresh if not self._inspection.is_spare(pair[0])]
             if fresh:
                 coverage.stand_behind()
@@ -177,7 +182,9 @@ class Intake:
                 entry = Entry(tensor.shape, tensor.dtype)
                 coverage.handed, coverage.entry = tensor, entry
                 if self._inspection.is_strange(name):
-                    entry.is_whole &= self._takes(name, tensor)
+                    # The call may itself find that the entry is not whole.
+                    if not self._takes(name, tensor):
+                        entry.is_whole = False
                 else:
                     self._current = name
                     yield name, tensor
@@ -192,14 +199,39 @@ class Intake:
                     self._computed.setdefault(param, []).append(name)
                 if entry.num_unread and self._shadow.is_alone:
                     self._inspection.note_cut(name, entry.num_unread)
-                elif self._shadow.plan is not None and name not in self._tried:
+                elif self._shadow.plan.entry(name, tensor) is None:
                     self._shadow.plan.keep(name, entry)
                 # A transport uses memory again that nobody looks into.
                 coverage.handed = coverage.entry = None
                 del tensor
-            if self._proof is not None:
-                self._proof.loaded()
             self._progress(self.num_bytes, self._inspection.num_seen)
+
+    def _without_head(self, accepted: list[Pair]) -> list[Pair]:
+        """Load the score of a classifier, if what it is made of has come.
+
+        Returns the tensors that the model's loader has to see: all but its head.
+        """
+        if (classifier := self._shadow.classifier) is None:
+            return accepted
+        for name, tensor in accepted:
+            if not classifier.reads(name):
+                continue
+            self._current = name
+            score = classifier.score(tensor)
+            self.coverage.stand_behind()
+            # Of a tensor that nobody sent, so it is loaded each time, and not replayed.
+            entry = Entry(score.shape, score.dtype, is_whole=False)
+            self.coverage.handed, self.coverage.entry = score, entry
+            self._load([(SCORE, score)])
+            self._current = None
+            for param, _ in entry.filled:
+                self._computed.setdefault(param, []).append(name)
+            self.coverage.handed = self.coverage.entry = None
+        return [
+            (name, tensor)
+            for name, tensor in accepted
+            if classifier.is_tied or not classifier.reads(name)
+        ]
 
     def _accepted(self, batch: list[Pair]) -> list[Pair]:
         """Those of a batch that may go on, under the model's names."""
@@ -210,6 +242,7 @@ class Intake:
             if self._accept(name, tensor):
                 accepted.append((name, tensor))
                 self.num_bytes += tensor.nbytes
+                self.num_in_place += self._shadow.plan.is_home(name, tensor)
         self._sampler.add(accepted)
         if self._verify and accepted and accepted[0][1].is_cuda:
             # Judged with the verdict: asking now would wait for the GPU.
@@ -219,38 +252,37 @@ class Intake:
     def _replay(self, pairs: list[Pair]) -> list[Pair]:
         """Load what the plan knows, in one call; returns the others."""
         plan = self._shadow.plan
-        if plan is None:
-            return pairs
-        fresh, known, tried = [], [], []
+        fresh, known = [], []
         for name, tensor in pairs:
             entry = plan.entry(name, tensor)
             if entry is None or not entry.is_proved:
                 fresh.append((name, tensor))
-                if entry is not None:
-                    tried.append((name, entry, tensor))
-                    self._shadow.behind.update(plan.filled_by(name))
                 continue
             known.append((entry, tensor))
             self.coverage.replayed(entry)
             if self._inspection.is_renamed(name, self.coverage.fills):
                 self._renamed.update(param for param, _ in entry.filled)
         replay(known)
-        if tried and self._proof is not None:
-            self._tried.update(name for name, _, _ in tried)
-            self._proof.replay(tried)
         return fresh
 
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:
         """`weights`, as many at once as their transport has."""
-        batches = getattr(weights, "batches", None)
+        make = getattr(weights, "batches", None)
         if (into := getattr(weights, "into", None)) is not None:
-            into(self._place)
-        try:
-            yield from batches() if batches else ([pair] for pair in weights)
-        except Exception as error:
-            # Remembered as a failure of the transport, and not the model's.
-            self._broken = error
-            raise
+            with undirected() if make else nullcontext():
+                into(self._place)
+        batches = make() if make else ([pair] for pair in weights)
+        while True:
+            try:
+                with undirected() if make else nullcontext():
+                    batch = next(batches, None)
+            except Exception as error:
+                # Remembered as a failure of the transport, and not the model's.
+                self._broken = error
+                raise
+            if batch is None:
+                return
+            yield batch
 
     def _place(
         self, sent_name: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -260,7 +292,11 @@ class Intake:
         if not self._inspection.may_come(name):
             return None
         plan, home = self._shadow.plan, self._shadow.place(name, shape, dtype)
-        if plan is not None and home is not None:
+        if home is not None:
+            self._first_write()
+            # What is proved before the first write may have changed what is known.
+            home = self._shadow.place(name, shape, dtype)
+        if home is not None:
             self._shadow.behind.update(plan.filled_by(name))
         return home
 
@@ -326,30 +362,40 @@ class Intake:
         return coverage.num_loads > before
 
     def foresee(
-        self, specs: Iterable[TensorSpec], *, are_all: bool, asks: bool = True
+        self, specs: Iterable[TensorSpec], *, are_all: bool, is_open: bool = False
     ) -> None:
         """Raise `WeightsMismatch` if tensors that are to come cannot be accepted.
 
-        Names, shapes and dtypes are judged, before a byte has come.
+        Names, shapes and dtypes are judged, before a byte has come. Nothing is written,
+        and a set that a rollback can return to stays as it is.
 
         Args:
             specs: what is announced, under the model's names.
             are_all: whether no other tensors will come.
-            asks: whether the model's loader is asked about names that nobody else
-                knows; it can be while the tree is being loaded.
+            is_open: whether a load is under way in the tree.
 
         """
-        with undirected():
+        with undirected(), ExitStack() as asking:
+            is_ready = is_open
+
+            def asked(
+                name: str, shape: tuple[int, ...], dtype: str
+            ) -> tuple[set[str], Exception | None]:
+                nonlocal is_ready
+                if not is_ready:  # most models need not be asked
+                    asking.enter_context(self.coverage.hollow())
+                    is_ready = True
+                return self._asked(name, shape, dtype)
+
             refusal = self._inspection.foreseen(
-                specs,
-                self._shadow.places,
-                self._asked if asks else None,
-                are_all=are_all,
+                specs, self._shadow.places, asked, are_all=are_all
             )
         if refusal is not None:
             raise refusal
 
-    def foresee_files(self, announced: Announcement, *, are_all: bool) -> None:
+    def foresee_files(
+        self, announced: Announcement, *, are_all: bool, is_open: bool = False
+    ) -> None:
         """The same of files, whose headers have been read."""
         model_name = self._manifest.model_name
         specs = [
@@ -358,7 +404,7 @@ class Intake:
                 announced.names, announced.shapes, announced.dtypes, strict=True
             )
         ]
-        self.foresee(specs, are_all=are_all)
+        self.foresee(specs, are_all=are_all, is_open=is_open)
 
     def _asked(
         self, name: str, shape: tuple[int, ...], dtype: str
@@ -382,10 +428,8 @@ class Intake:
             for name, digest, bad in self._audit.results():
                 self._judge(name, digest, bad)
             samples = self._sampler.samples()
-            if self._proof is not None:
-                self._proof.judge()
         if self.coverage.has_strays:
-            self._shadow.plan = None  # they would not come if all else were replayed
+            self._shadow.plan.forget()  # they would not come if all else were replayed
         why = "it is filled by tensors of two names"
         # One shape is in a checkpoint for each part of a fused layer that is quantised.
         for param in sorted(self.coverage.refilled - self._shadow.quantised):
@@ -450,8 +494,7 @@ class Intake:
 
     def _filled_by(self, name: str) -> set[str]:
         """The parameters that a tensor that came fills, or would have filled."""
-        plan = self._shadow.plan
-        found = set(plan.filled_by(name)) if plan is not None else set()
+        found = set(self._shadow.plan.filled_by(name))
         found = found or self._shadow.places.params_of(name)
         if not found:
             for _, hollow in self._inspection.hollow([name]):

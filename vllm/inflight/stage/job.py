@@ -7,16 +7,15 @@ touches the live weights, and says on the board what it does.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from typing import Any
+from contextlib import nullcontext, suppress
+from typing import Any, TypeVar
 
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.background import Background
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import (
     Cancelled,
@@ -26,8 +25,11 @@ from vllm.inflight.errors import (
     NoTransport,
     TransferFault,
 )
+from vllm.inflight.older import UPDATE_INFO, settled
+from vllm.inflight.packed import Work, is_packed, resting, unpack
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.built_in import require_same, require_same_config
+from vllm.inflight.stage.comparison import Comparison
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.coverage import tally
 from vllm.inflight.stage.derived import derive
@@ -38,25 +40,36 @@ from vllm.inflight.stage.remainder import beside, carry, retie
 from vllm.inflight.update import Manifest
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.engine import StagedEngine
-from vllm.inflight.wire.local import LocalEngine, LocalUpdateInfo
+from vllm.inflight.wire.local import LocalUpdateInfo
 from vllm.inflight.wire.nccl import still_writes
+from vllm.inflight.wire.numbering import own_entry, worker_index
 
 POLL_S = 0.02
-LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave")
+LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave", "compare")
+
+T = TypeVar("T")
 
 logger = upstream.init_logger(__name__)
 
 
-class Job(threading.Thread):
+def post_failure(board: Board, rank: int, serial: int, error: InflightError) -> None:
+    """Post that update `serial` failed on `rank`, and nothing else of it."""
+    notice = {"serial": serial, "state": "failed", "orders": 0}
+    board.post(rank, notice | {"error": error.to_dict()})
+
+
+class Job(Background):
     """The staging of one update on one rank."""
 
     def __init__(
         self, stager: Any, board: Board, serial: int, *, predecessor: Job | None
     ) -> None:
-        super().__init__(name="inflight-stage", daemon=True)
+        super().__init__(name="inflight-stage")
         self.serial = serial
+        self._process_ends = False
         self._stager = stager
         self._worker = stager.worker
+        self._rank: int = stager.rank
         self._shadow = stager.shadow
         self._config = InflightConfig.of(self._worker.vllm_config)
         self._board = board
@@ -67,10 +80,14 @@ class Job(threading.Thread):
         self._sources: dict[str, str | None] = {}
         """The paths that all of it is read from, if it is read from files alone."""
         self._transport: Any = None
-        self._transport_open = False
+        self._is_open = self._transport_open = False
+        """Whether the second set may have been written to; whether a load is under way
+        in it."""
         self._notice: dict[str, Any] = {"serial": serial, "state": "open"}
         self._notice |= {"orders": 0, "bytes": 0, "tensors": 0}
         self._posted = 0.0
+        self._num_proved = 0
+        """Bytes that the proof of the plan has written; see `Shadow.prove`."""
         self._pace = pace_of(
             self._config,
             self._worker.device,
@@ -81,6 +98,10 @@ class Job(threading.Thread):
     def put(self, order: str, payload: Any) -> None:
         """Have an order carried out, after those before it."""
         self._orders.put((order, payload))
+
+    def end(self) -> None:
+        """Give the update up, because the process ends."""
+        self._process_ends = True
 
     def ends_by(self, deadline: float) -> bool:
         """Wait for this job and those before it; whether they end by `deadline`."""
@@ -102,6 +123,7 @@ class Job(threading.Thread):
             "shutdown": self._shutdown_transport,
             "join": lambda payload: self._init_transport(payload, "groups"),
             "leave": lambda name: self._stager.groups.leave(name),
+            "compare": self._compare,
         }
         try:
             self._wait_for_others()
@@ -120,9 +142,10 @@ class Job(threading.Thread):
             raise Cancelled("the update was aborted")
         except InflightError as error:
             self._leave(error)
-        except Exception as error:
-            rank = self._worker.rank
-            logger.exception("update %d failed on rank %d", self.serial, rank)
+        except BaseException as error:
+            # A transport that calls sys.exit() ends this thread, and nothing else.
+            # Whoever waits for this rank has to hear of it all the same.
+            logger.exception("update %d failed on rank %d", self.serial, self._rank)
             self._leave(EngineFault(f"{type(error).__name__}: {error}"))
         finally:
             self._intake = None  # the two hold each other, and what came
@@ -131,7 +154,9 @@ class Job(threading.Thread):
     def _begin(self, payload: dict[str, Any]) -> None:
         # Half of the time for staging at leisure, half for what is then left.
         self._pace.hurry_after(payload["deadline_s"] / 2)
-        manifest = Manifest.parse(payload["manifest"] or {"format": 1})
+        manifest = Manifest()
+        if payload["manifest"] is not None:
+            manifest = self._at_leisure(Manifest.unpacked(payload["manifest"]))
         if manifest.config:
             require_same(manifest.config, self._worker.vllm_config.model_config)
         self._transport = self._choose(payload["transport"])
@@ -141,62 +166,116 @@ class Job(threading.Thread):
                 "still write; if this stays so, restart the engine"
             )
         self._sources = payload["sources"]
+        self._notice["state"] = "staging"
+        self._post()
+        # Of a set that a rollback can return to, this changes no byte.
+        self._shadow.prepare()
         self._intake = Intake(
             self._shadow,
             manifest,
-            verify=self._config.verify == "digest",
+            verify=self._config.verify != "off",
             allow_nonfinite=payload["allow_nonfinite"],
             cancelled=self._is_cancelled,
             progress=self._progress,
+            first_write=self._open,
         )
-        announced = manifest.tensors.values()
-        if announced:  # by names alone: nothing has been touched yet
-            self._intake.foresee(announced, are_all=True, asks=False)
-        # From here on the set served before is gone: this is the first write.
-        self._stager.open()
-        self._notice["state"] = "staging"
+        self._intake.coverage.stand_before(self._intake.load_weights)
+        if manifest.tensors:
+            with self._stager.between_flips(self._is_cancelled):
+                self._intake.foresee(manifest.tensors.values(), are_all=True)
+
+    def _open(self) -> None:
+        """Before the first write: from here on nothing can be rolled back to.
+
+        All that can be looked at without a write has been by now: the manifest, the
+        path and what its files say of themselves. A transport of somebody else may
+        write whenever it receives; ours write what the intake has drawn from them.
+
+        The engine core forgets the set served before when it reads `opened`. It writes
+        a cancellation first and reads second; here it is posted first, and whether the
+        update was cancelled is asked second. So what is opened is known there whenever
+        no update is under way, and a rollback never meets a set that is written to.
+        """
+        if self._is_open:
+            return
+        assert self._intake is not None
+        self._notice["opened"] = True
         self._post()
-        self._shadow.prepare()
-        self._transport.start_weight_update()
+        try:
+            self._stager.open(self._is_cancelled)
+        except Cancelled:
+            self._notice["opened"] = False
+            raise
+        self._is_open = True
+        self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
         self._transport_open = True
+        self._transport.start_weight_update()
         is_ours = isinstance(self._transport, StagedEngine)
         self._intake.coverage.watch(self._intake.load_weights, at_once=not is_ours)
-        if announced:
-            self._intake.foresee(announced, are_all=True)
 
     def _receive(self, payload: Any) -> None:
-        if isinstance(payload, list):
-            parallel = self._worker.vllm_config.parallel_config
-            index = (
-                parallel.data_parallel_index * parallel.world_size + self._worker.rank
-            )
-            if index >= len(payload):
-                raise Malformed(
-                    f"update_info is a list of {len(payload)}, rank {index} has none"
-                )
-            payload = payload[index]
-        try:
-            info = self._transport.parse_update_info(payload)
-        except ValueError as error:
-            raise Malformed(str(error)) from error
+        info = self._read(payload)
         assert self._intake is not None
-        if isinstance(self._transport, StagedEngine) and not self._intake.is_drafters:
+        if isinstance(self._transport, StagedEngine):
             folder = self._transport.folder_of(info)
-            if folder is not None:
+            if folder is not None and not self._intake.is_drafters:
                 require_same_config(folder, self._worker.vllm_config.model_config)
-        if isinstance(self._transport, LocalEngine):
-            self._transport.announce = partial(self._foresee, info)
-        # Not update_weights(): that ends in a device-wide wait.
-        self._transport.receive_weights(info)
+            preview = self._transport.preview(info)
+        else:
+            preview = nullcontext()
+            self._open()
+        with preview as announced:
+            if announced is not None:
+                self._foresee(info, announced)
+            # Not update_weights(): that ends in a device-wide wait.
+            self._transport.receive_weights(info)
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
         self._intake.require_taken()
         self._notice["parameters"] = tally(self._intake.coverage.fills)
 
+    def _read(self, payload: Any) -> Any:
+        """What `update_info` says to the transport; raises `Malformed`."""
+        transport = self._transport
+        if is_packed(payload):
+            payload = self._at_leisure(unpack(payload))
+        if isinstance(payload, list):
+            parallel = self._worker.vllm_config.parallel_config
+            if (index := own_entry(payload, parallel)) is None:
+                raise Malformed(
+                    f"update_info is a list of {len(payload)} entries, and has none "
+                    f"for the worker of index {worker_index(parallel)}: give one entry "
+                    "for each worker, or one object for all"
+                )
+            payload = payload[index]
+        payload = self._at_leisure(unpack(payload))
+        if isinstance(payload, dict):
+            known = getattr(transport.update_info_cls, "__dataclass_fields__", ())
+            payload = settled(
+                payload,
+                UPDATE_INFO,
+                known=frozenset(known),
+                opened_with=transport,
+            )
+        try:
+            return transport.parse_update_info(payload)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+
+    def _compare(self, payload: dict[str, Any]) -> None:
+        """Receive what fills no parameter; the second set is not written."""
+        self._transport = self._choose(payload["transport"])
+        info = self._read(payload["update_info"])
+        verify = self._config.verify == "digest"
+        comparison = Comparison(self._shadow, self._stager.served, verify=verify)
+        with comparison.standing_in():
+            self._transport.receive_weights(info)
+        comparison.judge()
+
     def _seal(self, _: Any) -> None:
         assert self._intake is not None
         intake, shadow = self._intake, self._shadow
-        if self._transport.defers_processing:
+        if self._is_open and self._transport.defers_processing:
             self._transport.drain_pending()
         sent, begun = intake.verdict(), intake.coverage.begun
         if not intake.coverage.is_whole:
@@ -225,6 +304,8 @@ class Job(threading.Thread):
             "digest": digest if whole is sent else whole and whole.digest(),
             "unfilled": intake.unfilled,
             "bytes": intake.num_bytes,
+            "replayed": shadow.plan.num_proved,
+            "in_place": intake.num_in_place,
         }
 
     def _foresee(self, info: LocalUpdateInfo, announced: Announcement) -> None:
@@ -232,19 +313,22 @@ class Job(threading.Thread):
         assert self._intake is not None
         is_drafters = self._intake.is_drafters
         source = self._sources["draft" if info.draft else "path"]
-        self._intake.foresee_files(
-            announced,
-            are_all=info.path is not None
-            and info.path == source
-            and info.draft == is_drafters,
-        )
+        are_all = info.path is not None and info.path == source
+        with self._stager.between_flips(self._is_cancelled):
+            self._intake.foresee_files(
+                announced,
+                are_all=are_all and info.draft == is_drafters,
+                is_open=self._is_open,
+            )
 
     def _between(self, num_carried: int) -> None:
         """Between two tensors that are carried over; their bytes so far."""
-        assert self._intake is not None
-        if self._is_cancelled():
-            raise Cancelled("the update was aborted")
-        self._pace.rest(self._intake.num_bytes + num_carried)
+        self._rest(num_carried)
+
+    def _between_proofs(self, num_bytes: int) -> None:
+        """Between two batches of a proof; the bytes that it has written so far."""
+        self._num_proved = num_bytes
+        self._rest()
 
     def _init_transport(self, payload: Any, name: str = "configured") -> None:
         transport = self._choose(name)
@@ -280,6 +364,17 @@ class Job(threading.Thread):
             transport.cancelled = self._is_cancelled
         return transport
 
+    def _at_leisure(self, work: Work[T]) -> T:
+        """Do some work, and rest between its slices: decoding goes on beside it."""
+        return resting(work, self._rest)
+
+    def _rest(self, num_carried: int = 0) -> None:
+        """Rest from the bytes that were proved, received and carried over so far."""
+        if self._is_cancelled():
+            raise Cancelled("the update was aborted")
+        num_received = 0 if self._intake is None else self._intake.num_bytes
+        self._pace.rest(self._num_proved + num_received + num_carried)
+
     def _wait_for_others(self) -> None:
         """A transport that cannot be interrupted may still write its last bytes."""
         while self._before:
@@ -294,7 +389,7 @@ class Job(threading.Thread):
         try:
             if intake is not None:
                 intake.coverage.unwatch()
-                if not isinstance(self._transport, StagedEngine):
+                if self._is_open and not isinstance(self._transport, StagedEngine):
                     # It may have written past the door, where nobody watches.
                     self._shadow.behind.update(self._shadow.required)
             if self._transport_open:
@@ -302,30 +397,35 @@ class Job(threading.Thread):
                     # Not part of upstream's contract; a transport may offer it.
                     getattr(self._transport, "abort_weight_update", lambda: None)()
                 self._shadow.reset()
-        except Exception:
+        except BaseException:
             logger.exception("cleaning up after update %d failed", self.serial)
         self._notice |= {"state": "failed", "error": error.to_dict()}
         # All names: an error has only the first, and every rank may have others.
         self._notice["named"] = getattr(error, "named", {})
         self._notice["unfilled"] = [] if intake is None else intake.unfilled
         try:
-            self._post()
-        except ValueError:  # there are so many names that they do not fit
-            del self._notice["named"], self._notice["unfilled"]
-            self._post()
+            try:
+                self._post()
+            except ValueError:  # there are so many names that they do not fit
+                del self._notice["named"], self._notice["unfilled"]
+                self._post()
+        except BaseException:
+            # The rest of the notice cannot be posted; that the update failed has to be.
+            logger.exception("the notice on update %d was not posted", self.serial)
+            post_failure(self._board, self._rank, self.serial, error)
 
     def _is_cancelled(self) -> bool:
-        return self._board.cancelled() >= self.serial
+        return self._process_ends or self._board.cancelled() >= self.serial
 
     def _progress(self, num_bytes: int, num_tensors: int) -> None:
         self._notice |= {"bytes": num_bytes, "tensors": num_tensors}
         if time.monotonic() - self._posted > POLL_S:
             self._post()
-        self._pace.rest(num_bytes)
+        self._pace.rest(self._num_proved + num_bytes)
 
     def _post(self) -> None:
         self._posted = time.monotonic()
         if isinstance(self._transport, StagedEngine):
             self._notice |= self._transport.gauges
         self._notice["cpu_s"] = time.thread_time()  # the thread is this update's alone
-        self._board.post(self._worker.rank, self._notice)
+        self._board.post(self._rank, self._notice)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm.inflight.stage.experts import tensor_names
+from vllm.inflight.stage.classifier import Classifier, tensor_names
 from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.tandem import Tandem
 from vllm.inflight.update import DRAFT
@@ -42,10 +42,14 @@ class Places:
 
     @classmethod
     def of(
-        cls, module: torch.nn.Module, required: Iterable[str], origin: Origin
+        cls,
+        module: torch.nn.Module,
+        required: Iterable[str],
+        origin: Origin,
+        classifier: Classifier | None = None,
     ) -> Places:
         """Those of a tree whose parameters are `required`."""
-        made_of = {param: tensor_names(module, param) for param in required}
+        made_of = {p: tensor_names(module, p, classifier) for p in required}
         return cls(made_of, origin, functools.partial(_images, module))
 
     @property

@@ -21,11 +21,12 @@ from vllm.inflight.stage.convolutions import UNPACKED
 from vllm.inflight.stage.derived import is_derived
 from vllm.inflight.stage.experts import checkpoint_names as expert_names
 from vllm.inflight.stage.experts import is_experts
+from vllm.inflight.stage.hidden import PACKED
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.quantised import is_quantised
-from vllm.inflight.stage.swappable import PACKED
 from vllm.inflight.stage.tandem import sent_names, served_by
 from vllm.inflight.update import DRAFT
+from vllm.inflight.wire.numbering import rank_in_engine
 
 SLAB = 1024
 """Columns of a packed weight that are read at a time."""
@@ -64,20 +65,37 @@ def checksums(
     # Over names as well, so that two parameters cannot change places unseen.
     whole = ops.manifest_digest((n, "", (), d) for n, d in found.items())
     parallel = worker.vllm_config.parallel_config
+    rank = rank_in_engine(parallel)
     return {
         "checksums": {name: digest.hex() for name, digest in found.items()},
         "per_gpu_checksum": whole,
         "parallelism_info": {
-            "tp_rank": worker.rank % parallel.tensor_parallel_size,
+            "tp_rank": rank % parallel.tensor_parallel_size,
             "tp_size": parallel.tensor_parallel_size,
             "dp_rank": parallel.data_parallel_index,
             "dp_size": parallel.data_parallel_size,
             "pp_rank": _stage(worker),
             "pp_size": parallel.pipeline_parallel_size,
-            "rank": worker.rank,
+            "rank": rank,
             "size": parallel.world_size,
         },
     }
+
+
+def unused(worker: Any, names: Sequence[str]) -> dict[str, list[str]]:
+    """Of tensors that a whole update may have, those that fill no parameter here.
+
+    Args:
+        worker: of this rank.
+        names: as a checkpoint has them.
+
+    Returns:
+        `unused`, and those of them that are `tied`: the same as a parameter.
+
+    """
+    spares = worker._inflight_stager.shadow.spares
+    found = [n for n in names if n in spares or spares.has_left_out(n)]
+    return {"unused": found, "tied": [n for n in found if spares.is_tied(n)]}
 
 
 def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
@@ -173,15 +191,20 @@ def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tens
         unit.diagonal(start).fill_(1)
         columns.append(multiply(unit, param, None).t())
     packed = torch.cat(columns, dim=1).contiguous()
-    if is_twice and not torch.equal(packed, param.data):
+    if not is_twice:
+        return packed
+    # Zero times Inf is NaN: one such number hides all others of its row.
+    is_plain, is_read = (t.isfinite().all(dim=1) for t in (param.data, packed))
+    same = torch.equal(packed[is_read], param.data[is_read])
+    if not (same and torch.equal(is_plain, is_read)):
         raise EngineFault("a weight and its packed form are of two versions")
-    return packed
+    return packed if is_plain.all() else param.data
 
 
 def _stage(worker: Any) -> int:
     parallel = worker.vllm_config.parallel_config
-    stage: int = worker.rank // parallel.tensor_parallel_size
-    return stage % parallel.pipeline_parallel_size
+    stage = rank_in_engine(parallel) // parallel.tensor_parallel_size
+    return stage % int(parallel.pipeline_parallel_size)
 
 
 def _dimension(layer: Any, whole: torch.Tensor, worker: Any) -> int | None:
@@ -237,5 +260,6 @@ def _is_copy(layer: Any, number: int | None, worker: Any) -> bool:
     replicas = getattr(layer, "num_kv_head_replicas", 1)
     if number not in (1, 2) or replicas == 1:
         return False
-    tp_size = worker.vllm_config.parallel_config.tensor_parallel_size
-    return bool(worker.rank % tp_size % replicas)
+    parallel = worker.vllm_config.parallel_config
+    tp_rank = rank_in_engine(parallel) % parallel.tensor_parallel_size
+    return bool(tp_rank % replicas)

@@ -6,8 +6,10 @@ of its tensors have come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -30,6 +32,21 @@ def release(model: torch.nn.Module, chosen: Callable[[Any], bool]) -> None:
             if info.kernel_tensors is not None:
                 upstream.place_kernel_tensors(layer, info)
             info.reset()
+
+
+def forget_with(owner: Any, models: Iterable[torch.nn.Module]) -> None:
+    """Forget what is noted of the layers of `models` when their `owner` is freed.
+
+    From its first reload on, what upstream notes of a layer refers to that layer, and
+    would keep it and its weights in memory as long as the process.
+    """
+    noted = WeakSet(layer for model in models for layer in model.modules())
+    weakref.finalize(owner, _forget, noted).atexit = False
+
+
+def _forget(noted: WeakSet[torch.nn.Module]) -> None:
+    for layer in noted:
+        upstream.LAYERWISE_INFO.pop(layer, None)
 
 
 def leave(model: torch.nn.Module) -> None:

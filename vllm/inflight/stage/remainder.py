@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from vllm.inflight.stage.convolutions import UNPACKED
+from vllm.inflight.stage.hidden import PACKED
 from vllm.inflight.stage.layers import layers, parameters
 from vllm.inflight.stage.quantised import kept
 from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.stage.swappable import PACKED
 from vllm.inflight.stage.twins import is_twinned
 
 Layers = tuple[torch.nn.Module, torch.nn.Module]

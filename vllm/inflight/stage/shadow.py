@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import ArenaTorn, ConfigError
 from vllm.inflight.names import Known
 from vllm.inflight.stage import (
     audit,
@@ -33,14 +34,19 @@ from vllm.inflight.stage import (
 )
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.blueprint import build_second
+from vllm.inflight.stage.classifier import Classifier, loader_of, tensor_names
+from vllm.inflight.stage.layers import layers
 from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.places import Places
 from vllm.inflight.stage.plan import Plan
+from vllm.inflight.stage.proof import Proof
 from vllm.inflight.stage.residence import residence_of
 from vllm.inflight.stage.spares import Spares
-from vllm.inflight.stage.tandem import Tandem, has_mtp, trees
+from vllm.inflight.stage.tandem import Tandem, drafter_of, has_mtp, trees
 from vllm.inflight.wire.assembly import Home
 from vllm.inflight.wire.threads import num_threads
+
+logger = upstream.init_logger(__name__)
 
 
 class Shadow:
@@ -61,14 +67,15 @@ class Shadow:
         self.live = live
         self.device = device
         self.model_config = vllm_config.model_config
-        self.spares = Spares.of(live, self.model_config)
-        self.origin = Origin.of(vllm_config)
-        parallel = vllm_config.parallel_config
-        self._is_stage = parallel.pipeline_parallel_size > 1
-        self._has_some = self._is_stage or experts.are_shared_out(live)
+        self.spares = Spares()
+        self.classifier: Classifier | None = None
+        """Of what tensor the score of a model that classifies is made, if it is."""
+        self.origin = Origin({})
+        self.num_threads = 1
+        self.is_alone = False
+        self._is_stage = False
+        self._has_some = False
         """Whether other ranks have tensors that this one has nothing of."""
-        self.num_threads = num_threads(device, parallel)
-        self.is_alone = parallel.world_size == 1 and not self._has_some
         self.module: torch.nn.Module | None = None
         self.quantised: set[str] = set()
         """Parameters of quantised layers, in load format."""
@@ -76,8 +83,8 @@ class Shadow:
         """Where both trees' parameters lie, if their pages can be exchanged."""
         self.busy: torch.Event | None = None
         """Set while a commit may still be reading this tree."""
-        self.plan: Plan | None = None
-        """What loaders do, where the parameters stay where they are."""
+        self.plan = Plan(is_replayed=device.type != "cpu")
+        """What loaders do; replayed where the parameters stay where they are."""
         self.tables: audit.Tables = {}
         self.views: dict[str, torch.Tensor] = {}
         """Of the samples of tensors that are received in place."""
@@ -90,27 +97,54 @@ class Shadow:
         self.dtypes: dict[str, str] = {}
         """Of the same parameters, as they are served."""
         self._processed = False
-        self.reason = next(
-            filter(None, (swappable.obstacle(t, vllm_config) for t in trees(live))),
-            None,
-        )
-        if self.reason is None:
-            # On a GPU there is memory for the twins, and for nothing beside them.
-            is_cpu = device.type == "cpu"
-            # The map of which experts are whose is read while a model is built.
-            nowhere = "cpu" if experts.are_shared_out(live) else "meta"
-            at = device if is_cpu else torch.device(nowhere)
-            self.module = build_second(live, vllm_config, at)
-            derived.make_places(live, self.module)
-            self.reason = swappable.difference(live, self.module)
-            self._note_parameters()
-            if self.reason is None and not is_cpu:
-                self._settle_in(vllm_config)
+        try:
+            self.reason = self._build(vllm_config)
+        except (ConfigError, ArenaTorn):
+            raise  # a knob that is no knob; weights of no version
+        except Exception as error:
+            # Upstream's own code has failed, somewhere in a model that it can run. The
+            # engine serves without updates, as it would without this package.
+            logger.exception("no second copy of the model was built")
+            self.reason = (
+                "a second copy of the model could not be built: "
+                f"{type(error).__name__}: {error}"
+            )
         if self.reason is not None:
-            self.module = None
+            self.module, self.arenas = None, ()
+            self.plan.forget()
+            self.required.clear()
             return
         if device.type == "cpu":
             self.behind.update(self.required)  # twins begin as copies, this does not
+
+    def _build(self, vllm_config: Any) -> str | None:
+        """Build the second tree; why it cannot be, if it cannot."""
+        live, parallel = self.live, vllm_config.parallel_config
+        for tree in trees(live):
+            if (reason := swappable.obstacle(tree, vllm_config)) is not None:
+                return reason
+        self.classifier = Classifier.of(live, self.model_config)
+        self.spares = Spares.of(live, self.model_config, self.classifier)
+        self.origin = Origin.of(vllm_config)
+        self._is_stage = parallel.pipeline_parallel_size > 1
+        self._has_some = self._is_stage or experts.are_shared_out(live)
+        self.num_threads = num_threads(self.device, parallel)
+        self.is_alone = parallel.world_size == 1 and not self._has_some
+        # On a GPU there is memory for the twins, and for nothing beside them.
+        is_cpu = self.device.type == "cpu"
+        # The map of which experts are whose is read while a model is built.
+        nowhere = "cpu" if experts.are_shared_out(live) else "meta"
+        at = self.device if is_cpu else torch.device(nowhere)
+        self.module = build_second(live, vllm_config, at)
+        # Upstream's loader may have changed the live tree since it was built. Whatever
+        # walks the two side by side comes after this.
+        if (reason := swappable.names_differ(live, self.module)) is not None:
+            return reason
+        derived.make_places(live, self.module)
+        if (reason := swappable.difference(live, self.module)) is not None:
+            return reason
+        self._note_parameters()
+        return None if is_cpu else self._settle_in(vllm_config)
 
     def _note_parameters(self) -> None:
         """Write down what there is to fill, as long as it is in load format."""
@@ -126,12 +160,12 @@ class Shadow:
             if quantised.is_quantised(layer):
                 self.quantised.add(name)
 
-    def _settle_in(self, vllm_config: Any) -> None:
+    def _settle_in(self, vllm_config: Any) -> str | None:
+        """Give the second tree its memory on a GPU; why it has none, if it has none."""
         assert self.module is not None
         audit.warm(self.device, {p.dtype for p in self.module.parameters()})
         for layer in self.module.modules():
             upstream.get_layerwise_info(layer).restore_device = self.device
-        self.plan = Plan()
         residences = [residence_of(tree) for tree in trees(self.live)]
         reason = next(filter(None, (home.reason for home in residences)), None)
         if reason is None:
@@ -141,12 +175,13 @@ class Shadow:
         elif InflightConfig.of(vllm_config).staging == "host":
             twins.put_twins(self.live, self.module, twins.make_pinned)
         elif InflightConfig.of(vllm_config).staging == "device":
-            self.reason = reason  # there it is pages or nothing
+            return reason  # there it is pages or nothing
         else:
             try:
                 twins.put_twins(self.live, self.module, twins.make_copy)
             except torch.OutOfMemoryError:
-                self.reason = reason
+                return reason
+        return None
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor in the second range of its arena."""
@@ -185,7 +220,7 @@ class Shadow:
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Home | None:
         """Where a transport of this device may receive a tensor; see `Plan.place`."""
-        home = self.plan.place(name, shape, dtype) if self.plan else None
+        home = self.plan.place(name, shape, dtype)
         if home is None or home.tensor.device != self.device:
             return None
         return home
@@ -199,7 +234,7 @@ class Shadow:
         assert self.module is not None
         known: dict[str, tuple[list[int] | None, str | None]] = {}
         for param, shape in self.required.items():
-            names = experts.tensor_names(self.module, param)
+            names = tensor_names(self.module, param, self.classifier)
             for name in names:
                 whole = list(shape) if len(names) == 1 else None
                 known[name] = (whole, self.dtypes[param])
@@ -209,7 +244,7 @@ class Shadow:
     def places(self) -> Places:
         """Which parameters the tensors of a checkpoint fill, by their names."""
         assert self.module is not None
-        return Places.of(self.module, self.required, self.origin)
+        return Places.of(self.module, self.required, self.origin, self.classifier)
 
     @property
     def asks_loader(self) -> bool:
@@ -239,6 +274,7 @@ class Shadow:
         memory is reserved but never touched. On a GPU the second range, which after
         a flip still shows what is served now, goes back to the other set.
         """
+        self._drop_added()
         if self.arenas:
             self.pair()
             for arena in self.arenas:
@@ -261,6 +297,26 @@ class Shadow:
                     )
                 self._processed = True
             experts.forget_kernels(self.module)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Have the model's own loader write tensors into this tree.
+
+        Its class's: while an update is received, the instance's is the intake's.
+        """
+        assert self.module is not None
+        return loader_of(self.module, self.classifier)(self.module, weights)
+
+    def prove(self, between: Callable[[int], None]) -> None:
+        """Prove what is recorded of the loaders and is not proved yet.
+
+        It writes into this tree; what `between` raises ends it. See proof.py.
+        """
+        if self.module is None or not self.plan.is_replayed:
+            return
+        params = dict(self.module.named_parameters())
+        proof = Proof(self.plan, params, self.load, between)
+        self.behind.update(proof.begun())
+        proof.run()
 
     def pair(self) -> None:
         """Give the second range memory again, after a sleep; a copy of the live set.
@@ -288,21 +344,31 @@ class Shadow:
         assert self.module is not None
         reload.leave(self.module)
 
+    def _drop_added(self) -> None:
+        """Take out parameters that a loader has added in an update that was refused.
 
-_shadows: weakref.WeakKeyDictionary[torch.nn.Module, Shadow] = (
-    weakref.WeakKeyDictionary()
-)
+        Upstream's loader of classifiers makes one of a bias that comes. The live tree
+        has none, so the two trees would not be alike any more.
+        """
+        assert self.module is not None
+        of_live = (layer for _, layer in layers(self.live))
+        of_second = (layer for _, layer in layers(self.module))
+        for a, b in zip(of_live, of_second, strict=True):
+            for key, param in a._parameters.items():
+                if param is None:
+                    b._parameters[key] = None
 
 
-def shadow_of(
-    live: torch.nn.Module,
-    vllm_config: Any,
-    device: torch.device,
-    draft: torch.nn.Module | None = None,
-) -> Shadow:
-    """The shadow of `live` and its drafter, built at the first call."""
-    if live not in _shadows:
-        is_mtp = has_mtp(vllm_config)
-        root = live if draft is None else Tandem(live, draft, is_mtp=is_mtp)
-        _shadows[live] = Shadow(root, vllm_config, device)
-    return _shadows[live]
+def shadow_of(worker: Any, live: torch.nn.Module) -> Shadow:
+    """The shadow of the model `live` of a worker and of its drafter.
+
+    It is built at the first call and kept by the worker, so it ends with its worker. A
+    shadow refers to its model: a table of all shadows in this module would keep every
+    model of the process alive, also in a dictionary with weak keys.
+    """
+    kept: Shadow | None = getattr(worker, "_inflight_shadow", None)
+    if kept is None or trees(kept.live)[0] is not live:
+        config, draft = worker.vllm_config, drafter_of(worker)
+        root = live if draft is None else Tandem(live, draft, is_mtp=has_mtp(config))
+        kept = worker._inflight_shadow = Shadow(root, config, worker.device)
+    return kept

@@ -16,6 +16,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.stage import quantised
+from vllm.inflight.stage.classifier import Classifier
 from vllm.inflight.stage.layers import parameters
 from vllm.inflight.stage.tandem import Tandem, trees
 from vllm.inflight.update import DRAFT
@@ -53,8 +54,21 @@ class Spares:
     is_mtp: bool = False
 
     @classmethod
-    def of(cls, live: torch.nn.Module, model_config: Any) -> Self:
-        """Those of a model, and its drafter if it has one."""
+    def of(
+        cls,
+        live: torch.nn.Module,
+        model_config: Any,
+        classifier: Classifier | None = None,
+    ) -> Self:
+        """Those of a model, and its drafter if it has one.
+
+        Args:
+            live: the model, as it was loaded.
+            model_config: vLLM's, of it.
+            classifier: what its score is made of, if that is made; the head is no
+                spare then.
+
+        """
         heads = [n for n, *_ in parameters(live) if n.endswith(HEAD)]
         drafts = [name for name in heads if name.startswith(DRAFT)]
         is_tied = getattr(model_config.hf_config, "tie_word_embeddings", False) or (
@@ -62,6 +76,8 @@ class Spares:
             model_config.word_embeddings_untied_by_checkpoint and heads == drafts
         )
         is_pooling = model_config.runner_type == "pooling"
+        if classifier is not None:
+            is_tied, is_pooling = classifier.is_tied, False
         has_draft_head = bool(drafts) or not isinstance(live, Tandem)
         towers = tuple(
             f"{path}."

@@ -9,27 +9,34 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import EngineFault
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import Cancelled, EngineFault
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.catalogue import catalogue
-from vllm.inflight.stage.content import Content
+from vllm.inflight.stage.content import Content, Facts
 from vllm.inflight.stage.drift import drift
-from vllm.inflight.stage.job import Job
+from vllm.inflight.stage.job import Job, post_failure
 from vllm.inflight.stage.pace import undirected
+from vllm.inflight.stage.scrub import Digests, Layout, Scrub, copies, marks_of
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.steps import Steps
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.local import LocalEngine
 from vllm.inflight.wire.nccl import still_writes
+from vllm.inflight.wire.numbering import rank_in_engine
 from vllm.inflight.wire.process_group import GroupsEngine
+from vllm.inflight.wire.watch import never
+
+logger = upstream.init_logger(__name__)
 
 Flip = Callable[[], float]
 Made = TypeVar("Made", bound=StagedEngine)
@@ -53,8 +60,17 @@ class Stager:
         self._pair = pair
         """Makes the call that exchanges what the two trees hold."""
         self._flip: Flip | None = None
+        """None while the second set is no version: before the first one is staged, and
+        from the first write of an update until it is whole."""
+        self._turn = threading.Lock()
+        """Of the thread that flips, and the one that begins to write."""
         self._contents: list[Content | None] = [None, None]
         """Of what is served, and of the other set; None where it is not known."""
+        self._marks: list[Digests | None] = [None, None]
+        """Of both, the digests of parameters that are no copies; see scrub.py."""
+        self._scrub: Scrub | None = None
+        self._layout: Layout | None = None
+        """Where what is served, if that was asked or a version was staged."""
         self._board: Board | None = None
         self._job: Job | None = None
         self._num_kept = 0
@@ -64,6 +80,11 @@ class Stager:
         if worker.device.type == "cuda":
             # A thread begins on the default stream, which waits for all others.
             self._stream = torch.cuda.Stream(worker.device)
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """The number of this rank within its engine, from 0; its place on the board."""
+        return rank_in_engine(self.worker.vllm_config.parallel_config)
 
     @functools.cached_property
     def groups(self) -> GroupsEngine:
@@ -114,13 +135,17 @@ class Stager:
 
     def attach(self, board_path: str, num_ranks: int) -> dict[str, Any]:
         """Open the board; tell what this rank can do."""
+        if self.rank >= num_ranks:
+            raise ValueError(
+                f"it has {num_ranks} ranks, and this is number {self.rank}"
+            )
         self._board = Board(board_path, num_ranks)
         if self.shadow.reason is None:
             parallel = self.worker.vllm_config.parallel_config
             is_cut = parallel.tensor_parallel_size > 1
             self._catalogue = catalogue(self.shadow, is_cut=is_cut)
         return {
-            "rank": self.worker.rank,
+            "rank": self.rank,
             "reason": self.shadow.reason,
             "bytes": self.shadow.nbytes,
             "is_reversible": self.shadow.is_reversible,
@@ -136,28 +161,57 @@ class Stager:
                 self.groups.miss(**payload)
             return
         if self._job is None or self._job.serial < serial:
-            job = Job(self, self._board, serial, predecessor=self._job)
             try:
+                job = Job(self, self._board, serial, predecessor=self._job)
                 job.start()
-            except RuntimeError as error:  # the host has no room for a thread
-                fault = EngineFault(f"no thread to stage in: {error}").to_dict()
-                notice = {"serial": serial, "state": "failed", "error": fault}
-                self._board.post(self.worker.rank, notice)
+            except Exception as error:  # the host has no room for a thread, say
+                # Nobody reads the reply to an order; what is waited for is a notice.
+                logger.exception("update %d did not begin", serial)
+                fault = EngineFault(f"no thread to stage in: {error}")
+                post_failure(self._board, self.rank, serial, fault)
                 return
             self._job = job
         if self._job.serial == serial:
             self._job.put(order, payload)
 
-    def open(self) -> None:
-        """The second set is about to be written over: there is no way back."""
-        self._flip = None
-        self._contents[1] = None
+    def open(self, is_cancelled: Callable[[], bool] = never) -> None:
+        """The second set is about to be written over: there is no way back.
+
+        Args:
+            is_cancelled: whether the update that would write is not wanted any more.
+
+        Raises:
+            Cancelled: it is not.
+
+        """
+        with self.between_flips(is_cancelled):
+            self._flip = None
+            self._contents[1] = self._marks[1] = None
+
+    @contextmanager
+    def between_flips(self, is_cancelled: Callable[[], bool]) -> Iterator[None]:
+        """While no flip can come, for whoever changes the second tree.
+
+        Never in the middle of a flip, nor after one of a rollback: that comes when the
+        update has been cancelled, and then nothing is changed any more.
+
+        Args:
+            is_cancelled: whether the update that would do so is not wanted any more.
+
+        Raises:
+            Cancelled: it is not.
+
+        """
+        with self._turn:
+            if is_cancelled():
+                raise Cancelled("the update was aborted")
+            yield
 
     def forget(self, *, served: bool) -> None:
         """The second set is given back, and with `served` what is served as well."""
         self.open()
         if served:
-            self._contents[0] = None
+            self._contents[0] = self._marks[0] = self._scrub = None
 
     def let_go(self) -> None:
         """Return when nothing is at work on the second set.
@@ -185,6 +239,11 @@ class Stager:
         """
         self._flip = self._pair(self.shadow)
         self._contents[1] = content
+        module = self.shadow.module
+        assert module is not None
+        layout, facts = self._where(), self._facts(content)
+        self._marks[1] = marks_of(layout, module, facts)
+        layout.slices(copies(layout, facts))  # decoding would wait for it later
         self._settle_garbage()
         if self.served is None or content is None:
             return None
@@ -197,7 +256,7 @@ class Stager:
         What a plan is made of stays as long as the engine. With ten thousand tensors a
         collection that looks through it stops decoding for 60 ms.
         """
-        num_kept = len(self.shadow.plan or ()) + len(self.shadow.views)
+        num_kept = len(self.shadow.plan) + len(self.shadow.views)
         if num_kept != self._num_kept:
             self._num_kept = num_kept
             gc.collect(1)  # the younger garbage; all of it would be such a stop
@@ -205,17 +264,57 @@ class Stager:
 
     def flip(self) -> float:
         """Exchange live and shadow; returns the seconds it took."""
-        if self._flip is None:
-            raise RuntimeError("nothing is staged on this rank")
-        flip = self._flip
-        if not self.shadow.is_reversible:
-            self._flip = None
-        with self.steps.between():
-            seconds = flip()
-        if not self.shadow.is_reversible:
-            self.shadow.behind.clear()  # the one set was copied over the other
-        self._contents.reverse()
+        with self._turn:
+            if self._flip is None:
+                raise RuntimeError("nothing is staged on this rank")
+            flip = self._flip
+            if not self.shadow.is_reversible:
+                self._flip = None
+            with self.steps.between():
+                seconds = flip()
+            if not self.shadow.is_reversible:
+                self.shadow.behind.clear()  # the one set was copied over the other
+            self._contents.reverse()
+            self._marks.reverse()
+            self._scrub = None
         return seconds
+
+    def scrub(self, move: str) -> Any:
+        """One move of a scrub of what is served, between two steps; see scrub.py.
+
+        Args:
+            move: `begin` replies with the number of slices; `slice` reads one; `result`
+                replies with what was found, or None if what is served has changed.
+
+        """
+        with torch.cuda.stream(self.steps.stream):  # of None: the current one
+            if move == "begin":
+                facts = self._facts(self._contents[0])
+                self._scrub = Scrub(self._where(), facts, self._marks[0])
+                return self._scrub.num_slices
+            if self._scrub is None:
+                return None
+            if move == "slice":
+                return self._scrub.slice()
+            found = self._scrub.result()
+            marks = found.pop("marks")
+            if self._marks[0] is None:
+                self._marks[0] = marks  # of the start: what comes later is compared
+            self._scrub = None
+            return found
+
+    def _where(self) -> Layout:
+        """Where what is served; worked out again when the plan has changed."""
+        if self._layout is None or self._layout.plan_number != self.shadow.plan.number:
+            self._layout = Layout(self.shadow)
+        return self._layout
+
+    def _facts(self, content: Content | None) -> Mapping[str, Facts]:
+        """Of a version; none if its tensors were not digested."""
+        config = InflightConfig.of(self.worker.vllm_config)
+        if content is None or config.verify == "off":
+            return {}
+        return content.facts
 
     def close(self) -> None:
         """End the job and let the board go."""
@@ -230,9 +329,3 @@ class Stager:
         if not self.is_busy:
             self._board.close()
         self._board = None
-
-
-def let_go(worker: Any) -> None:
-    """On a worker: see `Stager.let_go`."""
-    if (stager := getattr(worker, "_inflight_stager", None)) is not None:
-        stager.let_go()

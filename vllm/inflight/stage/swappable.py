@@ -8,32 +8,28 @@ found here and named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.stage import buffers, derived, direct, experts, quantised
-from vllm.inflight.stage.convolutions import UNPACKED
+from vllm.inflight.errors import ConfigError
+from vllm.inflight.stage import (
+    buffers,
+    classifier,
+    derived,
+    direct,
+    experts,
+    parallelism,
+    quantised,
+)
+from vllm.inflight.stage.hidden import IMPLEMENTATION, HiddenWeights
 from vllm.inflight.stage.layers import layers
+from vllm.inflight.wire import engine as transport
 
-PACKED = "cpu_linear"
-"""Attribute in which the CPU build keeps a packed weight: a callable."""
-
-IMPLEMENTATION = "impl"
-"""Attribute in which attention layers keep what computes them."""
-
-OF_CONFIGURATION = ("alibi_slopes",)
-"""Tensors there that no checkpoint has."""
-
-LOOKED_AT = ("_parameters", "_buffers", "_modules", PACKED, UNPACKED)
-"""Attributes of layers that are exchanged, or looked at by themselves."""
-
-OF_A_STEP = ("deepstack_input_embeds",)
-"""Attributes that a step fills with what it has seen, reads, and clears (Qwen3-VL): no
-version is in them between two steps."""
+logger = upstream.init_logger(__name__)
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Drafters that look for drafts in the text: nothing of them has a version."""
@@ -69,7 +65,34 @@ on both devices."""
 
 
 def config_obstacle(vllm_config: Any) -> str | None:
-    """What in an engine's configuration rules an exchange out; None if nothing."""
+    """What in an engine's configuration rules an exchange out; None if nothing.
+
+    Raises:
+        ConfigError: a knob of this package has no value that it may have.
+
+    """
+    return _answered(lambda: _config_obstacle(vllm_config))
+
+
+def _answered(look: Callable[[], str | None]) -> str | None:
+    """What `look` finds; if it fails, that.
+
+    A look that fails must not keep an engine from starting, which would start without
+    this package.
+    """
+    try:
+        return look()
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.exception("looking for what keeps updates out failed")
+        return (
+            "looking for what could keep updates out failed with "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def _config_obstacle(vllm_config: Any) -> str | None:
     device = vllm_config.device_config.device_type
     drafting = vllm_config.speculative_config
     seen = WITHOUT_WEIGHTS + WITH_WEIGHTS
@@ -82,8 +105,13 @@ def config_obstacle(vllm_config: Any) -> str | None:
         return f"a drafter with weights is configured, and {reason}"
     if getattr(vllm_config, "ec_transfer_config", None) is not None:
         return "encoder outputs of other engines are read (--ec-transfer-config)"
-    if vllm_config.parallel_config.enable_eplb:
-        return "expert load balancing is enabled (--enable-eplb)"
+    if (reason := parallelism.obstacle(vllm_config.parallel_config)) is not None:
+        return reason
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    if transfer is not None and (reason := transport.obstacle(transfer.backend)):
+        return reason
+    if (reason := _memory_of_others(vllm_config, device)) is not None:
+        return reason
     model_config = vllm_config.model_config
     if model_config.enable_sleep_mode and model_config.sleep_mode_backend != "cumem":
         # It would have to know of two sets of weights, as stage/sleep.py does.
@@ -122,13 +150,65 @@ def _beside_drafter(vllm_config: Any, device: str) -> str | None:
     return None
 
 
+def _memory_of_others(vllm_config: Any, device: str) -> str | None:
+    """Why weights of a GPU's engine lie in memory that an update may not write."""
+    if device == "cpu":
+        return None  # there upstream offloads nothing, and maps nothing
+    loading = getattr(vllm_config, "load_config", None)
+    given = getattr(loading, "model_loader_extra_config", None) or {}
+    is_shared = getattr(loading, "load_format", None) == "ipc_cache"
+    if is_shared and given.get("mode", "zero_copy") == "zero_copy":
+        return (
+            "its weights are mapped from a cache that other engines may share "
+            "(--load-format ipc_cache); with the loader's mode 'copy' they are its own"
+        )
+    offloading = getattr(vllm_config, "offload_config", None)
+    if offloading is None:
+        return None
+    flags = {
+        "--offload-group-size": offloading.prefetch.offload_group_size,
+        "--cpu-offload-gb": offloading.uva.cpu_offload_gb,
+    }
+    if used := [flag for flag, value in flags.items() if value]:
+        return f"its weights are offloaded to the host ({', '.join(used)})"
+    return None
+
+
+def _offloader() -> str | None:
+    """Why weights are not where they were loaded; None if they are."""
+    offloader = upstream.get_offloader()
+    if isinstance(offloader, upstream.NoopOffloader):
+        return None
+    if isinstance(offloader, upstream.UVAOffloader) and not offloader.cpu_offload_bytes:
+        return None  # it has found nothing to offload, as on the CPU build
+    return (
+        f"its weights are offloaded by {type(offloader).__name__}, which moves them "
+        "between the host and the device"
+    )
+
+
 def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
-    """Why the weights of `live` cannot be exchanged; None if they can."""
-    if (reason := config_obstacle(vllm_config)) is not None:
-        return reason
+    """Why the weights of `live` cannot be exchanged; None if they can.
+
+    Raises:
+        ConfigError: a knob of this package has no value that it may have.
+
+    """
+    return _answered(
+        lambda: (
+            _config_obstacle(vllm_config)
+            or _offloader()
+            or _model_obstacle(live, vllm_config)
+        )
+    )
+
+
+def _model_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     device = vllm_config.device_config.device_type
     num_ranks = getattr(vllm_config.parallel_config, "world_size", 1)
     if (reason := direct.obstacle(live, num_ranks)) is not None:
+        return reason
+    if (reason := classifier.obstacle(live, vllm_config)) is not None:
         return reason
     for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)
@@ -153,14 +233,14 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
             return f"layer {name} {reason}"
         for key in buffers.filled(layer):
             return f"layer {name} loads the buffer {key!r}"
-        for attribute in hidden_tensors(layer):
-            return (
-                f"layer {name or '<root>'} ({type(layer).__name__}) keeps weights "
-                f"in its attribute {attribute!r}"
-            )
         reason = derived.obstacle(layer) or _read_once(layer, device)
         if reason is not None:
             return f"layer {name} {reason}"
+    for name, layer, path in HiddenWeights(live):
+        return (
+            f"layer {name or '<root>'} ({type(layer).__name__}) keeps weights "
+            f"in its attribute {path!r}, which no update fills"
+        )
     return None
 
 
@@ -174,13 +254,22 @@ def _read_once(layer: Any, device: str) -> str | None:
     return None
 
 
-def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
-    """Why two trees of a model are not alike; None if they are."""
+def names_differ(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
+    """Why two trees of a model cannot be walked side by side; None if they can."""
     names = [name for name, _ in layers(live)]
     others = [name for name, _ in layers(shadow)]
-    if names != others:
-        odd = sorted(set(names) ^ set(others))
-        return f"a second copy of the model differs in the layers {odd[:4]}"
+    if names == others:
+        return None
+    odd = sorted(set(names) ^ set(others)) or [
+        name for name, other in zip(names, others, strict=True) if name != other
+    ]
+    return f"a second copy of the model differs in the layers {odd[:4]}"
+
+
+def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
+    """Why two trees of a model are not alike; None if they are."""
+    if (reason := names_differ(live, shadow)) is not None:
+        return reason
     for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
         if quantised.is_quantised(a):
             if (reason := quantised.difference(a, b)) is not None:
@@ -208,34 +297,3 @@ def _filled(layer: torch.nn.Module) -> set[str]:
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def hidden_tensors(layer: torch.nn.Module) -> Iterator[str]:
-    """Attributes of `layer` that hold tensors outside parameters and buffers.
-
-    Those of the object that attention goes by are among them.
-    """
-    for name, value in vars(layer).items():
-        if name in LOOKED_AT or name in OF_A_STEP:
-            continue
-        if name == "weight" and not getattr(layer, "has_weight", True):
-            continue  # a norm without one multiplies by ones, if at all
-        if _holds_tensor(value):
-            yield name
-    for name, value in getattr(vars(layer).get(IMPLEMENTATION), "__dict__", {}).items():
-        if name in OF_CONFIGURATION or isinstance(value, torch.nn.Parameter):
-            continue  # a parameter is a layer's, and changes with it
-        if _holds_tensor(value):
-            yield f"{IMPLEMENTATION}.{name}"
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
-        return False
-    if isinstance(value, torch.Tensor):
-        return value.numel() > 1  # scalars are scales, equal in every version
-    if isinstance(value, dict):
-        return any(_holds_tensor(item) for item in value.values())
-    if isinstance(value, list | tuple | set):
-        return any(_holds_tensor(item) for item in value)
-    return False

@@ -20,7 +20,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.trainer.engines import blamed
 from vllm.inflight.trainer.patience import Patience
-from vllm.inflight.trainer.server import HttpEngine, Reply, control_key
+from vllm.inflight.trainer.server import HttpEngine, NotReached, Reply, control_key
 from vllm.inflight.update import PauseMode, check_label, check_subset
 
 CLOSING_S = 5.0
@@ -122,8 +122,8 @@ class ServerClient:
             InflightError: what the server refused: no key, no backend, no peer.
 
         """
-        self._end_what_failed()
-        self._ask(self._engine.init_transport, init_info)
+        patience = self._end_what_failed()
+        self._ask(self._engine.init_transport, init_info, patience=patience)
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Have the server's workers leave; an update of this client that failed ends.
@@ -132,8 +132,8 @@ class ServerClient:
             InflightError: what the server refused.
 
         """
-        self._end_what_failed()
-        self._ask(self._engine.shutdown_transport)
+        patience = self._end_what_failed()
+        self._ask(self._engine.shutdown_transport, patience=patience)
 
     def start_weight_update(self) -> None:
         """Open an update as it was announced; one of this client that failed ends.
@@ -144,10 +144,15 @@ class ServerClient:
             InflightError: whatever else the server refused.
 
         """
-        self._end_what_failed()
+        patience = self._end_what_failed()
         self._update_id, self._num_chunks = uuid.uuid4().hex, 0
         self._is_open, self._opened = True, self._opening
-        self._ask(self._engine.start, {"update_id": self._update_id, **self._opening})
+        body = {"update_id": self._update_id, **self._opening}
+        try:
+            self._ask(self._engine.start, body, patience=patience)
+        except NotReached:
+            self._is_open = False  # nothing has begun, so nothing is to be ended
+            raise
 
     def update_weights(
         self, update_info: dict[str, Any] | list[dict[str, Any]]
@@ -204,8 +209,7 @@ class ServerClient:
             InflightError: whatever else the server refused.
 
         """
-        self._ask(self._engine.abort, self._update_id)
-        self._is_open = False
+        self._abort(Patience(self._timeout_s))
 
     def get_world_size(self) -> int:
         """Count the workers that a group has beside the trainer.
@@ -251,16 +255,27 @@ class ServerClient:
         """Close it, and end what is open."""
         self.close()
 
-    def _end_what_failed(self) -> None:
-        """An update whose trainer gave up would keep the next one out as busy."""
+    def _abort(self, patience: Patience) -> None:
+        self._ask(self._engine.abort, self._update_id, patience=patience)
+        self._is_open = False
+
+    def _end_what_failed(self) -> Patience:
+        """An update whose trainer gave up would keep the next one out as busy.
+
+        Returns the patience of the whole call, of which this is the beginning.
+        """
+        patience = Patience(self._timeout_s)
         if self._is_open:
             with suppress(UnknownUpdate):
                 try:
-                    self.abort_weight_update()
+                    self._abort(patience)
                 except WrongPhase:  # it was committed, and the reply was lost
-                    report = self._ask(self._engine.status, self._update_id)
+                    report = self._ask(
+                        self._engine.status, self._update_id, patience=patience
+                    )
                     self._committed(report["result"])
             self._is_open = False
+        return patience
 
     def _committed(self, reply: Reply) -> None:
         self.committed = reply
@@ -268,9 +283,14 @@ class ServerClient:
         if self._opening is self._opened:  # else another was announced meanwhile
             self.announce()
 
-    def _ask(self, call: Callable[..., Reply], *arguments: Any) -> Reply:
+    def _ask(
+        self,
+        call: Callable[..., Reply],
+        *arguments: Any,
+        patience: Patience | None = None,
+    ) -> Reply:
         try:
-            return call(*arguments, Patience(self._timeout_s))
+            return call(*arguments, patience or Patience(self._timeout_s))
         except InflightError as error:
             blamed(error, self._engine)
             raise

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+from vllm.inflight.background import in_background
 from vllm.inflight.errors import (
     EngineUnreachable,
     Forbidden,
@@ -20,13 +22,14 @@ from vllm.inflight.errors import (
     UnknownUpdate,
     UpdateBusy,
     VersionConflict,
+    WeightsMismatch,
     WrongPhase,
 )
 from vllm.inflight.trainer.engines import Engine, blamed, retold
 from vllm.inflight.trainer.parcel import Parcel
 from vllm.inflight.trainer.patience import FIRST_DELAY_S, Patience
-from vllm.inflight.trainer.server import Reply
-from vllm.inflight.update import Manifest, Phase
+from vllm.inflight.trainer.server import NotReached, Reply
+from vllm.inflight.update import Manifest, Phase, difference
 
 Progress = Callable[[str, int, int], None]
 """`progress(phase, done_bytes, total_bytes)`, as it goes on."""
@@ -35,7 +38,16 @@ POLL_S = 0.1
 GRACE_S = 1.0
 """How long the other engines may still answer once one has failed."""
 
+SLACK_S = 0.5
+"""How much longer than its patience a call may take that does not end by itself."""
+
 RETREAT_S = 10.0
+"""Longest time for taking an update back; less for engines that did not answer."""
+
+GIVE_UP_S = 3.0
+"""The same, if nobody wants the update any more."""
+
+T = TypeVar("T")
 
 
 class Delivery:
@@ -51,6 +63,12 @@ class Delivery:
         self._engines = engines
         self._patience = patience
         self._progress = progress
+        self._is_begun = False
+        """Whether all engines have begun the update."""
+        self._untouched: set[str] = set()
+        """Engines that were never asked to begin it: there was no connection."""
+        self._silent: set[str] = set()
+        """Engines that did not answer for as long as they were asked."""
 
     def stage(
         self,
@@ -80,6 +98,7 @@ class Delivery:
             self._all(self._require_free)
         with _Retreat(self):
             self._all(lambda engine: engine.start(opening, self._patience))
+            self._is_begun = True
             self._all(
                 lambda engine: engine.update(chunk, self._patience),
                 meanwhile=lambda: self._report(parcel.num_bytes),
@@ -88,34 +107,72 @@ class Delivery:
                 self._progress("transfer", parcel.num_bytes, parcel.num_bytes)
 
     def commit(self, *, mode: str | None) -> list[Reply]:
-        """Switch every engine; returns their replies, in order."""
+        """Switch every engine; returns their replies, in order.
+
+        Of several engines, all have staged the version and the same one before any
+        of them switches.
+
+        Raises:
+            WeightsMismatch: the engines staged different weights; none has switched.
+            InflightError: what an engine refused; the message names the engine.
+
+        """
         body: Reply = {"update_id": self.update_id}
         body |= {} if mode is None else {"mode": mode}
         with _Retreat(self):
-            replies = self._all(lambda engine: engine.finish(body, self._patience))
-        return replies
+            if len(self._engines) > 1:
+                self._prepare()
+            return self._all(
+                lambda engine: engine.finish(body, self._patience), is_commit=True
+            )
+
+    def _prepare(self) -> None:
+        replies = self._all(lambda e: e.prepare(self.update_id, self._patience))
+        names = (engine.name for engine in self._engines)
+        if (why := difference(dict(zip(names, replies, strict=True)))) is not None:
+            self._patience.end()
+            raise WeightsMismatch(why, update_id=self.update_id)
 
     def retreat(self) -> list[str]:
         """Leave every engine as it was; what could not be undone, in sentences."""
-        self._patience.end()  # its calls may be under way, and an exit waits for them
-        patience = Patience(min(RETREAT_S, self._patience.timeout_s))
+        self._patience.end()
+        whole_s = self._patience.timeout_s
+        is_given_up = self._patience.given_up is not None
+        patience = Patience(min(GIVE_UP_S if is_given_up else RETREAT_S, whole_s))
+        # The one try that is left for them must not cost the whole patience again.
+        short = patience.at_most(whole_s / 4)
+
+        def of(engine: Engine) -> Patience:
+            return short if engine.name in self._silent else patience
 
         def step_back(engine: Engine) -> str | None:
             try:
-                self._step_back(engine, patience)
+                self._step_back(engine, of(engine))
+            except EngineUnreachable as error:
+                if engine.name in self._silent:
+                    return _silent(engine)
+                return f"{engine.name} could not be taken back: {error}"
             except Exception as error:
                 return f"{engine.name} could not be taken back: {error}"
             return None
 
-        with ThreadPoolExecutor(len(self._engines)) as pool:
-            # First those that have switched: no update begins that would end their way
-            # back as long as the others are busy.
-            has_switched = list(pool.map(self._has_switched, self._engines))
-            left: list[str | None] = []
-            for first in (True, False):
-                pairs = zip(self._engines, has_switched, strict=True)
-                left += pool.map(step_back, [e for e, has in pairs if has is first])
-            return [told for told in left if told]
+        begun = [e for e in self._engines if e.name not in self._untouched]
+        # First those that have switched: no update begins that would end their way
+        # back as long as the others are busy.
+        has_switched = dict.fromkeys((engine.name for engine in begun), False)
+        if len(self._engines) > 1:
+            told = _each(
+                begun,
+                lambda engine: self._has_switched(engine, of(engine)),
+                patience,
+                late=lambda _: False,
+            )
+            has_switched.update(zip(has_switched, told, strict=True))
+        left: list[str | None] = []
+        for first in (True, False):
+            some = [engine for engine in begun if has_switched[engine.name] is first]
+            left += _each(some, step_back, patience, late=_silent)
+        return [sentence for sentence in left if sentence]
 
     def _step_back(self, engine: Engine, patience: Patience) -> None:
         try:
@@ -149,44 +206,72 @@ class Delivery:
                 )
         return reply
 
-    def _has_switched(self, engine: Engine) -> bool:
+    def _has_switched(self, engine: Engine, patience: Patience) -> bool:
         """Whether it serves the update, as far as it tells."""
-        if len(self._engines) > 1:
-            with suppress(InflightError):
-                report = engine.status(self.update_id, Patience(GRACE_S))
-                return bool(report["phase"] == Phase.COMMITTED)
+        with suppress(InflightError):
+            report = engine.status(self.update_id, patience.at_most(GRACE_S))
+            return bool(report["phase"] == Phase.COMMITTED)
         return False
 
     def _all(
         self,
         call: Callable[[Engine], Reply],
         meanwhile: Callable[[], None] | None = None,
+        *,
+        is_commit: bool = False,
     ) -> list[Reply]:
-        """`call` on every engine at once; raises the first failure."""
-        pool = ThreadPoolExecutor(len(self._engines))
-        try:
-            futures = [pool.submit(call, engine) for engine in self._engines]
-            while not _settled(futures, POLL_S if meanwhile else None):
-                assert meanwhile is not None
-                meanwhile()
-            for engine, future in zip(self._engines, futures, strict=True):
-                if future.done() and (error := future.exception()) is not None:
-                    self._patience.end()
-                    # Who answers late must not begin after it was aborted.
+        """`call` on every engine at once; raises the first failure.
+
+        Returns within the patience also if a call does not, and at once when the
+        update is given up. A commit that is under way then may still succeed.
+        """
+        self._patience.require()
+        futures = [_begin(call, engine) for engine in self._engines]
+        while not _settled(futures, POLL_S):
+            if self._patience.given_up is not None:
+                if is_commit:
                     wait(futures, GRACE_S)
-                    raise blamed(error, engine)
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(wait=False)
+                break
+            if self._patience.overdue_s() > SLACK_S:
+                break
+            if meanwhile is not None:
+                meanwhile()
+        self._note(futures)
+        for engine, future in zip(self._engines, futures, strict=True):
+            if future.done() and (error := future.exception()) is not None:
+                self._patience.end()
+                # Who answers late must not begin after it was aborted.
+                wait(futures, GRACE_S)
+                self._patience.require()
+                raise blamed(error, engine)
+        for engine, future in zip(self._engines, futures, strict=True):
+            if not future.done():
+                self._patience.require()
+                raise blamed(
+                    EngineUnreachable(
+                        f"no answer within {round(self._patience.timeout_s, 1):g} s"
+                    ),
+                    engine,
+                )
+        return [future.result() for future in futures]
+
+    def _note(self, futures: Sequence[Future[Reply]]) -> None:
+        """Note which engines did not answer."""
+        for engine, future in zip(self._engines, futures, strict=True):
+            error = future.exception() if future.done() else None
+            if isinstance(error, EngineUnreachable) or not future.done():
+                self._silent.add(engine.name)
+            if isinstance(error, NotReached) and not self._is_begun:
+                self._untouched.add(engine.name)
 
     def _report(self, total_bytes: int) -> None:
         """Tell how far the slowest rank of the slowest engine is."""
         if self._progress is None:
             return
-        done = total_bytes
+        done, patience = total_bytes, self._patience.at_most(GRACE_S)
         for engine in self._engines:
             with suppress(InflightError):
-                report = engine.status(self.update_id, Patience(GRACE_S))
+                report = engine.status(self.update_id, patience)
                 done = min(done, received_bytes(report))
         self._progress("transfer", done, total_bytes)
 
@@ -208,6 +293,33 @@ class _Retreat:
             retold(error, "; ".join([error.message, *left]))
         elif left:
             error.add_note("; ".join(left))
+
+
+def _begin(call: Callable[[Engine], T], engine: Engine) -> Future[T]:
+    return in_background(partial(call, engine), "inflight-call")
+
+
+def _each(
+    engines: Sequence[Engine],
+    call: Callable[[Engine], T],
+    patience: Patience,
+    *,
+    late: Callable[[Engine], T],
+) -> list[T]:
+    """What `call`, which raises nothing, says of each; `late` says it if that is."""
+    futures = [_begin(call, engine) for engine in engines]
+    wait(futures, patience.left() + SLACK_S)
+    return [
+        future.result() if future.done() else late(engine)
+        for engine, future in zip(engines, futures, strict=True)
+    ]
+
+
+def _silent(engine: Engine) -> str | None:
+    return (
+        f"{engine.name} did not answer when the update was to be taken back; "
+        "GET /weight_info tells what it serves"
+    )
 
 
 def received_bytes(report: Reply) -> int:

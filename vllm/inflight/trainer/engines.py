@@ -33,6 +33,10 @@ class Engine(Protocol):
         """`POST /update_weights`; returns when every rank has the chunk."""
         ...
 
+    def prepare(self, update_id: str, patience: Patience) -> Reply:
+        """`POST /prepare_weight_update`; returns when every rank has voted."""
+        ...
+
     def finish(self, body: Reply, patience: Patience) -> Reply:
         """`POST /finish_weight_update`."""
         ...
@@ -51,6 +55,10 @@ class Engine(Protocol):
 
     def info(self, patience: Patience) -> Reply:
         """`GET /weight_info`."""
+        ...
+
+    def names(self, patience: Patience) -> Reply:
+        """`GET /weight_names`."""
         ...
 
     def close(self) -> None:
@@ -99,6 +107,10 @@ class LocalEngine:
         ids = {"update_id": body["update_id"], "chunk": body["chunk"]}
         return self._run(patience, self._engine.update_weights, info, **ids)
 
+    def prepare(self, update_id: str, patience: Patience) -> Reply:
+        """Verify and vote."""
+        return self._run(patience, self._engine.prepare_weight_update, update_id)
+
     def finish(self, body: Reply, patience: Patience) -> Reply:
         """Verify and commit.
 
@@ -123,6 +135,10 @@ class LocalEngine:
     def info(self, patience: Patience) -> Reply:
         """What is served."""
         return self._run(patience, self._engine.weight_info)
+
+    def names(self, patience: Patience) -> Reply:
+        """Name, shape and dtype of every tensor that an update may bring."""
+        return self._run(patience, self._engine.weight_names)
 
     def close(self) -> None:
         """Nothing to close."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from vllm.inflight.errors import Cancelled
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,6 +34,9 @@ class Outcome:
     """Longest time an engine spent on the switch between two steps, in milliseconds."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """`snapshot`, `transfer`, `commit`, and `total` since `publish` was called."""
+    mapped: Mapping[str, str] = field(default_factory=dict)
+    """With `name_map="auto"`: from names of the source to those of the model that they
+    were found to mean, where the two differ."""
 
     @property
     def epoch(self) -> int | None:
@@ -42,7 +47,9 @@ class Outcome:
 def note_failure(version: str | None, future: Future[Outcome]) -> None:
     """Log a publish that failed: nobody may ever ask its future."""
     error = None if future.cancelled() else future.exception()
-    if error is not None:
+    if isinstance(error, Cancelled):
+        logger.error("publish of %r was given up: %s", version, error)
+    elif error is not None:
         remedy = getattr(error, "remedy", "")
         logger.error("publish of %r failed: %r. %s", version, error, remedy)
 

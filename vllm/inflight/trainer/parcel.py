@@ -18,9 +18,9 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from safetensors import safe_open
@@ -39,6 +39,9 @@ HEADER_BYTES = 4 << 20
 ALIGNMENT = 8
 BLOCK_BYTES = 64 << 20
 NUM_DIGEST_THREADS = 4
+BATCH_BYTES = 2 << 30
+"""Of tensors whose digests are computed in one call, which nothing interrupts."""
+
 LEFT_AFTER_S = 60.0
 
 DTYPES = {
@@ -70,6 +73,7 @@ class Parcel:
         self.file = file
         self.num_bytes = num_bytes
         """Bytes of all tensors, without the header."""
+        self._owner = owner
         # However this process ends its use of the parcel, the file goes. A child
         # that was forked meanwhile must not take it away from its parent.
         self._removal = weakref.finalize(self, _remove, file, owner, os.getpid())
@@ -90,7 +94,7 @@ class Parcel:
         owner = os.fdopen(handle, "r+b", buffering=0)
         try:
             fcntl.flock(owner, fcntl.LOCK_EX)  # tells `sweep` that we are alive
-            num_bytes = _write(owner, pairs)
+            num_bytes = write_tensors(owner, pairs)
             file = part.with_suffix(".safetensors")
             part.rename(file)
         except BaseException as error:
@@ -112,16 +116,61 @@ class Parcel:
             return {"shm": self.file.name}
         return {"path": str(self.file)}
 
-    def manifest(self, *, step: int | None = None, digests: bool = True) -> Manifest:
-        """What is in the file, read back from it."""
+    @property
+    def specs(self) -> list[tuple[str, list[int], str]]:
+        """Name, shape and dtype (as torch calls it) of every tensor."""
+        dtypes = {name: str(d).removeprefix("torch.") for d, name in DTYPES.items()}
+        return [
+            (name, entry["shape"], dtypes[entry["dtype"]])
+            for name, entry in self._header()[0].items()
+        ]
+
+    def rename(self, name_map: Mapping[str, str]) -> None:
+        """Give tensors other names; those that `name_map` leaves out keep theirs.
+
+        Raises:
+            Malformed: two would have one name.
+
+        """
+        header, size = self._header()
+        renamed: dict[str, Any] = {}
+        for name, entry in header.items():
+            if (to := name_map.get(name, name)) in renamed:
+                raise Malformed(f"two tensors of the source are called {to!r}")
+            renamed[to] = entry
+        _write_header(self._owner, renamed, size)
+
+    def _header(self) -> tuple[dict[str, Any], int]:
+        """What the file says of its tensors, and how many bytes that takes."""
+        self._owner.seek(0)
+        (length,) = struct.unpack("<Q", self._owner.read(8))
+        return json.loads(self._owner.read(length)), 8 + length
+
+    def manifest(
+        self,
+        *,
+        step: int | None = None,
+        digests: bool = True,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> Manifest:
+        """What is in the file, read back from it.
+
+        Args:
+            step: the trainer's step number.
+            digests: whether to compute the digest of every tensor.
+            go_on: called every few GiB; what it raises ends this.
+
+        """
         with safe_open(self.file, framework="pt") as opened:
             named = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
         values = list(named.values())
         found: list[str | None] = [None] * len(values)
         if digests:
-            found = [
-                one.hex() for one in ops.digest(values, num_threads=NUM_DIGEST_THREADS)
-            ]
+            found = []
+            for some in _batches(values):
+                go_on()
+                digests_of_some = ops.digest(some, num_threads=NUM_DIGEST_THREADS)
+                found += [one.hex() for one in digests_of_some]
         return Manifest.of(
             (
                 TensorSpec(name, tuple(t.shape), _dtype_name(t), one)
@@ -189,8 +238,8 @@ def _existing(folder: Path) -> Path:
     return folder.resolve()
 
 
-def _write(file: IO[bytes], pairs: Iterable[Pair]) -> int:
-    """Write a safetensors file; returns the bytes of all tensors."""
+def write_tensors(file: IO[bytes], pairs: Iterable[Pair]) -> int:
+    """Write a safetensors file, tensor by tensor; returns the bytes of all tensors."""
     header: dict[str, dict[str, object]] = {}
     odd: list[Pair] = []
     end = 0
@@ -218,12 +267,17 @@ def _write(file: IO[bytes], pairs: Iterable[Pair]) -> int:
     # Those of odd sizes last, the widest elements first: all stay aligned.
     for name, tensor in sorted(odd, key=lambda pair: -pair[1].element_size()):
         append(name, tensor)
+    _write_header(file, header, HEADER_BYTES)
+    return end
+
+
+def _write_header(file: IO[bytes], header: Mapping[str, Any], room: int) -> None:
+    """Write it before the tensors, which begin at byte `room`, or move them on."""
     text = json.dumps(header).encode()
-    size = max(HEADER_BYTES, -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT)
-    _shift(file, HEADER_BYTES, size - HEADER_BYTES)
+    size = max(room, -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT)
+    _shift(file, room, size - room)
     file.seek(0)
     _write_all(file, memoryview(struct.pack("<Q", size - 8) + text.ljust(size - 8)))
-    return end
 
 
 def _check(name: str, tensor: torch.Tensor, names: set[str]) -> None:
@@ -255,6 +309,20 @@ def _shift(file: IO[bytes], start: int, by: int) -> None:
 def _write_all(file: IO[bytes], data: memoryview) -> None:
     while data:  # one write takes 2 GiB at most
         data = data[file.write(data) :]
+
+
+def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, `BATCH_BYTES` or one at a time."""
+    batch: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        batch.append(tensor)
+        num_bytes += tensor.nbytes
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

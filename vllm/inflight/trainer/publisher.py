@@ -12,8 +12,9 @@ import asyncio
 import operator
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,19 @@ from vllm.inflight.names import matcher
 from vllm.inflight.trainer import source as sources
 from vllm.inflight.trainer.delivery import Delivery, Progress
 from vllm.inflight.trainer.engines import LocalEngine, connect
+from vllm.inflight.trainer.naming import AUTO, Naming
 from vllm.inflight.trainer.outcome import Outcome, note_failure, note_unheard
 from vllm.inflight.trainer.parcel import Parcel, sweep
-from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S, Patience
+from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S
 from vllm.inflight.trainer.queue import ON_BUSY, Job, Queue
 from vllm.inflight.update import PauseMode, check_label, check_subset, renamer
 
 WIRES = ("shm", "disk")
+
+BLOCKS = (
+    "would block the event loop that the engine answers on; use block=False, or "
+    "await asyncio.to_thread(...)"
+)
 
 
 class Publisher:
@@ -41,7 +48,9 @@ class Publisher:
         engines: Any,
         source: sources.Source,
         *,
-        name_map: Mapping[str, str] | Callable[[str], str] | None = None,
+        name_map: (
+            Mapping[str, str] | Callable[[str], str] | Literal["auto"] | None
+        ) = None,
         api_key: str | None = None,
         wire: str = "shm",
         directory: str | Path | None = None,
@@ -60,7 +69,10 @@ class Publisher:
             source: a module, a state dict, an iterable of (name, tensor), or a
                 callable that returns one of these; read anew at every publish.
             name_map: from the names of the source to those of the model: a dict, or
-                a function of a name.
+                a function of a name; or `auto`: every name that the model does not
+                have stands for the only one with the same ending and shape, and
+                `Outcome.mapped` tells which. If one of them stands for several or
+                for none, nothing is sent.
             api_key: of the control routes; by default `VLLM_INFLIGHT_ADMIN_KEY`,
                 then `VLLM_API_KEY` of the environment.
             wire: `shm` hands tensors over in shared memory, on one host; `disk`
@@ -72,7 +84,9 @@ class Publisher:
                 `wait` for it, `skip` this publish, or be replaced by the `latest`.
             deadline_s: seconds that the engines give an update; their default
                 if None.
-            timeout_s: seconds to go on trying, per publish.
+            timeout_s: seconds to go on trying, per publish, from when its turn comes.
+                To take back what an engine has stopped answering may take a quarter
+                of that on top, at most 10 s.
             progress: called with a phase (`snapshot`, in the thread of `publish`;
                 `transfer` and `commit`, in the publisher's), bytes done and bytes in
                 all. What it raises gives the publish up; after the commit it is logged.
@@ -92,16 +106,24 @@ class Publisher:
             raise ConfigError("directory= belongs to wire='disk', and that needs it")
         sources.check(source)
         self._source = source
-        self._rename = renamer(name_map)
         self._directory = None if directory is None else Path(directory)
         self._digests = digests
         self._min_interval_s = min_interval_s
         self._on_busy = on_busy
         self._deadline_s = deadline_s
-        self._timeout_s = timeout_s
         self._progress = progress
         self._engines = connect(engines, api_key=api_key, loop=loop)
-        self._queue = Queue(on_busy, self._deliver)
+        self._naming: Naming | None = None
+        if isinstance(name_map, str):
+            if name_map != AUTO:
+                raise ConfigError(
+                    f"name_map must be a dict, a function or {AUTO!r}, got {name_map!r}"
+                )
+            self._naming = Naming(self._engines)
+        self._rename = self._naming or renamer(
+            None if isinstance(name_map, str) else name_map
+        )
+        self._queue = Queue(on_busy, timeout_s, self._deliver)
         self._calls = threading.Lock()
         self._committed = float("-inf")
         for one in {None, self._directory}:
@@ -154,73 +176,119 @@ class Publisher:
                 have changed: the other parameters keep what is served.
             base_version: refuse unless this is the label that is served; keeps a
                 subset off an engine that has been started anew.
-            block: whether to wait for the commit.
+            block: whether to wait for the commit. Without, this returns as soon as the
+                snapshot is taken.
 
         Returns:
             The `Outcome`, or with `block=False` a `concurrent.futures.Future` of it.
 
         Raises:
             ConfigError: a subset, and a publish may give way: what it brings would
-                be missing from every later one.
+                be missing from every later one. Or a subset, and `name_map="auto"`
+                has not found out the names yet.
             InflightError: what an engine refused. No engine serves the version then.
                 With `block=False` the future raises it, and a line is logged.
             OSError: there is no room for a snapshot.
+            RuntimeError: the publisher is closed, or this is called on the event loop
+                of an `AsyncLLM` and would block it.
 
         """
-        self._keep_off_the_loop()
+        may_wait = not self._is_on_the_loop()
+        if block and not may_wait:
+            raise RuntimeError(f"publish(block=True) {BLOCKS}")
         mode = None if mode is None else PauseMode.parse(mode).value
         version = check_label(version)
         step = None if step is None else operator.index(step)
         patterns = check_subset(subset)
         if patterns and self._on_busy != "wait":
             raise ConfigError("subset= needs a publisher with on_busy='wait'")
-        is_declared = matcher(patterns)
-        asked = time.monotonic()
-        with self._calls:
-            if not self._queue.make_room():
-                sources.take_part(self._source)
-                future: Future[Outcome] = Future()
-                future.set_result(Outcome(version=version, step=step, skipped=True))
+        if patterns and self._naming is not None and not self._naming.is_known:
+            raise ConfigError(
+                "subset= has the names of the model, and name_map='auto' knows them "
+                "only when a whole version has been published"
+            )
+        job = Job(version, mode, step, patterns, base_version, time.monotonic())
+        with self._turn(may_wait):
+            has_place = self._queue.make_room(may_wait=may_wait)
+            if has_place:
+                self._enqueue(job)
             else:
-                with sources.gathering(sources.tensors(self._source)) as pairs:
-                    named = ((self._rename(n), t) for n, t in pairs)
-                    sent = (p for p in named if not patterns or is_declared(p[0]))
-                    parcel = Parcel.pack(sent, self._directory)
-                job = Job(parcel, version, mode, step, asked, time.monotonic() - asked)
-                job.subset, job.base_version = patterns, base_version
-                try:
-                    self._tell("snapshot", parcel)
-                    self._queue.put(job)
-                except BaseException:
-                    parcel.remove()  # whoever keeps the error would keep it
-                    raise
-                future = job.future
+                sources.take_part(self._source)
+                job.future.set_result(job.skipped())
         if block:
-            return future.result()
-        future.add_done_callback(partial(note_failure, version))
-        return future
+            return self._queue.result(job)
+        job.future.add_done_callback(partial(note_failure, version))
+        return job.future
 
     def close(self) -> None:
-        """Finish what was published, then let the engines go. Idempotent."""
-        if not self._queue.is_idle:
-            self._keep_off_the_loop()
+        """Finish what was published, then let the engines go. Idempotent.
+
+        While it waits it logs what for, if an engine is busy or does not answer.
+        """
+        if not self._queue.is_idle and self._is_on_the_loop():
+            raise RuntimeError(f"close() {BLOCKS}")
         self._queue.close()
-        for engine in self._engines:
-            engine.close()
+        self._let_go()
 
     def __enter__(self) -> Publisher:
         """The publisher, closed at the end of the `with`."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close it; after an exception, give up at once what is not committed."""
+        if kind is None:
+            self.close()
+            return
+        # On its own loop an `AsyncLLM` could not answer while this waits.
+        may_wait = not self._is_on_the_loop()
+        why = f"{kind.__name__} was raised in the with block of the publisher"
+        self._queue.give_up(why, wait=may_wait)
+        if may_wait:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for engine in self._engines:
+            engine.close()
+
+    @contextmanager
+    def _turn(self, may_wait: bool) -> Iterator[None]:
+        """One snapshot at a time."""
+        if not self._calls.acquire(blocking=may_wait):
+            raise RuntimeError(
+                "another thread is in publish(), and to wait for it would block the "
+                "engine's event loop"
+            )
+        try:
+            yield
+        finally:
+            self._calls.release()
+
+    def _enqueue(self, job: Job) -> None:
+        """Take the snapshot, and have it delivered."""
+        is_declared = matcher(job.subset)
+        with sources.gathering(sources.tensors(self._source)) as pairs:
+            named = ((n, self._rename(n), t) for n, t in pairs)
+            # With `auto` the names are found out later, in the queue's thread.
+            sent = (
+                (name if self._naming is not None else renamed, tensor)
+                for name, renamed, tensor in named
+                if not job.subset or is_declared(renamed)
+            )
+            job.parcel = parcel = Parcel.pack(sent, self._directory)
+        job.snapshot_s = time.monotonic() - job.asked
+        try:
+            self._tell("snapshot", parcel)
+            self._queue.put(job)
+        except BaseException:
+            parcel.remove()  # whoever keeps the error would keep it
+            raise
 
     def _deliver(self, job: Job) -> Outcome:
         """One publish, in the queue's thread."""
         pace_s = self._committed + self._min_interval_s - time.monotonic()
         if pace_s > 0 and self._queue.give_way(pace_s):
             return job.skipped()
+        job.patience.begin()
         began = time.monotonic()
         delivery = self._stage(job)
         if delivery is None:
@@ -252,13 +320,19 @@ class Publisher:
             num_bytes=job.parcel.num_bytes,
             gap_ms=max(one["gap_ms"] for one in each),
             seconds={name: round(value, 6) for name, value in parts.items()},
+            mapped=job.mapped,
         )
 
     def _stage(self, job: Job) -> Delivery | None:
         """The delivery, staged on every engine; None if it gave way."""
-        manifest = job.parcel.manifest(step=job.step, digests=self._digests)
+        patience = job.patience
+        if self._naming is not None:
+            job.mapped |= self._naming.find(job.parcel.specs, patience)
+            job.parcel.rename(job.mapped)
+        manifest = job.parcel.manifest(
+            step=job.step, digests=self._digests, go_on=patience.require
+        )
         manifest = replace(manifest, subset=job.subset)
-        patience = Patience(self._timeout_s)
         delay = FIRST_DELAY_S
         while True:
             # Each try under an id of its own: the one before was aborted.
@@ -273,28 +347,34 @@ class Publisher:
                 )
                 return delivery
             except (UpdateBusy, TooManyUpdates) as error:
-                if self._on_busy == "skip" and isinstance(error, UpdateBusy):
+                is_busy = isinstance(error, UpdateBusy)
+                if self._on_busy == "skip" and is_busy:
                     return None
-                # By a rate, every try that is refused counts.
-                wait_s = max(delay, error.retry_after_s or 0)
-                if patience.left() <= wait_s:
+                patience.note(error.message)
+                wait_s, left = max(delay, error.retry_after_s or 0), patience.left()
+                is_last = left <= (FIRST_DELAY_S if is_busy else wait_s)
+                if wait_s >= left and is_busy:
+                    # It is asked more often towards the end, and not after it.
+                    wait_s = left if is_last else left / 2
+                elif is_last:
+                    raise  # by a rate, every try that is refused counts
+                if self._queue.give_way(wait_s):
+                    return None
+                patience.require()
+                if is_last:
                     raise
-            if self._queue.give_way(wait_s):
-                return None
             delay = min(2 * delay, LAST_DELAY_S)
 
     def _tell(self, phase: str, parcel: Parcel) -> None:
         if self._progress is not None:
             self._progress(phase, parcel.num_bytes, parcel.num_bytes)
 
-    def _keep_off_the_loop(self) -> None:
-        """An `AsyncLLM` cannot answer while its own loop stands still."""
+    def _is_on_the_loop(self) -> bool:
+        """Whether this thread runs the loop of an `AsyncLLM`, which waits for it."""
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
-            return
-        if any(isinstance(e, LocalEngine) and e.loop is running for e in self._engines):
-            raise RuntimeError(
-                "this would block the engine's event loop; use "
-                "await asyncio.to_thread(publisher.publish, ...)"
-            )
+            return False
+        return any(
+            isinstance(e, LocalEngine) and e.loop is running for e in self._engines
+        )

@@ -20,6 +20,13 @@ REPLY_S = 60.0
 PASSING = (502, 503, 504)
 """What a proxy, or a server that is starting, answers in its place."""
 
+UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+"""What httpx raises before the first byte of a request has left."""
+
+
+class NotReached(EngineUnreachable):
+    """No connection was made, so the engine knows nothing of the call."""
+
 
 class HttpEngine:
     """A `vllm serve` somewhere."""
@@ -35,6 +42,11 @@ class HttpEngine:
     def update(self, body: Reply, patience: Patience) -> Reply:
         """Have a chunk received."""
         return self._ask("POST", "/update_weights", patience, body)
+
+    def prepare(self, update_id: str, patience: Patience) -> Reply:
+        """Verify and vote; the reply takes as long as it takes to verify."""
+        body = {"update_id": update_id}
+        return self._ask("POST", "/prepare_weight_update", patience, body)
 
     def finish(self, body: Reply, patience: Patience) -> Reply:
         """Verify and commit; with mode `wait` the reply may take long."""
@@ -60,6 +72,10 @@ class HttpEngine:
     def info(self, patience: Patience) -> Reply:
         """What is served."""
         return self._ask("GET", "/weight_info", patience)
+
+    def names(self, patience: Patience) -> Reply:
+        """Name, shape and dtype of every tensor that an update may bring."""
+        return self._ask("GET", "/weight_names", patience)
 
     def init_transport(self, init_info: Reply, patience: Patience) -> Reply:
         """Connect the configured backend, once: made twice it is refused as busy."""
@@ -91,14 +107,18 @@ class HttpEngine:
         is_repeated: bool = True,
     ) -> Reply:
         delay = FIRST_DELAY_S
+        failure: type[EngineUnreachable] = NotReached
         while True:
+            patience.require()
             try:
                 timeout = max(0.05, min(reply_s or REPLY_S, patience.left()))
                 response = self._client.request(
                     method, path, json=body, timeout=timeout
                 )
+                failure = EngineUnreachable
                 known = _decoded(response)
                 if known is not None:
+                    patience.note("")
                     return known
                 trouble = f"HTTP {response.status_code}"
                 if response.status_code not in PASSING:
@@ -109,10 +129,14 @@ class HttpEngine:
                     )
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__} {error}".strip()
+                if not isinstance(error, UNSENT):
+                    failure = EngineUnreachable
             if not is_repeated:
-                raise EngineUnreachable(f"no reply to {method} {path} ({trouble})")
-            if not patience.pause(delay):
-                raise EngineUnreachable(
+                raise failure(f"no reply to {method} {path} ({trouble})")
+            waits_for = f"{self.name}: no answer to {method} {path} yet ({trouble})"
+            if not patience.pause(delay, waits_for):
+                patience.require()
+                raise failure(
                     f"no answer to {method} {path} within "
                     f"{round(patience.timeout_s, 1):g} s ({trouble})"
                 )

@@ -14,6 +14,16 @@ from typing import Any
 import torch
 
 from vllm.inflight.errors import ConfigError, Malformed
+from vllm.inflight.trainer.conversion import Conversion, undoing
+from vllm.inflight.trainer.held import (
+    Fact,
+    Held,
+    cleaned,
+    fact,
+    held,
+    untied,
+    whole,
+)
 
 Pair = tuple[str, torch.Tensor]
 Source = (
@@ -22,12 +32,6 @@ Source = (
     | Iterable[Pair]
     | Callable[[], Iterable[Pair]]
 )
-
-HEAD = "lm_head.weight"
-"""A head tied to the embedding; no engine wants it a second time."""
-
-WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch's wrappers write into names."""
 
 
 def check(source: Any) -> None:
@@ -49,27 +53,85 @@ def check(source: Any) -> None:
 def tensors(source: Source) -> Iterator[Pair]:
     """Every tensor of `source` once, whole and detached, as (name, tensor).
 
-    Sharded tensors (`DTensor`) are gathered one at a time, which is a collective
-    operation: ranks that do not publish have to run through this as well.
+    What is shared out over ranks is gathered, a tensor or a layer at a time. That is a
+    collective operation: ranks that do not publish have to run through this as well.
+    A tensor may be gone, or another, when the next one is asked for.
 
     Args:
-        source: a module (its parameters and persistent buffers), a state dict, an
-            iterable of pairs, or a callable that returns one of these.
+        source: a module (its parameters and persistent buffers; of a model of
+            transformers, what its checkpoint has), a state dict, an iterable of
+            pairs, or a callable that returns one of these.
 
     Raises:
-        Malformed: something in it is not a named tensor.
+        Malformed: something in it is not a named tensor, or cannot be sent as it is.
 
     """
-    for name, tensor in _named(source):
-        if not isinstance(tensor, torch.Tensor):
-            if name.endswith("_extra_state"):
-                continue  # what modules keep beside their weights
-            kind = type(tensor).__name__
-            raise Malformed(f"{name!r} has the type {kind}, and is not a tensor")
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        gather = getattr(tensor, "full_tensor", None)
-        yield name, (gather() if gather is not None else tensor).detach()
+    named = _read(source)
+    if isinstance(named, torch.nn.Module):
+        yield from _of_module(named)
+        return
+    for name, tensor in _checked(named):
+        with whole({name: tensor}) as gathered:
+            yield from gathered.items()
+
+
+def facts(source: Source) -> Iterator[tuple[str, Fact]]:
+    """What `tensors` will yield, in that order: the name, dtype and shape of each.
+
+    As little as possible is gathered for it, but it may be collective as well.
+
+    Raises:
+        Malformed: as `tensors` does.
+
+    """
+    named = _read(source)
+    if isinstance(named, torch.nn.Module):
+        module = held(named)
+        convert, _ = _plan(module)
+        if convert is not None:
+            yield from convert.facts.items()
+        else:
+            for part in module.parts:
+                yield from module.facts(part).items()
+        return
+    for name, tensor in _checked(named):
+        yield name, fact(tensor)
+
+
+def _of_module(source: torch.nn.Module, *, converts: bool = True) -> Iterator[Pair]:
+    """Its tensors, in the order in which every rank gathers them.
+
+    Without `converts` they are those of the module itself, for who only gathers.
+    """
+    module = held(source)
+    convert, groups = _plan(module)
+    for parts in groups:
+        with module.whole(parts) as gathered:
+            ready = convert(gathered) if convert and converts else gathered
+            del gathered  # a layer is there twice only while it is converted
+            while ready:
+                name = next(iter(ready))
+                yield name, ready.pop(name)
+
+
+def _plan(module: Held) -> tuple[Conversion | None, list[list[Any]]]:
+    """How a module's tensors are converted, if they are, and which parts at a time."""
+    one_at_a_time = [[part] for part in module.parts]
+    if undoing(module.model) is None:
+        return None, one_at_a_time
+    found = [module.facts(part) for part in module.parts]
+    known = {name: it for part in found for name, it in part.items()}
+    convert = Conversion.of(module.model, known)
+    if convert is None:
+        return None, one_at_a_time
+    part_of = {name: number for number, part in enumerate(found) for name in part}
+    joined: list[set[int]] = []
+    for group in convert.groups:
+        parts = {part_of[name] for name in group}
+        # Parts of several groups are there for all of them.
+        parts.update(*(other for other in joined if other & parts))
+        joined = [other for other in joined if not other & parts] + [parts]
+    return convert, [[module.parts[n] for n in sorted(each)] for each in joined]
 
 
 @contextmanager
@@ -92,51 +154,38 @@ def take_part(source: Source) -> None:
     """Gather `source` and let it go, if a trainer's other ranks do; else nothing."""
     group = torch.distributed
     if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-        for _ in tensors(source):
+        named = _read(source)
+        if isinstance(named, torch.nn.Module):
+            gathered = _of_module(named, converts=False)
+        else:
+            gathered = tensors(named)
+        for _ in gathered:
             pass
 
 
-def _named(source: Source) -> Iterable[tuple[str, Any]]:
-    if isinstance(source, torch.nn.parallel.DistributedDataParallel):
-        source = source.module
+def _read(source: Source) -> torch.nn.Module | Iterable[tuple[str, Any]]:
+    """A module, or the named tensors of something else."""
     if isinstance(source, torch.nn.Module):
-        # Not detached, so that a parameter with two names is one object.
-        return _untied(source.state_dict(keep_vars=True), once=True)
+        return source
     if isinstance(source, Mapping):
-        return _untied(source, once=False)
+        return untied(source, once=False)
     if callable(source):
-        return _named(source())
+        return _read(source())
     return source
 
 
-def _untied(named: Mapping[str, Any], *, once: bool) -> Iterator[tuple[str, Any]]:
-    """Without a tied head; with `once`, without any second name of a tensor.
-
-    Two entries of a state dict may share memory by chance and both be wanted;
-    two of a module are tied by design, and checkpoints have them once.
-    """
-    seen = set()
-    # The head last, so that of two names it is the one that goes.
-    for name, tensor in sorted(named.items(), key=lambda item: _is_head(item[0])):
-        where = _memory(tensor)
-        if where in seen and (once or _is_head(name)):
-            continue
-        seen.add(where)
-        yield name, tensor
-
-
-def _is_head(name: str) -> bool:
-    return name == HEAD or name.endswith("." + HEAD)
-
-
-def _memory(tensor: Any) -> Any:
-    """Equal for two names of one tensor."""
-    if (
-        not isinstance(tensor, torch.Tensor)
-        or hasattr(tensor, "full_tensor")  # an empty shard has no address
-        or tensor.layout is not torch.strided
-        or not tensor.data_ptr()
-    ):
-        return id(tensor)
-    address = (str(tensor.device), tensor.data_ptr())
-    return (*address, tensor.dtype, tuple(tensor.shape), tensor.stride())
+def _checked(named: Iterable[tuple[str, Any]]) -> Iterator[Pair]:
+    """The tensors among these, under names without wrappers."""
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            if name.endswith("_extra_state"):
+                continue  # what modules keep beside their weights
+            kind = type(tensor).__name__
+            raise Malformed(f"{name!r} has the type {kind}, and is not a tensor")
+        if tuple(tensor.shape) == (0,) and not hasattr(tensor, "ds_id"):
+            raise Malformed(
+                f"{name!r} has no elements. In the state dict of a ZeRO-3 model all "
+                "that is shared out is like that: publish the module itself",
+                tensors=[name],
+            )
+        yield cleaned(name), tensor

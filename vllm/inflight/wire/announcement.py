@@ -188,7 +188,8 @@ def _shapes(names: Sequence[str], given: Sequence[Any]) -> tuple[tuple[int, ...]
 
 
 def _dtype(name: str, dtype_name: Any) -> torch.dtype:
-    dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
+    plain = dtype_name.removeprefix("torch.") if isinstance(dtype_name, str) else ""
+    dtype = getattr(torch, plain, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r}: there is no dtype {dtype_name!r}")
     return dtype

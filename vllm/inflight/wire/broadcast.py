@@ -22,6 +22,7 @@ from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.environment import unpinned
 from vllm.inflight.wire.group import Group
 from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.numbering import rank_in_engine, worker_index
 from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.receiver import Receiver
 from vllm.inflight.wire.watch import Watch, check_timeout
@@ -123,6 +124,8 @@ class BroadcastEngine(StagedEngine):
     update_info_cls = BroadcastUpdateInfo
     device_type: ClassVar[str]
 
+    packed: ClassVar[bool] = True
+    """Tensors travel in buckets; see older.py."""
     timeout_s = 0.0
     """Longest wait for any one bucket; the one of `init_info`."""
 
@@ -144,8 +147,7 @@ class BroadcastEngine(StagedEngine):
                 f"inflight_{init_info.wire} receives on {self.device_type}, this "
                 f"engine runs on {self.device.type}"
             )
-        parallel = self.parallel_config
-        index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        index = worker_index(self.parallel_config)
         watch = Watch(init_info.timeout_s, self._is_cancelled)
         with self._environment():
             meeting = Meeting.join(
@@ -207,7 +209,7 @@ class BroadcastEngine(StagedEngine):
                 "init_weight_transfer_engine again"
             )
         watch = Watch(self.timeout_s, self._is_cancelled)
-        rank = self.parallel_config.rank % num_ranks
+        rank = rank_in_engine(self.parallel_config) % num_ranks
         try:
             self.load_all(self._receiver.tensors(announced, watch, rank))
         finally:

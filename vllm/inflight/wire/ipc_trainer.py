@@ -1,4 +1,7 @@
-"""Upstream's trainer side of `inflight_ipc`: `trainer_init`, then `send_weights`."""
+"""Upstream's trainer side of `inflight_ipc`: `trainer_init`, then `send_weights`.
+
+When this module is imported, it enters it in upstream's register of trainers.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,6 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
             yield chunk
 
 
-if IpcTrainerInitInfo.backend not in upstream.WeightTransferTrainerFactory._registry:
-    upstream.WeightTransferTrainerFactory.register_engine(
-        IpcTrainerInitInfo.backend, IpcTrainer
-    )
+upstream.WeightTransferTrainerFactory.register_engine(
+    IpcTrainerInitInfo.backend, IpcTrainer
+)

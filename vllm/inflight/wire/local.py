@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,10 +100,9 @@ class LocalEngine(StagedEngine):
     init_info_cls = LocalInitInfo
     update_info_cls = LocalUpdateInfo
 
-    announce: Callable[[Announcement], None] = staticmethod(lambda announced: None)
-    """Told what the headers of files say before a tensor is read; what it raises ends
-    that. Set by whoever receives."""
     _reader: FileReader | None = None
+    _opened: TensorFiles | None = None
+    """The files of the chunk that is being received."""
 
     def init_transfer_engine(self, init_info: LocalInitInfo) -> None:
         """Nothing to connect to."""
@@ -119,6 +118,21 @@ class LocalEngine(StagedEngine):
         resolved(path / "config.json", self._allowed)  # it may be a link, too
         return path if path.is_dir() else None
 
+    @contextlib.contextmanager
+    def preview(self, update_info: LocalUpdateInfo) -> Iterator[Announcement]:
+        """Open the files, and keep them open until they have been received.
+
+        Raises:
+            Malformed: one is not there, or not a whole safetensors file.
+            Forbidden: one lies outside of the folders that are allowed.
+
+        """
+        with self._files(update_info) as self._opened:
+            try:
+                yield self._opened.announced
+            finally:
+                self._opened = None
+
     def receive_weights(self, update_info: LocalUpdateInfo) -> None:
         """Load every tensor of the files named.
 
@@ -127,14 +141,18 @@ class LocalEngine(StagedEngine):
             Cancelled: the update is not wanted any more.
 
         """
-        files = update_info.files(self._allowed)
-        rename = drafters if update_info.draft else str
-        if not self.fills_gpu or not self._load_in_buckets(files, rename):
+        if self._opened is None:
+            with self.preview(update_info):
+                self.receive_weights(update_info)
+        elif not self.fills_gpu or not self._load_in_buckets(self._opened):
             # Closed here: who is told of an error holds frames, and they what is open.
             num = num_threads(self.device, self.vllm_config.parallel_config)
-            reading = read_files(files, num, rename, self.announce)
-            with contextlib.closing(reading) as pairs:
+            with contextlib.closing(read_opened(self._opened, num)) as pairs:
                 self.model.load_weights(pairs)
+
+    def _files(self, update_info: LocalUpdateInfo) -> TensorFiles:
+        rename = drafters if update_info.draft else str
+        return TensorFiles(update_info.files(self._allowed), rename)
 
     def shutdown(self) -> None:
         """Let the host's page-locked memory go."""
@@ -152,36 +170,34 @@ class LocalEngine(StagedEngine):
         staging = InflightConfig.of(self.vllm_config).staging
         return self.device.type == "cuda" and staging != "host"
 
-    def _load_in_buckets(self, files: list[Path], rename: Callable[[str], str]) -> bool:
+    def _load_in_buckets(self, opened: TensorFiles) -> bool:
         """Load by a reader; whether there was memory for that."""
         watch = Watch(math.inf, lambda: self.cancelled())  # the update has a deadline
-        with TensorFiles(files, rename) as opened:
-            self.announce(opened.announced)
-            reader = self._reader
-            try:
-                # To page-lock memory takes long, so it is kept. That of the buckets is
-                # torch's again afterwards, who has it at hand next time.
-                if reader is None:
-                    reader = self._reader = FileReader(self.device, BUCKET_BYTES)
-                self._receive(reader, opened, watch)
-            except BaseException as error:
-                # Frames hold buckets, and who is told of the error holds frames.
-                traceback.clear_frames(error.__traceback__)
-                has_begun = reader is not None and reader.num_begun
-                if has_begun or not isinstance(error, NO_MEMORY):
-                    raise
-                logger.warning(
-                    "files are read without buckets, which is slower: there is no "
-                    "memory for %d of %d bytes on the GPU, for what is larger than "
-                    "one, or for some page-locked ones (%s)",
-                    NUM_BUCKETS,
-                    BUCKET_BYTES,
-                    error,
-                )
-                return False
-            finally:
-                if reader is not None:
-                    reader.close()
+        reader = self._reader
+        try:
+            # To page-lock memory takes long, so it is kept. That of the buckets is
+            # torch's again afterwards, who has it at hand next time.
+            if reader is None:
+                reader = self._reader = FileReader(self.device, BUCKET_BYTES)
+            self._receive(reader, opened, watch)
+        except BaseException as error:
+            # Frames hold buckets, and who is told of the error holds frames.
+            traceback.clear_frames(error.__traceback__)
+            has_begun = reader is not None and reader.num_begun
+            if has_begun or not isinstance(error, NO_MEMORY):
+                raise
+            logger.warning(
+                "files are read without buckets, which is slower: there is no "
+                "memory for %d of %d bytes on the GPU, for what is larger than "
+                "one, or for some page-locked ones (%s)",
+                NUM_BUCKETS,
+                BUCKET_BYTES,
+                error,
+            )
+            return False
+        finally:
+            if reader is not None:
+                reader.close()
         return True
 
     def _receive(self, reader: FileReader, files: TensorFiles, watch: Watch) -> None:
@@ -222,24 +238,21 @@ def _shards(index: Path) -> list[str]:
     return sorted(names)
 
 
-def read_files(
-    files: list[Path],
-    num_threads: int = 1,
-    rename: Callable[[str], str] = str,
-    announce: Callable[[Announcement], None] = lambda announced: None,
-) -> Generator[Pair]:
-    """Every tensor of `files`; raises `Malformed` naming a file that is broken.
+def read_files(files: list[Path], num_threads: int = 1) -> Generator[Pair]:
+    """Every tensor of `files`; raises `Malformed` naming a file that is broken."""
+    with TensorFiles(files) as opened:
+        yield from read_opened(opened, num_threads)
+
+
+def read_opened(opened: TensorFiles, num_threads: int = 1) -> Generator[Pair]:
+    """Every tensor of files that are open; raises `Malformed` as `read_files` does.
 
     Where nobody looks into one any more, later ones are read into its memory. What is
     large is read by `num_threads` side by side.
     """
-    with (
-        TensorFiles(files, rename) as opened,
-        ThreadPoolExecutor(num_threads, "inflight-read") as readers,
-    ):
+    with ThreadPoolExecutor(num_threads, "inflight-read") as readers:
         share = readers.map if num_threads > 1 else None
         announced = opened.announced
-        announce(announced)
         facts = zip(
             announced.names,
             announced.dtypes,

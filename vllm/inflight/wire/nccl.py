@@ -26,13 +26,21 @@ UNIQUE_ID = "nccl_id"
 CLOSE_S = 2.0
 DRAIN_S = 2.0
 
-_undrained: list[tuple[torch.cuda.Stream, object]] = []
-"""Memory that a kernel which would not end may still write: not given back."""
+_undrained: dict[int, tuple[torch.cuda.Stream, object]] = {}
+"""Memory that a kernel which would not end may still write: not given back. Entries are
+added and taken out one by one, since several threads do so."""
+
+
+def keep_until_drained(stream: torch.cuda.Stream, memory: object) -> None:
+    """Hold `memory` until the kernels on `stream` have ended."""
+    _undrained[id(stream)] = stream, memory  # which is held here, so the id is its own
 
 
 def still_writes() -> bool:
     """Whether a kernel of a group that was aborted has not ended yet."""
-    _undrained[:] = [kept for kept in _undrained if not kept[0].query()]
+    for key, (stream, _) in list(_undrained.items()):
+        if stream.query():
+            _undrained.pop(key, None)
     return bool(_undrained)
 
 
@@ -206,5 +214,5 @@ class NcclGroup:
         try:
             Watch(DRAIN_S).until(self._stream.query, "the wire's stream")
         except TransferFault:
-            _undrained.append((self._stream, list(self._under_way)))
+            keep_until_drained(self._stream, list(self._under_way))
         self._under_way.clear()

@@ -40,6 +40,37 @@ def resolved(path: Path, allowed: str) -> Path:
     return real
 
 
+def resolved_folder(path: Path, allowed: str) -> Path:
+    """Where the folder `path` leads, if each entry in it may be read as well.
+
+    For a reader that opens files of the folder by itself. What it opens is not known
+    here, so each entry is judged.
+
+    Args:
+        path: as a caller gave it.
+        allowed: folders with `:` between them.
+
+    Raises:
+        Forbidden: it is not absolute, or it or an entry leads out of them.
+        Malformed: it cannot be a path.
+
+    """
+    if not path.is_absolute():
+        raise Forbidden(
+            f"{str(path)!r:.300} is not an absolute path, and may lead out of the "
+            f"folders that an update may read here: {allowed} "
+            "(--inflight-allowed-paths)"
+        )
+    folder = resolved(path, allowed)
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:  # it is not there, or no folder: its reader says so
+        entries = []
+    for entry in entries:
+        resolved(entry, allowed)
+    return folder
+
+
 def existing(path: Path, allowed: str) -> Path:
     """The file that `path` leads to; raises `Malformed` if there is none."""
     real = resolved(path, allowed)

@@ -24,6 +24,7 @@ from vllm.inflight.wire.announcement import Announcement, Pair
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.group import Group, Pending
 from vllm.inflight.wire.membership import Membership
+from vllm.inflight.wire.numbering import worker_index
 from vllm.inflight.wire.plain import open_plain
 from vllm.inflight.wire.rendezvous import Rendezvous
 from vllm.inflight.wire.slots import Slots
@@ -111,8 +112,7 @@ class GroupsEngine(StagedEngine):
             backend = "gloo" if self.device.type == "cpu" else "nccl"
         if self.device.type == "cpu" and backend == "nccl":
             raise Malformed("this engine runs on a CPU: open the group with 'gloo'")
-        parallel = self.parallel_config
-        index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        index = worker_index(self.parallel_config)
         watch = Watch(init_info.timeout_s, self._is_cancelled)
         where = torch.device("cpu") if backend == "gloo" else self.device
         left = threading.Event()

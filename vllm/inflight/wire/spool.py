@@ -14,21 +14,55 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from vllm.inflight.errors import EngineFault, Malformed
-from vllm.inflight.trainer.parcel import sweep
+from vllm.inflight.trainer.parcel import sweep, write_tensors
 from vllm.inflight.wire import pickled
 from vllm.inflight.wire.local import SHARED_MEMORY
 
 PREFIX = "vllm-inflight-tensors-"
 BUCKET, PARTS = "flattened_tensor", "metadata"
-FORMATS = (None, "flattened_bucket")
+
+PIECE_BYTES = 1 << 18
+"""Of what is decoded at once: less than a millisecond, for the event loop of all
+streams wants Python's lock meanwhile."""
+
+LONGEST_ESCAPE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class LongText:
+    """A string of a JSON body that was left where it is: `raw[start:end]`, escaped."""
+
+    raw: bytes | bytearray
+    start: int
+    end: int
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its UTF-8, piece by piece; raises ValueError for an escape that is none."""
+        at = self.start
+        while at < self.end:
+            stop = min(self.end, at + PIECE_BYTES)
+            piece = bytes(self.raw[at:stop])
+            if b"\\" in piece:
+                # No cut comes into an escape, nor between a backslash and another.
+                cut = piece.rfind(b"\\", -LONGEST_ESCAPE)
+                while stop < self.end and cut > 0 and piece[cut - 1 : cut] == b"\\":
+                    cut -= 1
+                if stop < self.end and cut > 0:
+                    piece = piece[:cut]
+                at += len(piece)
+                text: str = json.loads(b'"' + piece + b'"')
+                yield text.encode()
+                continue
+            at = stop
+            yield piece
 
 
 @contextmanager
@@ -47,12 +81,6 @@ def spooled(
         names = []
         for number, entry in enumerate(entries):
             where = f"serialized_named_tensors[{number}]"
-            data = _decoded(entry, where)
-            if pickled.is_pickle(data) and not allow_pickle:
-                raise Malformed(
-                    f"{where} is a pickle, which can run anything; send a "
-                    "safetensors file, or start with --inflight-pickled-tensors on"
-                )
             try:
                 file = files.enter_context(
                     tempfile.NamedTemporaryFile(
@@ -60,7 +88,8 @@ def spooled(
                     )
                 )
                 fcntl.flock(file, fcntl.LOCK_EX)  # tells `sweep` that we are alive
-                _lay(data, Path(file.name), load_format, where)
+                _decode(entry, file, where)
+                _lay(file, load_format, where, allow_pickle=allow_pickle)
             except OSError as error:
                 raise EngineFault(
                     f"{where} could not be written to {SHARED_MEMORY}: {error}"
@@ -69,46 +98,77 @@ def spooled(
         yield names
 
 
-def _decoded(entry: Any, where: str) -> bytes:
+def _decode(entry: Any, file: IO[bytes], where: str) -> None:
+    """Write the bytes that `entry` is in base64."""
+    carry, is_over = b"", False
     try:
-        return base64.b64decode(entry, validate=True)
-    except (TypeError, ValueError, binascii.Error):
+        for piece in [entry.encode()] if isinstance(entry, str) else entry.pieces():
+            if is_over:
+                raise ValueError("it goes on behind its end")
+            piece = carry + piece
+            whole = len(piece) // 4 * 4
+            carry = piece[whole:]
+            file.write(base64.b64decode(piece[:whole], validate=True))
+            is_over = piece[:whole].endswith(b"=")
+        if carry:
+            raise ValueError("it is cut off")
+    except (AttributeError, ValueError, binascii.Error):
         raise Malformed(f"{where} is not base64") from None
+    file.flush()
 
 
-def _lay(data: bytes, path: Path, load_format: str | None, where: str) -> None:
-    """Write what was sent as a plain file; it stays the file that is locked."""
-    if pickled.is_pickle(data):
-        whole = pickled.tensors(data, where)
-        path.write_bytes(_file(_cut(whole, load_format, where), where))
+def _lay(
+    file: IO[bytes], load_format: str | None, where: str, *, allow_pickle: bool
+) -> None:
+    """Have what was sent be a plain file; it stays the file that is locked."""
+    path = Path(file.name)
+    if _is_pickle(file):
+        if not allow_pickle:
+            raise Malformed(
+                f"{where} is a pickle, which can run anything; send a "
+                "safetensors file, or start with --inflight-pickled-tensors on"
+            )
+        whole = pickled.tensors(path.read_bytes(), where)
+        _write(file, _cut(whole, load_format, where), where)
     else:
-        path.write_bytes(data)
-        _check(path, load_format, where)
+        _check(file, load_format, where)
 
 
-def _check(path: Path, load_format: str | None, where: str) -> None:
+def _is_pickle(file: IO[bytes]) -> bool:
+    """See `pickled.is_pickle`, which looks at both ends and at the length."""
+    size = file.seek(0, 2)
+    file.seek(0)
+    first = file.read(8)
+    file.seek(max(0, size - 1))
+    return pickled.is_pickle(first, file.read(1), size)
+
+
+def _check(file: IO[bytes], load_format: str | None, where: str) -> None:
     """Open a file that was sent; a bucket is written again as what is in it."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(file.name, framework="pt") as opened:
             if load_format is None:
                 return
-            if list(file.keys()) != [BUCKET]:
+            if list(opened.keys()) != [BUCKET]:
                 raise Malformed(f"{where}: a bucket has one tensor, {BUCKET!r}")
             whole: dict[str, Any] = {
-                BUCKET: file.get_tensor(BUCKET),
-                PARTS: json.loads((file.metadata() or {}).get(PARTS, "null")),
+                BUCKET: opened.get_tensor(BUCKET),
+                PARTS: json.loads((opened.metadata() or {}).get(PARTS, "null")),
             }
     except (SafetensorError, ValueError) as error:
         raise Malformed(f"{where} is not a whole safetensors file: {error}") from None
-    path.write_bytes(_file(_cut(whole, load_format, where), where))
+    _write(file, _cut(whole, load_format, where), where)
 
 
-def _file(tensors: dict[str, torch.Tensor], where: str) -> bytes:
+def _write(file: IO[bytes], tensors: dict[str, torch.Tensor], where: str) -> None:
+    """Write tensors in the place of what the file has."""
+    file.truncate(0)
     try:
-        return save(tensors)
-    except (SafetensorError, ValueError, KeyError) as error:
+        write_tensors(file, tensors.items())
+    except (Malformed, ValueError) as error:
         # Half a character in a name, or a dtype that such files do not have.
         raise Malformed(f"{where} cannot be written: {error}") from None
+    file.flush()
 
 
 def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Tensor]:

@@ -1,8 +1,9 @@
 """Upstream's trainer side of both backends: `trainer_init`, then `send_weights`.
 
-To import this module enters them in upstream's register of trainers, since a trainer's
-process has no engine whose plugins would. Only rank 0 of a trainer sends; the others
-take part in gathering the weights.
+When this module is imported, it enters both in upstream's register of trainers, as
+upstream's own module does with upstream's backends. Who makes one of the init infos has
+imported it. A plugin could not do it: a trainer's process loads none. Only rank 0 of a
+trainer sends; the others take part in gathering the weights.
 """
 
 from __future__ import annotations
@@ -204,7 +205,6 @@ def take_part(source: Iterable[Any]) -> None:
 
 
 for _info in (GlooTrainerInitInfo, NcclTrainerInitInfo):
-    if _info.backend not in upstream.WeightTransferTrainerFactory._registry:
-        upstream.WeightTransferTrainerFactory.register_engine(
-            _info.backend, BroadcastTrainer
-        )
+    upstream.WeightTransferTrainerFactory.register_engine(
+        _info.backend, BroadcastTrainer
+    )

@@ -6,12 +6,12 @@ can only be called blocking is called in a thread of its own and, at worst, left
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from vllm.inflight.background import in_background as in_background
 from vllm.inflight.errors import Cancelled, TransferFault
 
 FIRST_NAP_S, LONGEST_NAP_S = 5e-5, 2e-3
@@ -86,19 +86,3 @@ class Watch:
         """What `future` comes to; raises as `until` does."""
         self.until(future.done, waiting_for)
         return future.result()
-
-
-def in_background(call: Callable[[], T]) -> Future[T]:
-    """Call it in a thread that nobody has to wait for, not even at exit."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name="inflight-wire", daemon=True).start()
-    return future

@@ -1,0 +1,69 @@
+"""The table of families: what was seen of each, on which path and in which size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docs.tables import code, table
+from tests.families import FAMILIES
+from tests.families_seen import HOST, read
+from tests.seeing import SEEING
+
+CPU = "cpu"
+HEADER = ("architecture", "what is particular", "CPU build", "in place", "GPU")
+
+Runs = dict[str, dict[str, Any]]
+
+
+def families() -> str:
+    """What was seen of every family that was run."""
+    seen, known = read(), FAMILIES | SEEING
+    rows = [
+        [
+            code(known[name].architecture) + (", with experts" * (name in TWICE)),
+            known[name].particular,
+            _told(runs, CPU),
+            _in_place(runs),
+            _on_gpus(runs),
+        ]
+        for name in known
+        if (runs := seen.get(name))
+    ]
+    return table(HEADER, rows)
+
+
+TWICE = ("nemotron_h_moe",)
+"""Families with the architecture of another one."""
+
+
+def _told(runs: Runs, place: str) -> str:
+    found = {facts["result"] for run, facts in runs.items() if _place(run) == place}
+    return ", ".join(sorted(found)) or "not run"
+
+
+def _in_place(runs: Runs) -> str:
+    """Of the receiving path of a GPU, played on the host."""
+    of_host = [facts for run, facts in runs.items() if _place(run) == HOST]
+    return "; ".join(map(_share, of_host)) or "not run"
+
+
+def _on_gpus(runs: Runs) -> str:
+    cells = []
+    for run, facts in sorted(runs.items()):
+        if _place(run) not in (CPU, HOST):
+            told = run if facts["result"] == "equal" else f"{run}: {facts['result']}"
+            cells.append(f"{told} ({_share(facts)})" if facts["in_place"] else told)
+    return ", ".join(cells) or "not run"
+
+
+def _share(facts: dict[str, Any]) -> str:
+    wide = "" if facts["hidden"] == SMALL else f", hidden {facts['hidden']}"
+    return f"{facts['in_place']} of {facts['tensors']}{wide}"
+
+
+SMALL = 128
+"""The hidden size of most of the tests' models."""
+
+
+def _place(run: str) -> str:
+    return run.rpartition(" ")[0]

@@ -1,0 +1,154 @@
+"""Large values, packed: what comes out went in, and nobody waits for it long."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.inflight import packed
+from vllm.inflight.errors import Malformed
+from vllm.inflight.packed import (
+    MARK,
+    Work,
+    at_once,
+    blocks,
+    is_packed,
+    length,
+    pack,
+    resting,
+    unpack,
+)
+from vllm.inflight.update import Manifest, fingerprint
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=6) | st.dictionaries(st.text(), inner, max_size=6)
+    ),
+)
+NUM = 20_000
+SLOWEST_S = 0.05
+"""Of a slice, in time of this thread: several times what is wanted, on any machine."""
+
+
+def tensors(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": f"model.layers.{i // 300}.mlp.experts.{i}.gate_proj.weight",
+            "shape": [2048, 768],
+            "dtype": "bfloat16",
+            "digest": f"{i:032x}",
+        }
+        for i in range(count)
+    ]
+
+
+def slowest(work: Work[Any]) -> tuple[Any, float, int]:
+    """What comes of it, seconds of its longest slice, and how many there were."""
+    longest, count = 0.0, 0
+    while True:
+        began = time.thread_time()
+        try:
+            next(work)
+        except StopIteration as stop:
+            return stop.value, max(longest, time.thread_time() - began), count + 1
+        longest, count = max(longest, time.thread_time() - began), count + 1
+
+
+@given(PLAIN, st.integers(1, 3))
+def test_what_is_packed_and_unpacked_is_what_it_was(value, size):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(packed, "BLOCK", size)
+        there = at_once(pack(value))
+        msgspec.msgpack.encode(there)  # so it can be sent
+        # As deep as lists were packed; what lies deeper is as it was.
+        assert at_once(unpack(there, 8)) == value
+
+
+def test_short_ones_stay_as_they_are_and_long_ones_become_bytes():
+    value = {
+        "names": ["a"] * 3000,
+        "few": ["b"],
+        "by": {str(i): i for i in range(2000)},
+    }
+    there = at_once(pack(value))
+    assert is_packed(there["names"]) and is_packed(there["by"])
+    assert there["few"] == ["b"]
+    assert (length(there["names"]), length(there["few"])) == (3000, 1)
+    assert sum(map(len, blocks(there["by"]))) == 2000
+    assert at_once(unpack(there)) == value
+    assert at_once(pack(there)) == there
+
+
+def test_what_cannot_be_sent_is_left_to_whoever_reads_it():
+    for entry in (object(), (1, 2), "\ud800"):
+        value = {"handles": [entry] * 3000}
+        assert at_once(pack(value))["handles"] == value["handles"]
+
+
+def test_json_claims_nothing_to_be_packed():
+    claimed = {MARK: ["YWJj"], "kind": "list", "length": 1}
+    assert not is_packed(json.loads(json.dumps(claimed)))
+    manifest = {"format": 1, "tensors": [{"name": 1}], "\0checked": "yes"}
+    with pytest.raises(Malformed, match="tensor #0"):
+        at_once(Manifest.packed(manifest))
+
+
+def test_somebody_rests_between_the_slices():
+    rests: list[None] = []
+    there = at_once(pack(["a"] * 5000))
+    assert resting(unpack(there), lambda: rests.append(None)) == ["a"] * 5000
+    assert len(rests) == 5
+
+
+def test_nobody_waits_long_for_a_manifest():
+    body = {"format": 1, "tensors": tensors(NUM), "name_map": {}}
+    there, longest, count = slowest(Manifest.packed(body))
+    assert (longest < SLOWEST_S, count > 20) == (True, True)
+    manifest, longest, count = slowest(Manifest.unpacked(there))
+    assert (longest < SLOWEST_S, count > 15) == (True, True)
+    assert len(manifest.tensors) == NUM
+    assert manifest == Manifest.parse(body)
+    assert manifest.tensors[tensors(1)[0]["name"]].digest == "0" * 32
+
+
+def test_a_packed_manifest_has_the_fingerprint_of_what_it_says():
+    def of(entries: list[Any], **more: Any) -> str:
+        body = {"format": 1, "tensors": entries} | more
+        return fingerprint({"manifest": at_once(Manifest.packed(body))})
+
+    entries = tensors(3000)
+    turned = [dict(reversed(entry.items())) for entry in entries]
+    assert of(entries) == of(turned)
+    assert of(entries) != of(entries[:-1])
+    assert of(entries) != of([*entries[:-1], entries[-1] | {"shape": [1]}])
+    assert of(entries) != of(entries, step=1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5000])
+def test_a_manifest_is_checked_whether_its_lists_came_packed_or_not(count):
+    body = {"format": 1, "tensors": tensors(count)}
+    body["name_map"] = {f"module.{i}": str(i) for i in range(count)}
+    body["config"] = {f"key{i}": i for i in range(count)}
+    half = {"name": "\ud800", "shape": [1], "dtype": "int8"}
+    came = at_once(pack(body))
+    assert is_packed(came.get("tensors")) is (count > 1024)
+    assert Manifest.parse(came) == Manifest.parse(body)
+    for spoilt, named in (
+        ({"tensors": [*body["tensors"], {"name": 3}]}, f"tensor #{count}"),
+        ({"tensors": [*tensors(count + 1), *tensors(count + 1)]}, "twice"),
+        ({"name_map": body["name_map"] | {"a": 1}}, "must map names"),
+        ({"name_map": body["name_map"] | {"a": "0", "b": "0"}}, "maps two"),
+        ({"tensors": {str(i): i for i in range(count)} or {}}, "must list"),
+        ({"name_map": [1] * max(1, count)}, "must map names"),
+        ({"subset": ["*"] * 1500}, "1 to 1024 patterns"),
+        ({"tensors": [*body["tensors"], half]}, "no text"),
+    ):
+        with pytest.raises(Malformed, match=named):
+            Manifest.parse(at_once(pack(body | spoilt)))

@@ -1,0 +1,289 @@
+"""The tripwire of a rank, on a model of two layers: what it notices, and mends."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.inflight.commit.tripwire import Tripwire, wire_of
+from vllm.inflight.stage.board import Board
+
+NAMES = "up.weight", "down.weight"
+
+
+class Model(torch.nn.Module):
+    """Loads by name, as a model of upstream's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(64, 128, bias=False)
+        self.down = torch.nn.Linear(128, 64, bias=False)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        params = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in weights:
+            params[name].data.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+class Worker:
+    """Has a model, and a drafter if one is given."""
+
+    def __init__(self, draft: torch.nn.Module | None = None, **parallel: bool) -> None:
+        self.model = Model()
+        self.device = torch.device("cpu")
+        self.model_runner = SimpleNamespace(
+            get_model=lambda: self.model, get_draft_model=lambda: draft
+        )
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(**({"enable_eplb": False} | parallel)),
+            speculative_config=None,
+        )
+        self.wire = Tripwire(self)
+        self.wire.arm()
+
+    @property
+    def is_written(self) -> bool:
+        return self.wire.look().is_written
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+def fresh(name: str = "up.weight") -> Iterator[tuple[str, torch.Tensor]]:
+    yield name, torch.randn(128, 64) if "up" in name else torch.randn(64, 128)
+
+
+def test_what_is_not_written_is_not_told(worker: Worker) -> None:
+    worker.model.load_weights([])
+    worker.model.load_weights(iter(()))
+    worker.model.up(torch.randn(3, 64))
+    assert not worker.is_written and not worker.is_written
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict, iter])
+def test_a_load_is_noted_whatever_it_is_given(worker: Worker, kind: Any) -> None:
+    pairs = kind([("up.weight", worker.model.up.weight.detach().clone())])
+    pairs = pairs.items() if isinstance(pairs, dict) else pairs
+    assert worker.model.load_weights(pairs) == {"up.weight"}
+    assert worker.is_written  # though the numbers are what they were
+    worker.wire.acknowledge()
+    assert not worker.is_written
+
+
+def test_a_load_is_noted_before_it_writes(worker: Worker) -> None:
+    seen = []
+
+    def pairs() -> Any:
+        for pair in fresh():
+            seen.append(worker.wire._is_written)
+            yield pair
+            seen.append(worker.wire._is_written)
+
+    worker.model.load_weights(pairs())
+    assert seen == [False, True]
+
+
+def test_a_copy_of_a_model_is_loaded_into_by_itself(worker: Worker) -> None:
+    before = worker.model.up.weight.detach().clone()
+    for copied in (
+        copy.deepcopy(worker.model),
+        pickle.loads(pickle.dumps(worker.model)),
+    ):
+        copied.load_weights([("up.weight", torch.ones(128, 64))])
+        assert copied.up.weight.eq(1).all()
+    assert worker.model.up.weight.equal(before) and not worker.is_written
+
+
+def test_a_load_of_the_drafter_is_noted() -> None:
+    draft = Model()
+    worker = Worker(draft)
+    draft.load_weights(fresh())
+    assert worker.is_written
+    worker.wire.acknowledge()
+    draft.down.weight.data.zero_()
+    assert worker.is_written
+
+
+WRITES = {
+    "copy_": lambda p: p.detach().copy_(torch.ones_like(p)),
+    "data": lambda p: p.data.fill_(1),
+    "data of a part": lambda p: p.data[3:5].fill_(1),
+    "another tensor": lambda p: setattr(p, "data", torch.ones_like(p)),
+    "its memory": lambda p: p.data.numpy().fill(1),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_write_into_a_parameter_is_seen(worker: Worker, way: str, name: str) -> None:
+    WRITES[way](worker.model.get_parameter(name))
+    assert worker.is_written
+
+
+def test_a_parameter_in_the_place_of_another_is_seen(worker: Worker) -> None:
+    same = torch.nn.Parameter(worker.model.up.weight.detach().clone())
+    worker.model.up.weight = same
+    assert worker.is_written
+
+
+def put_elsewhere(model: Model) -> torch.Tensor:
+    model.up.weight.data = torch.full((128, 64), 2.0)
+    return model.up.weight
+
+
+def put_another_there(model: Model) -> torch.Tensor:
+    model.up.weight = torch.nn.Parameter(torch.full((128, 64), 2.0))
+    return model.up.weight
+
+
+@pytest.mark.parametrize("move", [put_elsewhere, put_another_there])
+def test_what_is_put_elsewhere_comes_home_where_places_count(
+    worker: Worker, move: Any
+) -> None:
+    """A GPU's graphs read the places, and updates exchange the pages of them."""
+    worker.wire.keep_places()
+    own = worker.model.up.weight
+    place = own.data_ptr()
+    move(worker.model)
+    assert worker.is_written
+    assert worker.model.up.weight is own and own.data_ptr() == place
+    assert own.eq(2).all()
+    worker.wire.acknowledge()
+    assert not worker.is_written
+
+
+def test_what_has_another_form_stays_where_it_was_put_and_is_told(
+    worker: Worker,
+) -> None:
+    worker.wire.keep_places()
+    worker.model.up.weight = torch.nn.Parameter(torch.ones(64, 128))
+    told = worker.wire.look()
+    assert told.is_written and told.displaced == ["up.weight"]
+    assert worker.model.up.weight.shape == (64, 128)
+
+
+def test_experts_that_upstream_moves_itself_are_nobodys_write() -> None:
+    worker = Worker(enable_eplb=True)
+    worker.model.up.weight.data.fill_(1)
+    assert not worker.is_written
+    worker.model.load_weights(fresh())
+    assert worker.is_written
+
+
+def test_weights_that_sleep_are_not_read(worker: Worker) -> None:
+    worker.wire.is_asleep = True
+    worker.model.up.weight.data.fill_(1)
+    report = worker.wire.look()
+    assert report.is_asleep and not report.is_written
+    worker.wire.is_asleep = False
+    assert worker.is_written
+
+
+def test_an_update_is_no_write(worker: Worker) -> None:
+    worker.model.up.weight.data.fill_(1)
+    worker.wire.changed()
+    worker.wire.arm()
+    assert not worker.is_written
+
+
+def test_between_an_update_and_the_next_call_an_eager_one_sees_what_comes(
+    worker: Worker,
+) -> None:
+    board = Board.create(1)
+    for is_eager in (False, True):
+        worker.wire.attach(board.path, 1, is_eager)
+        worker.wire.changed()
+        worker.model.up.weight.data.mul_(2)
+        worker.wire.arm()
+        assert worker.is_written is is_eager
+    board.unlink()
+    board.close()
+
+
+def test_the_board_tells_of_a_load_and_not_of_an_update(worker: Worker) -> None:
+    board = Board.create(1)
+    worker.wire.attach(board.path, 1, False)
+    worker.wire.changed()
+    assert not board.is_touched()
+    worker.model.load_weights(fresh())
+    assert board.is_touched()
+    board.untouch()
+    assert not board.is_touched()
+    board.unlink()
+    board.close()
+
+
+def test_what_was_made_blank_is_missing_until_all_of_it_is_written(
+    worker: Worker,
+) -> None:
+    kept = worker.model.down.weight.detach().clone()
+    worker.wire.make_blank(["do*"])
+    assert worker.model.down.weight.equal(kept)
+    worker.wire.make_blank()
+    told = worker.wire.look()
+    assert (told.num_missing, told.num_required) == (2, 2)
+    assert told.missing == list(NAMES)
+    up = worker.model.up.weight
+    up.data[:-1].fill_(1)
+    worker.model.load_weights(fresh("down.weight"))
+    told = worker.wire.look()
+    assert (told.num_missing, told.missing, told.is_written) == (1, ["up.weight"], True)
+    up.data[-1].fill_(1)
+    assert worker.wire.look().num_missing == 0
+    worker.wire.changed()
+    assert worker.wire.look().num_required == 0
+
+
+def test_a_drafter_is_not_waited_for() -> None:
+    draft = Model()
+    kept = draft.up.weight.detach().clone()
+    worker = Worker(draft)
+    worker.wire.make_blank()
+    assert draft.up.weight.equal(kept)
+    assert worker.wire.look().num_required == 2
+
+
+def test_weights_that_cannot_be_sampled_hold_nobody_up(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> Any:
+        raise torch.OutOfMemoryError("of a test")
+
+    monkeypatch.setattr("vllm.inflight.commit.fingerprint.sample", fail)
+    worker.wire.changed()
+    worker.wire.arm()
+    assert not worker.is_written
+    worker.model.load_weights(fresh())
+    assert worker.is_written
+
+
+def test_layers_of_a_model_that_is_gone_have_no_tripwire() -> None:
+    import gc
+
+    worker = Worker()
+    layer = worker.model.up
+    assert wire_of(layer) is worker.wire
+    wire = worker.wire
+    del worker
+    gc.collect()
+    assert wire_of(layer) is wire
+    del wire
+    gc.collect()
+    assert wire_of(layer) is None
+
+
+def test_loads_from_another_thread_are_noted_too(worker: Worker) -> None:
+    thread = threading.Thread(target=lambda: worker.model.load_weights(fresh()))
+    thread.start()
+    thread.join()
+    assert worker.is_written

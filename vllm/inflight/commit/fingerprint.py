@@ -1,0 +1,137 @@
+"""Fingerprints of tensors: whether anything has written into them, and how much of it.
+
+A fingerprint is a sample of the bytes of a tensor, copied to the host. It sees every
+write, whoever made it: through `.data`, by a kernel on another stream, by a network
+card. Reading whole weights would take much longer than a step. `LINES` lines of
+`LINE_BYTES` are 2048 numbers in bf16: an optimizer's step that changes one number in
+a hundred is missed with a probability of 1e-9 per tensor. A write of a few numbers by
+such a way can be missed.
+
+A blank tensor holds one number of 64 bits all over. What is not blank any more has
+been written since, so the words that are left tell whether all of it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+LINES = 64
+"""Lines of a tensor that are looked at, at equal distances."""
+LINE_BYTES = 64
+WORD_BYTES = 8
+SLAB_WORDS = 1 << 24
+"""Words that are compared at once, which takes a byte of memory for each."""
+BLANK = 0x0D0B_0705_0B03_0907
+"""A small finite number in every dtype, so that a step on blank weights is harmless."""
+
+Sample = list[torch.Tensor]
+"""One tensor of the host for each tensor that was sampled."""
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The memory of a tensor as int64 words, shape `[nbytes // 8]`.
+
+    A word that is shared with what lies beside the tensor is left out. None if the
+    elements of the tensor do not lie side by side.
+    """
+    if not _is_dense(tensor):
+        return None
+    begin = tensor.storage_offset() * tensor.element_size()
+    first, last = -(-begin // WORD_BYTES), (begin + tensor.nbytes) // WORD_BYTES
+    return _memory_of(tensor, torch.int64, first, max(0, last - first))
+
+
+def sample(tensors: Sequence[torch.Tensor]) -> Sample:
+    """A sample of each tensor, on the host; waits for the current stream."""
+    lines: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
+    is_long: list[bool] = []
+    for tensor in tensors:
+        words = words_of(tensor)
+        is_long.append(words is not None and words.nbytes > LINES * LINE_BYTES)
+        if words is not None and is_long[-1]:
+            lines.append(_lines_of(words))
+        else:
+            rest.append(_bytes_of(tensor))
+    sampled = iter(_to_host(lines, [LINES] * len(lines)))
+    others = iter(_to_host(rest, [each.numel() for each in rest]))
+    return [next(sampled if long else others) for long in is_long]
+
+
+def is_same(one: Sample, other: Sample) -> bool:
+    """Whether two samples of the same tensors are equal."""
+    pairs = zip(one, other, strict=True)
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+def make_blank(tensor: torch.Tensor) -> bool:
+    """Fill a tensor with `BLANK`; whether that can be seen in it afterwards."""
+    words = words_of(tensor)
+    if words is None or not words.numel():
+        return False
+    words.fill_(BLANK)
+    return True
+
+
+def is_blank_in(sampled: torch.Tensor) -> bool:
+    """Whether a sample of a tensor that was blank has a blank word left."""
+    flat = sampled.reshape(-1)
+    if flat.dtype is not torch.int64:
+        flat = flat[: flat.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
+    return bool((flat == BLANK).any())
+
+
+def has_blank(tensor: torch.Tensor) -> bool:
+    """Whether anything is left blank of a tensor; reads all of it."""
+    words = words_of(tensor)
+    if words is None:
+        return False
+    return any(bool((slab == BLANK).any()) for slab in words.split(SLAB_WORDS))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one piece of memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _lines_of(words: torch.Tensor) -> torch.Tensor:
+    width = LINE_BYTES // WORD_BYTES
+    step = (words.numel() - width) // (LINES - 1)
+    return words.as_strided((LINES, width), (step, 1), words.storage_offset())
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a small tensor; the first ones of one with gaps."""
+    whole = tensor.detach()
+    if not _is_dense(whole):
+        whole = whole.reshape(-1)[: LINES * LINE_BYTES // whole.element_size()]
+    begin = whole.storage_offset() * whole.element_size()
+    return _memory_of(whole, torch.uint8, int(begin), whole.nbytes)
+
+
+def _memory_of(
+    tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int
+) -> torch.Tensor:
+    """Some of the memory that a tensor lies in, counted in elements of `dtype`."""
+    view = torch.empty(0, dtype=dtype, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), first, (count,), (1,))
+
+
+def _to_host(pieces: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+    """Copy pieces of one width, device by device, in their order."""
+    found: list[torch.Tensor] = [torch.empty(0)] * len(pieces)
+    for device in {piece.device for piece in pieces}:
+        own = [i for i, piece in enumerate(pieces) if piece.device == device]
+        joined = torch.cat([pieces[i] for i in own]).cpu()
+        for i, part in zip(own, joined.split([sizes[i] for i in own]), strict=True):
+            found[i] = part
+    return found
