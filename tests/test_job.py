@@ -15,6 +15,7 @@ from tests.waiting import until
 from vllm.inflight.engine.ranks import verdict
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.stager import Stager
 from vllm.inflight.wire.engine import StagedEngine
@@ -83,6 +84,7 @@ def stager(board: Board, transport: Transport) -> Iterator[Stager]:
         device=worker.device, live=None, module=None, reason=None, num_threads=1
     )
     shadow.arenas = ()
+    shadow.origin = Origin({"norm.weight": (4,)})
     made = Stager(worker, shadow, lambda _: lambda: 0.0)
     made.attach(board.path, NUM_RANKS)
     made.lane = nullcontext  # type: ignore[method-assign]

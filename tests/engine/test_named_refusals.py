@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.engine.mixtures import behind
-from tests.engine.probe import send
+from tests.engine.probe import greedy, send
 from tests.families import cpu_options
 from tests.seeing import SEEING as SEEN
 from tests.tiny_vision import make_seeing
@@ -263,6 +263,34 @@ def test_files_whose_headers_are_wrong_are_not_read(
     name = next(subject.one_of_each_kind())
     refusal = subject.refused({**subject.tensors, name: subject.tensors[name][:-1]})
     assert (refusal.causes, refusal.tensors) == ({Cause.SHAPE: 1}, [name])
+
+
+@pytest.mark.parametrize("way", ["files", "announced"])
+def test_what_is_refused_before_the_first_byte_costs_no_way_back(
+    subject: Subject, way: str
+) -> None:
+    """Names that only the model's loader can judge, and shapes, and what is missing."""
+    llm, tensors = subject.llm, dict(subject.tensors)
+    first, second, *_ = subject.one_of_each_kind()
+    told = []
+    for rows in (2, 3):
+        subject.save(tensors | {first: tensors[first].roll(rows, 0)})
+        llm.update_weights_from_disk(str(subject.folder), str(rows))
+        told.append(greedy(llm))
+    assert told[0] != told[1]
+    rest = {n: t for n, t in tensors.items() if n != second}
+    for wrong, cause in (
+        ({"module." + n: t for n, t in tensors.items()}, Cause.UNKNOWN),
+        (tensors | {"module.strange.weight": torch.ones(3)}, Cause.UNKNOWN),
+        (rest | {second: tensors[second][:-1]}, Cause.SHAPE),
+        (rest, Cause.MISSING),
+    ):
+        assert subject.refused(wrong, way).causes.keys() == {cause}
+        assert llm.weight_info()["previous"]["weight_version"] == "2"
+    assert llm.rollback_weights()["weight_version"] == "2"
+    assert greedy(llm) == told[0]
+    assert llm.rollback_weights()["weight_version"] == "3"
+    assert greedy(llm) == told[1]
 
 
 @pytest.mark.parametrize("way", WAYS)

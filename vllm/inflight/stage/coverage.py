@@ -297,6 +297,7 @@ class Coverage:
         """A tensor has come for a parameter that is full."""
         self.num_loads += 1
         self.refilled.add(name)
+        self.touched.add(name)
         return True
 
     def _is_drafting(self) -> bool:

@@ -154,8 +154,11 @@ class Inspection:
         """Whether what such a tensor fills has another name in a checkpoint.
 
         A loader that maps names takes a fused parameter by the engine's name of it, one
-        of `params`, and its parts by theirs.
+        of `params`, and its parts by theirs. Two names that the engine's own checkpoint
+        has may fill one parameter, as they did at the start.
         """
+        if self._origin:
+            return name not in self._origin
         return self.is_strange(name) or (name not in self._known and name in params)
 
     def admits(self, name: str, tensor: torch.Tensor) -> bool:
@@ -436,12 +439,12 @@ class Inspection:
     ) -> WeightsMismatch:
         """One refusal, in which nothing is missing that has come under another name."""
         undeclared = [n for n in came if n in wrong and wrong[n].cause is Cause.SUBSET]
-        if undeclared and len(undeclared) == len(came):
-            patterns = self._manifest.subset
+        idle = idle_patterns(self._manifest.subset, self._names(())) if came else []
+        if idle and len(undeclared) == len(came):
             return WeightsMismatch(
-                f"no tensor matches {listed(patterns)} of the subset: none of the "
-                f"{len(came)} that were sent does",
-                named={Cause.SUBSET: patterns},
+                f"no tensor matches {listed(idle)} of the subset, neither of the model "
+                f"nor of the {len(came)} that were sent",
+                named={Cause.SUBSET: idle},
             )
         kept = [name for name in came if name not in unknown]
         known = self._origin.known or self._known

@@ -179,6 +179,7 @@ class Intake:
                     self._inspection.note_unknown(name)
                     continue
                 before = coverage.num_loads
+                coverage.touched.clear()
                 entry = Entry(tensor.shape, tensor.dtype)
                 coverage.handed, coverage.entry = tensor, entry
                 if self._inspection.is_strange(name):
@@ -194,7 +195,7 @@ class Intake:
                     elif coverage.num_loads == before:
                         self.unfilled.append(name)
                 if self._inspection.is_renamed(name, coverage.fills):
-                    self._renamed.update(param for param, _ in entry.filled)
+                    self._renamed |= coverage.touched
                 for param, _ in () if entry.is_traced else entry.filled:
                     self._computed.setdefault(param, []).append(name)
                 if entry.num_unread and self._shadow.is_alone:
@@ -431,8 +432,7 @@ class Intake:
         if self.coverage.has_strays:
             self._shadow.plan.forget()  # they would not come if all else were replayed
         why = "it is filled by tensors of two names"
-        # One shape is in a checkpoint for each part of a fused layer that is quantised.
-        for param in sorted(self.coverage.refilled - self._shadow.quantised):
+        for param in sorted(self._renamed & self.coverage.refilled):
             inspection.note_wrong(param, Cause.DUPLICATE, why)
         inspection.compare_heads()
         self._note_unused(lambda name: not self._shadow.may_idle(name))

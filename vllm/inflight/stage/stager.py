@@ -242,7 +242,8 @@ class Stager:
         module = self.shadow.module
         assert module is not None
         layout, facts = self._where(), self._facts(content)
-        self._marks[1] = marks_of(layout, module, facts)
+        with undirected():
+            self._marks[1] = marks_of(layout, module, facts)
         layout.slices(copies(layout, facts))  # decoding would wait for it later
         self._settle_garbage()
         if self.served is None or content is None:
