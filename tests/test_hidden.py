@@ -13,6 +13,7 @@ import torch
 from vllm.config import ParallelConfig
 from vllm.model_executor.models.utils import StageMissingLayer
 
+from vllm.inflight.stage import quantised
 from vllm.inflight.stage.hidden import HiddenWeights
 
 
@@ -179,3 +180,21 @@ def test_a_hidden_layer_without_weights_is_none_of_a_version() -> None:
 )
 def test_what_no_version_has_of_its_own_keeps_no_update_out(value: Any) -> None:
     assert paths(holding(value)) == []
+
+
+def test_what_a_quantised_layer_holds_is_looked_into_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    monkeypatch.setattr(quantised, "is_processed", lambda layer: layer is layers[0])
+    shared = Record(torch.ones(2))
+    for layer in layers:
+        vars(layer)["it"] = shared
+    assert paths(torch.nn.Sequential(*layers)) == ["it.weight"]
+
+
+def test_a_container_is_looked_into_from_near_and_from_far() -> None:
+    layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    numbers = [torch.ones(4, dtype=torch.int8)]
+    vars(layers[0])["far"], vars(layers[1])["near"] = Record(numbers), numbers
+    assert paths(torch.nn.Sequential(*layers)) == ["near[0]"]

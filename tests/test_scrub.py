@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from array import array
 from math import prod
 from typing import Any
@@ -155,6 +156,37 @@ def test_what_changes_while_it_is_read_is_read_again():
         sets.stager.flip()
         assert sets.stager.scrub("slice") is None
         assert sets.stager.scrub("result") is None
+
+
+def test_who_asks_while_another_thread_makes_slices_reads_all_of_them(monkeypatch):
+    """The thread that stages makes them, and the one that decodes may ask then."""
+    is_making, goes_on = threading.Event(), threading.Event()
+
+    class Slow(scrub.Slice):
+        def add(self, *args: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                is_making.set()
+                goes_on.wait(30)
+            super().add(*args)
+
+    with Arena.open(HOST, 1 << 26) as arena:
+        sets = Sets(arena, kind=Model, first=version(0))
+        sets.shadow.asks_loader = True
+        monkeypatch.setattr(scrub, "Slice", Slow)
+        staging = threading.Thread(
+            target=lambda: sets.stage(version(1).items()), daemon=True
+        )
+        staging.start()
+        assert is_making.wait(30)
+        assert sets.stager.scrub("begin") is None, "decoding does not wait for it"
+        layout = sets.stager._layout
+        asked = layout.slices(set())
+        goes_on.set()
+        staging.join()
+        num_places = len(layout.places)
+        assert sum(len(each._of_host) for each in asked) == num_places
+        assert sum(len(e._of_host) for e in layout.slices(set())) == num_places
+        assert sets.stager.scrub("begin") == len(asked)
 
 
 def reply(held: dict[str, tuple[torch.Tensor, torch.Tensor, int]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests.engine.drafted import Drafted, drafted
 from tests.engine.test_pause_features import GREEDY as LONG
 from tests.engine.test_pause_features import lived
 from tests.tiny_drafters import METHODS, drafting, make_drafter
-from vllm.inflight.errors import Conflict, WeightsMismatch
+from vllm.inflight.errors import Conflict, EngineAsleep, WeightsMismatch
 from vllm.inflight.update import DRAFT
 
 pytestmark = pytest.mark.engine
@@ -183,6 +183,18 @@ def test_requests_live_through_commits_of_both(
         spans = [(s.version, s.start, s.end) for s in choice.weight_versions]
         (_, _, middle), _ = spans
         assert spans == [("old", 0, middle), ("new", middle, 60)]
+
+
+def test_a_drafter_is_no_model_in_the_place_of_one_that_is_gone(
+    llm: Any, old: Path, drafters: dict[str, Path]
+) -> None:
+    core = llm.llm_engine.engine_core.engine_core
+    core.inflight_gate.sleep.lose("a test has written over them")
+    with pytest.raises(EngineAsleep, match="written over"):
+        llm.update_weights_from_disk(None, "part", draft_path=str(drafters["new"]))
+    assert llm.weight_info()["weights"] == "gone"
+    llm.update_weights_from_disk(str(old), "old", draft_path=str(drafters["old"]))
+    assert llm.weight_info()["weights"] == "live"
 
 
 def test_half_a_drafter_is_refused_with_what_is_missing(

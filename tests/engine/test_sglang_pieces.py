@@ -177,10 +177,13 @@ def test_a_tied_head_that_comes_last_and_is_the_embedding_costs_nothing(
     assert (sender.door.label, sender.previous, sender.active) == (served, "old", None)
 
 
+@pytest.mark.parametrize("verify", ["digest", "served"])
 @pytest.mark.parametrize("label", [None, "new"])
 def test_a_tied_head_that_comes_last_and_is_another_takes_its_version_back(
-    sender: Sender, label: str | None
+    sender: Sender, label: str | None, verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config = sender.door.core.vllm_config
+    monkeypatch.setattr(config, "additional_config", {"inflight": {"verify": verify}})
     before = said(sender.door.core)
     sender.send(sender.rest, label)
     status, message = sender.refused(sender.other, label)

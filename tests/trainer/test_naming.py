@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 
 from tests.trainer import test_engines
 from tests.trainer.stand_in import NAMES, START, publisher, weights
-from vllm.inflight.errors import ConfigError, EngineFault, WeightsMismatch
+from tests.waiting import until
+from vllm.inflight.errors import (
+    Cancelled,
+    ConfigError,
+    EngineFault,
+    EngineUnreachable,
+    WeightsMismatch,
+)
 from vllm.inflight.trainer import Publisher
 
 
@@ -151,3 +159,26 @@ async def test_on_the_loop_of_an_engine_its_names_are_asked_for_in_the_backgroun
     with Publisher(Named(), {"module.a": torch.ones(4)}, name_map="auto") as to:
         future = to.publish(block=False)
         assert (await asyncio.wrap_future(future)).mapped == {"module.a": "a"}
+
+
+def test_an_engine_that_does_not_tell_its_names_is_unreachable_in_time(engine):
+    engine.held[NAMES] = held = threading.Event()
+    with (
+        publisher(engine, prefixed(), name_map="auto", timeout_s=1) as to,
+        pytest.raises(EngineUnreachable, match="no answer"),
+    ):
+        to.publish()
+    held.set()
+
+
+def test_what_is_given_up_does_not_wait_for_names(engine):
+    engine.held[NAMES] = held = threading.Event()
+    with (
+        pytest.raises(ZeroDivisionError),
+        publisher(engine, prefixed(), name_map="auto", timeout_s=60) as to,
+    ):
+        future = to.publish(block=False)
+        until(lambda: engine.bodies(NAMES))
+        raise ZeroDivisionError
+    assert isinstance(future.exception(timeout=1), Cancelled)
+    held.set()

@@ -17,6 +17,7 @@ from tests.trainer.stand_in import (
 )
 from tests.waiting import until
 from vllm.inflight.api.rate import Rate
+from vllm.inflight.background import Background
 from vllm.inflight.errors import TooManyUpdates, UpdateBusy, WeightsMismatch
 from vllm.inflight.trainer import Outcome
 from vllm.inflight.trainer.parcel import Parcel
@@ -77,12 +78,14 @@ def test_what_comes_too_late_by_the_rate_is_not_waited_for(engine):
 def test_a_snapshot_that_cannot_be_removed_fails_its_publish_and_no_other(
     engine, monkeypatch
 ):
+    remove = Parcel.remove
+
+    def fail(parcel):
+        remove(parcel)
+        raise OSError("no")
+
     with publisher(engine) as to:
         with monkeypatch.context() as broken:
-
-            def fail(parcel):
-                raise OSError("no")
-
             broken.setattr(Parcel, "remove", fail)
             with pytest.raises(OSError, match="no"):
                 to.publish("v1", block=False).result(timeout=60)
@@ -247,3 +250,36 @@ def test_one_that_comes_after_the_last_does_not_replace_it(engine):
     closing.result(20)
     assert not last.result().skipped
     assert engine.version["weight_version"] == "last"
+
+
+def test_a_thread_that_cannot_start_leaves_a_publisher_that_can(engine, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with publisher(engine) as to:
+        with monkeypatch.context() as patch:
+            patch.setattr(Background, "start", fail)
+            with pytest.raises(RuntimeError, match="new thread"):
+                to.publish(block=False)
+        assert parcels() == set()
+        assert to.publish("v").version == "v"
+
+
+def test_a_snapshot_that_is_not_removed_ends_no_thread(engine, monkeypatch, caplog):
+    def fail(parcel):
+        remove(parcel)
+        raise OSError("it is busy")
+
+    remove = Parcel.remove
+    engine.held[START] = held = threading.Event()
+    with publisher(engine) as to:
+        first = to.publish("first", block=False)
+        second = to.publish("second", block=False)
+        assert second.cancel()
+        monkeypatch.setattr(Parcel, "remove", fail)
+        held.set()
+        with pytest.raises(OSError, match="it is busy"):
+            first.result()
+        until(lambda: "a snapshot was not removed: it is busy" in caplog.text)
+        monkeypatch.setattr(Parcel, "remove", remove)
+        assert to.publish("third").version == "third"

@@ -160,14 +160,14 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         module.register_parameter(name, torch.nn.Parameter(tensor * 0))
     shadow = SimpleNamespace(
         module=module,
+        load=module.load_weights,
         device=CPU,
         required={name: tensor.shape for name, tensor in named.items()},
         known_names={n: (list(t.shape), "float32") for n, t in named.items()},
         asks_loader=False,
         classifier=None,
         spares=Spares(),
-        plan=Plan(),
-        load=module.load_weights,
+        plan=Plan(is_replayed=False),
         tables={},
         views={},
         behind=set(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.waiting import until
 from tests.wire.peers import (
     BUCKET_BYTES,
     CPU,
@@ -22,6 +24,7 @@ from tests.wire.peers import (
     host,
     init_info,
     open_sender,
+    open_things,
     process,
 )
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
@@ -31,6 +34,7 @@ from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.plain import _PlainNccl
 from vllm.inflight.wire.receiver import Receiver
 from vllm.inflight.wire.rendezvous import Rendezvous
+from vllm.inflight.wire.sender import Sender
 from vllm.inflight.wire.watch import Watch, in_background
 
 SOON_S = 10.0
@@ -196,3 +200,29 @@ def test_a_trainer_that_dies_before_its_group_of_torchs_is_open_fails_the_transf
         trainer.join()
         with pytest.raises(TransferFault, match="the trainer was lost"):
             plain.open_plain(meeting, CPU, PATIENT)
+
+
+def test_a_trainer_that_opens_no_buckets_tells_its_workers_at_once(worker):
+    meeting = host()
+    opening = in_background(
+        lambda: Sender(open_group(meeting, CPU, PATIENT), 0, PATIENT)
+    )
+    began = time.monotonic()
+    with pytest.raises(TransferFault, match="num_buckets must be at least 1"):
+        join(worker, meeting.port)
+    assert time.monotonic() - began < SOON_S
+    with pytest.raises(ValueError, match="num_buckets must be at least 1"):
+        opening.result(SOON_S)
+
+
+def test_a_trainer_that_cannot_say_where_to_meet_leaves_nothing_open(monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no socket")
+
+    before = open_things()
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_server", fail)
+        with pytest.raises(OSError, match="no socket"):
+            host()
+    gc.collect()
+    until(lambda: open_things() == before)

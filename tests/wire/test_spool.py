@@ -64,6 +64,32 @@ def bucket(names: list[str]) -> str:
     return base64.b64encode(save(whole, {"metadata": json.dumps(parts)})).decode()
 
 
+def flat(whole: torch.Tensor, parts: str) -> str:
+    data = save({"flattened_tensor": whole}, {"metadata": parts})
+    return base64.b64encode(data).decode()
+
+
+ROW = {"name": "a", "shape": [4], "dtype": "uint8", "start_idx": 0, "end_idx": 1}
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "told"),
+    [
+        (torch.zeros(1, 4, dtype=torch.uint8), json.dumps([ROW]), "one dimension"),
+        (torch.zeros((), dtype=torch.uint8), json.dumps([ROW]), "one dimension"),
+        (torch.zeros(4, dtype=torch.uint8), "[" * 100_000, "not a whole"),
+    ],
+    ids=["rows", "a number", "deep"],
+)
+def test_a_bucket_is_a_row_of_bytes(prefix, whole, parts, told):
+    with (
+        pytest.raises(Malformed, match=told),
+        spooled([flat(whole, parts)], "flattened_bucket", allow_pickle=False),
+    ):
+        pass
+    assert left(prefix) == []
+
+
 def pickled(names: list[str]) -> str:
     pairs = [(name, torch.ones(1)) for name in names]
     return base64.b64encode(pickle.dumps(pairs)).decode()

@@ -94,6 +94,8 @@ class Packer:
     def packed(self) -> dict[str, Any]:
         """All of it, packed, however short it is."""
         self._close()
+        if not self._blocks:
+            self._blocks.append(_block([]))
         return {
             MARK: self._blocks,
             "kind": self._kind.__name__,
@@ -108,9 +110,13 @@ class Packer:
 
     def _close(self) -> None:
         if self._open:
-            self._blocks.append(zlib.compress(msgspec.msgpack.encode(self._open), 1))
+            self._blocks.append(_block(self._open))
             self.length += len(self._open)
             self._open = []
+
+
+def _block(entries: list[Any]) -> bytes:
+    return zlib.compress(msgspec.msgpack.encode(entries), 1)
 
 
 def is_packed(value: Any) -> bool:
@@ -118,7 +124,9 @@ def is_packed(value: Any) -> bool:
     if not isinstance(value, dict) or MARK not in value:
         return False
     blocks = value[MARK]
-    return isinstance(blocks, list) and all(isinstance(b, bytes) for b in blocks)
+    # Of none, an object of JSON could say that it is one.
+    is_bytes = isinstance(blocks, list) and all(isinstance(b, bytes) for b in blocks)
+    return is_bytes and bool(blocks)
 
 
 def blocks(value: Any) -> Iterator[list[Any]]:

@@ -40,6 +40,8 @@ class Update:
     """Of the whole version that every rank staged, once they agree; None: not known."""
     sent: str | None = None
     """Digest of the tensors that every rank was sent."""
+    is_whole: bool = True
+    """Whether it brings all of the model, and not a subset or the drafter alone."""
     base: str = ""
     """What was served when it began, as this engine knows it; see `Served`."""
     num_bytes: int = 0

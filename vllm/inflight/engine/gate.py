@@ -229,7 +229,8 @@ class Gate:
             self.counts.committed(update)
             treated = self.pauses.treat(mode, flush_cache=flush_cache)
             update.result |= self.counts.treated(treated)
-            self.sleep.filled()
+            if update.is_whole:
+                self.sleep.filled()
             self.scrubs.committed(update)
             self.events.committed(update, self.version, facts["gap_ms"])
             return update.result

@@ -28,6 +28,8 @@ from vllm.inflight.errors import EngineAsleep, EngineFault
 DIFFERENT = "different"
 PAUSE_S = 0.05
 """Between two slices of a scrub that nobody hurries."""
+RETRY_S = 0.01
+"""Before what is served is read again, because it changed meanwhile."""
 MOST_NAMED = 16
 
 logger = upstream.init_logger(__name__)
@@ -48,8 +50,12 @@ class Scrubs:
         self._lock = threading.Lock()
         self._waiting: list[Future[Result]] = []
         self._thread: Background | None = None
+        self._is_due = False
+        """Whether what is served has to be scrubbed, though nobody waits for it."""
         self._wake = threading.Event()
         self._is_closed = False
+        self._num_changes = 0
+        """Of the weights, when the last scrub read them."""
         self.last: Result | None = None
         """What the last scrub found."""
         self.results: Counter[str] = Counter()
@@ -83,14 +89,17 @@ class Scrubs:
         if is_new or self._is_always_due:
             self._num_relied_on = update.num_replayed
             with self._lock:
+                self._is_due = True
                 self._ensure_thread()
             self._wake.set()
 
     def state(self) -> Result | None:
-        """What the last scrub found; None if what it read is not served any more."""
-        last = self.last
-        is_served = last is not None and last["epoch"] == self._gate.version.epoch
-        return last if is_served else None
+        """What the last scrub found; None if what it read is not served any more.
+
+        What is served under another name is the same weights still.
+        """
+        is_served = self._num_changes == self._gate.served.changes
+        return self.last if is_served else None
 
     @property
     def differs(self) -> bool:
@@ -135,25 +144,30 @@ class Scrubs:
             self._wake.clear()
             with self._lock:
                 waiting, self._waiting = self._waiting, []
+                is_due, self._is_due = self._is_due, False
             if not self._is_closed:
-                self._scrub(waiting)
+                self._scrub(waiting, is_due=is_due)
                 waiting = []
             with self._lock:
-                if not (self._waiting or self._interval_s):
+                # What came meanwhile has set the event before, or will find no thread.
+                if not (self._waiting or self._is_due or self._interval_s):
                     self._thread = None
                     return
+                if self._waiting or self._is_due:
+                    self._wake.set()
         with self._lock:
             waiting += self._waiting
             self._waiting, self._thread = [], None
         for future in waiting:
             future.set_exception(EngineFault("the engine has been shut down"))
 
-    def _scrub(self, waiting: list[Future[Result]]) -> None:
+    def _scrub(self, waiting: list[Future[Result]], *, is_due: bool) -> None:
         try:
             result = self._once(PAUSE_S if not waiting else 0.0)
-            while result is None and waiting:
+            while result is None and (waiting or is_due):
                 if self._is_closed:
                     raise EngineFault("the engine has been shut down")
+                time.sleep(RETRY_S)
                 result = self._once(0.0)
         except Exception as error:
             if not waiting and not isinstance(error, EngineAsleep):
@@ -166,9 +180,12 @@ class Scrubs:
             future.set_result(result)
 
     def _once(self, pause_s: float) -> Result | None:
-        """One scrub; None if what is served has changed meanwhile."""
+        """One scrub; None if what is served has changed meanwhile, or is about to."""
         began = time.monotonic()
         version = self._between_steps(self._begin)
+        if version is None:
+            return None
+        num_changes = version.pop("num_changes")
         for _ in range(version.pop("num_slices")):
             if self._is_closed:
                 return None
@@ -178,6 +195,7 @@ class Scrubs:
         result: Result | None = self._between_steps(partial(self._end, version))
         if result is not None:
             result["seconds"] = round(time.monotonic() - began, 3)
+            self._num_changes = num_changes
             self._tell(result)
         return result
 
@@ -187,15 +205,19 @@ class Scrubs:
             return turns.run(call)
         return turns.submit(call).result()
 
-    def _begin(self) -> Result:
+    def _begin(self) -> Result | None:
+        """What is to be scrubbed; None while a rank works out where things are."""
         self._gate.sleep.check_weights(is_whole=False)
-        num_slices = max(self._gate.ranks.scrub("begin"), default=0)
+        num_slices = self._gate.ranks.scrub("begin")
+        if any(each is None for each in num_slices):
+            return None
         version = self._gate.version
         return {
             "weight_version": version.label,
             "epoch": version.epoch,
             "digest": version.digest,
-            "num_slices": num_slices,
+            "num_slices": max(num_slices, default=0),
+            "num_changes": self._gate.served.changes,
         }
 
     def _end(self, version: Result) -> Result | None:

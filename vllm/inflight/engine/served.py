@@ -79,6 +79,11 @@ class Served:
         return self._state.live.update
 
     @property
+    def changes(self) -> int:
+        """How often the weights' bytes have changed."""
+        return self._state.changes
+
+    @property
     def lineage(self) -> str:
         """See `Live.lineage`."""
         return self._state.live.lineage

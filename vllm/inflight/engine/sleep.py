@@ -101,7 +101,9 @@ class Sleep:
         if method in FILLING:
             manifest = body.get("manifest")
             # One that is no object is refused as what it is, awake or asleep.
-            is_part = isinstance(manifest, dict) and manifest.get("subset")
+            is_part = isinstance(manifest, dict) and (
+                manifest.get("subset") or manifest.get("draft")
+            )
             self.check_weights(is_whole=not is_part)
         elif method in READING:
             self.check_weights(is_whole=False)

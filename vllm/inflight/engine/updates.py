@@ -129,6 +129,7 @@ class Updates:
         if not is_new:
             return update.state()
         update.base = self._served.lineage
+        update.is_whole = manifest is None or not (manifest["subset"] or is_drafters)
         self._last = update
         payload = {
             "manifest": manifest,

@@ -86,8 +86,12 @@ class HiddenWeights:
         for _, layer in layers(model):
             tensors = (*layer._parameters.values(), *layer._buffers.values())
             self._known.update(id(one) for one in (layer, *tensors))
-        self._seen: dict[int, Any] = {}
-        """All that was looked at; held, so that no id is given out a second time."""
+        self._seen: dict[tuple[int, bool, bool], Any] = {}
+        """All that was looked at, and how; held, so that no id is given out twice.
+
+        What is looked at through a quantised layer, or from farther away, is not looked
+        into as closely as another layer that holds it has it looked into.
+        """
 
     def __iter__(self) -> Iterator[tuple[str, torch.nn.Module, str]]:
         for name, layer in layers(self._model):
@@ -105,11 +109,14 @@ class HiddenWeights:
                 continue
             if isinstance(value, torch.Tensor):
                 if _is_weight(reached):
+                    self._known.add(id(value))  # it is reached in many ways
+                    self._seen[id(value), is_deep, True] = value
                     yield reached.path
                 continue
-            if id(value) in self._seen:
+            how = id(value), is_deep, reached.is_near
+            if how in self._seen:
                 continue
-            self._seen[id(value)] = value
+            self._seen[how] = value
             if isinstance(value, torch.nn.Module):
                 yield from self._of_stranger(reached)
             elif (items := _items(reached)) is not None:

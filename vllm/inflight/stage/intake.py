@@ -270,7 +270,7 @@ class Intake:
         """`weights`, as many at once as their transport has."""
         make = getattr(weights, "batches", None)
         if (into := getattr(weights, "into", None)) is not None:
-            with undirected() if make else nullcontext():
+            with undirected():
                 into(self._place)
         batches = make() if make else ([pair] for pair in weights)
         while True:

@@ -266,7 +266,7 @@ class Job(Background):
         """Receive what fills no parameter; the second set is not written."""
         self._transport = self._choose(payload["transport"])
         info = self._read(payload["update_info"])
-        verify = self._config.verify == "digest"
+        verify = self._config.verify != "off"
         comparison = Comparison(self._shadow, self._stager.served, verify=verify)
         with comparison.standing_in():
             self._transport.receive_weights(info)

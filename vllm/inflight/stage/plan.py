@@ -17,6 +17,7 @@ loaded, records for that purpose alone.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -121,6 +122,8 @@ class Plan:
         self._names: dict[str, set[str]] = {}
         """Parameter → the tensors that are recorded to write into it."""
         self._refused: set[str] = set()
+        self.lock = threading.RLock()
+        """Held while entries change, and by whoever looks at all of them."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -186,11 +189,12 @@ class Plan:
             nothing = torch.empty(0, device="cpu")
             entry.copies = [c._replace(target=nothing) for c in entry.copies]
             entry.zeros = [z._replace(target=nothing) for z in entry.zeros]
-        self._drop(name)
-        self.number += 1
-        self._entries[name] = entry
-        for param in entry.params:
-            self._names.setdefault(param, set()).add(name)
+        with self.lock:
+            self._drop(name)
+            self.number += 1
+            self._entries[name] = entry
+            for param in entry.params:
+                self._names.setdefault(param, set()).add(name)
 
     def prove(self, entries: Iterable[Entry]) -> None:
         """Replay these from now on."""
@@ -200,16 +204,18 @@ class Plan:
 
     def refuse(self, names: Iterable[str]) -> None:
         """Forget what was recorded of tensors, for good."""
-        for name in names:
-            self._refused.add(name)
-            self._drop(name)
+        with self.lock:
+            for name in names:
+                self._refused.add(name)
+                self._drop(name)
 
     def forget(self) -> None:
         """Forget everything, and replay nothing from now on."""
-        self.is_replayed = False
-        self.number += 1
-        self._entries.clear()
-        self._names.clear()
+        with self.lock:
+            self.is_replayed = False
+            self.number += 1
+            self._entries.clear()
+            self._names.clear()
 
     def _drop(self, name: str) -> None:
         if (entry := self._entries.pop(name, None)) is not None:

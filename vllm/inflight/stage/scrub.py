@@ -132,8 +132,8 @@ class Layout:
         )
         """What the bytes of each tensor add to its digest, whatever they are."""
 
-        self._copies: set[str] | None = None
-        self._slices: list[Slice] = []
+        self._sliced: tuple[set[str], list[Slice]] | None = None
+        """Parameters that are copies, and the slices that were made for these."""
         self._scratch = Scratch(self.device)
 
     def slices(self, copied: set[str]) -> list[Slice]:
@@ -142,23 +142,26 @@ class Layout:
         Worked out once, and by the thread that stages if there is one: to tell a GPU
         what to read takes long.
         """
-        if self._copies == copied and all(each.is_there() for each in self._slices):
-            return self._slices
+        made = self._sliced
+        if made and made[0] == copied and all(each.is_there() for each in made[1]):
+            return made[1]
         forms = dict(zip(self.names, self.forms, strict=True))
         most = SLICE_BYTES_OF_HOST if self.device.type == "cpu" else SLICE_BYTES
-        self._copies, self._slices = set(copied), []
+        slices: list[Slice] = []
         num_bytes = most
         for place in self.places:
             if num_bytes >= most:
-                self._slices.append(Slice(self._scratch))
+                slices.append(Slice(self._scratch))
                 num_bytes = 0
             param = place.layer._parameters[place.key]
             assert param is not None
             num_bytes += param.nbytes
-            self._slices[-1].add(place, forms if place.param in copied else None)
-        for each in self._slices:
+            slices[-1].add(place, forms if place.param in copied else None)
+        for each in slices:
             each.close()
-        return self._slices
+        # At once, and whole: another thread may ask meanwhile.
+        self._sliced = set(copied), slices
+        return slices
 
     def _place(
         self, name: str, layer: torch.nn.Module, key: str, param: torch.Tensor

@@ -69,6 +69,8 @@ class Stager:
         self._marks: list[Digests | None] = [None, None]
         """Of both, the digests of parameters that are no copies; see scrub.py."""
         self._scrub: Scrub | None = None
+        self._laying = threading.Lock()
+        """Of the thread that works `_layout` out: one that stages, or that decodes."""
         self._layout: Layout | None = None
         """Where what is served, if that was asked or a version was staged."""
         self._board: Board | None = None
@@ -241,10 +243,11 @@ class Stager:
         self._contents[1] = content
         module = self.shadow.module
         assert module is not None
-        layout, facts = self._where(), self._facts(content)
-        with undirected():
+        facts = self._facts(content)
+        with self._laying, undirected():
+            layout = self._where()
             self._marks[1] = marks_of(layout, module, facts)
-        layout.slices(copies(layout, facts))  # decoding would wait for it later
+            layout.slices(copies(layout, facts))  # decoding would wait for it later
         self._settle_garbage()
         if self.served is None or content is None:
             return None
@@ -284,14 +287,23 @@ class Stager:
         """One move of a scrub of what is served, between two steps; see scrub.py.
 
         Args:
-            move: `begin` replies with the number of slices; `slice` reads one; `result`
+            move: `begin` replies with the number of slices, or None while the thread
+                that stages works out where things are; `slice` reads one; `result`
                 replies with what was found, or None if what is served has changed.
 
         """
         with torch.cuda.stream(self.steps.stream):  # of None: the current one
             if move == "begin":
-                facts = self._facts(self._contents[0])
-                self._scrub = Scrub(self._where(), facts, self._marks[0])
+                self._scrub = None
+                # Decoding does not wait for it: whoever scrubs asks again.
+                if not self._laying.acquire(blocking=False):
+                    return None
+                try:
+                    facts = self._facts(self._contents[0])
+                    layout = self._where(may_change=not self.is_busy)
+                    self._scrub = Scrub(layout, facts, self._marks[0])
+                finally:
+                    self._laying.release()
                 return self._scrub.num_slices
             if self._scrub is None:
                 return None
@@ -304,11 +316,20 @@ class Stager:
             self._scrub = None
             return found
 
-    def _where(self) -> Layout:
-        """Where what is served; worked out again when the plan has changed."""
-        if self._layout is None or self._layout.plan_number != self.shadow.plan.number:
-            self._layout = Layout(self.shadow)
-        return self._layout
+    def _where(self, *, may_change: bool = True) -> Layout:
+        """Where what is served; worked out again when the plan has changed.
+
+        Args:
+            may_change: whether it is; not by a thread that decodes, while another one
+                still records what loaders do.
+
+        """
+        plan, layout = self.shadow.plan, self._layout
+        is_old = layout is None or (may_change and layout.plan_number != plan.number)
+        if layout is None or is_old:
+            with plan.lock:
+                layout = self._layout = Layout(self.shadow)
+        return layout
 
     def _facts(self, content: Content | None) -> Mapping[str, Facts]:
         """Of a version; none if its tensors were not digested."""

@@ -225,35 +225,14 @@ class Delivery:
         Returns within the patience also if a call does not, and at once when the
         update is given up. A commit that is under way then may still succeed.
         """
-        self._patience.require()
-        futures = [_begin(call, engine) for engine in self._engines]
-        while not _settled(futures, POLL_S):
-            if self._patience.given_up is not None:
-                if is_commit:
-                    wait(futures, GRACE_S)
-                break
-            if self._patience.overdue_s() > SLACK_S:
-                break
-            if meanwhile is not None:
-                meanwhile()
-        self._note(futures)
-        for engine, future in zip(self._engines, futures, strict=True):
-            if future.done() and (error := future.exception()) is not None:
-                self._patience.end()
-                # Who answers late must not begin after it was aborted.
-                wait(futures, GRACE_S)
-                self._patience.require()
-                raise blamed(error, engine)
-        for engine, future in zip(self._engines, futures, strict=True):
-            if not future.done():
-                self._patience.require()
-                raise blamed(
-                    EngineUnreachable(
-                        f"no answer within {round(self._patience.timeout_s, 1):g} s"
-                    ),
-                    engine,
-                )
-        return [future.result() for future in futures]
+        return asked(
+            self._engines,
+            call,
+            self._patience,
+            meanwhile=meanwhile,
+            noted=self._note,
+            is_commit=is_commit,
+        )
 
     def _note(self, futures: Sequence[Future[Reply]]) -> None:
         """Note which engines did not answer."""
@@ -274,6 +253,66 @@ class Delivery:
                 report = engine.status(self.update_id, patience)
                 done = min(done, received_bytes(report))
         self._progress("transfer", done, total_bytes)
+
+
+def asked(
+    engines: Sequence[Engine],
+    call: Callable[[Engine], Reply],
+    patience: Patience,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+    noted: Callable[[Sequence[Future[Reply]]], None] | None = None,
+    is_commit: bool = False,
+) -> list[Reply]:
+    """`call` on every engine at once; raises the first failure.
+
+    Returns within the patience also if a call does not, and at once when the patience
+    is given up. A commit that is under way then may still succeed.
+
+    Args:
+        engines: that are asked.
+        call: what each is asked.
+        patience: how long.
+        meanwhile: called while they are waited for.
+        noted: told of the calls when no more is waited for them.
+        is_commit: whether `call` commits.
+
+    Raises:
+        EngineUnreachable: an engine does not answer in time.
+        Cancelled: the patience was given up.
+        InflightError: what an engine refused; the message names the engine.
+
+    """
+    patience.require()
+    futures = [_begin(call, engine) for engine in engines]
+    while not _settled(futures, POLL_S):
+        if patience.given_up is not None:
+            if is_commit:
+                wait(futures, GRACE_S)
+            break
+        if patience.overdue_s() > SLACK_S:
+            break
+        if meanwhile is not None:
+            meanwhile()
+    if noted is not None:
+        noted(futures)
+    for engine, future in zip(engines, futures, strict=True):
+        if future.done() and (error := future.exception()) is not None:
+            patience.end()
+            # Who answers late must not begin after it was aborted.
+            wait(futures, GRACE_S)
+            patience.require()
+            raise blamed(error, engine)
+    for engine, future in zip(engines, futures, strict=True):
+        if not future.done():
+            patience.require()
+            raise blamed(
+                EngineUnreachable(
+                    f"no answer within {round(patience.timeout_s, 1):g} s"
+                ),
+                engine,
+            )
+    return [future.result() for future in futures]
 
 
 class _Retreat:

@@ -7,12 +7,12 @@ and the same kind of dtype. It is made before anything is sent, and told.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from vllm.inflight.background import in_background
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.names import Known, paired
-from vllm.inflight.trainer.engines import Engine, blamed
+from vllm.inflight.trainer.delivery import asked
+from vllm.inflight.trainer.engines import Engine
 from vllm.inflight.trainer.held import is_head
 from vllm.inflight.trainer.patience import Patience
 from vllm.inflight.trainer.server import Reply
@@ -25,6 +25,12 @@ SHOWN = 20
 logger = logging.getLogger(__name__)
 
 Sent = tuple[str, Sequence[int], str]
+
+
+def _known(reply: Reply) -> Known:
+    return {
+        entry["name"]: (entry["shape"], entry["dtype"]) for entry in reply["tensors"]
+    }
 
 
 class Naming:
@@ -54,7 +60,8 @@ class Naming:
         """
         specs = {name: (name, shape, dtype) for name, shape, dtype in sent}
         if not specs.keys() <= self._found.keys():
-            known = [self._known(engine, patience) for engine in self._engines]
+            replies = asked(self._engines, lambda e: e.names(patience), patience)
+            known = [_known(reply) for reply in replies]
             found = [self._paired(specs.values(), one) for one in known]
             for engine, other in zip(self._engines, found, strict=True):
                 if other != found[0]:
@@ -68,18 +75,6 @@ class Naming:
             self._tell({n: to for n, to in found[0].items() if n != to})
             self._found |= found[0]
         return {n: self._found[n] for n in specs if self._found[n] != n}
-
-    def _known(self, engine: Engine, patience: Patience) -> Known:
-        ask: Callable[[], Reply] = lambda: engine.names(patience)  # noqa: E731
-        try:
-            reply = in_background(ask, "inflight-call").result(patience.left())
-        except Exception as error:
-            patience.require()
-            raise blamed(error, engine) from None
-        return {
-            entry["name"]: (entry["shape"], entry["dtype"])
-            for entry in reply["tensors"]
-        }
 
     @staticmethod
     def _paired(sent: Iterable[Sent], known: Known) -> dict[str, str]:

@@ -293,7 +293,11 @@ class Publisher:
         delivery = self._stage(job)
         if delivery is None:
             return job.skipped()
-        job.parcel.remove()
+        try:
+            job.parcel.remove()
+        except BaseException:
+            delivery.retreat()  # else the update would stay open on the engines
+            raise
         staged = time.monotonic()
         replies = delivery.commit(mode=job.mode)
         self._committed = time.monotonic()

@@ -121,12 +121,13 @@ class Queue:
         """Have `job` delivered after the one under way; raises as `make_room` does."""
         with self._changed:
             self._require_open()  # during the snapshot it may have been closed
+            if self._thread is None:
+                thread = Background(self._work, name="inflight-publish")
+                thread.start()  # it may fail, and then nothing waits
+                self._thread = thread
+                _leave_at_exit(self)
             self._waiting = job
             self._changed.notify_all()
-            if self._thread is None:
-                self._thread = Background(self._work, name="inflight-publish")
-                self._thread.start()
-                _leave_at_exit(self)
 
     def result(self, job: Job) -> Outcome:
         """What becomes of `job`; tells what it waits for, if that takes long.
@@ -240,7 +241,8 @@ class Queue:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             outcome, failure = None, None
-            if job.future.set_running_or_notify_cancel():
+            is_wanted = job.future.set_running_or_notify_cancel()
+            if is_wanted:
                 try:
                     outcome = self._deliver(job)
                 except BaseException as error:
@@ -249,10 +251,14 @@ class Queue:
                 job.parcel.remove()
             except Exception as error:  # whoever waits for the job is told below
                 failure = failure or error
+                if not is_wanted:
+                    logger.warning("a snapshot was not removed: %s", error)
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
             # Last, because whoever waits for it may publish again at once.
+            if not is_wanted:
+                continue
             if failure is not None:
                 job.future.set_exception(failure)
             elif outcome is not None:

@@ -93,13 +93,17 @@ class Meeting:
         server = _store(address, port, STORE_S, is_master=True)
         meeting = cls(terms, 0, address, server.port)
         meeting._server = server
-        # Not the server itself: what keeps the client would keep the port.
-        meeting.store = _store(address, server.port, STORE_S)
-        own = meeting.own_address()
-        family = socket.AF_INET6 if ":" in own else socket.AF_INET
-        meeting._listener = socket.create_server((own, 0), family=family)
-        line_port = meeting._listener.getsockname()[1]
-        meeting.store.set(TERMS, json.dumps(asdict(terms) | {"line": line_port}))
+        try:
+            # Not the server itself: what keeps the client would keep the port.
+            meeting.store = _store(address, server.port, STORE_S)
+            own = meeting.own_address()
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            meeting._listener = socket.create_server((own, 0), family=family)
+            line_port = meeting._listener.getsockname()[1]
+            meeting.store.set(TERMS, json.dumps(asdict(terms) | {"line": line_port}))
+        except BaseException as error:
+            meeting.end(f"no worker could be told where to meet: {error}")
+            raise
         return meeting
 
     @classmethod

@@ -72,9 +72,9 @@ def bucket_slots(group: Group, num_buckets: int, watch: Watch) -> Slots:
         TransferFault: the broadcast did not work.
 
     """
-    if num_buckets < 1:
-        raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
     try:
+        if num_buckets < 1:
+            raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
         slots = Slots(num_buckets, group.terms.bucket_bytes, group.device)
         watch.until(group.broadcast([slots.take(0)], watch), "the first broadcast")
     except BaseException as error:

@@ -155,7 +155,7 @@ def _check(file: IO[bytes], load_format: str | None, where: str) -> None:
                 BUCKET: opened.get_tensor(BUCKET),
                 PARTS: json.loads((opened.metadata() or {}).get(PARTS, "null")),
             }
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise Malformed(f"{where} is not a whole safetensors file: {error}") from None
     _write(file, _cut(whole, load_format, where), where)
 
@@ -185,6 +185,9 @@ def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Ten
             add(name, tensor.contiguous().clone())
         return tensors
     bucket, parts = whole[BUCKET], whole[PARTS]
+    if bucket.dim() != 1:
+        # A row of a longer one would be counted as an element.
+        raise Malformed(f"{where}: a bucket has one dimension, got {bucket.dim()}")
     if not isinstance(parts, list):
         raise Malformed(f"{where}: the key {PARTS!r} must hold a list")
     left = bucket.numel()
