@@ -1,9 +1,10 @@
-// Counts infinities and NaNs in any float format whose exponent, when all ones,
-// says so (and fp8 e4m3fn, whose one NaN is all ones below the sign).
+// Counts the elements whose magnitude, read as an integer, is at least some limit.
+// With the smallest that is no finite number these are infinities and NaNs, in any
+// float format; with a smaller one also what becomes an infinity in a shorter format.
 //
-// With `mask` selecting those bits of every element in 8 bytes and `carry` their
-// lowest bit, (x & mask) + carry reaches an element's sign bit exactly when all
-// the selected bits are set, and never leaves the element.
+// With `mask` selecting all bits but the sign of every element in 8 bytes, and `carry`
+// the sign bit minus the limit, (x & mask) + carry reaches an element's sign bit
+// exactly when the magnitude is at least the limit, and never leaves the element.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ inline uint64_t count_signs(uint64_t hits) {
 
 inline uint64_t nonfinite_run(const unsigned char* data, uint64_t length, uint64_t mask,
                               uint64_t carry) {
-  const uint64_t signs = mask + carry;
+  const uint64_t signs = ~mask;
   const auto hits = [=](const unsigned char* at, uint64_t num_bytes) {
     uint64_t word = 0;  // zeros are finite
     std::memcpy(&word, at, num_bytes);

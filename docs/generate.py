@@ -23,7 +23,13 @@ from vllm.inflight import cli, older, patch
 from vllm.inflight.api.flags import GROUP, add_flags
 from vllm.inflight.api.routes import ROUTES
 from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig
-from vllm.inflight.errors import BY_CODE, ConfigError, InflightError, UpstreamChanged
+from vllm.inflight.errors import (
+    BY_CODE,
+    CAUSES,
+    ConfigError,
+    InflightError,
+    UpstreamChanged,
+)
 from vllm.inflight.patch import api as doors
 from vllm.inflight.update import ACTIVE, MOVES, PAUSE_MOVES, STRICTNESS
 
@@ -106,6 +112,12 @@ def errors() -> str:
         if kind is not InflightError
     )
     return table(["code", "HTTP", "what happened", "what to do"], rows)
+
+
+def causes() -> str:
+    """Why tensors of an update are refused."""
+    rows = ([code(cause), *told] for cause, told in CAUSES.items())
+    return table(["cause", "what happened", "what to do"], rows)
 
 
 def patches() -> str:
@@ -212,7 +224,7 @@ def upstream_faults() -> str:
 TABLES: dict[str, list[Callable[[], str]]] = {
     "cli.md": [flags, commands],
     "config.md": [fields, environment],
-    "errors.md": [errors],
+    "errors.md": [errors, causes],
     "how-it-works.md": [moves],
     "http.md": [routes, older_fields],
     "models.md": [families],

@@ -14,6 +14,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.origin import Origin
+from vllm.inflight.stage.places import Places
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.remainder import carry
 from vllm.inflight.stage.shadow import Shadow
@@ -146,6 +147,9 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         spares=Spares(),
         origin=Origin({}),
         may_idle=lambda name: False,
+        has_all=True,
+        dtypes={},
+        places=Places.of(second, dict(second.named_parameters()), Origin({})),
         is_alone=True,
         num_threads=1,
         is_reversible=True,

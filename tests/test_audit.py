@@ -11,7 +11,7 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.stage import audit as audit_module
-from vllm.inflight.stage.audit import ROWS, Audit, nonfinite_bits
+from vllm.inflight.stage.audit import ROWS, Audit, nonfinite_width
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -70,6 +70,27 @@ def check() -> None:
     wanted = zip(ops.digest(values), ops.count_nonfinite(values), strict=True)
     for name, expected in zip(tensors, wanted, strict=True):
         assert seen[name] == expected, name
+    check_converted()
+
+
+PLAIN = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def check_converted() -> None:
+    """What is an infinity in the dtype that it is served in is counted."""
+    found: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
+    for dtype in PLAIN:
+        for served_as in PLAIN:
+            limit = ops.nonfinite_limit(dtype, served_as)
+            about = torch.arange(max(0, limit - 9), limit + 9)
+            values = about.to(ops.INTEGERS[dtype.itemsize]).view(dtype)
+            both = torch.cat([values, -values, torch.randn(999).to(dtype)])
+            found[f"{dtype} {served_as}"] = both, served_as
+    audit = Audit(torch.device("cpu"), {}, None, lambda name, dtype: found[name][1])
+    audit.add([(name, tensor) for name, (tensor, _) in found.items()])
+    for name, _, bad in audit.results():
+        tensor, served_as = found[name]
+        assert bad == int((~tensor.to(served_as).isfinite()).sum()) >= 18, name
 
 
 def test_digests_and_counts_are_those_of_the_cpu():
@@ -101,17 +122,18 @@ def test_a_table_is_made_on_the_host_and_copied_once():
     from vllm.inflight._digest_triton import CHUNKS_PER_PROGRAM, make_table
 
     with torch.device("meta"):  # whatever device is the default of a thread
-        table = make_table([(64, 3), (8, CHUNKS_PER_PROGRAM + 1)], torch.device("cpu"))
+        places = [(64, 3, 5), (8, CHUNKS_PER_PROGRAM + 1, 1 << 62)]
+        table = make_table(places, torch.device("cpu"))
     assert table is not None
     assert table.tolist() == [
-        [64, 3, 0, 0],
-        [8, CHUNKS_PER_PROGRAM + 1, 0, 1],
-        [8, CHUNKS_PER_PROGRAM + 1, CHUNKS_PER_PROGRAM, 1],
+        [64, 3, 0, 0, 5],
+        [8, CHUNKS_PER_PROGRAM + 1, 0, 1, 1 << 62],
+        [8, CHUNKS_PER_PROGRAM + 1, CHUNKS_PER_PROGRAM, 1, 1 << 62],
     ]
 
 
 def test_integers_have_nothing_to_count():
-    assert nonfinite_bits(torch.int8) == (0, 0)
+    assert nonfinite_width(torch.int8) == 0
 
 
 def test_what_a_kernel_uses_is_not_given_out_again_before_its_stream_is_there(

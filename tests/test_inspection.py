@@ -14,7 +14,7 @@ from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.ops import Digest
 from vllm.inflight.stage import intake
 from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.inspection import Inspection
+from vllm.inflight.stage.inspection import MOST_ASKED, Inspection
 from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
@@ -77,8 +77,10 @@ def test_all_that_it_does_not_know_is_told_and_what_comes_after_is_looked_at(set
         sets.stage((renamed(1) | many | bad).items())
     assert {*many, "attention.q"} <= set(refusal.value.tensors)
     assert STRANGE not in refusal.value.tensors
-    assert sets.second.num_loads <= intake.MOST_ASKED + len(version(1))
-    assert f"not looked at, after {intake.MOST_ASKED} unknown" in str(refusal.value)
+    assert refusal.value.num_tensors == len(many) + len(bad)
+    assert refusal.value.causes == {"unknown": len(many), "not_finite": 1}
+    assert sets.second.num_loads <= MOST_ASKED + len(version(1))
+    assert f"was asked about {MOST_ASKED} of these names" in str(refusal.value)
 
 
 def test_what_it_failed_on_is_never_replayed(sets):
@@ -88,7 +90,7 @@ def test_what_it_failed_on_is_never_replayed(sets):
             sets.stage(renamed(1).items())
         assert refusal.value.tensors[0] == STRANGE
     sets.second.is_broken = RuntimeError
-    with pytest.raises(WeightsMismatch, match=f"{STRANGE}: the model cannot take it"):
+    with pytest.raises(WeightsMismatch, match=f"{STRANGE}: the model's loader"):
         sets.stage(renamed(1).items())
     sets.second.is_broken = None
     sets.stage(renamed(1).items())
@@ -145,9 +147,9 @@ def test_what_is_on_the_host_is_looked_into_by_as_many_as_may(
     for name in ("digest", "count_nonfinite"):
         real = getattr(intake.ops, name)
 
-        def looked(tensors, *, num_threads=1, real=real):
+        def looked(tensors, *, num_threads=1, real=real, **how):
             seen.append(num_threads)
-            return real(tensors, num_threads=num_threads)
+            return real(tensors, num_threads=num_threads, **how)
 
         monkeypatch.setattr(intake.ops, name, looked)
     sets.shadow.num_threads = num_threads
@@ -184,8 +186,10 @@ def test_what_is_announced_and_may_yet_come_is_not_called_missing(sets):
     )
     wrong = torch.ones(3)
     assert not inspection.admits("norm", wrong)
-    assert inspection.refusal({}, is_end=False).tensors == ["norm"]
-    assert set(inspection.refusal({}, is_end=True).tensors) == version(1).keys()
+    for is_end, named in ((False, {"norm"}), (True, version(1).keys())):
+        places = sets.shadow.places
+        refusal = inspection.refusal([], places, places.params_of, is_end=is_end)
+        assert set(refusal.tensors) == named
 
 
 def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):

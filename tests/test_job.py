@@ -15,6 +15,7 @@ from tests.waiting import until
 from vllm.inflight.engine.ranks import verdict
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.stager import Stager
 from vllm.inflight.wire.engine import StagedEngine
@@ -68,7 +69,10 @@ def transport() -> Transport:
 def stager(board: Board, transport: Transport) -> Iterator[Stager]:
     """The second rank of two, by a launcher that has started five before it."""
     parallel = SimpleNamespace(
-        rank=6 + RANK, world_size=NUM_RANKS, data_parallel_index=0
+        rank=6 + RANK,
+        world_size=NUM_RANKS,
+        tensor_parallel_size=NUM_RANKS,
+        data_parallel_index=0,
     )
     worker = SimpleNamespace(
         device=torch.device("cpu"),
@@ -80,6 +84,7 @@ def stager(board: Board, transport: Transport) -> Iterator[Stager]:
         device=worker.device, live=None, module=None, reason=None, num_threads=1
     )
     shadow.arenas = ()
+    shadow.origin = Origin({"norm.weight": (4,)})
     made = Stager(worker, shadow, lambda _: lambda: 0.0)
     made.attach(board.path, NUM_RANKS)
     made.lane = nullcontext  # type: ignore[method-assign]

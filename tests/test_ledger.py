@@ -173,6 +173,7 @@ def test_a_failure_is_told_to_whoever_goes_on():
     assert refusal.value.to_dict() == {
         "code": "deadline_exceeded",
         "message": "late",
+        "remedy": DeadlineExceeded.remedy,
         "phase": "aborted",
         "update_id": "u",
     }

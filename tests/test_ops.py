@@ -19,14 +19,46 @@ def random_bits(dtype: torch.dtype, size: int) -> torch.Tensor:
 # Values that are not finite
 
 
-@pytest.mark.parametrize("dtype", ops.NONFINITE_MASKS, ids=str)
+@pytest.mark.parametrize("dtype", ops.NONFINITE, ids=str)
 @pytest.mark.parametrize("size", [1, 7, 255, 4099])
 def test_nonfinite_values_are_counted_as_torch_does(dtype, size):
     tensor = random_bits(dtype, size)
     wide = tensor if dtype.itemsize > 1 else tensor.float()
     expected = int((~wide.isfinite()).sum())
     assert ops.count_nonfinite([tensor]) == [expected]
-    assert ops._nonfinite_reference(tensor) == expected
+    assert ops._nonfinite_reference(tensor, ops.NONFINITE[dtype]) == expected
+
+
+PLAIN = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("served_as", PLAIN, ids=str)
+@pytest.mark.parametrize("dtype", PLAIN, ids=str)
+def test_what_is_no_finite_number_in_the_dtype_it_is_served_in_is_counted(
+    dtype, served_as
+):
+    limit = ops.nonfinite_limit(dtype, served_as)
+    integer = ops.INTEGERS[dtype.itemsize]
+    about = torch.arange(max(0, limit - 50), limit + 50).to(integer).view(dtype)
+    tensor = torch.cat([about, -about, random_bits(dtype, 4001)])
+    expected = int((~tensor.to(served_as).isfinite()).sum())
+    assert expected >= 100
+    assert ops.count_nonfinite([tensor], served_as=[served_as]) == [expected]
+    assert ops._nonfinite_reference(tensor, limit) == expected
+    both = ops.count_nonfinite([tensor, tensor], served_as=[None, served_as])
+    assert both == [int((~tensor.isfinite()).sum()), expected]
+
+
+def test_the_largest_that_rounds_to_a_number_is_one():
+    def first(dtype, served_as):
+        bits = torch.tensor(ops.nonfinite_limit(dtype, served_as))
+        return bits.to(ops.INTEGERS[dtype.itemsize]).view(dtype).item()
+
+    assert first(torch.float32, torch.float16) == 65520.0
+    assert first(torch.bfloat16, torch.float16) == 65536.0
+    assert 3.39e38 < first(torch.float32, torch.bfloat16) < 3.4e38
+    assert first(torch.float16, torch.bfloat16) == float("inf")
+    assert first(torch.bfloat16, torch.float32) == float("inf")
 
 
 FP8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
@@ -39,7 +71,8 @@ def test_every_fp8_pattern_is_judged(dtype):
     assert expected > 0
     square = every.view(16, 16)
     assert ops.count_nonfinite([every, square.t()]) == [expected] * 2
-    assert ops._nonfinite_reference(every) == expected
+    limit = ops.NONFINITE.get(dtype, 0)
+    assert ops._nonfinite_reference(every, limit) == expected
 
 
 def test_nonfinite_values_are_found_in_views_and_by_threads():

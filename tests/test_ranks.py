@@ -8,22 +8,27 @@ import pytest
 import torch
 
 from vllm.inflight.engine.executors import Kind
-from vllm.inflight.engine.ranks import Ranks
+from vllm.inflight.engine.ranks import Ranks, agree, verdict
 from vllm.inflight.errors import (
+    CAUSES,
     ArenaTorn,
+    Cause,
     ConfigError,
     EngineFault,
+    InflightError,
     OutOfDeviceMemory,
     StagingUnavailable,
+    WeightsMismatch,
 )
 from vllm.inflight.patch import worker
 from vllm.inflight.patch.rpc import inflight_attach, inflight_flip
 from vllm.inflight.patch.sleep import inflight_drowse
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.refusal import refusal
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}
-LOST = {"code": "arena_torn", "message": "lost"}
+LOST = {"code": "arena_torn", "message": "lost", "remedy": ArenaTorn.remedy}
 TORN = {"error": "lost", "torn": True, "described": LOST}
 
 
@@ -235,6 +240,71 @@ def test_a_cache_of_a_given_size_must_fit_beside_two_sets(
             determine(rank)
     else:
         assert determine(rank) == asked or 17
+
+
+# ------------------------------------------------------- what several ranks refuse
+def failed(error: InflightError, **more: Any) -> dict[str, Any]:
+    """The notice of a rank on which an update has failed."""
+    named = {"named": error.named} if isinstance(error, WeightsMismatch) else {}
+    return {"serial": 1, "state": "failed", "error": error.to_dict()} | named | more
+
+
+def missing(*names: str) -> WeightsMismatch:
+    return refusal({}, {}, [], names, {}, num_asked=8)
+
+
+def test_one_refusal_names_what_each_rank_has_refused():
+    first, second = missing("a", "b"), missing("b", "c")
+    error = verdict([failed(first), failed(second)], 1)
+    assert isinstance(error, WeightsMismatch)
+    assert (error.tensors, error.causes) == (["a", "b", "c"], {"missing": 3})
+    assert "3 tensors" in str(error)
+    assert "missing: a, b" in str(error) and "missing: b, c" in str(error)
+    assert error.remedy == CAUSES[Cause.MISSING][1]
+
+
+def test_what_all_ranks_refuse_is_told_once_and_counted_above_what_is_listed():
+    names = [f"layers.{n}.weight" for n in range(1000)]
+    error = verdict([failed(missing(*names))] * 2, 1)
+    assert isinstance(error, WeightsMismatch)
+    assert str(error) == str(missing(*names))
+    assert (len(error.tensors), error.num_tensors) == (64, 1000)
+    halves = [failed(missing(*names[:500])), failed(missing(*names[400:]))]
+    error = verdict(halves, 1)
+    assert isinstance(error, WeightsMismatch)
+    assert error.num_tensors == error.causes["missing"] == 1000
+
+
+def test_what_filled_nothing_on_any_rank_is_told_with_what_is_missing():
+    notices = [
+        failed(missing("a"), unfilled=["fused", "of rank 1"]),
+        failed(missing("b"), unfilled=["fused", "of rank 0"]),
+    ]
+    error = verdict(notices, 1)
+    assert isinstance(error, WeightsMismatch)
+    assert error.causes == {"missing": 2, "unused": 1}
+    assert "no parameter is filled by fused" in str(error)
+
+
+def test_a_fault_of_one_rank_is_no_refusal_whatever_others_refuse():
+    error = verdict([failed(missing("a")), failed(EngineFault("it broke"))], 1)
+    assert isinstance(error, EngineFault)
+    # And one of which not all names fitted the board is told as it came.
+    notice = failed(missing("a"))
+    del notice["named"]
+    error = verdict([notice, failed(missing("b"))], 1)
+    assert isinstance(error, WeightsMismatch)
+    assert str(error) == str(missing("a"))
+
+
+def test_ranks_that_received_different_weights_are_told_apart():
+    notices = [
+        {"sent": digest, "digest": digest, "unfilled": []} for digest in ("1a", "2b")
+    ]
+    error = agree(notices)
+    assert isinstance(error, WeightsMismatch)
+    assert "rank 0: 1a" in str(error) and "rank 1: 2b" in str(error)
+    assert error.remedy == CAUSES[Cause.RANKS][1]
 
 
 def test_an_error_of_ours_keeps_its_code_over_an_rpc():

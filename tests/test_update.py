@@ -257,6 +257,36 @@ def test_what_an_error_knows_beside_its_message_comes_along(sent, facts):
         assert getattr(got, fact) == getattr(sent, fact)
 
 
+@pytest.mark.parametrize("kind", BY_CODE.values(), ids=lambda kind: kind.code)
+def test_every_error_says_what_to_do_about_it_wherever_it_is_read(kind):
+    assert kind("why").to_dict()["remedy"] == kind.remedy
+    own = kind("why", remedy="Do this.")
+    assert own.to_dict()["remedy"] == "Do this."
+    assert InflightError.from_dict(own.to_dict()).remedy == "Do this."
+    assert InflightError.from_dict({"code": kind.code}).remedy == kind.remedy
+
+
+@pytest.mark.parametrize("cause", errors.Cause)
+def test_a_refusal_has_the_remedy_of_its_cause_and_no_other(cause):
+    assert errors.CAUSES.keys() == set(errors.Cause)
+    what, remedy = errors.CAUSES[cause]
+    assert what.endswith(".") and remedy.endswith(".")
+    error = errors.WeightsMismatch("why", named={cause: ["a", "b"]})
+    assert (error.remedy, error.tensors) == (remedy, ["a", "b"])
+    body = error.to_dict()
+    assert body["causes"] == {cause: 2}
+    assert InflightError.from_dict(body).to_dict() == body
+
+
+def test_of_several_causes_each_remedy_says_which_it_is_for():
+    named = {"missing": ["a"], "not_finite": ["b"]}
+    remedy = errors.WeightsMismatch("why", named=named).remedy
+    assert remedy == (
+        f"not finite: {errors.CAUSES['not_finite'][1]} "
+        f"missing: {errors.CAUSES['missing'][1]}"
+    )
+
+
 def test_a_fact_that_an_error_cannot_have_is_passed_over():
     got = InflightError.from_dict({"code": "malformed", "message": "", "call": "x"})
     assert not hasattr(got, "call")
@@ -271,6 +301,8 @@ def test_an_error_of_an_unknown_kind_stays_readable():
 def test_a_long_list_of_tensors_is_cut_and_counted():
     body = InflightError("why", tensors=[str(n) for n in range(100)]).to_dict()
     assert (len(body["tensors"]), body["num_tensors"]) == (64, 100)
+    again = InflightError.from_dict(body)  # as often as it crosses processes
+    assert again.num_tensors == again.to_dict()["num_tensors"] == 100
 
 
 def test_what_is_announced_of_a_drafter_has_its_prefix_once():

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from vllm.inflight import cli
-from vllm.inflight.errors import EngineUnreachable
+from vllm.inflight.errors import EngineUnreachable, WeightsMismatch
 from vllm.inflight.finding import Finding, State
 from vllm.inflight.visit import Look, judge, look
 
@@ -164,7 +164,10 @@ def test_a_failed_update_comes_with_its_reason_and_remedy():
     finding = found(failed)["update"]
     assert finding.state is State.WRONG
     assert finding.found == "'u' was aborted: weights_mismatch: missing: a"
-    assert finding.remedy == "Send every tensor named, with the shape and dtype stated."
+    assert finding.remedy == WeightsMismatch.remedy
+    error["remedy"] = "Send a."
+    failed = healthy(weight_update={"active": None, "outcomes": [last, before]})
+    assert found(failed)["update"].remedy == "Send a."
 
 
 @pytest.mark.parametrize(

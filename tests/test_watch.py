@@ -10,7 +10,12 @@ from tests.waiting import until
 from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.engine.watch import Watch
-from vllm.inflight.errors import Cancelled, DeadlineExceeded, EngineFault
+from vllm.inflight.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    WeightsMismatch,
+)
 from vllm.inflight.update import Phase
 
 
@@ -79,6 +84,32 @@ def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
     watch.close()
     with pytest.raises(EngineFault, match="shut down"):
         answer.result(timeout=30)
+
+
+def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks):
+    def notice(name: str) -> dict[str, object]:
+        error = WeightsMismatch(f"1 tensor; {name}", named={"missing": [name]})
+        told = {"error": error.to_dict(), "named": error.named}
+        return {"serial": 1, "state": "failed", "orders": 0} | told
+
+    for late, causes in ((notice("b"), {"missing": 2}), (None, {"missing": 1})):
+        posted = [notice("a"), {"serial": 1, "state": "staging", "orders": 0}]
+        ranks.notices = lambda posted=posted: posted
+        ledger = Ledger()
+        watch = Watch(ranks, ledger, lambda *_: None)
+        update, _ = ledger.begin({"update_id": "one"}, 60.0)
+        update.num_orders = 1
+        ledger.move(update, Phase.STAGING)
+        watch.start(update)
+        answer = watch.when_staged(update)
+        with pytest.raises(TimeoutError):
+            answer.result(timeout=0.1)
+        if late is not None:
+            posted[1] = late
+        error = answer.exception(timeout=10)
+        assert isinstance(error, WeightsMismatch)
+        assert error.causes == causes
+        watch.close()
 
 
 def test_a_waiter_that_has_cancelled_keeps_nobody_else_waiting(ranks):

@@ -40,6 +40,25 @@ def test_digests_and_counts_are_those_of_the_cpu():
         assert seen[str(number)] == expected
 
 
+PLAIN = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("served_as", PLAIN, ids=str)
+def test_what_is_infinite_in_the_dtype_it_is_served_in_is_counted(served_as):
+    tensors = {}
+    for dtype in PLAIN:
+        limit = ops.nonfinite_limit(dtype, served_as)
+        about = torch.arange(max(0, limit - 9), limit + 9)
+        values = about.to(ops.INTEGERS[dtype.itemsize]).view(dtype)
+        both = torch.cat([values, -values, torch.randn(100_000).to(dtype)])
+        tensors[str(dtype)] = both.cuda()
+    audit = Audit(torch.device("cuda"), {}, None, lambda name, dtype: served_as)
+    audit.add(list(tensors.items()))
+    for name, _, bad in audit.results():
+        # As the GPU converts them, which is what is served.
+        assert bad == int((~tensors[name].to(served_as).isfinite()).sum()) >= 18, name
+
+
 def test_its_speed_is_printed():
     tensor = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
     audit = Audit(torch.device("cuda"), {})

@@ -28,6 +28,7 @@ from tests.wire.peers import (
 from vllm.inflight.errors import Cancelled, EngineFault, TransferFault, WeightsMismatch
 from vllm.inflight.stage.intake import Intake
 from vllm.inflight.stage.origin import Origin
+from vllm.inflight.stage.places import Places
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
@@ -173,6 +174,9 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         quantised=set(),
         origin=Origin({}),
         may_idle=lambda name: False,
+        has_all=True,
+        dtypes={},
+        places=Places.of(module, named, Origin({})),
         is_alone=True,
         num_threads=1,
     )

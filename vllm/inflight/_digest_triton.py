@@ -33,16 +33,16 @@ def _audit(
     sums,
     first_row,
     page,
-    MASK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_STEPS: tl.constexpr,
 ):
-    entry = table + tl.program_id(0) * 4
+    entry = table + tl.program_id(0) * 5
     data = tl.load(entry).to(tl.pointer_type(tl.int64))
     num_chunks = tl.load(entry + 1)
     first = tl.load(entry + 2)
     row = sums + (tl.load(entry + 3) + first_row) * 4
+    limit = tl.load(entry + 4).to(tl.uint64, bitcast=True)
     page = page.to(tl.uint32)
     a = tl.zeros((BLOCK,), tl.uint64)
     b = tl.zeros((BLOCK,), tl.uint64)
@@ -68,12 +68,14 @@ def _audit(
         a += x64 * g64 + y64 * k64
         b += x64 * k64 - y64 * g64
         if WIDTH == 8:
-            bad += ((y & MASK) == MASK).to(tl.int32)
+            bad += (((word << 1) >> 1) >= limit).to(tl.int32)
         elif WIDTH > 0:
+            # The magnitude of each element, below its sign.
             for element in tl.static_range(4 // WIDTH):
-                bits = MASK << (8 * WIDTH * element)
-                bad += ((x & bits) == bits).to(tl.int32)
-                bad += ((y & bits) == bits).to(tl.int32)
+                magnitude = (1 << (8 * WIDTH - 1)) - 1
+                at = 8 * WIDTH * element
+                bad += (((x >> at) & magnitude) >= limit.to(tl.uint32)).to(tl.int32)
+                bad += (((y >> at) & magnitude) >= limit.to(tl.uint32)).to(tl.int32)
     tl.atomic_add(row, tl.sum(a.to(tl.int64, bitcast=True), 0))
     tl.atomic_add(row + 1, tl.sum(b.to(tl.int64, bitcast=True), 0))
     if WIDTH > 0:
@@ -81,16 +83,17 @@ def _audit(
 
 
 def make_table(
-    places: Sequence[tuple[int, int]],
+    places: Sequence[tuple[int, int, int]],
     device: torch.device,
     *,
     firsts: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
 ) -> torch.Tensor | None:
-    """Which program reads what, for `add_sums`: int64 [programs, 4].
+    """Which program reads what, for `add_sums`: int64 [programs, 5].
 
     Args:
-        places: address, a multiple of 8, and number of whole chunks, of each tensor.
+        places: address, a multiple of 8, number of whole chunks, and the smallest
+            magnitude that is counted as not finite, of each tensor.
         device: the GPU that they lie on.
         firsts: number of the first of these chunks in its whole tensor; 0 by default.
         rows: the row that each adds to; by default a row of its own, in order.
@@ -100,14 +103,14 @@ def make_table(
     # The thread that stages makes tensors on its GPU where it does not say otherwise,
     # and would wait for that with every one of them.
     with torch.device("cpu"):
-        for number, (address, num_chunks) in enumerate(places):
+        for number, (address, num_chunks, limit) in enumerate(places):
             row = number if rows is None else rows[number]
             # The key of a chunk is that of its number in the whole tensor. The address
             # is that of chunk 0, which is read only if it is here.
             at = 0 if firsts is None else firsts[number]
             end = at + num_chunks
             first = torch.arange(at, end, CHUNKS_PER_PROGRAM)
-            entry = torch.tensor([address - 8 * at, end, 0, row])
+            entry = torch.tensor([address - 8 * at, end, 0, row, limit])
             entry = entry.repeat(len(first), 1)
             entry[:, 2] = first
             parts.append(entry)
@@ -120,7 +123,7 @@ def add_sums(
     sums: torch.Tensor,
     first_row: int,
     page: int,
-    bits: tuple[int, int],
+    width: int,
 ) -> None:
     """Add every tensor's Σ(x·g + y·k), Σ(x·k − y·g) and non-finite values to its row.
 
@@ -129,17 +132,14 @@ def add_sums(
         sums: int64 [rows, ROW], on the same GPU.
         first_row: the row of the first tensor of the table.
         page: the page key of all chunks.
-        bits: mask that is all ones in an infinity or NaN of an element (in the upper
-            half of one of 8 bytes), and bytes of an element; (0, 0) counts nothing.
+        width: bytes of an element; 0 counts nothing.
 
     """
-    mask, width = bits
     _audit[(len(table),)](
         table,
         sums,
         first_row,
         page,
-        MASK=mask,
         WIDTH=width,
         BLOCK=CHUNKS_PER_STEP,
         NUM_STEPS=STEPS,

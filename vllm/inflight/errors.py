@@ -32,21 +32,116 @@ InflightError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any, ClassVar
 
-OWN_FACTS = "retry_after_s", "missing_bytes", "call", "driver_code"
+OWN_FACTS = "retry_after_s", "missing_bytes", "call", "driver_code", "causes"
 FACTS = "phase", "update_id", *OWN_FACTS
 MAX_TENSORS_LISTED, MAX_NAME_CHARS, MAX_MESSAGE_CHARS = 64, 256, 8192
 """Of an error that crosses processes: what it names may come from anybody."""
 
 
+class Cause(StrEnum):
+    """Why a tensor, or a whole version, cannot be accepted."""
+
+    UNKNOWN = "unknown"
+    UNUSED = "unused"
+    NOT_FINITE = "not_finite"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    DIGEST = "digest"
+    DUPLICATE = "duplicate"
+    REFUSED = "refused"
+    TIED = "tied"
+    UNANNOUNCED = "unannounced"
+    SUBSET = "subset"
+    MISSING = "missing"
+    MODEL = "model"
+    RANKS = "ranks"
+
+
+CAUSES: dict[Cause, tuple[str, str]] = {
+    Cause.UNKNOWN: (
+        "The model has no tensor of that name.",
+        "Send it under the model's name, which name_map can do, or leave it out; "
+        "GET /weight_names lists the names.",
+    ),
+    Cause.UNUSED: (
+        "The model's loader took the tensor and filled no parameter with it.",
+        "Send it in the form that a checkpoint of this model has, or leave it out.",
+    ),
+    Cause.NOT_FINITE: (
+        "Values are NaN or Inf, as they came or in the dtype they are served in.",
+        "Find out where the training made them; allow_nonfinite serves them all the "
+        "same.",
+    ),
+    Cause.SHAPE: (
+        "The tensor has another shape than the model's.",
+        "Send the whole tensor in the shape that the message states.",
+    ),
+    Cause.DTYPE: (
+        "The tensor has a dtype that the model cannot take.",
+        "Send the tensor in the dtype that the message states.",
+    ),
+    Cause.DIGEST: (
+        "The bytes that arrived are not those that were announced.",
+        "Announce the digests of what is sent, and change nothing while it is sent.",
+    ),
+    Cause.DUPLICATE: (
+        "The tensor, or what it fills, came twice.",
+        "Send each tensor once, under one name.",
+    ),
+    Cause.REFUSED: (
+        "The model's loader refused the tensor; the message quotes it.",
+        "Send the tensor as a checkpoint of this model has it.",
+    ),
+    Cause.TIED: (
+        "The head differs from the embedding that it is tied to.",
+        "Leave the head out, or start an engine from a checkpoint with this head.",
+    ),
+    Cause.UNANNOUNCED: (
+        "The manifest does not announce the tensor, or announces another.",
+        "Announce every tensor as it is sent.",
+    ),
+    Cause.SUBSET: (
+        "The patterns of the subset and the tensors do not fit each other.",
+        "Correct the patterns: each has to match a tensor that is sent, and every "
+        "tensor that is sent has to match one.",
+    ),
+    Cause.MISSING: (
+        "The tensor did not come, or is not announced.",
+        "Send the missing tensors too, or declare what is sent as a subset.",
+    ),
+    Cause.MODEL: (
+        "The weights are of a model that is configured in another way.",
+        "Start an engine on the new checkpoint.",
+    ),
+    Cause.RANKS: (
+        "The ranks or engines did not receive the same.",
+        "Send all ranks and engines the same bytes.",
+    ),
+}
+"""Of each cause: what happened, and what to do."""
+
+
 class InflightError(Exception):
-    """Base of all errors of vLLM in-flight."""
+    """Base of all errors of vLLM in-flight.
+
+    Attributes:
+        message: what happened, in words.
+        remedy: what to do about it.
+        tensors: names of the tensors it is about; of an error that crossed processes
+            the first ones.
+        num_tensors: how many tensors it is about.
+        phase: of the update; None if that is not known.
+        update_id: of the update; None if that is not known.
+
+    """
 
     code: ClassVar[str] = "inflight_error"
     status: ClassVar[int] = 500
-    remedy: ClassVar[str] = "See the server's log."
+    remedy: str = "See the server's log."
     retry_after_s: int | None = None
 
     def __init__(
@@ -54,6 +149,7 @@ class InflightError(Exception):
         message: str,
         *,
         tensors: Sequence[str] = (),
+        num_tensors: int = 0,
         phase: str | None = None,
         update_id: str | None = None,
         **facts: Any,
@@ -63,19 +159,20 @@ class InflightError(Exception):
         vars(self).update(facts)
         self.message = message
         self.tensors = list(tensors)
+        self.num_tensors = max(num_tensors, len(self.tensors))
         self.phase, self.update_id = phase, update_id
 
     def __str__(self) -> str:
         return self.message  # which others add to on its way
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: `code`, `message` and the facts that are known."""
-        message = self.message[:MAX_MESSAGE_CHARS]
-        body: dict[str, Any] = {"code": self.code, "message": message}
+        """Plain data: `code`, `message`, `remedy` and the facts that are known."""
+        message, remedy = self.message[:MAX_MESSAGE_CHARS], self.remedy
+        body: dict[str, Any] = {"code": self.code, "message": message, "remedy": remedy}
         if self.tensors:
             named = self.tensors[:MAX_TENSORS_LISTED]
             body["tensors"] = [name[:MAX_NAME_CHARS] for name in named]
-            body["num_tensors"] = len(self.tensors)
+            body["num_tensors"] = self.num_tensors
         told = {name: vars(self).get(name) for name in FACTS}
         return body | {name: fact for name, fact in told.items() if fact is not None}
 
@@ -84,7 +181,8 @@ class InflightError(Exception):
         """The error that `to_dict` described; an unknown code stays readable."""
         kind = BY_CODE.get(body.get("code", ""), EngineFault)
         own = (name for name in OWN_FACTS if hasattr(kind, name))
-        facts = {k: body[k] for k in ("tensors", *FACTS[:2], *own) if k in body}
+        told = ("remedy", "tensors", "num_tensors", *FACTS[:2], *own)
+        facts = {k: body[k] for k in told if k in body}
         return kind(body.get("message", "unknown error"), **facts)
 
 
@@ -238,7 +336,26 @@ class WeightsMismatch(InflightError):
 
     code = "weights_mismatch"
     status = 422
-    remedy = "Send every tensor named, with the shape and dtype stated."
+    remedy = "Correct what the message says of each tensor, and send the version again."
+    causes: Mapping[str, int] = {}
+    """Cause → how many tensors have it."""
+    named: Mapping[str, Sequence[str]] = {}
+    """Cause → all tensors that have it; known where the error was made."""
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        named = facts.get("named", {})
+        if named and "tensors" not in facts:
+            facts["tensors"] = [name for names in named.values() for name in names]
+        super().__init__(message, **facts)
+        if named:
+            self.causes = {cause: len(names) for cause, names in named.items()}
+        known = [cause for cause in Cause if cause in self.causes]
+        if known and "remedy" not in facts:
+            told = (CAUSES[cause][1] for cause in known)
+            if len(known) > 1:
+                words = (cause.replace("_", " ") for cause in known)
+                told = (f"{word}: {say}" for word, say in zip(words, told, strict=True))
+            self.remedy = " ".join(told)
 
 
 class EngineFault(InflightError):

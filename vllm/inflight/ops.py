@@ -32,17 +32,17 @@ NATIVE: bool = importlib.util.find_spec("vllm.inflight._C") is not None
 
 MANIFEST_PREFIX = b"inflight-manifest-1\n"
 
-# Bits that are all ones in an infinity or a NaN, repeated over 8 bytes.
-NONFINITE_MASKS = {
+# The smallest magnitude, read as an integer, that is an infinity or a NaN.
+NONFINITE = {
     torch.float64: 0x7FF0000000000000,
-    torch.float32: 0x7F8000007F800000,
-    torch.float16: 0x7C007C007C007C00,
-    torch.bfloat16: 0x7F807F807F807F80,
-    torch.float8_e5m2: 0x7C7C7C7C7C7C7C7C,
-    torch.float8_e4m3fn: 0x7F7F7F7F7F7F7F7F,  # no infinities, one NaN
+    torch.float32: 0x7F800000,
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float8_e5m2: 0x7C,
+    torch.float8_e4m3fn: 0x7F,  # no infinities, one NaN
 }
 # And those in which a single byte is NaN, and no infinity is; the native core, which
-# looks for a carry into a sign that is not part of the mask, does not count them.
+# looks at magnitudes below a sign, does not count them.
 NAN_BYTES = {
     torch.float8_e8m0fnu: 0xFF,
     torch.float8_e4m3fnuz: 0x80,
@@ -156,23 +156,68 @@ def digest_reference(
     return Digest(*reference_sums(_readable(placed), strides, start))
 
 
+@functools.cache
+def nonfinite_limit(dtype: torch.dtype, served_as: torch.dtype | None = None) -> int:
+    """The smallest magnitude, read as an integer, that is no finite number when served.
+
+    Args:
+        dtype: of the tensor.
+        served_as: what it is converted to; its own dtype if None. Large numbers are
+            infinities in a shorter format.
+
+    Returns:
+        0 for a dtype that has nothing to count.
+
+    """
+    own = NONFINITE.get(dtype, 0)
+    if served_as is None or served_as.itemsize < 2 or served_as not in NONFINITE:
+        return own
+    if not own:
+        return 0
+    # Conversions round upwards or downwards, but never change the order of numbers.
+    finite, limit = 0, own
+    while limit - finite > 1:
+        middle = (finite + limit) // 2
+        bits = torch.tensor(middle, dtype=INTEGERS[dtype.itemsize], device="cpu")
+        if bits.view(dtype).to(served_as).isfinite():
+            finite = middle
+        else:
+            limit = middle
+    return limit
+
+
 def count_nonfinite(
-    tensors: Sequence[torch.Tensor], *, num_threads: int = 1
+    tensors: Sequence[torch.Tensor],
+    *,
+    served_as: Sequence[torch.dtype | None] | None = None,
+    num_threads: int = 1,
 ) -> list[int]:
-    """Infinities and NaNs in each tensor; 0 for a dtype that has none to count."""
+    """Infinities and NaNs in each tensor; 0 for a dtype that has none to count.
+
+    Args:
+        tensors: what is looked at.
+        served_as: the dtype that each is converted to, if it is another one: what is an
+            infinity in that counts as well.
+        num_threads: that share the work on the host.
+
+    """
     counts = [0] * len(tensors)
+    targets = served_as or [None] * len(tensors)
     blocks = array("Q")
     readable = [_readable(t) for t in tensors]  # alive until the native call ends
     for owner, tensor in enumerate(readable):
-        mask = NONFINITE_MASKS.get(tensor.dtype)
-        if mask is None and tensor.dtype not in NAN_BYTES:
+        limit = nonfinite_limit(tensor.dtype, targets[owner])
+        if not limit and tensor.dtype not in NAN_BYTES:
             continue
-        if mask is None or tensor.device.type != "cpu":
-            counts[owner] = _nonfinite_reference(tensor)
+        if not limit or tensor.device.type != "cpu":
+            counts[owner] = _nonfinite_reference(tensor, limit)
             continue
         width = tensor.element_size()
-        carry = mask & -mask  # lowest bit of the mask, in every element
-        carry = sum(carry << 8 * byte for byte in range(0, 8, width))
+        sign = 1 << 8 * width - 1
+        mask, carry = (
+            sum(bits << 8 * byte for byte in range(0, 8, width))
+            for bits in (sign - 1, sign - limit)
+        )
         # Order does not matter here: memory order makes the longest runs.
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)
@@ -313,15 +358,15 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_neg()
 
 
-def _nonfinite_reference(tensor: torch.Tensor) -> int:
+def _nonfinite_reference(tensor: torch.Tensor, limit: int) -> int:
     if tensor.dtype in NAN_BYTES:
         return int(nan_bytes(tensor))
     width = tensor.element_size()
-    ones = NONFINITE_MASKS[tensor.dtype] & ((1 << 8 * width) - 1)
+    magnitude = (1 << 8 * width - 1) - 1
     count = 0
     for leaf, _ in leaves(tensor, tensor.stride(), 0):
         bits = leaf.detach().view(INTEGERS[width])
-        count += int(((bits & ones) == ones).sum())
+        count += int(((bits & magnitude) >= limit).sum())
     return count
 
 

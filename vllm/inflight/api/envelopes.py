@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.inflight.api.door import Reply
-from vllm.inflight.errors import InflightError
+from vllm.inflight.errors import InflightError, WeightsMismatch
 
 ADDED = (
     *("num_running", "num_waiting", "num_aborted", "num_retracted"),
@@ -28,12 +28,16 @@ def merged(envelopes: list[Reply]) -> Reply:
 
     Counts are those of all together. Raises the first engine's error, if any has one.
     """
-    for index, envelope in enumerate(envelopes):
-        if "error" in envelope:
-            error = InflightError.from_dict(envelope["error"])
-            if len(envelopes) > 1:
-                error.message = f"engine {index} of {len(envelopes)}: {error.message}"
-            raise error
+    errors = {
+        index: InflightError.from_dict(envelope["error"])
+        for index, envelope in enumerate(envelopes)
+        if "error" in envelope
+    }
+    for index, error in errors.items():
+        if len(envelopes) > 1:
+            error.message = f"engine {index} of {len(envelopes)}: {error.message}"
+            _add_refused(error, [e for n, e in errors.items() if n != index])
+        raise error
     replies: list[Reply] = [envelope["ok"] for envelope in envelopes]
     if len(replies) == 1:
         return replies[0]
@@ -43,6 +47,20 @@ def merged(envelopes: list[Reply]) -> Reply:
         if all(name in reply for reply in replies)
     }
     return replies[0] | sums | {"engines": replies}
+
+
+def _add_refused(error: InflightError, others: list[InflightError]) -> None:
+    """Name in a refusal the tensors that other engines alone have refused."""
+    if not isinstance(error, WeightsMismatch):
+        return
+    for other in others:
+        more = [name for name in other.tensors if name not in error.tensors]
+        if isinstance(other, WeightsMismatch) and more:
+            error.tensors += more
+            error.num_tensors = max(
+                error.num_tensors, other.num_tensors, len(error.tensors)
+            )
+            error.message += f"; another engine: {other.message}"
 
 
 def _added(found: list[Any]) -> Any:

@@ -103,6 +103,7 @@ class Update:
             raise WeightsMismatch(
                 f"expect_digest is {digest!r:.80}, staged is {self.digest!r}",
                 update_id=self.update_id,
+                remedy="Publish the weights that have the digest, or expect this one.",
             )
 
     def seconds(self) -> dict[str, float]:

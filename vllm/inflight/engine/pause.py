@@ -124,8 +124,9 @@ class Pauses:
             self._lease.check(owner)
         if mode not in PAUSE_MOVES[self.mode]:
             raise PauseConflict(
-                f"the engine is paused {self.mode}; that cannot become {mode.value}: "
-                "what it has let go of does not come back. Continue first"
+                f"the engine is paused in mode {self.mode!s}, and a pause cannot go "
+                f"from there to {mode.value}: what it has let go of does not come "
+                "back. Continue first"
             )
         self._check(mode, flush_cache, is_later=True)
         if is_trial:

@@ -6,6 +6,7 @@ from the board. The one RPC that is waited for is the flip.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, NoReturn
 
 from vllm.inflight import upstream
@@ -19,6 +20,8 @@ from vllm.inflight.engine.executors import (
     wait_for_steps,
 )
 from vllm.inflight.errors import (
+    CAUSES,
+    Cause,
     ConfigError,
     EngineFault,
     InflightError,
@@ -26,6 +29,7 @@ from vllm.inflight.errors import (
     WeightsMismatch,
 )
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.refusal import counted, listed
 
 logger = upstream.init_logger(__name__)
 
@@ -312,13 +316,53 @@ def verdict(notices: list[dict[str, Any]], serial: int) -> InflightError | str |
     they do not yet. One no is a no of all.
     """
     current = [n for n in notices if n.get("serial") == serial]
-    for notice in current:
-        if notice["state"] == "failed":
-            return InflightError.from_dict(notice["error"])
+    failed = [notice for notice in current if notice["state"] == "failed"]
+    if failed:
+        return refused(failed, current)
     if len(current) < len(notices):
         return None
     states = {notice["state"] for notice in current}
     return states.pop() if len(states) == 1 else None
+
+
+def refused(
+    failed: list[dict[str, Any]], notices: list[dict[str, Any]]
+) -> InflightError:
+    """What the failures of ranks amount to: one refusal, or the first that is none.
+
+    Ranks that have different parts of a model may be refused different tensors.
+
+    Args:
+        failed: the notices of ranks that have failed.
+        notices: those of all ranks, on the same update.
+
+    """
+    errors = [InflightError.from_dict(notice["error"]) for notice in failed]
+    for error in errors:
+        if not isinstance(error, WeightsMismatch):
+            return error
+    named: dict[str, dict[str, None]] = {}
+    for notice in failed:
+        if not notice.get("named"):
+            return errors[0]  # it is no refusal of tensors, or has too many to tell
+        for cause, names in notice["named"].items():
+            named.setdefault(cause, {}).update(dict.fromkeys(names))
+    told = list(dict.fromkeys(error.message.partition("; ")[2] for error in errors))
+    if all("unfilled" in notice for notice in notices):
+        # What fills nothing on one rank may be another's; what does so on all is not.
+        unused = set.intersection(*(set(notice["unfilled"]) for notice in notices))
+        unused -= {name for names in named.values() for name in names}
+        if unused:
+            named[Cause.UNUSED] = dict.fromkeys(sorted(unused))
+            told.append(f"no parameter is filled by {listed(sorted(unused))}")
+    if len(told) == 1 and all(n["named"] == failed[0]["named"] for n in failed):
+        return errors[0]
+    tensors = list(dict.fromkeys(chain.from_iterable(named.values())))
+    return WeightsMismatch(
+        f"{counted(tensors)}; {'; '.join(told)}",
+        named={cause: list(names) for cause, names in named.items()},
+        tensors=tensors,
+    )
 
 
 def agree(notices: list[dict[str, Any]]) -> InflightError | str | None:
@@ -329,11 +373,16 @@ def agree(notices: list[dict[str, Any]]) -> InflightError | str | None:
     """
     votes = {(notice.get("sent"), notice["digest"]) for notice in notices}
     if len(votes) > 1:
-        return WeightsMismatch(f"the ranks received different weights: {votes}")
+        told = ", ".join(f"rank {n}: {v['sent']}" for n, v in enumerate(notices))
+        return WeightsMismatch(
+            f"the ranks received different weights; their digests are {told}",
+            remedy=CAUSES[Cause.RANKS][1],
+        )
     unused = set.intersection(*(set(notice["unfilled"]) for notice in notices))
     if unused:
         names = sorted(unused)
         return WeightsMismatch(
-            f"unknown: no parameter is filled by {', '.join(names[:8])}", tensors=names
+            f"{counted(names)}; no parameter is filled by {listed(names)}",
+            named={Cause.UNUSED: names},
         )
     return notices[0]["digest"]

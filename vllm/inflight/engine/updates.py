@@ -136,6 +136,10 @@ class Updates:
             "transport": transport,
             "allow_nonfinite": allow_nonfinite,
             "deadline_s": float(deadline_s),
+            "sources": {
+                "path": body.get("source"),
+                "draft": body.get("draft_source"),
+            },
         }
         self._watch.start(update)
         try:

@@ -25,10 +25,13 @@ from vllm.inflight.errors import (
     DeadlineExceeded,
     EngineFault,
     InflightError,
+    WeightsMismatch,
 )
 from vllm.inflight.update import Phase
 
 POLL_S = 0.002
+MORE_S = 0.5
+"""Longest wait for what other ranks say of an update that one rank has refused."""
 
 logger = upstream.init_logger(__name__)
 
@@ -53,6 +56,8 @@ class Watch:
         self._update: Update | None = None
         self._seen: list[Any] = []
         """What the ranks had done of it when it last moved."""
+        self._refused: tuple[int, float] | None = None
+        """The update that was refused last, and when that was seen."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -179,6 +184,8 @@ class Watch:
         notices = self._ranks.notices()
         self._note_progress(update, notices)
         state = self._verdict(notices, update.serial)
+        if isinstance(state, WeightsMismatch) and self._may_add(notices, update):
+            return
         if isinstance(state, InflightError):
             self.end(update, state)
         elif state == "staged":
@@ -196,6 +203,24 @@ class Watch:
                 # Every rank is handed every tensor, and samples the same.
                 update.drift = notices[0].get("drift")
                 self._ledger.move(update, Phase.STAGED)
+
+    def _may_add(self, notices: list[dict[str, Any]], update: Update) -> bool:
+        """Whether a rank may have more to say of what was refused on another one.
+
+        It is waited for as long as it carries its orders out, and not for long.
+        """
+        if self._refused is None or self._refused[0] != update.serial:
+            self._refused = update.serial, time.monotonic()
+        if time.monotonic() - self._refused[1] > MORE_S:
+            return False
+        return any(
+            notice.get("serial") != update.serial
+            or (
+                notice["state"] not in ("failed", "staged")
+                and notice["orders"] < update.num_orders
+            )
+            for notice in notices
+        )
 
     def _verdict(
         self, notices: list[dict[str, Any]], serial: int

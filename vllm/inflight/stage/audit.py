@@ -6,7 +6,7 @@ computed until the verdict, and one copy brings them all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,8 +23,9 @@ NUM_BAD = 2
 """Where the kernel counts non-finite values in a row."""
 
 Pair = tuple[str, torch.Tensor]
-Tables = dict[tuple[tuple[int, int], ...], torch.Tensor | None]
-"""By the places of tensors. A transport uses its memory over and over."""
+Tables = dict[tuple[tuple[int, int, int], ...], torch.Tensor | None]
+"""By the places of tensors, and what counts as not finite there. A transport uses its
+memory over and over."""
 
 
 class Audit:
@@ -34,13 +35,20 @@ class Audit:
         device: of the tensors.
         tables: of audits before; filled by this one.
         plan: knows which tensors stay where they are.
+        served_as: the dtype that a tensor is served in, by its name and its own dtype;
+            what is an infinity there is counted.
 
     """
 
     def __init__(
-        self, device: torch.device, tables: Tables, plan: Plan | None = None
+        self,
+        device: torch.device,
+        tables: Tables,
+        plan: Plan | None = None,
+        served_as: Callable[[str, torch.dtype], torch.dtype | None] | None = None,
     ) -> None:
         self._device = device
+        self._served_as = served_as or (lambda name, dtype: None)
         self._tables = tables
         self._plan = plan
         self._pages: list[torch.Tensor] = []
@@ -79,17 +87,18 @@ class Audit:
 
     def _enqueue(self, pairs: Sequence[Pair]) -> None:
         self._follow()
-        by_dtype: dict[torch.dtype, list[Pair]] = {}
+        by_width: dict[int, list[Pair]] = {}
         for name, tensor in pairs:
             if tensor.nbytes > PAGE_BYTES:
                 raise ValueError(
                     f"{name} has {tensor.nbytes} bytes; the digest of a GPU tensor is "
                     f"defined up to {PAGE_BYTES}"
                 )
-            by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
-        for dtype, group in by_dtype.items():
+            width = nonfinite_width(tensor.dtype)
+            by_width.setdefault(width, []).append((name, tensor))
+        for width, group in by_width.items():
             for start in range(0, len(group), ROWS):
-                self._add(dtype, group[start : start + ROWS])
+                self._add(width, group[start : start + ROWS])
 
     def _follow(self) -> None:
         """Come after what was added before, be it on another stream.
@@ -103,7 +112,7 @@ class Audit:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def _add(self, dtype: torch.dtype, pairs: list[Pair]) -> None:
+    def _add(self, width: int, pairs: list[Pair]) -> None:
         from vllm.inflight._digest_triton import ROW, add_sums, make_table
 
         if not self._pages or self._num_rows + len(pairs) > ROWS:
@@ -111,7 +120,14 @@ class Audit:
             self._pages.append(page)
             self._num_rows = 0
         chunked = [_chunked(tensor) for _, tensor in pairs]
-        places = tuple((t.data_ptr(), t.nbytes // 8) for t in chunked)
+        limits = (
+            ops.nonfinite_limit(t.dtype, self._served_as(name, t.dtype))
+            for name, t in pairs
+        )
+        places = tuple(
+            (t.data_ptr(), t.nbytes // 8, limit)
+            for t, limit in zip(chunked, limits, strict=True)
+        )
         if places not in self._tables:
             if len(self._tables) >= MAX_TABLES:
                 self._tables.clear()
@@ -121,10 +137,9 @@ class Audit:
                 # They may be another stream's, and given up before this one is there.
                 for memory in (table, self._pages[-1]):
                     memory.record_stream(self._stream)
-            bits = nonfinite_bits(dtype)
-            add_sums(table, self._pages[-1], self._num_rows, page_key(0), bits)
+            add_sums(table, self._pages[-1], self._num_rows, page_key(0), width)
         for row, (name, tensor) in enumerate(pairs, self._num_rows):
-            if dtype in ops.NAN_BYTES:  # as rare as small: scales of MX formats
+            if tensor.dtype in ops.NAN_BYTES:  # as rare as small: scales of MX formats
                 self._pages[-1][row, NUM_BAD] += ops.nan_bytes(tensor)
             self._added.append((name, tensor.nbytes, len(self._pages) - 1, row))
         self._num_rows += len(pairs)
@@ -150,14 +165,9 @@ def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
     audit.results()
 
 
-def nonfinite_bits(dtype: torch.dtype) -> tuple[int, int]:
-    """Mask and width of an element, as the kernel wants them; (0, 0) for others."""
-    mask = ops.NONFINITE_MASKS.get(dtype)
-    if mask is None:
-        return 0, 0
-    width = dtype.itemsize
-    # The kernel looks at 4 bytes at a time; an infinity of 8 shows in its upper half.
-    return (mask >> 32 if width == 8 else mask & ((1 << 8 * width) - 1)), width
+def nonfinite_width(dtype: torch.dtype) -> int:
+    """Bytes of an element that the kernel looks at; 0 if it counts none of a dtype."""
+    return dtype.itemsize if dtype in ops.NONFINITE else 0
 
 
 def _chunked(tensor: torch.Tensor) -> torch.Tensor:

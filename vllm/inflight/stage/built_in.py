@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import Malformed, WeightsMismatch
+from vllm.inflight.errors import CAUSES, Cause, Malformed, WeightsMismatch
 from vllm.inflight.wire.paths import read_json
 
 CONFIG = "config.json"
@@ -98,7 +98,8 @@ def require_same(stated: Mapping[str, Any], model_config: Any) -> None:
         raise WeightsMismatch(
             f"the model of these weights is another one: {'; '.join(differing)}. That "
             "is built in when an engine starts, whatever becomes of requests and KV; "
-            "start one on the new checkpoint"
+            "start one on the new checkpoint",
+            remedy=CAUSES[Cause.MODEL][1],
         )
 
 

@@ -57,7 +57,7 @@ class Comparison:
             if self._shadow.spares.is_tied(name) and facts not in served
         }
         if wrong:
-            raise refusal({}, wrong, [], self._shadow.known_names)
+            raise refusal({}, wrong, [], [], {}, num_asked=0)
 
     def _take(self, weights: Iterable[Pair]) -> None:
         for name, tensor in weights:

@@ -7,7 +7,7 @@ of a subset on top of one. Of the weights that an engine starts with nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vllm.inflight import ops
@@ -41,11 +41,24 @@ class Content:
         facts = {n: of for n, of in self.facts.items() if not n.startswith(DRAFT)}
         return Content(facts, self.samples.only(facts.__contains__))
 
-    def over(self, base: Content | None) -> Content | None:
+    def over(
+        self,
+        base: Content | None,
+        is_spare: Callable[[str], bool] = lambda name: False,
+    ) -> Content | None:
         """The whole version that is `base` with these tensors instead of its own.
 
-        None if nothing is known of `base`.
+        None if that is not known: nothing is known of `base`, or it has no tensor of
+        that name. Some loaders take one tensor under two names. What came under the
+        other one is not served any more then, and its digest would stay.
+
+        Args:
+            base: what the rest is of.
+            is_spare: whether a tensor fills nothing; then its name does not matter.
+
         """
         if base is None:
+            return None
+        if any(name not in base.facts and not is_spare(name) for name in self.facts):
             return None
         return Content({**base.facts, **self.facts}, self.samples.over(base.samples))

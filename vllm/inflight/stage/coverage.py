@@ -7,24 +7,23 @@ were called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
 
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.stage import direct
+from vllm.inflight.names import PLAIN
+from vllm.inflight.stage import direct, reload
 from vllm.inflight.stage.arithmetic import HOST, as_fresh
 from vllm.inflight.stage.fill import Fill
-from vllm.inflight.stage.inspection import PLAIN
+from vllm.inflight.stage.inspection import REPEATED
 from vllm.inflight.stage.plan import Entry, Writes
 from vllm.inflight.stage.quantised import is_quantised
 from vllm.inflight.update import DRAFT, Manifest
-
-REPEATED = ("weight_shape",)
-"""What a checkpoint has of each part of a fused layer, and one is enough."""
 
 
 class Coverage:
@@ -64,6 +63,10 @@ class Coverage:
         self.handed: torch.Tensor | None = None
         """What the loaders have at this moment, and what they do with it."""
         self.entry: Entry | None = None
+        self.touched: set[str] = set()
+        """Parameters that were begun with the tensor that the loaders have."""
+        self._asked: set[str] | None = None
+        """While a loader is only asked: the parameters that it would fill."""
         self._watching: list[tuple[Any, Any]] = []
         self._outside: list[Any] = []
         """What stood in the place of the module's `load_weights`, while we do."""
@@ -147,10 +150,49 @@ class Coverage:
             return False
         return self.num_loads == before
 
+    def asked(
+        self, load: Callable[..., Any], hollow: Any
+    ) -> tuple[set[str], Exception | None]:
+        """The parameters that `load` would fill with a tensor, and what it raises.
+
+        Nothing is written: a loader is called, and those of parameters are not. What it
+        writes past those is not seen, and fails, for it has no content.
+
+        Args:
+            load: the model's.
+            hollow: the name and a tensor without content.
+
+        """
+        found: set[str] = set()
+        self.stand_behind()
+        before, self._asked = self.num_loads, found
+        try:
+            load([hollow])
+        except Exception as error:  # each loader has its own for what it does not know
+            return found, error.with_traceback(None)
+        finally:
+            self._asked, self.num_loads = None, before
+        return found, None
+
+    @contextmanager
+    def hollow(self) -> Iterator[None]:
+        """While the model's loader is asked of a tree in which no load is under way.
+
+        Its layers have no memory meanwhile, so nothing can be written to what the tree
+        holds; afterwards they have what they had.
+        """
+        try:
+            upstream.initialize_layerwise_reload(self._module)
+            yield
+        finally:
+            self._step_back()
+            reload.leave(self._module)
+
     def begin(self, name: str) -> None:
         """A parameter is about to be written to."""
         self._behind.add(name)
         self.begun.add(name)
+        self.touched.add(name)
 
     def stand_before(self, load: Callable[..., Any]) -> None:
         """Let `load` stand in for the module's `load_weights`; nothing else changes."""
@@ -180,8 +222,12 @@ class Coverage:
         if self._watching:
             return
         for prefix, layer in self._module.named_modules():
+            # Of experts that are shared out, this rank passes the others' over.
+            takes_all = getattr(layer, "_expert_map", None) is None
             if is_quantised(layer):
                 self._let_pass(layer)
+            elif takes_all:
+                self._see_again(layer, prefix)
             for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 name = f"{prefix}.{key}" if prefix else key
                 if tensor is None or name not in self.fills:
@@ -193,6 +239,7 @@ class Coverage:
                     loader or upstream.default_weight_loader,
                     is_replayable=not is_quantised(layer),
                     is_deferred=key not in upstream.SKIP_LOAD_TENSORS,
+                    takes_all=takes_all,
                 )
 
     def unwatch(self) -> None:
@@ -201,6 +248,10 @@ class Coverage:
             vars(self._module)["load_weights"] = self._outside.pop()
             if vars(self._module)["load_weights"] is None:
                 del vars(self._module)["load_weights"]
+        self._step_back()
+
+    def _step_back(self) -> None:
+        """Take what stands behind the loaders away."""
         # Upstream keeps these tensors for the next reload, loaders and all.
         # One that is tied was stood behind twice.
         for tensor, loader in reversed(self._watching):
@@ -228,6 +279,27 @@ class Coverage:
                 self._watching.append((tensor, loader))
                 tensor.weight_loader = load
 
+    def _see_again(self, layer: torch.nn.Module, prefix: str) -> None:
+        """See what comes for a layer that is complete, and packed, already.
+
+        It is in place of what was loaded then, and has no loader: upstream would drop
+        what comes, or refuse it for its shape.
+        """
+        processed, _ = upstream.get_layerwise_info(layer).kernel_tensors or ({}, {})
+        for key, tensor in processed.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if name in self.fills and tensor is not layer._parameters.get(key):
+                loader = getattr(tensor, "weight_loader", None)
+                self._watching.append((tensor, loader))
+                tensor.weight_loader = functools.partial(self._filled_again, name)
+
+    def _filled_again(self, name: str, *args: Any, **kwargs: Any) -> bool:
+        """A tensor has come for a parameter that is full."""
+        self.num_loads += 1
+        self.refilled.add(name)
+        self.touched.add(name)
+        return True
+
     def _is_drafting(self) -> bool:
         return getattr(self._module, "is_drafting", False)
 
@@ -238,6 +310,7 @@ class Coverage:
         *,
         is_replayable: bool,
         is_deferred: bool,
+        takes_all: bool,
     ) -> Callable[..., Any]:
         fill = self.fills[name]
 
@@ -246,11 +319,16 @@ class Coverage:
             if self._is_drafting() and not name.startswith(DRAFT):
                 self.num_loads += 1
                 return None  # a layer that is its model's; see tandem.py
+            if self._asked is not None:
+                self._asked.add(name)
+                return True  # those of experts say whether they had a use for it
             loaded = args[1] if len(args) > 1 else kwargs.get("loaded_weight")
             if isinstance(loaded, torch.Tensor):
                 _require_dtype(param, loaded)
             self.begin(name)
             self.has_strays |= self.entry is None
+            before = () if self.entry is None else self.entry.filled
+            own = {view for param_name, view in before if param_name == name}
             if self.entry is not None and not is_replayable:
                 self.entry.is_whole = False  # it is processed in memory of its own
             with (
@@ -259,7 +337,10 @@ class Coverage:
             ):
                 result = loader(*args, **kwargs)
             self.num_loads += 1
-            if not writes.views.keys().isdisjoint(fill.views):
+            # Upstream drops what comes for a layer that is complete.
+            is_dropped = takes_all and not writes.views
+            is_full = is_dropped and sum(fill.views.values()) >= fill.numel
+            if is_full or not (writes.views.keys() - own).isdisjoint(fill.views):
                 self.refilled.add(name)
             fill.views.update(writes.views)
             return result

@@ -5,28 +5,67 @@ What is wrong is kept and not raised, so that one refusal names all of it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from itertools import zip_longest
 from math import prod
 
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.errors import WeightsMismatch
-from vllm.inflight.names import matcher
+from vllm.inflight.errors import Cause, WeightsMismatch
+from vllm.inflight.names import (
+    PLAIN,
+    Known,
+    Neighbours,
+    matcher,
+    paired,
+    renaming,
+)
 from vllm.inflight.stage.content import Facts
 from vllm.inflight.stage.origin import Origin, Shape
-from vllm.inflight.stage.refusal import refusal, require_matches
-from vllm.inflight.stage.shadow import Known
+from vllm.inflight.stage.places import Places
+from vllm.inflight.stage.refusal import (
+    Complaint,
+    idle_patterns,
+    listed,
+    refusal,
+    require_matches,
+)
 from vllm.inflight.stage.spares import Spares
-from vllm.inflight.update import Manifest
+from vllm.inflight.update import DRAFT, Manifest, TensorSpec
 
-PLAIN = {"bfloat16", "float16", "float32", "float64"}
-"""Dtypes of one number in several lengths: what comes in one can be kept in another."""
+MAX_SAID = 500
+"""Characters that are quoted of a loader's error: some list every parameter."""
 
-IS_TIED = (
-    "it is tied to the embedding here, and is not what came as that; "
-    "an engine that is started from these weights can serve both"
+MOST_ASKED = 8
+"""Unknown tensors after which a loader is not asked any more: each time it goes through
+all that there is."""
+
+MOST_COMPARED = 64
+"""Unknown names that are compared letter by letter with those that are missing."""
+
+REPEATED = ("weight_shape",)
+"""What a checkpoint has of each part of a fused layer, and one is enough."""
+
+NUMBERS = {
+    str(dtype).removeprefix("torch.")
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+    and not (dtype.is_complex or str(dtype).startswith(("torch.q", "torch.bits")))
+}
+"""Dtypes whose content can be looked at."""
+
+IS_TIED = Complaint(
+    Cause.TIED,
+    "this engine uses its embedding as the head too, and the head that came differs "
+    "from the embedding",
 )
 """What is wrong with a head that is not the embedding it is tied to."""
 
@@ -68,7 +107,11 @@ class Inspection:
         """Shape and dtype of all that came."""
         self._digests: dict[str, ops.Digest] = {}
         """Of what was admitted."""
-        self._wrong: dict[str, str] = {}
+        self._wrong: dict[str, Complaint] = {}
+        """The first that was found of each tensor, or parameter."""
+        self._unused: dict[str, None] = {}
+        self.is_refused = False
+        """Whether the model's loader has refused a tensor that it was handed."""
         self._unknown: dict[str, tuple[list[int], str]] = {}
 
     @property
@@ -77,14 +120,14 @@ class Inspection:
         return len(self._digests)
 
     @property
-    def num_unknown(self) -> int:
-        """How many the model has no place for."""
-        return len(self._unknown)
-
-    @property
     def objects(self) -> bool:
         """Whether anything is wrong, or announced and not there."""
-        return bool(self._wrong or self._unknown or self._announced())
+        return self.has_refused or bool(self._announced())
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether anything that came is wrong."""
+        return bool(self._wrong or self._unknown or self._unused)
 
     def may_come(self, name: str) -> bool:
         """Whether the update may have such a tensor: a subset declares its own."""
@@ -99,57 +142,94 @@ class Inspection:
         """Whether the model has no such name, though most of its others are known."""
         return name not in self._known and not self._asks_loader
 
+    def is_hopeless(self, name: str) -> bool:
+        """Whether a loader is not asked for such a name: it knew none like it."""
+        return len(self._unknown) >= MOST_ASKED and self.is_doubtful(name)
+
+    def is_doubtful(self, name: str) -> bool:
+        """Whether only the model's loader can tell if there is such a name."""
+        return name not in self._known and name not in self._origin
+
     def is_renamed(self, name: str, params: Container[str]) -> bool:
         """Whether what such a tensor fills has another name in a checkpoint.
 
         A loader that maps names takes a fused parameter by the engine's name of it, one
-        of `params`, and its parts by theirs.
+        of `params`, and its parts by theirs. Two names that the engine's own checkpoint
+        has may fill one parameter, as they did at the start.
         """
+        if self._origin:
+            return name not in self._origin
         return self.is_strange(name) or (name not in self._known and name in params)
 
     def admits(self, name: str, tensor: torch.Tensor) -> bool:
         """Check all but the content of a tensor; whether it may go on to the loader."""
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         if name in self._digests:
-            self._wrong[name] = "it was sent twice"
+            self.note_wrong(name, Cause.DUPLICATE, "it was sent twice")
             return False
         self._entries[name] = (shape, dtype)
         spec = self._manifest.tensors.get(name)
-        if not self.may_come(name):
-            self._wrong[name] = "no pattern of the subset declares it"
-            return False
-        if self._manifest.tensors and spec is None:
-            self._wrong[name] = "the manifest does not announce it"
+        if self._manifest.tensors and spec is None and self.may_come(name):
+            self.note_wrong(name, Cause.UNANNOUNCED, "the manifest does not name it")
             return False
         if spec is not None and (spec.shape, spec.dtype) != (shape, dtype):
-            self._wrong[name] = (
+            why = (
                 f"announced as {list(spec.shape)} {spec.dtype}, "
                 f"arrived as {list(shape)} {dtype}"
             )
+            self.note_wrong(name, Cause.UNANNOUNCED, why)
             return False
-        if tensor.is_complex() or tensor.is_quantized:
-            # Not even its content can be looked at (ops.py), whatever it is called.
-            self._wrong[name] = f"it is {dtype}, which no model has"
-            return False
-        misfit = self._misfit(name, shape, dtype)
-        # Asked of what does not fit alone: to map a name takes microseconds.
-        if misfit is not None and not self.is_spare(name):
-            self._wrong[name] = misfit
+        # Not even the content of some can be looked at (ops.py), whatever they are
+        # called.
+        is_none = tensor.is_complex() or tensor.is_quantized
+        complaint = self._objection(name, shape, dtype, is_number=not is_none)
+        if complaint is not None:
+            self.note_wrong(name, *complaint)
             return False
         self._digests[name] = ops.Digest.ZERO
         return True
 
-    def judge(self, name: str, digest: ops.Digest, num_nonfinite: int) -> bool:
-        """Whether the content of a tensor is what was announced, and can be served."""
+    def _objection(
+        self, name: str, shape: Shape, dtype: str, *, is_number: bool = True
+    ) -> Complaint | None:
+        """What is wrong with such a tensor whatever it holds; None if nothing is."""
+        if not self.may_come(name):
+            return Complaint(Cause.SUBSET, "no pattern of the subset declares it")
+        if not is_number:
+            return Complaint(Cause.DTYPE, f"it is {dtype}, which no model has")
+        misfit = self._misfit(name, shape, dtype)
+        # Asked of what does not fit alone: to map a name takes microseconds.
+        return None if misfit is None or self.is_spare(name) else misfit
+
+    def judge(
+        self,
+        name: str,
+        digest: ops.Digest,
+        num_nonfinite: int,
+        served_as: str | None = None,
+    ) -> bool:
+        """Whether the content of a tensor is what was announced, and can be served.
+
+        Args:
+            name: of the tensor.
+            digest: of what came.
+            num_nonfinite: elements that are NaN or Inf where they are served.
+            served_as: the dtype there, if it is another one.
+
+        """
         self._digests[name] = digest
         spec = self._manifest.tensors.get(name)
         if spec is not None and spec.digest not in (None, digest.hex()):
-            self._wrong[name] = (
-                f"its digest is {digest.hex()}, announced was {spec.digest}"
-            )
+            why = f"its digest is {digest.hex()}, announced was {spec.digest}"
+            self.note_wrong(name, Cause.DIGEST, why)
             return False
         if num_nonfinite and not self._allow_nonfinite:
-            self._wrong[name] = f"{num_nonfinite} of its elements are NaN or Inf"
+            shape, _ = self._entries[name]
+            are = "is" if num_nonfinite == 1 else "are"
+            why = f"{num_nonfinite} of its {prod(shape)} elements {are} NaN or Inf"
+            if served_as is not None:
+                why += f" in {served_as}, in which they are served"
+            self.note_wrong(name, Cause.NOT_FINITE, why)
             return False
         return True
 
@@ -158,28 +238,40 @@ class Inspection:
         shape, dtype = self._entries[name]
         self._unknown[name] = (list(shape), dtype)
 
-    def note_wrong(self, name: str, why: str) -> None:
-        """A tensor, or a parameter, cannot be served as it came."""
-        self._wrong[name] = why
+    def note_wrong(self, name: str, cause: Cause, why: str) -> None:
+        """A tensor, or a parameter, cannot be served as it came.
+
+        What is found of it later follows from that.
+        """
+        if name not in self._unknown:
+            self._wrong.setdefault(name, Complaint(cause, why))
+
+    def note_unused(self, name: str) -> None:
+        """A loader has taken a tensor, and nothing of the model is filled by it."""
+        self._unused[name] = None
 
     def note_cut(self, name: str, num_unread: int) -> None:
         """A loader has used a part of a tensor, and no other rank has the rest."""
         shape, _ = self._entries[name]
-        self._wrong[name] = (
+        why = (
             f"its shape is {list(shape)}, and the model has no place for {num_unread} "
             f"of its {prod(shape)} elements"
         )
+        self.note_wrong(name, Cause.SHAPE, why)
 
     def note_refused(self, name: str, error: Exception) -> None:
         """The model's loader has refused a tensor."""
+        self.is_refused |= not self.is_strange(name)
         if name not in self._known and isinstance(error, NO_SUCH):
             self.note_unknown(name)
             return
         shape, dtype = self._entries[name]
-        self._wrong[name] = (
-            f"the model cannot take it with shape {list(shape)} and dtype "
-            f"{dtype}: {str(error) or type(error).__name__}"
+        said = (str(error) or type(error).__name__)[:MAX_SAID]
+        why = (
+            f"the model's loader does not take it with shape {list(shape)} and dtype "
+            f"{dtype}: {said}"
         )
+        self.note_wrong(name, Cause.REFUSED, why)
 
     def compare_heads(self) -> None:
         """A tied head has no place of its own: what comes of it is the embedding."""
@@ -187,8 +279,13 @@ class Inspection:
             return
         facts = self.facts()
         for name in filter(self._spares.is_tied, facts):
-            if not any(facts[n] == facts[name] for n in facts if n != name):
-                self._wrong[name] = IS_TIED
+            form = facts[name][:2]
+            others = [n for n in facts if n != name and facts[n][:2] == form]
+            if any(facts[n] == facts[name] for n in others):
+                continue
+            if not self._wrong.keys().isdisjoint(others):
+                continue  # the embedding is wrong, and not that the head is another
+            self.note_wrong(name, *IS_TIED)
 
     def require_subset(self) -> None:
         """Raise `WeightsMismatch` if nothing came of a subset, or it names what is not.
@@ -198,33 +295,177 @@ class Inspection:
         """
         if not (subset := self._manifest.subset):
             return
-        require_matches(subset, {**self._known, **self._entries})
+        require_matches(subset, self._names(self._entries))
         if all(name in self._spares for name in self._digests):
             raise WeightsMismatch(
                 f"nothing was sent of the subset {', '.join(subset[:8])}",
-                tensors=subset,
+                named={Cause.SUBSET: subset},
             )
 
     def refusal(
-        self, missing: Mapping[str, list[str]], *, is_end: bool
+        self,
+        missing: Iterable[str],
+        places: Places,
+        filled_by: Callable[[str], Collection[str]],
+        *,
+        is_end: bool,
     ) -> WeightsMismatch:
-        """The error that names all that is wrong.
+        """The error that names all that is wrong, each thing once.
+
+        A parameter is not called missing where what should have filled it came and
+        cannot be accepted.
 
         Args:
-            missing: each parameter that is not full, and what it is made of. If that
-                is not how it was when the engine started, the parameter is named.
+            missing: parameters that are not full.
+            places: what fills them.
+            filled_by: the parameters that a tensor would have filled.
             is_end: whether what was announced should have come by now.
 
         """
-        absent: list[str] = []
-        for param, names in missing.items():
-            if self._origin and not any(n in self._origin for n in names):
-                absent.append(param)
-                continue
-            absent += [n for n in names if n not in self._digests] or names
+        absent: dict[str, None] = {}
+        missing = list(missing)
+        explained: set[str] = set()
+        if missing:
+            fills = [filled_by(name) for name in self._wrong]
+            explained = {param for params in fills for param in params}
+            if self._origin and not all(fills):
+                # Nobody knows what they fill; nor what fills some parameters.
+                explained |= {
+                    param
+                    for param in missing
+                    if not any(n in self._origin for n in places.names_of(param))
+                }
+        came = self._digests.keys() | self._wrong.keys()
+        for param in missing:
+            names = places.names_of(param)
+            gone = [n for n in names if n not in came]
+            if not gone and param not in explained:
+                gone = list(names)  # they came, and did not fill it
+            is_whole = len(gone) == len(names)
+            if is_whole and param in explained:
+                continue  # by a tensor of another name, which is told
+            absent |= dict.fromkeys(gone)
         if is_end:
-            absent += [n for n in self._announced() if n not in absent]
-        return refusal(self._unknown, self._wrong, absent, self._known)
+            absent |= dict.fromkeys(self._announced())
+        return self._refusal(
+            self._unknown, self._wrong, self._unused, absent, self._entries
+        )
+
+    def foreseen(
+        self,
+        specs: Iterable[TensorSpec],
+        places: Places,
+        asked: Callable[[str, Shape, str], tuple[set[str], Exception | None]],
+        *,
+        are_all: bool,
+    ) -> WeightsMismatch | None:
+        """What is certainly wrong with tensors that are announced; None if nothing is.
+
+        Nothing of an announcement is kept here.
+
+        Args:
+            specs: what is announced, under the model's names.
+            places: what fills its parameters.
+            asked: the parameters that the model's loader would fill with a tensor, and
+                what it raises.
+            are_all: whether no other tensors will come.
+
+        """
+        announced = {spec.name: spec for spec in specs}
+        wrong: dict[str, Complaint] = {}
+        unknown: dict[str, tuple[list[int], str]] = {}
+        doubtful: list[str] = []
+        for name, spec in announced.items():
+            is_number = spec.dtype in NUMBERS
+            complaint = self._objection(
+                name, spec.shape, spec.dtype, is_number=is_number
+            )
+            if complaint is not None:
+                wrong[name] = complaint
+            elif self.is_doubtful(name) and not self.is_spare(name):
+                doubtful.append(name)
+        taken: set[str] = set()
+        """What those fill that only the loader knows."""
+        are_known = True
+        for name in doubtful[:MOST_ASKED]:
+            spec = announced[name]
+            filled, error = asked(name, spec.shape, spec.dtype)
+            taken |= filled
+            if isinstance(error, NO_SUCH) and not filled:
+                unknown[name] = (list(spec.shape), spec.dtype)
+            elif not filled:
+                are_known = False  # it may wait for another one
+        if len(unknown) == MOST_ASKED:  # it knows none of their kind
+            for name in doubtful[MOST_ASKED:]:
+                unknown[name] = (list(announced[name].shape), announced[name].dtype)
+        elif len(doubtful) > MOST_ASKED:
+            are_known = False
+        absent: dict[str, None] = {}
+        if are_all and are_known and not self._manifest.subset:
+            absent = dict.fromkeys(self._lacking(announced, places, taken))
+        if are_all and announced:
+            why = "no tensor matches this pattern of the subset"
+            for pattern in idle_patterns(self._manifest.subset, self._names(announced)):
+                wrong[pattern] = Complaint(Cause.SUBSET, why)
+        if not (wrong or unknown or absent):
+            return None
+        return self._refusal(unknown, wrong, {}, absent, announced)
+
+    def _lacking(
+        self, announced: Collection[str], places: Places, taken: Collection[str]
+    ) -> Iterator[str]:
+        """The tensors without which parameters that are due stay unfilled.
+
+        Only those that the engine's own checkpoint had, or whose model has no names but
+        its own: else nobody knows what fills what.
+        """
+        is_drafted = any(name.startswith(DRAFT) for name in announced)
+        for param in places.params:
+            is_due = is_drafted if param.startswith(DRAFT) else not self._manifest.draft
+            if not is_due or param in taken or param.endswith(REPEATED):
+                continue
+            for name in places.names_of(param):
+                is_sure = name in self._origin if self._origin else name in self._known
+                if is_sure and name not in announced:
+                    yield name
+
+    def _refusal(
+        self,
+        unknown: Mapping[str, tuple[list[int], str]],
+        wrong: Mapping[str, Complaint],
+        unused: Collection[str],
+        absent: dict[str, None],
+        came: Collection[str],
+    ) -> WeightsMismatch:
+        """One refusal, in which nothing is missing that has come under another name."""
+        undeclared = [n for n in came if n in wrong and wrong[n].cause is Cause.SUBSET]
+        idle = idle_patterns(self._manifest.subset, self._names(())) if came else []
+        if idle and len(undeclared) == len(came):
+            return WeightsMismatch(
+                f"no tensor matches {listed(idle)} of the subset, neither of the model "
+                f"nor of the {len(came)} that were sent",
+                named={Cause.SUBSET: idle},
+            )
+        kept = [name for name in came if name not in unknown]
+        known = self._origin.known or self._known
+        # What a loader passes over may be a name that it does not know.
+        strays = {
+            name: (list(shape), dtype)
+            for name in filter(self.is_doubtful, unused)
+            for shape, dtype in [self._entries[name]]
+        }
+        meant = _meant({**unknown, **strays}, known, absent)
+        for name in meant.values():
+            absent.pop(name, None)
+        unknown = dict(unknown) | {n: strays[n] for n in strays if n in meant}
+        unused = [name for name in unused if name not in meant]
+        return refusal(
+            unknown, wrong, unused, absent, known, kept, num_asked=MOST_ASKED
+        )
+
+    def _names(self, came: Iterable[str]) -> set[str]:
+        """All names that a pattern may match: of the model, and of what comes."""
+        return {*self._known, *self._origin.known, *came}
 
     def hollow(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Of those that came, tensors of their shapes and dtypes with no content."""
@@ -240,18 +481,21 @@ class Inspection:
             if (digest := self._digests.get(name)) is not None
         }
 
-    def _misfit(self, name: str, shape: Shape, dtype: str) -> str | None:
+    def _misfit(self, name: str, shape: Shape, dtype: str) -> Complaint | None:
         """Why the model has no use for such a tensor; None if it may have."""
-        expected = self._known.get(name, (None, None))[1] or dtype
+        known = self._known.get(name) or self._origin.known.get(name)
+        expected = (known and known[1]) or dtype
         if dtype != expected and not {dtype, expected} <= PLAIN:
-            return f"it is {dtype}, the model's is {expected}"
+            why = f"it is {dtype}, the model's is {expected}"
+            return Complaint(Cause.DTYPE, why)
         whole = self._origin.shape(name)
         if whole is None or shape == whole or _is_alike(shape, whole):
             return None
-        return (
+        why = (
             f"its shape is {list(shape)}; in the checkpoint that the engine was "
             f"started from it is {list(whole)}"
         )
+        return Complaint(Cause.SHAPE, why)
 
     def _announced(self) -> list[str]:
         """What was announced, did not come, and is not wrong by another count."""
@@ -263,3 +507,32 @@ def _is_alike(shape: Shape, whole: Shape) -> bool:
     """Whether they differ in nothing but ones at the end: a scale is [] or [1, 1]."""
     longest = zip_longest(shape, whole, fillvalue=1)
     return all(came == expected for came, expected in longest)
+
+
+def _meant(
+    unknown: Mapping[str, tuple[list[int], str]], known: Known, absent: Collection[str]
+) -> dict[str, str]:
+    """The unknown names under which those that are missing have come."""
+    if not (absent and unknown):
+        return {}
+    meant: dict[str, str] = {}
+    if (found := renaming(unknown, known)) is not None:
+        change, names = found
+        renamed = ((name, change(name)) for name in names)
+        meant = {name: new for name, new in renamed if new and new in absent}
+    left = {name: fact for name, fact in unknown.items() if name not in meant}
+    taken = set(meant.values())
+    lacking: Known = {n: known.get(n, (None, None)) for n in absent if n not in taken}
+    pairing = paired(((n, *fact) for n, fact in left.items()), lacking)
+    meant |= pairing.name_map
+    # One with another ending is told by its letters.
+    taken.update(pairing.name_map.values())
+    neighbours = Neighbours({n: of for n, of in lacking.items() if n not in taken})
+    for name in pairing.unmatched[:MOST_COMPARED]:
+        shape, dtype = unknown[name]
+        for near in neighbours.nearest(name, shape, dtype, most=1):
+            whole = lacking[near][0]
+            if (whole is None or list(whole) == shape) and near not in taken:
+                meant[name] = near
+                taken.add(near)
+    return meant

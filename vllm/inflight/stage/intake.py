@@ -10,17 +10,19 @@ as visible as a missing tensor.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.errors import Cancelled, InflightError, WeightsMismatch
+from vllm.inflight.errors import Cancelled, Cause, InflightError, WeightsMismatch
+from vllm.inflight.names import PLAIN
 from vllm.inflight.stage.audit import Audit, Pair
-from vllm.inflight.stage.classifier import SCORE, tensor_names
+from vllm.inflight.stage.classifier import SCORE
 from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.coverage import Coverage
 from vllm.inflight.stage.drift import Sampler
@@ -28,12 +30,9 @@ from vllm.inflight.stage.inspection import Inspection
 from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.plan import Entry, replay
 from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.update import Manifest
+from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.assembly import Home
-
-MOST_ASKED = 8
-"""Unknown tensors after which a loader is not asked any more: each time it goes through
-all that there is."""
 
 
 class Intake:
@@ -75,11 +74,26 @@ class Intake:
             asks_loader=shadow.asks_loader,
             allow_nonfinite=allow_nonfinite,
         )
-        self._audit = Audit(shadow.device, shadow.tables, shadow.plan)
+        served_as = None if allow_nonfinite else self._served_as
+        self._audit = Audit(shadow.device, shadow.tables, shadow.plan, served_as)
+        self._converted: dict[str, torch.dtype] = {}
+        """Tensors that are served in a dtype of smaller numbers, and that."""
+        self._computed: dict[str, list[str]] = {}
+        """Parameters that are no copy of what came → the tensors they are made of."""
         self._sampler = Sampler(shadow.views, shadow.plan, shadow.device)
         self._renamed: set[str] = set()
         """Parameters that are filled by names other than their own in a checkpoint."""
+        self._dtypes = {
+            getattr(torch, dtype)
+            for dtype in set(shadow.dtypes.values())
+            if dtype in PLAIN
+        }
+        """Of the parameters, those that what comes in another one is converted to."""
         self._broken: Exception | None = None
+        self._current: str | None = None
+        """The tensor that the model's loader has been handed last."""
+        self._is_refused = False
+        """Whether it has refused that one."""
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""
         self.num_bytes = 0
@@ -100,35 +114,52 @@ class Intake:
         """Stands in for the shadow's own `load_weights`.
 
         Nothing is written before the first tensor is here: what breaks off before that
-        has cost nothing.
+        has cost nothing. Where the model's loader refuses a tensor, it is called again
+        for those that follow, so that the refusal can name all of them; see
+        `require_taken`.
         """
-        current: list[str] = []
         try:
             batches = self._drawn(weights)
             first = next(batches, None)
             if first is None:
                 return set()
             self._first_write()
-            with self.coverage.watching():
-                return self._load(self._admit(chain([first], batches), current))
-        except (InflightError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            # Upstream's loaders refuse by assertion, KeyError or ValueError,
-            # without the tensor's name: it is the one handed over last.
-            if error is self._broken or not current:
-                raise
-            self._inspection.note_refused(current[0], error)
-            raise self._mismatch() from error
+            incoming = self._admit(chain([first], batches))
+            rest: Iterable[Pair] = incoming
+            while True:
+                try:
+                    with self.coverage.watching():
+                        return self._load(rest)
+                except (InflightError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:
+                    # Upstream's loaders refuse by assertion, KeyError or ValueError,
+                    # without the tensor's name: it is the one handed over last.
+                    if error is self._broken or self._current is None:
+                        raise
+                    self._inspection.note_refused(self._current, error)
+                    self._is_refused, self._current = True, None
+                    # The frames hold memory that a transport wants to use again.
+                    traceback.clear_frames(error.__traceback__)
+                if (following := next(incoming, None)) is None:
+                    return None
+                rest = chain([following], incoming)
+                del following
         finally:
             self._broken = None  # it holds the transport's frames, and their memory
+
+    def require_taken(self) -> None:
+        """Raise `WeightsMismatch` if the model's loader has refused a tensor.
+
+        Asked after each chunk: what follows would be sent in vain.
+        """
+        if self._inspection.is_refused:
+            raise self._mismatch()
 
     def _load(self, weights: Iterable[Pair]) -> Any:
         return self._shadow.load(weights)
 
-    def _admit(
-        self, batches: Iterable[list[Pair]], current: list[str]
-    ) -> Iterator[Pair]:
+    def _admit(self, batches: Iterable[list[Pair]]) -> Iterator[Pair]:
         """What the model's loader has to see; what the plan knows is done here."""
         coverage = self.coverage
         for batch in batches:
@@ -136,7 +167,7 @@ class Intake:
                 raise Cancelled("the update was aborted")
             with undirected():
                 accepted = self._accepted(batch)
-            accepted = self._without_head(accepted, current)
+            accepted = self._without_head(accepted)
             with undirected():
                 fresh = self._replay(accepted)
             fresh = [pair for pair in fresh if not self._inspection.is_spare(pair[0])]
@@ -144,8 +175,11 @@ class Intake:
                 coverage.stand_behind()
             while fresh:
                 name, tensor = fresh.pop(0)
-                current[:] = [name]
+                if self._inspection.is_hopeless(name):
+                    self._inspection.note_unknown(name)
+                    continue
                 before = coverage.num_loads
+                coverage.touched.clear()
                 entry = Entry(tensor.shape, tensor.dtype)
                 coverage.handed, coverage.entry = tensor, entry
                 if self._inspection.is_strange(name):
@@ -153,11 +187,17 @@ class Intake:
                     if not self._takes(name, tensor):
                         entry.is_whole = False
                 else:
+                    self._current = name
                     yield name, tensor
-                    if coverage.num_loads == before:
+                    self._current = None
+                    if self._is_refused:
+                        self._is_refused, entry.is_whole = False, False
+                    elif coverage.num_loads == before:
                         self.unfilled.append(name)
                 if self._inspection.is_renamed(name, coverage.fills):
-                    self._renamed.update(param for param, _ in entry.filled)
+                    self._renamed |= coverage.touched
+                for param, _ in () if entry.is_traced else entry.filled:
+                    self._computed.setdefault(param, []).append(name)
                 if entry.num_unread and self._shadow.is_alone:
                     self._inspection.note_cut(name, entry.num_unread)
                 elif self._shadow.plan.entry(name, tensor) is None:
@@ -166,9 +206,8 @@ class Intake:
                 coverage.handed = coverage.entry = None
                 del tensor
             self._progress(self.num_bytes, self._inspection.num_seen)
-        current.clear()
 
-    def _without_head(self, accepted: list[Pair], current: list[str]) -> list[Pair]:
+    def _without_head(self, accepted: list[Pair]) -> list[Pair]:
         """Load the score of a classifier, if what it is made of has come.
 
         Returns the tensors that the model's loader has to see: all but its head.
@@ -178,13 +217,16 @@ class Intake:
         for name, tensor in accepted:
             if not classifier.reads(name):
                 continue
-            current[:] = [name]
+            self._current = name
             score = classifier.score(tensor)
             self.coverage.stand_behind()
             # Of a tensor that nobody sent, so it is loaded each time, and not replayed.
             entry = Entry(score.shape, score.dtype, is_whole=False)
             self.coverage.handed, self.coverage.entry = score, entry
             self._load([(SCORE, score)])
+            self._current = None
+            for param, _ in entry.filled:
+                self._computed.setdefault(param, []).append(name)
             self.coverage.handed = self.coverage.entry = None
         return [
             (name, tensor)
@@ -260,16 +302,44 @@ class Intake:
         return home
 
     def _accept(self, name: str, tensor: torch.Tensor) -> bool:
-        """Check one tensor, its content too if it is on the host."""
+        """Look at one tensor, its content too if it is on the host.
+
+        Whether it may go on to the loader.
+        """
         if not self._inspection.admits(name, tensor):
             return False
         if not self._verify or tensor.is_cuda:
             return True
         num, bad = self._shadow.num_threads, 0
         if not self._allow_nonfinite:
-            (bad,) = ops.count_nonfinite([tensor], num_threads=num)
+            served_as = [self._served_as(name, tensor.dtype)]
+            (bad,) = ops.count_nonfinite([tensor], served_as=served_as, num_threads=num)
         (digest,) = ops.digest([tensor], num_threads=num)
-        return self._inspection.judge(name, digest, bad)
+        # Loaded whatever it holds, as on a GPU, where that is known at the end only: so
+        # nothing seems to be missing that has come.
+        self._judge(name, digest, bad)
+        return True
+
+    def _judge(self, name: str, digest: ops.Digest, num_nonfinite: int) -> None:
+        converted = self._converted.get(name)
+        served_as = str(converted).removeprefix("torch.") if converted else None
+        self._inspection.judge(name, digest, num_nonfinite, served_as)
+
+    def _served_as(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype that a tensor is served in, if that has no numbers as large."""
+        own = ops.nonfinite_limit(dtype)
+        limits = {each: ops.nonfinite_limit(dtype, each) for each in self._dtypes}
+        if all(limit == own for limit in limits.values()):
+            return None
+        served = {
+            getattr(torch, self._shadow.dtypes[param])
+            for param in self._filled_by(name)
+        }
+        shortest = min(served & limits.keys(), key=limits.__getitem__, default=None)
+        if shortest is None or limits[shortest] == own:
+            return None
+        self._converted[name] = shortest
+        return shortest
 
     def _takes(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the loader takes a tensor by a name that the model does not have.
@@ -278,9 +348,6 @@ class Intake:
         refusal ends no other's load.
         """
         coverage, inspection = self.coverage, self._inspection
-        if inspection.num_unknown >= MOST_ASKED:
-            inspection.note_wrong(name, f"not looked at, after {MOST_ASKED} unknown")
-            return False
         before = coverage.num_loads
         try:
             self._load([(name, tensor)])
@@ -295,6 +362,61 @@ class Intake:
             inspection.note_unknown(name)
         return coverage.num_loads > before
 
+    def foresee(
+        self, specs: Iterable[TensorSpec], *, are_all: bool, is_open: bool = False
+    ) -> None:
+        """Raise `WeightsMismatch` if tensors that are to come cannot be accepted.
+
+        Names, shapes and dtypes are judged, before a byte has come. Nothing is written,
+        and a set that a rollback can return to stays as it is.
+
+        Args:
+            specs: what is announced, under the model's names.
+            are_all: whether no other tensors will come.
+            is_open: whether a load is under way in the tree.
+
+        """
+        with undirected(), ExitStack() as asking:
+            is_ready = is_open
+
+            def asked(
+                name: str, shape: tuple[int, ...], dtype: str
+            ) -> tuple[set[str], Exception | None]:
+                nonlocal is_ready
+                if not is_ready:  # most models need not be asked
+                    asking.enter_context(self.coverage.hollow())
+                    is_ready = True
+                return self._asked(name, shape, dtype)
+
+            refusal = self._inspection.foreseen(
+                specs, self._shadow.places, asked, are_all=are_all
+            )
+        if refusal is not None:
+            raise refusal
+
+    def foresee_files(
+        self, announced: Announcement, *, are_all: bool, is_open: bool = False
+    ) -> None:
+        """The same of files, whose headers have been read."""
+        model_name = self._manifest.model_name
+        specs = [
+            TensorSpec(model_name(name), shape, str(dtype).removeprefix("torch."))
+            for name, shape, dtype in zip(
+                announced.names, announced.shapes, announced.dtypes, strict=True
+            )
+        ]
+        self.foresee(specs, are_all=are_all, is_open=is_open)
+
+    def _asked(
+        self, name: str, shape: tuple[int, ...], dtype: str
+    ) -> tuple[set[str], Exception | None]:
+        """The parameters that the model's loader would fill; what it raises."""
+        try:
+            hollow = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        except RuntimeError:  # no tensor has so many elements
+            return set(), None
+        return self.coverage.asked(self._load, (name, hollow))
+
     def verdict(self) -> Content:
         """What arrived; raises `WeightsMismatch` unless it can be served.
 
@@ -305,19 +427,54 @@ class Intake:
         inspection = self._inspection
         with undirected():
             for name, digest, bad in self._audit.results():
-                inspection.judge(name, digest, bad)
+                self._judge(name, digest, bad)
             samples = self._sampler.samples()
         if self.coverage.has_strays:
             self._shadow.plan.forget()  # they would not come if all else were replayed
+        why = "it is filled by tensors of two names"
         for param in sorted(self._renamed & self.coverage.refilled):
-            inspection.note_wrong(param, "it is filled by tensors of two names")
+            inspection.note_wrong(param, Cause.DUPLICATE, why)
         inspection.compare_heads()
+        self._note_unused(lambda name: not self._shadow.may_idle(name))
         missing = self.coverage.short(self.coverage.due(self._manifest))
         if missing or inspection.objects:
             raise self._mismatch(missing, is_end=True)
         inspection.require_subset()
         self._pass_over()
+        self._note_unused()
+        if inspection.objects:
+            raise self._mismatch(is_end=True)
         return Content(inspection.facts(), samples)
+
+    def require_finite(self) -> None:
+        """Raise `WeightsMismatch` if a loader has made NaN or Inf of what came.
+
+        Asked when all layers are loaded. A copy of finite numbers is not looked at
+        again; a loader may compute others of them, an exponential say.
+        """
+        if self._allow_nonfinite:
+            return
+        params = dict(self._module.named_parameters())
+        for param, names in self._computed.items():
+            found = params.get(param)  # that of a quantised layer may have gone
+            (bad,) = (0,) if found is None else ops.count_nonfinite([found.data])
+            for name in names if bad else ():
+                why = (
+                    f"the model's loader makes {bad} numbers of it that are NaN or Inf"
+                )
+                self._inspection.note_wrong(name, Cause.NOT_FINITE, why)
+        if self._inspection.has_refused:
+            raise self._mismatch()
+
+    def is_spare(self, name: str) -> bool:
+        """Whether a tensor may come, and fills nothing."""
+        return self._inspection.is_spare(name)
+
+    def _note_unused(self, is_meant: Callable[[str], bool] = lambda name: True) -> None:
+        """Complain of tensors that filled nothing, unless another rank may use them."""
+        if self._shadow.has_all:
+            for name in filter(is_meant, self.unfilled):
+                self._inspection.note_unused(name)
 
     def _pass_over(self) -> None:
         """Forget of what filled nothing that which did not at the start, either."""
@@ -331,6 +488,15 @@ class Intake:
         self, missing: Iterable[str] = (), *, is_end: bool = False
     ) -> WeightsMismatch:
         """What is wrong; `missing` are parameters that are not full."""
-        module, classifier = self._module, self._shadow.classifier
-        names = {param: tensor_names(module, param, classifier) for param in missing}
-        return self._inspection.refusal(names, is_end=is_end)
+        return self._inspection.refusal(
+            missing, self._shadow.places, self._filled_by, is_end=is_end
+        )
+
+    def _filled_by(self, name: str) -> set[str]:
+        """The parameters that a tensor that came fills, or would have filled."""
+        found = set(self._shadow.plan.filled_by(name))
+        found = found or self._shadow.places.params_of(name)
+        if not found:
+            for _, hollow in self._inspection.hollow([name]):
+                found, _ = self.coverage.asked(self._load, (name, hollow))
+        return found

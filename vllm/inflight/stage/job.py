@@ -30,6 +30,7 @@ from vllm.inflight.packed import Work, is_packed, resting, unpack
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.built_in import require_same, require_same_config
 from vllm.inflight.stage.comparison import Comparison
+from vllm.inflight.stage.content import Content
 from vllm.inflight.stage.coverage import tally
 from vllm.inflight.stage.derived import derive
 from vllm.inflight.stage.intake import Intake
@@ -37,7 +38,9 @@ from vllm.inflight.stage.pace import pace_of
 from vllm.inflight.stage.quantised import require_same_numbers
 from vllm.inflight.stage.remainder import beside, carry, retie
 from vllm.inflight.update import Manifest
+from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.wire.local import LocalUpdateInfo
 from vllm.inflight.wire.nccl import still_writes
 from vllm.inflight.wire.numbering import own_entry, worker_index
 
@@ -74,6 +77,8 @@ class Job(Background):
         self._before: list[Job] = predecessor.alive() if predecessor else []
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._intake: Intake | None = None
+        self._sources: dict[str, str | None] = {}
+        """The paths that all of it is read from, if it is read from files alone."""
         self._transport: Any = None
         self._is_open = self._transport_open = False
         """Whether the second set may have been written to; whether a load is under way
@@ -160,6 +165,7 @@ class Job(Background):
                 "a broadcast of an aborted update has not ended on the GPU and may "
                 "still write; if this stays so, restart the engine"
             )
+        self._sources = payload["sources"]
         self._notice["state"] = "staging"
         self._post()
         # Of a set that a rollback can return to, this changes no byte.
@@ -174,6 +180,9 @@ class Job(Background):
             first_write=self._open,
         )
         self._intake.coverage.stand_before(self._intake.load_weights)
+        if manifest.tensors:
+            with self._stager.between_flips(self._is_cancelled):
+                self._intake.foresee(manifest.tensors.values(), are_all=True)
 
     def _open(self) -> None:
         """Before the first write: from here on nothing can be rolled back to.
@@ -215,11 +224,14 @@ class Job(Background):
         else:
             preview = nullcontext()
             self._open()
-        with preview:
+        with preview as announced:
+            if announced is not None:
+                self._foresee(info, announced)
             # Not update_weights(): that ends in a device-wide wait.
             self._transport.receive_weights(info)
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
+        self._intake.require_taken()
         self._notice["parameters"] = tally(self._intake.coverage.fills)
 
     def _read(self, payload: Any) -> Any:
@@ -271,6 +283,7 @@ class Job(Background):
             shadow.behind.update(beside(shadow, begun))
         self._transport.finish_weight_update()
         self._transport_open = False
+        intake.require_finite()
         require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
         retie(shadow, begun)
         try:
@@ -281,7 +294,9 @@ class Job(Background):
             self._stager.drain()
         intake.coverage.unwatch()
         base = sent.of_target()
-        whole = base.over(self._stager.served) if intake.is_partial else base
+        whole: Content | None = base
+        if intake.is_partial:
+            whole = base.over(self._stager.served, intake.is_spare)
         self._notice |= {
             "state": "staged",
             "drift": self._stager.staged(whole),
@@ -292,6 +307,19 @@ class Job(Background):
             "replayed": shadow.plan.num_proved,
             "in_place": intake.num_in_place,
         }
+
+    def _foresee(self, info: LocalUpdateInfo, announced: Announcement) -> None:
+        """Judge what the headers of files say, before their tensors are read."""
+        assert self._intake is not None
+        is_drafters = self._intake.is_drafters
+        source = self._sources["draft" if info.draft else "path"]
+        are_all = info.path is not None and info.path == source
+        with self._stager.between_flips(self._is_cancelled):
+            self._intake.foresee_files(
+                announced,
+                are_all=are_all and info.draft == is_drafters,
+                is_open=self._is_open,
+            )
 
     def _between(self, num_carried: int) -> None:
         """Between two tensors that are carried over; their bytes so far."""
@@ -357,9 +385,10 @@ class Job(Background):
 
     def _leave(self, error: InflightError) -> None:
         """Clean up after a failure, then tell; the live weights were never touched."""
+        intake = self._intake
         try:
-            if self._intake is not None:
-                self._intake.coverage.unwatch()
+            if intake is not None:
+                intake.coverage.unwatch()
                 if self._is_open and not isinstance(self._transport, StagedEngine):
                     # It may have written past the door, where nobody watches.
                     self._shadow.behind.update(self._shadow.required)
@@ -371,9 +400,15 @@ class Job(Background):
         except BaseException:
             logger.exception("cleaning up after update %d failed", self.serial)
         self._notice |= {"state": "failed", "error": error.to_dict()}
-        self._notice.pop("unfilled", None)  # so many that it may not have fitted
+        # All names: an error has only the first, and every rank may have others.
+        self._notice["named"] = getattr(error, "named", {})
+        self._notice["unfilled"] = [] if intake is None else intake.unfilled
         try:
-            self._post()
+            try:
+                self._post()
+            except ValueError:  # there are so many names that they do not fit
+                del self._notice["named"], self._notice["unfilled"]
+                self._post()
         except BaseException:
             # The rest of the notice cannot be posted; that the update failed has to be.
             logger.exception("the notice on update %d was not posted", self.serial)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.errors import CAUSES, Cause, WeightsMismatch
 from vllm.inflight.stage import experts
 from vllm.inflight.stage.layers import layers
 
@@ -217,7 +217,8 @@ def require_same_numbers(
                 if isinstance(value, SCALARS) and other != value:
                     raise WeightsMismatch(
                         f"with these weights {name} of layer {path} is {other!r}; "
-                        f"graphs are compiled with {value!r}"
+                        f"graphs are compiled with {value!r}",
+                        remedy=CAUSES[Cause.MODEL][1],
                     )
 
 

@@ -532,7 +532,7 @@ class Reading:
             for scratch, target, source in copying:
                 scratch.zero_()
                 target.copy_(source)
-            add_sums(table, sums.on_device, 0, page_key(0), (0, 0))
+            add_sums(table, sums.on_device, 0, page_key(0), 0)
 
     def _end_step(self, copying: list[Copying]) -> None:
         if not self._places:
@@ -540,7 +540,7 @@ class Reading:
         from vllm.inflight._digest_triton import make_table
 
         table = make_table(
-            [place[:2] for place in self._places],
+            [(*place[:2], 0) for place in self._places],
             self._scratch.device,
             firsts=[place[2] for place in self._places],
             rows=[place[3] for place in self._places],

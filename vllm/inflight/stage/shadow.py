@@ -22,6 +22,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ArenaTorn, ConfigError
+from vllm.inflight.names import Known
 from vllm.inflight.stage import (
     audit,
     derived,
@@ -36,6 +37,7 @@ from vllm.inflight.stage.blueprint import build_second
 from vllm.inflight.stage.classifier import Classifier, loader_of, tensor_names
 from vllm.inflight.stage.layers import layers
 from vllm.inflight.stage.origin import Origin
+from vllm.inflight.stage.places import Places
 from vllm.inflight.stage.plan import Plan
 from vllm.inflight.stage.proof import Proof
 from vllm.inflight.stage.residence import residence_of
@@ -45,8 +47,6 @@ from vllm.inflight.wire.assembly import Home
 from vllm.inflight.wire.threads import num_threads
 
 logger = upstream.init_logger(__name__)
-
-Known = dict[str, tuple[list[int] | None, str | None]]
 
 
 class Shadow:
@@ -94,7 +94,8 @@ class Shadow:
 
         A flip changes nothing about that; a copy of one set over the other ends it.
         """
-        self._dtypes: dict[str, str] = {}
+        self.dtypes: dict[str, str] = {}
+        """Of the same parameters, as they are served."""
         self._processed = False
         try:
             self.reason = self._build(vllm_config)
@@ -155,7 +156,7 @@ class Shadow:
             if quantised.has_cache_scales(layer) or derived.is_derived(layer, key):
                 continue
             self.required[name] = param.shape
-            self._dtypes[name] = str(param.dtype).removeprefix("torch.")
+            self.dtypes[name] = str(param.dtype).removeprefix("torch.")
             if quantised.is_quantised(layer):
                 self.quantised.add(name)
 
@@ -211,7 +212,7 @@ class Shadow:
         if self.module is None:
             return 0
         return sum(
-            shape.numel() * getattr(torch, self._dtypes[name]).itemsize
+            shape.numel() * getattr(torch, self.dtypes[name]).itemsize
             for name, shape in self.required.items()
         )
 
@@ -231,13 +232,19 @@ class Shadow:
         The shape of a shard of a fused or split parameter is not known here.
         """
         assert self.module is not None
-        known: Known = {}
+        known: dict[str, tuple[list[int] | None, str | None]] = {}
         for param, shape in self.required.items():
             names = tensor_names(self.module, param, self.classifier)
             for name in names:
                 whole = list(shape) if len(names) == 1 else None
-                known[name] = (whole, self._dtypes[param])
+                known[name] = (whole, self.dtypes[param])
         return known
+
+    @functools.cached_property
+    def places(self) -> Places:
+        """Which parameters the tensors of a checkpoint fill, by their names."""
+        assert self.module is not None
+        return Places.of(self.module, self.required, self.origin, self.classifier)
 
     @property
     def asks_loader(self) -> bool:
@@ -250,6 +257,11 @@ class Shadow:
         maps_names = getattr(self.module, "hf_to_vllm_mapper", None) is not None
         maps_names |= getattr(self.module, "supports_multimodal", False)
         return maps_names or self._is_stage or self.has_drafter
+
+    @property
+    def has_all(self) -> bool:
+        """Whether what fills nothing on this rank fills nothing on any."""
+        return not self._has_some
 
     def may_idle(self, name: str) -> bool:
         """Whether a tensor that fills nothing may come: a start passed it over, too."""

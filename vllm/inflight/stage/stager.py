@@ -179,11 +179,26 @@ class Stager:
     def open(self, is_cancelled: Callable[[], bool] = never) -> None:
         """The second set is about to be written over: there is no way back.
 
-        Never in the middle of a flip, nor after one of a rollback: that comes when the
-        update has been cancelled, and then nothing is opened any more.
-
         Args:
             is_cancelled: whether the update that would write is not wanted any more.
+
+        Raises:
+            Cancelled: it is not.
+
+        """
+        with self.between_flips(is_cancelled):
+            self._flip = None
+            self._contents[1] = self._marks[1] = None
+
+    @contextmanager
+    def between_flips(self, is_cancelled: Callable[[], bool]) -> Iterator[None]:
+        """While no flip can come, for whoever changes the second tree.
+
+        Never in the middle of a flip, nor after one of a rollback: that comes when the
+        update has been cancelled, and then nothing is changed any more.
+
+        Args:
+            is_cancelled: whether the update that would do so is not wanted any more.
 
         Raises:
             Cancelled: it is not.
@@ -192,8 +207,7 @@ class Stager:
         with self._turn:
             if is_cancelled():
                 raise Cancelled("the update was aborted")
-            self._flip = None
-            self._contents[1] = self._marks[1] = None
+            yield
 
     def forget(self, *, served: bool) -> None:
         """The second set is given back, and with `served` what is served as well."""

@@ -217,7 +217,8 @@ def _of_model(model: torch.nn.Module, named: Mapping[str, Any]) -> dict[str, Any
     }
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
-            raise Malformed(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+            kind = type(tensor).__name__
+            raise Malformed(f"{name!r} has the type {kind}, and is not a tensor")
     named = without_adapters(model, named, cleaned)
     # transformers' own words: what its checkpoints leave out, and what gives way.
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()

@@ -180,7 +180,8 @@ def _checked(named: Iterable[tuple[str, Any]]) -> Iterator[Pair]:
         if not isinstance(tensor, torch.Tensor):
             if name.endswith("_extra_state"):
                 continue  # what modules keep beside their weights
-            raise Malformed(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+            kind = type(tensor).__name__
+            raise Malformed(f"{name!r} has the type {kind}, and is not a tensor")
         if tuple(tensor.shape) == (0,) and not hasattr(tensor, "ds_id"):
             raise Malformed(
                 f"{name!r} has no elements. In the state dict of a ZeRO-3 model all "

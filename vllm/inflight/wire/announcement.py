@@ -117,6 +117,7 @@ class Announcement:
                 f"{num_ranks} tensor-parallel ranks; without ranks, slices may be cut "
                 "for any number of them",
                 tensors=[name],
+                remedy="Cut slices for the ranks that this engine has, or for none.",
             )
 
     def require_buckets(self, bucket_bytes: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled, TransferFault
-from vllm.inflight.wire.announcement import Pair
+from vllm.inflight.wire.announcement import Announcement, Pair
 from vllm.inflight.wire.watch import never
 
 USABLE = "nccl, ipc, local, inflight_nccl, inflight_ipc or inflight_gloo"
@@ -93,8 +93,11 @@ class StagedEngine(upstream.WeightTransferEngine):
         del update_info
         return None
 
-    def preview(self, update_info: Any) -> AbstractContextManager[None]:
+    def preview(self, update_info: Any) -> AbstractContextManager[Announcement | None]:
         """Around the receipt of a chunk: what can be read of it before is, on entry.
+
+        It enters into the announcement of the chunk if that was read and not sent, as
+        of files; else into None.
 
         Raises:
             InflightError: it cannot be received, and nothing has been written.

@@ -28,7 +28,7 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Malformed
 from vllm.inflight.update import drafters
-from vllm.inflight.wire.announcement import Pair
+from vllm.inflight.wire.announcement import Announcement, Pair
 from vllm.inflight.wire.engine import StagedEngine
 from vllm.inflight.wire.file_reader import (
     BUCKET_BYTES,
@@ -119,7 +119,7 @@ class LocalEngine(StagedEngine):
         return path if path.is_dir() else None
 
     @contextlib.contextmanager
-    def preview(self, update_info: LocalUpdateInfo) -> Iterator[None]:
+    def preview(self, update_info: LocalUpdateInfo) -> Iterator[Announcement]:
         """Open the files, and keep them open until they have been received.
 
         Raises:
@@ -129,7 +129,7 @@ class LocalEngine(StagedEngine):
         """
         with self._files(update_info) as self._opened:
             try:
-                yield
+                yield self._opened.announced
             finally:
                 self._opened = None
 

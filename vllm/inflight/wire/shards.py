@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.errors import Cause, WeightsMismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,4 +219,4 @@ def _is_other(rank: int | None, held: Mapping[int | None, Slice]) -> bool:
 
 
 def _wrong(name: str, what: str) -> WeightsMismatch:
-    return WeightsMismatch(f"{name!r}: {what}", tensors=[name])
+    return WeightsMismatch(f"{name!r}: {what}", named={Cause.SHAPE: [name]})
