@@ -16,7 +16,7 @@ from tests.second_set import (
 )
 from vllm.inflight.stage import proof
 from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.plan import replay
+from vllm.inflight.stage.plan import Entry, replay
 
 EVERYTHING = len(version(0))
 
@@ -269,3 +269,27 @@ def test_no_two_elements_of_a_batch_have_one_pattern(dtype):
         parts = [row[name].view(-1) for name in shapes]
         columns.append(torch.cat([proof._as_integers(part) for part in parts]))
     assert len(torch.stack(columns, 1).unique(dim=0)) == 2 * 2100 + 1
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ],
+    ids=str,
+)
+def test_patterns_are_numbers(dtype):
+    """A GPU that copies many tensors at once has one NaN for all of them."""
+    entry = Entry(torch.Size([70_000]), dtype)
+    digits = []
+    for digit in range(proof._num_digits([("a", entry)])):
+        ((_, pattern),) = proof._patterns([("a", entry)], digit, torch.device("cpu"))
+        assert pattern.float().isfinite().all()
+        digits.append(pattern.view(proof.INTEGERS[dtype.itemsize]).long())
+    elements = torch.stack(digits, 1)
+    assert len(elements.unique(dim=0)) == entry.shape.numel(), "each is another one"

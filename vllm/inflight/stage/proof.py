@@ -178,12 +178,14 @@ def _patterns(
 def _bits(entry: Entry) -> int:
     """Bits of an element's number that one pattern can tell.
 
-    Where the dtype stays, all bits of an element travel as they are. Where a loader
-    casts, the numbers are such that both dtypes have them.
+    Where the dtype stays, all bits of an element travel as they are, but for those of
+    what is not a number: a GPU that copies many tensors at once makes one NaN of all.
+    Where a loader casts, the numbers are such that both dtypes have them.
     """
     casts = [c.target.dtype for c in entry.copies if not c.is_exact]
     if not casts and entry.dtype is not torch.bool:
-        return min(8 * entry.dtype.itemsize, 32)
+        width = 8 * entry.dtype.itemsize
+        return min(width - 2 if entry.dtype.is_floating_point else width, 32)
     return min(_exact_bits(dtype) for dtype in (entry.dtype, *casts))
 
 
