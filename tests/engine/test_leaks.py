@@ -14,7 +14,7 @@ import pytest
 from tests.engine.conftest import stop
 from tests.engine.script import OPTIONS
 from tests.shared_memory import names, nothing_came
-from vllm.inflight.errors import InflightError
+from vllm.inflight.errors import InflightError, StagingUnavailable
 
 pytestmark = pytest.mark.engine
 
@@ -28,13 +28,15 @@ def parameters_of(llm: Any) -> list[Any]:
     return [weakref.ref(part) for t in trees for part in (t, *t.parameters())]
 
 
+@pytest.mark.parametrize("scrub_interval_s", [0, 3600])
 @pytest.mark.parametrize("is_shut_down", [True, False])
 def test_an_engine_that_is_dropped_leaves_no_weights_to_the_next(
-    checkpoint: Callable[..., Path], is_shut_down: bool
+    checkpoint: Callable[..., Path], is_shut_down: bool, scrub_interval_s: float
 ) -> None:
     from vllm import LLM
 
-    llm = LLM(str(checkpoint(0)), **OPTIONS)
+    config = {"inflight": {"scrub_interval_s": scrub_interval_s}}
+    llm = LLM(str(checkpoint(0)), additional_config=config, **OPTIONS)
     llm.update_weights_from_disk(str(checkpoint(1)), "one")
     llm.collective_rpc("reload_weights")
     parts = parameters_of(llm)
@@ -96,3 +98,23 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
     # holds for threads that are gone comes once, and goes.
     assert any(growth() < 2 * one_set + 8 * MIB for _ in range(3))
     assert held()[1:] == (before[1], 0)
+
+
+def test_an_engine_that_was_shut_down_asks_its_workers_nothing_more(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where its weights were, another engine's of this process may be by now."""
+    llm = start(checkpoint(0))
+    core = llm.llm_engine.engine_core.engine_core
+    core.shutdown()
+    asked: list[Any] = []
+    kind = type(core.model_executor)
+    monkeypatch.setattr(kind, "collective_rpc", lambda *args, **_: asked.append(args))
+    with pytest.raises(StagingUnavailable, match="shut down"):
+        llm.update_weights_from_disk(str(checkpoint(1)), "late")
+    with pytest.raises(StagingUnavailable, match="shut down"):
+        llm.verify_weights()
+    llm.weight_info()
+    assert asked == []

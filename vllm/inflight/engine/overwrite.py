@@ -107,6 +107,8 @@ class Overwrites:
         """What the ranks reported last."""
         self._is_torn = False
         """Whether layers may have no memory, as they could not be put back."""
+        self._is_closed = False
+        """Whether the weights' memory is given back, and may be another engine's."""
         self._was_idle = True
         """Whether there was no request since the last step with one."""
         self._told = ("", -QUIET_S)
@@ -128,6 +130,8 @@ class Overwrites:
 
         """
         sleep, turns = self._gate.sleep, self._gate.turns
+        if self._is_closed:
+            return call()
         if method in FILLING:
             sleep.check_weights(is_whole=method == "reload_weights")
             if self._gate.lockstep.is_kept:
@@ -152,7 +156,7 @@ class Overwrites:
         What nobody was to end any more is put back. Python code beside an engine in its
         caller's process may have done anything while there was no request.
         """
-        if self._core.scheduler.requests:
+        if self._core.scheduler.requests and not self._is_closed:
             was_idle, self._was_idle = self._was_idle, False
             try:
                 self._look_before_step(was_idle)
@@ -179,7 +183,7 @@ class Overwrites:
                 could have written unseen.
 
         """
-        if self._gate.sleep.weights == "asleep":
+        if self._is_closed or self._gate.sleep.weights == "asleep":
             return  # there is nothing that could be read
         is_likely = is_certain and self._gate.in_process
         if is_likely or self._gate.ranks.is_touched():
@@ -237,7 +241,8 @@ class Overwrites:
         )
 
     def close(self) -> None:
-        """No deadline outlives its engine."""
+        """No deadline outlives its engine, and nobody looks at its weights any more."""
+        self._is_closed = True
         self._lease.drop()
 
     # --------------------------------------------------------- calls of others

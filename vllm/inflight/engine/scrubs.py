@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -132,34 +133,36 @@ class Scrubs:
     # ------------------------------------------------------------- the thread
     def _ensure_thread(self) -> None:
         if self._thread is None or not self._thread.is_alive():
+            # Between two scrubs it holds no engine: one that is dropped is given back.
+            engine = weakref.ref(self)
             self._thread = Background(
-                self._work, name="inflight-scrub", end=self._close
+                partial(_work, engine, self._wake, self._interval_s or None),
+                name="inflight-scrub",
+                end=partial(_end, engine),
             )
             self._thread.start()
 
-    def _work(self) -> None:
-        waiting: list[Future[Result]] = []
-        while not self._is_closed:
-            self._wake.wait(self._interval_s or None)
-            self._wake.clear()
-            with self._lock:
-                waiting, self._waiting = self._waiting, []
-                is_due, self._is_due = self._is_due, False
-            if not self._is_closed:
-                self._scrub(waiting, is_due=is_due)
-                waiting = []
-            with self._lock:
-                # What came meanwhile has set the event before, or will find no thread.
-                if not (self._waiting or self._is_due or self._interval_s):
-                    self._thread = None
-                    return
-                if self._waiting or self._is_due:
-                    self._wake.set()
+    def _turn(self) -> bool:
+        """Scrub for whoever waits, or because it is time; whether there is more."""
         with self._lock:
-            waiting += self._waiting
-            self._waiting, self._thread = [], None
+            waiting, self._waiting = self._waiting, []
+            is_due, self._is_due = self._is_due, False
+        if not self._is_closed:
+            self._scrub(waiting, is_due=is_due)
+            waiting = []
+        with self._lock:
+            if self._is_closed:
+                waiting += self._waiting
+                self._waiting = []
+            goes_on = bool(self._waiting or self._is_due)
+            if goes_on:
+                self._wake.set()
+            goes_on = not self._is_closed and (goes_on or bool(self._interval_s))
+            if not goes_on:
+                self._thread = None
         for future in waiting:
             future.set_exception(EngineFault("the engine has been shut down"))
+        return goes_on
 
     def _scrub(self, waiting: list[Future[Result]], *, is_due: bool) -> None:
         try:
@@ -255,6 +258,24 @@ class Scrubs:
                 result["result"],
                 *facts[2:],
             )
+
+
+def _work(
+    engine: weakref.ref[Scrubs], wake: threading.Event, interval_s: float | None
+) -> None:
+    goes_on = True
+    while goes_on:
+        wake.wait(interval_s)
+        wake.clear()
+        if (scrubs := engine()) is None:
+            return
+        goes_on = scrubs._turn()
+        del scrubs
+
+
+def _end(engine: weakref.ref[Scrubs]) -> None:
+    if (scrubs := engine()) is not None:
+        scrubs._close()
 
 
 def judged(ranks: list[dict[str, Any]]) -> Result:
