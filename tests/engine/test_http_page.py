@@ -166,6 +166,12 @@ def goes_on(server: Server, said: Said) -> None:
     assert (before["is_paused"], after["paused"]) == (True, False)
 
 
+def is_whole_again(server: Server, said: Said) -> None:
+    (_, compared), (_, published) = said
+    assert json.loads(compared)["result"] == "equal"
+    assert json.loads(published)["weight_version"] == "step-100"
+
+
 def is_level(server: Server, said: Said) -> None:
     assert json.loads(said[1][1])["weight_version"] == "step-100"
 
@@ -179,6 +185,7 @@ SCENES: dict[str, tuple[Any, Any]] = {
     "An engine or a rank is lost": (nothing, is_loaded),
     "Nothing is decoded for want of weights": (loading, decodes_again),
     "A controller is gone": (paused, goes_on),
+    "What is served is not what was committed": (published, is_whole_again),
     "Engines serve different versions": (nothing, is_level),
 }
 """Sections of the runbook: what goes wrong, and what its commands have to do."""

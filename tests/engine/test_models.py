@@ -86,7 +86,7 @@ def test_device_staging_without_a_gpu_is_refused_by_name(
 def test_a_bad_knob_is_refused_before_anything_starts(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
-    with pytest.raises(ConfigError, match="verify must be one of digest, off"):
+    with pytest.raises(ConfigError, match="verify must be one of digest, served, off"):
         start(checkpoint(0), additional_config={"inflight": {"verify": "maybe"}})
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.oracle import Oracle
 from tests.engine.probe import begin_from_files
 from tests.injection.cells import TWO_RANKS, Cell, params
 from tests.injection.subject import Subject
@@ -21,7 +22,7 @@ def options() -> Iterator[dict[str, Any]]:
         yield {"tensor_parallel_size": 2, "worker_extension_cls": extension}
 
 
-class Extension:
+class Extension(Oracle):
     """A method of somebody else, which may fail on a rank."""
 
     def tests_fail_on(self: Any, rank: int) -> int:

@@ -101,7 +101,7 @@ def test_a_commit_repeated_under_another_label_is_told_where_the_update_stands(
     for phase in ("staged", "committed"):
         refused = ask(core, "commit", **body).result(timeout=30)["error"]
         assert refused["message"].endswith(f"it stays {phase}")
-        call(core, "commit")
+        call(core, "commit", update_id="labelled")
 
 
 def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
