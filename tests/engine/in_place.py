@@ -159,7 +159,7 @@ class Player:
             if not is_derived(layer, key)
         }
         shadow._is_stage = shadow.has_drafter = shadow._has_some = False
-        shadow._dtypes = {
+        shadow.dtypes = {
             name: str(param.dtype).removeprefix("torch.")
             for name, *_, param in parameters(self.second)
         }
