@@ -131,7 +131,9 @@ def result(*spans: tuple[str, int], name: str = "r") -> Any:
     made = [
         VersionSpan(label, i, i + 1, epoch) for i, (label, epoch) in enumerate(spans)
     ]
-    output = SimpleNamespace(index=0, weight_versions=made)
+    output = SimpleNamespace(
+        index=0, weight_versions=made, finish_reason=None, stop_reason=None
+    )
     return SimpleNamespace(request_id=name, outputs=[output])
 
 

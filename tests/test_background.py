@@ -37,7 +37,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.journal import Journal
 from vllm.inflight.update import Version
 InflightConfig.of = staticmethod(lambda _: SimpleNamespace(journal=sys.argv[1]))
-parallel = SimpleNamespace(data_parallel_index=0)
+parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
 model = SimpleNamespace(model="m")
 journal = Journal(SimpleNamespace(parallel_config=parallel, model_config=model))
 for number in range(50):

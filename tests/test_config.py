@@ -241,12 +241,14 @@ def test_one_blank_key_among_several_is_refused(servers_parser):
 
 
 @pytest.mark.parametrize("key", UNUSABLE)
-def test_a_variable_that_is_set_and_cannot_be_a_key_ends_the_start(monkeypatch, key):
+def test_a_variable_that_is_set_and_cannot_be_a_key_ends_the_start(
+    monkeypatch, tmp_path, key
+):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     apply_all()
-    args = EngineArgs(model="/nowhere")
+    args = EngineArgs(model=str(tmp_path))
     for variable, usages in {
         ADMIN_KEY_ENV: ("LLM_CLASS", "OPENAI_API_SERVER"),
         API_KEY_ENV: ("OPENAI_API_SERVER", "API_SERVER"),

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from fastapi import APIRouter, FastAPI
-from starlette.testclient import TestClient
 
-from tests.door import Engine, served
+from tests.door import Engine, caller, served
 from vllm.inflight.api import foreign
 from vllm.inflight.api.routes import InflightEndpoints, check_routing
 from vllm.inflight.errors import UpstreamChanged
@@ -36,16 +35,12 @@ def router() -> APIRouter:
     return made
 
 
-def client(app: FastAPI) -> TestClient:
-    return TestClient(app, client=("127.0.0.1", 1))
-
-
 def test_a_route_that_is_added_later_answers_in_our_place() -> None:
     engine = Engine()
     app = served(engine)
     app.include_router(router())
     check_routing(app)
-    door = client(app)
+    door = caller(app)
     assert door.post("/update_weights", json={"weight_dir": "/w"}).json() == THEIRS
     assert door.post("/pause?mode=keep&clear_cache=false").json() == THEIRS
     assert engine.asked == []
@@ -55,7 +50,7 @@ def test_a_route_that_is_added_later_answers_in_our_place() -> None:
 
 def test_so_does_one_that_is_added_when_the_server_answers_already() -> None:
     app = served(Engine())
-    door = client(app)
+    door = caller(app)
     assert door.post("/pause").json()["status"] == "paused"
     app.add_api_route("/pause", theirs, methods=["POST"])
     assert door.post("/pause").json() == THEIRS
@@ -64,7 +59,7 @@ def test_so_does_one_that_is_added_when_the_server_answers_already() -> None:
 def test_another_method_of_the_path_stays_ours() -> None:
     app = served(Engine())
     app.add_api_route("/flush_cache", theirs, methods=["GET"])
-    door = client(app)
+    door = caller(app)
     assert door.get("/flush_cache").json() == THEIRS
     assert door.post("/flush_cache").json()["success"] is True
 
@@ -72,7 +67,7 @@ def test_another_method_of_the_path_stays_ours() -> None:
 def test_a_path_with_an_id_is_the_same_path_whatever_the_id_is_called() -> None:
     app = served(Engine())
     app.add_api_route("/weight_update/{number}", theirs, methods=["GET"])
-    assert client(app).get("/weight_update/7").json() == THEIRS
+    assert caller(app).get("/weight_update/7").json() == THEIRS
 
 
 def test_a_plugin_that_was_there_first_keeps_its_routes() -> None:
@@ -83,7 +78,7 @@ def test_a_plugin_that_was_there_first_keeps_its_routes() -> None:
     paths = [getattr(route, "path", None) for route in app.routes]
     # Of two upstream would take the first for replaced.
     assert (paths.count("/update_weights"), paths.count("/resume")) == (1, 1)
-    assert client(app).post("/update_weights").json() == THEIRS
+    assert caller(app).post("/update_weights").json() == THEIRS
 
 
 def test_with_a_port_of_our_own_the_main_one_keeps_theirs() -> None:
@@ -93,7 +88,7 @@ def test_with_a_port_of_our_own_the_main_one_keeps_theirs() -> None:
     app.add_api_route("/pause", theirs, methods=["POST"])
     app.add_api_route("/resume", upstreams, methods=["POST"])
     InflightEndpoints().attach_router(app)
-    door = client(app)
+    door = caller(app)
     assert door.post("/pause").json() == THEIRS
     assert door.post("/resume").status_code == 404
 
@@ -109,7 +104,7 @@ def test_the_log_names_path_and_module_once(is_asked_first: bool) -> None:
     try:
         for is_asked in (is_asked_first, not is_asked_first, True):
             if is_asked:
-                client(app).post("/pause")
+                caller(app).post("/pause")
             else:
                 check_routing(app)
     finally:

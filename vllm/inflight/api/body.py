@@ -101,6 +101,8 @@ def parse_in_slices(raw: Body) -> Work[dict[str, Any]]:
             msgspec.msgpack.encode(body)  # what was packed has passed that
     except (ValueError, RecursionError) as error:
         raise Malformed(f"the body is not JSON: {error}") from None
+    if body is None:
+        return {}
     if not isinstance(body, dict):
         raise Malformed("the body must be a JSON object")
     return body
