@@ -183,7 +183,8 @@ class StandIn:
             self.rate.spend("trainer")
             update, is_new = self._ledger.begin(body, 60.0)
             if is_new:
-                self._announced = Manifest.parse(body["manifest"]).tensors
+                stated = body.get("manifest") or {"format": 1}
+                self._announced = Manifest.parse(stated).tensors
                 self._ledger.move(update, Phase.STAGING)
                 self._bytes, self._before = 0, None
             return _state(update)

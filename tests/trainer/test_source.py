@@ -111,7 +111,7 @@ def test_a_sharded_tensor_is_gathered():
 
 def test_extra_state_is_left_out_and_other_strangers_are_refused():
     assert names({"a": torch.ones(1), "block._extra_state": b"x"}) == ["a"]
-    with pytest.raises(Malformed, match="'b' is a list"):
+    with pytest.raises(Malformed, match="'b' has the type list"):
         names({"b": [1.0]})
 
 
