@@ -49,15 +49,6 @@ SIZES = (400, 19_000, 46_000, 91_000)
 MEGABYTES = 64
 """Of the tensors that come in base64."""
 
-SMALL: dict[str, Any] = CONFIG | {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-"""A model whose steps are short: what holds one up is seen at once."""
-
 READER = """if True:
     import json, sys, threading, time
     import httpx
@@ -318,9 +309,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=MEGABYTES)
     parser.add_argument("--also", action="append", default=[], metavar="NAME=PYTHON")
     options = parser.parse_args()
-    model = OUT / "small"
+    model = OUT / "bodies"
     model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(SMALL))
+    (model / "config.json").write_text(json.dumps(CONFIG))
     pythons = {"ours": sys.executable} | dict(
         each.split("=", 1) for each in options.also
     )
