@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from tests.engine.bare_core import add, call, prompt
 from tests.simulated.lockstep import Together, together
+from tests.waiting import until
 from vllm.inflight.api.control import Control
 from vllm.inflight.engine import lockstep
 from vllm.inflight.engine.lockstep import Lockstep
@@ -176,6 +177,31 @@ def test_what_drains_under_a_pause_drains_on_after_waking_up(both: Together) -> 
         asleep.result(timeout=20)
     both.of_both(lambda core: core.wake_up())
     assert all(state["ok"]["is_paused"] for state in both.control("paused"))
+    first, second = both.finish()
+    assert first == second
+    assert len(both.stamps["r0"]) == 150
+
+
+@pytest.mark.parametrize("hasty", [0, 1])
+def test_of_two_pauses_in_a_row_each_is_agreed_on(both: Together, hasty: int) -> None:
+    def pause(core: Any) -> None:
+        core.inflight("pause", {"mode": "wait"})
+
+    def pause_and_sleep(core: Any) -> Any:
+        pause(core)
+        return core.sleep(0, "keep")
+
+    both.start(1, 0)
+    sleeping = [both.ask(hasty, pause_and_sleep).result(timeout=20)]
+    both.ask(1 - hasty, pause).result(timeout=20)
+    agreed = both.cores[1 - hasty]
+    until(lambda: not agreed.pending_pause)
+    time.sleep(10 * LAG_S)  # as long as they could have met again
+    sleep = both.ask(1 - hasty, lambda core: core.sleep(0, "keep"))
+    sleeping.append(sleep.result(timeout=20))
+    for asleep in sleeping:
+        asleep.result(timeout=20)
+    both.of_both(lambda core: core.wake_up())
     first, second = both.finish()
     assert first == second
     assert len(both.stamps["r0"]) == 150

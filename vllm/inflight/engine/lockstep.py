@@ -48,6 +48,8 @@ class Lockstep:
         """A group, and whether every engine of it can be updated."""
         self._armed: _Armed | None = None
         self._owes_vote = self._is_meeting = False
+        self.num_pauses_left = 0
+        """Pauses asked of this engine while it still waited to agree on an earlier."""
 
     @property
     def _group(self) -> Any:
@@ -150,6 +152,18 @@ class Lockstep:
         # The switch may let requests go on; upstream's count was before it.
         is_busy = self._core.scheduler.has_unfinished_requests()
         return self._extent(int(is_busy))[1] == 1
+
+    def have_agreed(self) -> bool:
+        """All have agreed on a pause; whether any of them is to agree on another.
+
+        Upstream keeps one flag. Of two pauses that came to one engine before they met,
+        and to another around their meeting, the second would be agreed on by one engine
+        alone, and the other would wait for it at a step. Every engine calls it.
+        """
+        if is_left := self.num_pauses_left > 0:
+            self.num_pauses_left -= 1
+            self._core.pending_pause = True
+        return self._extent(int(is_left))[1] == 1
 
     def resume(self) -> None:
         """Have the scheduler go on, also while the engines step.

@@ -50,12 +50,24 @@ def _drain_turns(original: Any) -> Any:
 
 def _meet(original: Any) -> Any:
     def _has_global_unfinished_reqs(self: Any, local_unfinished: bool) -> Any:
+        lockstep, was_pending = self.inflight_gate.lockstep, self.pending_pause
         is_anybody_busy = original(self, local_unfinished)
         if self.step_counter != 1 and self.step_counter % self.dp_sync_interval:
             return is_anybody_busy  # nobody has met
-        return self.inflight_gate.lockstep.meet() or is_anybody_busy
+        if was_pending and not self.pending_pause and lockstep.have_agreed():
+            is_anybody_busy = True
+        return lockstep.meet() or is_anybody_busy
 
     return _has_global_unfinished_reqs
+
+
+def _count_pauses(original: Any) -> Any:
+    def _pause_complete(self: Any) -> Any:
+        if self.pending_pause:
+            self.inflight_gate.lockstep.num_pauses_left += 1
+        return original(self)
+
+    return _pause_complete
 
 
 def _rename(_: Any) -> Any:
@@ -174,5 +186,12 @@ PATCHES = [
         why="engines that step together change weights at the same step",
         remove_when="upstream commits versions where its data-parallel engines meet",
         around=_meet,
+    ),
+    Patch(
+        target="vllm.v1.engine.core:DPEngineCoreProc._pause_complete",
+        expects=("self",),
+        why="engines agree on every pause, also on a second one that some have not heard",
+        remove_when="upstream's engines count the pauses that they agree on",
+        around=_count_pauses,
     ),
 ]

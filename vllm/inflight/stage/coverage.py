@@ -230,15 +230,21 @@ class Coverage:
                 self._see_again(layer, prefix)
             for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 name = f"{prefix}.{key}" if prefix else key
-                if tensor is None or name not in self.fills:
+                if tensor is None:
                     continue
                 loader = getattr(tensor, "weight_loader", None)
+                is_deferred = key not in upstream.SKIP_LOAD_TENSORS
+                if name not in self.fills:
+                    if loader is not None and is_deferred:
+                        self._watching.append((tensor, loader))
+                        tensor.weight_loader = self._unless_asked(loader)
+                    continue
                 self._watching.append((tensor, loader))
                 tensor.weight_loader = self._watched(
                     name,
                     loader or upstream.default_weight_loader,
                     is_replayable=not is_quantised(layer),
-                    is_deferred=key not in upstream.SKIP_LOAD_TENSORS,
+                    is_deferred=is_deferred,
                     takes_all=takes_all,
                 )
 
@@ -293,8 +299,23 @@ class Coverage:
                 self._watching.append((tensor, loader))
                 tensor.weight_loader = functools.partial(self._filled_again, name)
 
+    def _unless_asked(self, loader: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the loader of what nobody has to fill be, but while it is only asked.
+
+        Upstream keeps what comes for a scale until the end, and would copy it then.
+        """
+
+        def online_process_loader(*args: Any, **kwargs: Any) -> Any:
+            return True if self._asked is not None else loader(*args, **kwargs)
+
+        online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
+        return online_process_loader
+
     def _filled_again(self, name: str, *args: Any, **kwargs: Any) -> bool:
         """A tensor has come for a parameter that is full."""
+        if self._asked is not None:
+            self._asked.add(name)
+            return True
         self.num_loads += 1
         self.refilled.add(name)
         self.touched.add(name)
