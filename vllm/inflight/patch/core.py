@@ -190,7 +190,7 @@ PATCHES = [
     Patch(
         target="vllm.v1.engine.core:DPEngineCoreProc._pause_complete",
         expects=("self",),
-        why="engines agree on every pause, also on a second one that some have not heard",
+        why="engines agree on each pause, also where some have heard of one more",
         remove_when="upstream's engines count the pauses that they agree on",
         around=_count_pauses,
     ),
