@@ -6,6 +6,13 @@ models have, announcements of as many, and tensors in base64. What is measured i
 largest gap between two tokens of a stream from the moment a body is sent until every
 rank has read it, beside the largest of as long a time just before, when nothing came.
 
+The names of most manifests are none of the model's, so that each is refused. One has
+the model's own names, and is accepted: of a small dense model, or with `--experts N` of
+a mixture that has so many experts in each of its 12 layers, each of three tensors.
+
+On few cores, whatever computes beside a server costs it time. So one row is of no body:
+a process of no concern to the server computes for some seconds.
+
 Nothing is committed: each update is aborted when it has been read. `--also NAME=PYTHON`
 measures another installation, such as one of an earlier commit, in turns with this one.
 vLLM as it is has no manifests, so there is no arm of upstream's.
@@ -34,9 +41,10 @@ import httpx
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save
+from safetensors import safe_open
+from safetensors.torch import save, save_file
 
-from benchmarks.checkpoint import CONFIG
+from benchmarks.checkpoint import CONFIG, make_checkpoint
 from benchmarks.machine import Usage, facts
 
 OUT = Path("out/bench")
@@ -46,6 +54,7 @@ SETTLE_S = 1.0
 NUM_STREAMS = 2
 """One begins anew when the other is in its middle, so that one is always there."""
 SIZES = (400, 19_000, 46_000, 91_000)
+COMPUTE_S = 4.0
 MEGABYTES = 64
 """Of the tensors that come in base64."""
 
@@ -76,6 +85,9 @@ READER = """if True:
     sys.stdin.read()
 """
 """Each line says when two tokens of one stream came, one after the other."""
+
+HIDDEN, INTERMEDIATE = 64, 32
+"""Of the mixture of experts, which has many tensors and few bytes."""
 
 console = Console()
 
@@ -117,13 +129,15 @@ class Arm:
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=600)
         self.found: dict[str, Found] = {}
+        self._lasted: dict[str, float] = {}
+        """How long each body was looked after."""
         self._tokens: list[tuple[float, float]] = []
         self._log = OUT / f"bodies-{name}.log"
         words = [
             *(python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),
             *("--served-model-name", "bench", "--skip-tokenizer-init"),
-            *("--load-format", "dummy", "--enforce-eager"),
+            "--enforce-eager",
             *("--weight-transfer-config", '{"backend": "local"}'),
         ]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -178,11 +192,14 @@ class Arm:
     def measure(self, name: str, num_bytes: int, send: Callable[[Arm], None]) -> None:
         """Send a body, and note the largest gap until it has been read."""
         found = self.found.setdefault(name, Found(num_bytes))
+        # As long as the last time, so that no other body's gap is among those alone.
+        time.sleep(self._lasted.get(name, 0.0))
         began = time.monotonic()
         send(self)
         read = time.monotonic()
         time.sleep(SETTLE_S)
         ended = time.monotonic()
+        self._lasted[name] = ended - began
         self.post("/abort_weight_update", {})
         time.sleep(SETTLE_S)
         found.gaps_ms.append(self._largest_ms(began, ended))
@@ -214,16 +231,90 @@ class Arm:
         raise SystemExit("the ranks do not come to an end")
 
 
-def bodies(sizes: list[int], megabytes: int) -> dict[str, tuple[int, Any]]:
+def make_experts(folder: Path, num_experts: int) -> None:
+    """Make the checkpoint of a mixture of experts in `folder`, unless it is there."""
+    file = folder / "model.safetensors"
+    if file.is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    config = CONFIG | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "num_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": INTERMEDIATE,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (CONFIG["vocab_size"], HIDDEN),
+        "lm_head.weight": (CONFIG["vocab_size"], HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    for number in range(CONFIG["num_hidden_layers"]):
+        layer = {
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+            "self_attn.q_proj": (64, HIDDEN),
+            "self_attn.k_proj": (32, HIDDEN),
+            "self_attn.v_proj": (32, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, 64),
+            "self_attn.q_norm": (32,),
+            "self_attn.k_norm": (32,),
+            "mlp.gate": (num_experts, HIDDEN),
+        }
+        for expert in range(num_experts):
+            layer[f"mlp.experts.{expert}.gate_proj"] = (INTERMEDIATE, HIDDEN)
+            layer[f"mlp.experts.{expert}.up_proj"] = (INTERMEDIATE, HIDDEN)
+            layer[f"mlp.experts.{expert}.down_proj"] = (HIDDEN, INTERMEDIATE)
+        for name, shape in layer.items():
+            shapes[f"model.layers.{number}.{name}.weight"] = shape
+    tensors = {n: (0.1 * torch.randn(shape)).bfloat16() for n, shape in shapes.items()}
+    part = file.with_suffix(".part")
+    save_file(tensors, part, metadata={"format": "pt"})
+    part.rename(file)
+
+
+def _own_entries(model: Path) -> list[dict[str, Any]]:
+    with safe_open(model / "model.safetensors", "pt") as file:
+        return [
+            {
+                "name": name,
+                "shape": file.get_slice(name).get_shape(),
+                "dtype": "bfloat16",
+            }
+            for name in file.keys()  # noqa: SIM118
+        ]
+
+
+def bodies(model: Path, sizes: list[int], megabytes: int) -> dict[str, tuple[int, Any]]:
     """Name → bytes of a body, and how it is sent."""
     made: dict[str, tuple[int, Any]] = {}
-    for size in sizes:
-        manifest = json.dumps({"manifest": {"format": 1, "tensors": _entries(size)}})
-        made[f"manifest, {size:,} tensors"] = _begun(manifest.encode())
+    own = _own_entries(model)
+    for told, entries in (
+        (f"manifest of the model's {len(own):,} tensors", own),
+        *((f"manifest, {size:,} tensors", _entries(size)) for size in sizes),
+    ):
+        manifest = json.dumps({"manifest": {"format": 1, "tensors": entries}})
+        made[told] = _begun(manifest.encode())
     info = _announcement(max(sizes))
     made[f"announcement, {max(sizes):,} tensors"] = _announced(info)
     made[f"{megabytes} MB of tensors in base64"] = _tensors(megabytes)
+    made["no body: another process computes"] = 0, _compute
     return made
+
+
+def _compute(_: Arm) -> None:
+    loop = (
+        f"import time\nend = time.time() + {COMPUTE_S}\nwhile time.time() < end: pass"
+    )
+    subprocess.run([sys.executable, "-c", loop], check=True)
 
 
 def _entries(count: int) -> list[dict[str, Any]]:
@@ -307,15 +398,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--megabytes", type=int, default=MEGABYTES)
+    parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--also", action="append", default=[], metavar="NAME=PYTHON")
     options = parser.parse_args()
-    model = OUT / "bodies"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(CONFIG))
+    model = OUT / f"bodies-{options.experts}"
+    OUT.mkdir(parents=True, exist_ok=True)
+    if options.experts:
+        make_experts(model, options.experts)
+    else:
+        make_checkpoint(model, 0)
     pythons = {"ours": sys.executable} | dict(
         each.split("=", 1) for each in options.also
     )
-    made = bodies(options.sizes, options.megabytes)
+    made = bodies(model, options.sizes, options.megabytes)
     found: dict[str, Any] = {}
     others = 0.0
     # One after the other: two servers would share the cores of one.
@@ -332,6 +427,7 @@ def main() -> None:
         found[name] = {body: each.row() for body, each in arm.found.items()}
     report = {
         "rounds": options.rounds,
+        "experts": options.experts,
         "arms": found,
         "machine": facts() | {"others_cores": round(others, 2)},
     }

@@ -1,5 +1,6 @@
 """The same on two tensor-parallel ranks: all of them change, or none does."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,10 @@ class Extension(Oracle):
             raise ValueError("a method of the user's own failed")
         return int(self.rank)
 
+    def tests_num_frozen(self) -> int:
+        """Objects that collections of garbage do not look at."""
+        return gc.get_freeze_count()
+
 
 @pytest.mark.parametrize("cell", params(*TWO_RANKS))
 def test_both_ranks_serve_one_whole_version_and_the_next_update_works(
@@ -53,3 +58,10 @@ def test_a_call_that_fails_on_one_rank_leaves_its_answers_to_nobody(
             llm.collective_rpc("tests_fail_on", args=(rank,))
         assert llm.collective_rpc("tests_fail_on", args=(7,)) == [0, 1]
     subject.changes()
+
+
+def test_garbage_is_not_looked_for_in_what_a_rank_started_with(
+    subject: Subject,
+) -> None:
+    """Half a second of it would come between two steps while an update is staged."""
+    assert min(subject.llm.collective_rpc("tests_num_frozen")) > 100_000

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import takewhile
 
+from vllm.inflight.breaks import with_breaks
+
 Known = Mapping[str, tuple[Sequence[int] | None, str | None]]
 """Name → shape and dtype; None for either that is not known."""
 
@@ -92,7 +94,7 @@ class Neighbours:
         self._known = known
         self._kinds: dict[str, dict[Numbers, str]] = {}
         """What names are without their numbers → the numbers → the name."""
-        for name in known:
+        for name in with_breaks(known):
             kind = self._kinds.setdefault(_NUMBER.sub("#", name), {})
             kind[tuple(_NUMBER.findall(name))] = name
 
@@ -127,7 +129,7 @@ class Neighbours:
             if (same := names.get(numbers)) is not None:
                 best = [(numbers, same)]
             else:
-                best = heapq.nlargest(most, names.items(), key=facts)
+                best = heapq.nlargest(most, with_breaks(names.items()), key=facts)
             for candidate in best:
                 told = facts(candidate)
                 # Of another layer, none is meant where the same layer has one.
@@ -144,7 +146,7 @@ class Neighbours:
         """
         letters, parts = SequenceMatcher(b=kind), SequenceMatcher(b=kind.split("."))
         rated = []
-        for other in self._kinds:
+        for other in with_breaks(self._kinds):
             letters.set_seq1(other)
             parts.set_seq1(other.split("."))
             ratio = letters.ratio()
@@ -270,17 +272,23 @@ def renaming(
     """
     taken = known if isinstance(known, set | dict) else set(known)
     # Numbers are of no account: few kinds of names are left to be compared.
-    kinds = list(dict.fromkeys(_NUMBER.sub("#", name) for name in known))
-    strange = list(dict.fromkeys(_NUMBER.sub("#", name) for name in unknown))
+    kinds = list(dict.fromkeys(_NUMBER.sub("#", name) for name in with_breaks(known)))
+    strange = list(
+        dict.fromkeys(_NUMBER.sub("#", name) for name in with_breaks(unknown))
+    )
     step = max(1, len(strange) // SAMPLE)
     guesses: Counter[Renaming] = Counter()
     for kind in strange[::step][:SAMPLE]:
         guesses.update(_changes(kind, kinds))
     best: tuple[Renaming, list[str]] | None = None
     for change, _ in guesses.most_common(SAMPLE):
-        renamed = {name: change(name) for name in unknown}
-        counts = Counter(renamed.values())
-        made = [n for n, new in renamed.items() if new in taken and counts[new] == 1]
+        renamed = {name: change(name) for name in with_breaks(unknown)}
+        counts = Counter(with_breaks(renamed.values()))
+        made = [
+            name
+            for name, new in with_breaks(renamed.items())
+            if new in taken and counts[new] == 1
+        ]
         if len(made) > max(1, len(best[1]) if best else 0):
             best = change, made
         if best is not None and len(best[1]) == len(unknown):
@@ -292,7 +300,7 @@ def _changes(name: str, known: Iterable[str]) -> set[Renaming]:
     """The changes that make of `name` one of the names it has most in common with."""
     parts = name.split(".")
     rated: list[tuple[int, int, list[str]]] = []
-    for other in known:
+    for other in with_breaks(known):
         others = other.split(".")
         before = _shared(parts, others)
         behind = _shared(parts[::-1], others[::-1])
@@ -344,25 +352,28 @@ def paired(sent: Iterable[tuple[str, Sequence[int], str]], known: Known) -> Pair
         known: the model's names; a shape or dtype that is None fits any.
 
     """
-    specs = {name: (list(shape), dtype) for name, shape, dtype in sent}
-    strange = {name: name.split(".") for name in specs if name not in known}
-    free = {name: name.split(".") for name in known if name not in specs}
+    # Tuples of plain values, which collections of garbage soon leave alone.
+    specs = {name: (tuple(shape), dtype) for name, shape, dtype in with_breaks(sent)}
+    strange = {n: tuple(n.split(".")) for n in with_breaks(specs) if n not in known}
+    free = {n: tuple(n.split(".")) for n in with_breaks(known) if n not in specs}
     name_map: dict[str, str] = {}
     ambiguous: dict[str, list[str]] = {}
     for length in range(max(map(len, strange.values()), default=0), 0, -1):
         by_ending: dict[tuple[str, ...], list[str]] = {}
-        for name, parts in free.items():
+        for name, parts in with_breaks(free.items()):
             if len(parts) >= length:
-                by_ending.setdefault(tuple(parts[-length:]), []).append(name)
+                by_ending.setdefault(parts[-length:], []).append(name)
         claims: dict[str, list[str]] = {}
-        for name, parts in strange.items():
-            ending = by_ending.get(tuple(parts[-length:]), ())
+        for name, parts in with_breaks(strange.items()):
+            ending = by_ending.get(parts[-length:], ())
             fitting = [other for other in ending if _fits(specs[name], known[other])]
             same = [other for other in fitting if known[other][1] == specs[name][1]]
             if len(parts) >= length and fitting:
                 claims[name] = same or fitting
-        wanted = Counter(other for claim in claims.values() for other in claim)
-        for name, claim in claims.items():
+        wanted = Counter(
+            other for claim in with_breaks(claims.values()) for other in claim
+        )
+        for name, claim in with_breaks(claims.items()):
             del strange[name]
             if len(claim) == 1 and wanted[claim[0]] == 1:
                 name_map[name] = claim[0]
@@ -374,10 +385,10 @@ def paired(sent: Iterable[tuple[str, Sequence[int], str]], known: Known) -> Pair
 
 
 def _fits(
-    spec: tuple[list[int], str], known: tuple[Sequence[int] | None, str | None]
+    spec: tuple[tuple[int, ...], str], known: tuple[Sequence[int] | None, str | None]
 ) -> bool:
     """Whether a tensor could be the one that the model knows, by shape and dtype."""
     shape, dtype = known
-    if shape is not None and list(shape) != spec[0]:
+    if shape is not None and tuple(shape) != spec[0]:
         return False
     return dtype in (None, spec[1]) or {dtype, spec[1]} <= PLAIN

@@ -17,6 +17,7 @@ NAMES = {
     "set_current_vllm_config": "vllm.config:set_current_vllm_config",
     "get_tokenizer": "vllm.tokenizers:get_tokenizer",
     "get_config": "vllm.transformers_utils.config:get_config",
+    "freeze_gc_heap": "vllm.utils.gc_utils:freeze_gc_heap",
     "init_logger": "vllm.logger:init_logger",
     # model loading and layerwise reload
     "initialize_model": "vllm.model_executor.model_loader.utils:initialize_model",

@@ -178,6 +178,18 @@ def _wait_for_decoding_only(original: Any) -> Any:
     return synchronize_device
 
 
+def _freeze_heap(original: Any) -> Any:
+    def compile_or_warm_up_model(self: Any) -> Any:
+        from vllm.inflight import upstream
+
+        times = original(self)
+        if _is_on(self.vllm_config):
+            upstream.freeze_gc_heap()
+        return times
+
+    return compile_or_warm_up_model
+
+
 def _shutdown(original: Any) -> Any:
     def shutdown(self: Any) -> None:
         if (stager := getattr(self, "_inflight_stager", None)) is not None:
@@ -282,6 +294,16 @@ PATCHES = [
         why="the second set is built, or found impossible, when the model is loaded",
         remove_when="upstream offers a hook after model load",
         around=_load_with_shadow,
+    ),
+    Patch(
+        target="vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+        expects=("self",),
+        why=(
+            "what staging makes sets off collections of garbage, which hold decoding "
+            "up; they look at what is new alone, as those of GPU workers do"
+        ),
+        remove_when="upstream freezes the heap of CPU workers too",
+        around=_freeze_heap,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.shutdown",

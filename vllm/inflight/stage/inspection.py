@@ -12,6 +12,7 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
+    Sequence,
 )
 from itertools import zip_longest
 from math import prod
@@ -19,6 +20,7 @@ from math import prod
 import torch
 
 from vllm.inflight import ops
+from vllm.inflight.breaks import with_breaks
 from vllm.inflight.errors import Cause, WeightsMismatch
 from vllm.inflight.names import (
     PLAIN,
@@ -33,6 +35,7 @@ from vllm.inflight.stage.origin import Origin, Shape
 from vllm.inflight.stage.places import Places
 from vllm.inflight.stage.refusal import (
     Complaint,
+    Form,
     idle_patterns,
     listed,
     refusal,
@@ -51,6 +54,10 @@ all that there is."""
 MOST_COMPARED = 64
 """Unknown names that are compared letter by letter with those that are missing."""
 
+MOST_PAIRED = 10_000
+"""Unknown names, or missing ones, for which a pair is looked for. Of more, what the
+search has made would take tens of milliseconds to be thrown away at once."""
+
 REPEATED = ("weight_shape",)
 """What a checkpoint has of each part of a fused layer, and one is enough."""
 
@@ -61,6 +68,9 @@ NUMBERS = {
     and not (dtype.is_complex or str(dtype).startswith(("torch.q", "torch.bits")))
 }
 """Dtypes whose content can be looked at."""
+
+Ask = Callable[[Sequence[TensorSpec]], Iterable[tuple[set[str], Exception | None]]]
+"""Of each tensor: the parameters that a loader would fill, and what it raises."""
 
 IS_TIED = Complaint(
     Cause.TIED,
@@ -103,7 +113,7 @@ class Inspection:
         self._asks_loader = asks_loader
         self._allow_nonfinite = allow_nonfinite
         self._is_declared = matcher(manifest.subset)
-        self._entries: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._entries: dict[str, Form] = {}
         """Shape and dtype of all that came."""
         self._digests: dict[str, ops.Digest] = {}
         """Of what was admitted."""
@@ -112,7 +122,7 @@ class Inspection:
         self._unused: dict[str, None] = {}
         self.is_refused = False
         """Whether the model's loader has refused a tensor that it was handed."""
-        self._unknown: dict[str, tuple[list[int], str]] = {}
+        self._unknown: dict[str, Form] = {}
 
     @property
     def num_seen(self) -> int:
@@ -235,8 +245,7 @@ class Inspection:
 
     def note_unknown(self, name: str) -> None:
         """The model has no place for a tensor that came."""
-        shape, dtype = self._entries[name]
-        self._unknown[name] = (list(shape), dtype)
+        self._unknown[name] = self._entries[name]
 
     def note_wrong(self, name: str, cause: Cause, why: str) -> None:
         """A tensor, or a parameter, cannot be served as it came.
@@ -353,9 +362,9 @@ class Inspection:
 
     def foreseen(
         self,
-        specs: Iterable[TensorSpec],
+        announced: Mapping[str, TensorSpec],
         places: Places,
-        asked: Callable[[str, Shape, str], tuple[set[str], Exception | None]],
+        ask: Ask,
         *,
         are_all: bool,
     ) -> WeightsMismatch | None:
@@ -364,18 +373,18 @@ class Inspection:
         Nothing of an announcement is kept here.
 
         Args:
-            specs: what is announced, under the model's names.
+            announced: the tensors, under the model's names.
             places: what fills its parameters.
-            asked: the parameters that the model's loader would fill with a tensor, and
-                what it raises.
+            ask: the parameters that the model's loader would fill with each of some
+                tensors, and what it raises.
             are_all: whether no other tensors will come.
 
         """
-        announced = {spec.name: spec for spec in specs}
         wrong: dict[str, Complaint] = {}
-        unknown: dict[str, tuple[list[int], str]] = {}
+        unknown: dict[str, Form] = {}
         doubtful: list[str] = []
-        for name, spec in announced.items():
+        for name in with_breaks(announced):
+            spec = announced[name]
             is_number = spec.dtype in NUMBERS
             complaint = self._objection(
                 name, spec.shape, spec.dtype, is_number=is_number
@@ -387,23 +396,22 @@ class Inspection:
         taken: set[str] = set()
         """What those fill that only the loader knows."""
         are_known = True
-        for name in doubtful[:MOST_ASKED]:
-            spec = announced[name]
-            filled, error = asked(name, spec.shape, spec.dtype)
+        questions = [announced[name] for name in doubtful[:MOST_ASKED]]
+        for spec, (filled, error) in zip(questions, ask(questions), strict=True):
             taken |= filled
             if isinstance(error, NO_SUCH) and not filled:
-                unknown[name] = (list(spec.shape), spec.dtype)
+                unknown[spec.name] = (spec.shape, spec.dtype)
             elif not filled:
                 are_known = False  # it may wait for another one
         if len(unknown) == MOST_ASKED:  # it knows none of their kind
-            for name in doubtful[MOST_ASKED:]:
-                unknown[name] = (list(announced[name].shape), announced[name].dtype)
+            for name in with_breaks(doubtful[MOST_ASKED:]):
+                unknown[name] = (announced[name].shape, announced[name].dtype)
         elif len(doubtful) > MOST_ASKED:
             are_known = False
         absent: dict[str, None] = {}
         if are_all and are_known and not self._manifest.subset:
             absent = dict.fromkeys(self._lacking(announced, places, taken))
-        if are_all and announced:
+        if are_all and announced and self._manifest.subset:
             why = "no tensor matches this pattern of the subset"
             for pattern in idle_patterns(self._manifest.subset, self._names(announced)):
                 wrong[pattern] = Complaint(Cause.SUBSET, why)
@@ -419,8 +427,8 @@ class Inspection:
         Only those that the engine's own checkpoint had, or whose model has no names but
         its own: else nobody knows what fills what.
         """
-        is_drafted = any(name.startswith(DRAFT) for name in announced)
-        for param in places.params:
+        is_drafted = any(name.startswith(DRAFT) for name in with_breaks(announced))
+        for param in with_breaks(places.params):
             is_due = is_drafted if param.startswith(DRAFT) else not self._manifest.draft
             if not is_due or param in taken or param.endswith(REPEATED):
                 continue
@@ -431,28 +439,28 @@ class Inspection:
 
     def _refusal(
         self,
-        unknown: Mapping[str, tuple[list[int], str]],
+        unknown: Mapping[str, Form],
         wrong: Mapping[str, Complaint],
         unused: Collection[str],
         absent: dict[str, None],
         came: Collection[str],
     ) -> WeightsMismatch:
         """One refusal, in which nothing is missing that has come under another name."""
-        undeclared = [n for n in came if n in wrong and wrong[n].cause is Cause.SUBSET]
-        idle = idle_patterns(self._manifest.subset, self._names(())) if came else []
-        if idle and len(undeclared) == len(came):
-            return WeightsMismatch(
-                f"no tensor matches {listed(idle)} of the subset, neither of the model "
-                f"nor of the {len(came)} that were sent",
-                named={Cause.SUBSET: idle},
-            )
-        kept = [name for name in came if name not in unknown]
+        if came and (subset := self._manifest.subset):
+            causes = (wrong[name].cause for name in came if name in wrong)
+            num_undeclared = sum(cause is Cause.SUBSET for cause in causes)
+            idle = idle_patterns(subset, self._names(()))
+            if idle and num_undeclared == len(came):
+                return WeightsMismatch(
+                    f"no tensor matches {listed(idle)} of the subset, neither of the "
+                    f"model nor of the {len(came)} that were sent",
+                    named={Cause.SUBSET: idle},
+                )
+        kept = [name for name in with_breaks(came) if name not in unknown]
         known = self._origin.known or self._known
         # What a loader passes over may be a name that it does not know.
         strays = {
-            name: (list(shape), dtype)
-            for name in filter(self.is_doubtful, unused)
-            for shape, dtype in [self._entries[name]]
+            name: self._entries[name] for name in filter(self.is_doubtful, unused)
         }
         meant = _meant({**unknown, **strays}, known, absent)
         for name in meant.values():
@@ -510,7 +518,7 @@ def _is_alike(shape: Shape, whole: Shape) -> bool:
 
 
 def _meant(
-    unknown: Mapping[str, tuple[list[int], str]], known: Known, absent: Collection[str]
+    unknown: Mapping[str, Form], known: Known, absent: Collection[str]
 ) -> dict[str, str]:
     """The unknown names under which those that are missing have come."""
     if not (absent and unknown):
@@ -518,12 +526,15 @@ def _meant(
     meant: dict[str, str] = {}
     if (found := renaming(unknown, known)) is not None:
         change, names = found
-        renamed = ((name, change(name)) for name in names)
+        renamed = ((name, change(name)) for name in with_breaks(names))
         meant = {name: new for name, new in renamed if new and new in absent}
-    left = {name: fact for name, fact in unknown.items() if name not in meant}
     taken = set(meant.values())
-    lacking: Known = {n: known.get(n, (None, None)) for n in absent if n not in taken}
-    pairing = paired(((n, *fact) for n, fact in left.items()), lacking)
+    left = [name for name in with_breaks(unknown) if name not in meant]
+    gone = [name for name in with_breaks(absent) if name not in taken]
+    if not (left and gone) or max(len(left), len(gone)) > MOST_PAIRED:
+        return meant
+    lacking: Known = {name: known.get(name, (None, None)) for name in gone}
+    pairing = paired(((name, *unknown[name]) for name in left), lacking)
     meant |= pairing.name_map
     # One with another ending is told by its letters.
     taken.update(pairing.name_map.values())
@@ -532,7 +543,7 @@ def _meant(
         shape, dtype = unknown[name]
         for near in neighbours.nearest(name, shape, dtype, most=1):
             whole = lacking[near][0]
-            if (whole is None or list(whole) == shape) and near not in taken:
+            if (whole is None or tuple(whole) == shape) and near not in taken:
                 meant[name] = near
                 taken.add(near)
     return meant

@@ -11,14 +11,15 @@ as visible as a missing tensor.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 
 from vllm.inflight import ops
+from vllm.inflight.breaks import with_breaks
 from vllm.inflight.errors import Cancelled, Cause, InflightError, WeightsMismatch
 from vllm.inflight.names import PLAIN
 from vllm.inflight.stage.audit import Audit, Pair
@@ -30,7 +31,7 @@ from vllm.inflight.stage.inspection import Inspection
 from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.plan import Entry, replay
 from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.update import Facts, Manifest, Tensors, TensorSpec
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.assembly import Home
 
@@ -48,6 +49,7 @@ class Intake:
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
         first_write: Callable[[], None] = lambda: None,
+        between_flips: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._shadow = shadow
         self._manifest = manifest
@@ -57,6 +59,8 @@ class Intake:
         self._progress = progress
         self._first_write = first_write
         """Called before anything is written, as often as that may be the first time."""
+        self._between_flips = between_flips
+        """While it is entered, no flip exchanges the tree for what is served."""
         assert shadow.module is not None
         self._module = shadow.module
         self.coverage = Coverage(
@@ -363,7 +367,11 @@ class Intake:
         return coverage.num_loads > before
 
     def foresee(
-        self, specs: Iterable[TensorSpec], *, are_all: bool, is_open: bool = False
+        self,
+        announced: Mapping[str, TensorSpec],
+        *,
+        are_all: bool,
+        is_open: bool = False,
     ) -> None:
         """Raise `WeightsMismatch` if tensors that are to come cannot be accepted.
 
@@ -371,25 +379,25 @@ class Intake:
         and a set that a rollback can return to stays as it is.
 
         Args:
-            specs: what is announced, under the model's names.
+            announced: the tensors, under the model's names.
             are_all: whether no other tensors will come.
             is_open: whether a load is under way in the tree.
 
         """
-        with undirected(), ExitStack() as asking:
-            is_ready = is_open
 
-            def asked(
-                name: str, shape: tuple[int, ...], dtype: str
-            ) -> tuple[set[str], Exception | None]:
-                nonlocal is_ready
-                if not is_ready:  # most models need not be asked
+        def ask(
+            specs: Sequence[TensorSpec],
+        ) -> list[tuple[set[str], Exception | None]]:
+            if not specs:  # most models need not be asked
+                return []
+            with self._between_flips(), ExitStack() as asking:
+                if not is_open:
                     asking.enter_context(self.coverage.hollow())
-                    is_ready = True
-                return self._asked(name, shape, dtype)
+                return [self._asked(spec) for spec in with_breaks(specs)]
 
+        with undirected():
             refusal = self._inspection.foreseen(
-                specs, self._shadow.places, asked, are_all=are_all
+                announced, self._shadow.places, ask, are_all=are_all
             )
         if refusal is not None:
             raise refusal
@@ -399,23 +407,22 @@ class Intake:
     ) -> None:
         """The same of files, whose headers have been read."""
         model_name = self._manifest.model_name
-        specs = [
-            TensorSpec(model_name(name), shape, str(dtype).removeprefix("torch."))
-            for name, shape, dtype in zip(
-                announced.names, announced.shapes, announced.dtypes, strict=True
-            )
-        ]
-        self.foresee(specs, are_all=are_all, is_open=is_open)
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in announced.dtypes)
+        told = zip(announced.names, announced.shapes, dtypes, strict=True)
+        facts: dict[str, Facts] = {
+            model_name(name): (tuple(shape), dtype, None)
+            for name, shape, dtype in with_breaks(told)
+        }
+        self.foresee(Tensors(facts), are_all=are_all, is_open=is_open)
 
-    def _asked(
-        self, name: str, shape: tuple[int, ...], dtype: str
-    ) -> tuple[set[str], Exception | None]:
+    def _asked(self, spec: TensorSpec) -> tuple[set[str], Exception | None]:
         """The parameters that the model's loader would fill; what it raises."""
+        dtype = getattr(torch, spec.dtype)
         try:
-            hollow = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            hollow = torch.empty(spec.shape, dtype=dtype, device="meta")
         except RuntimeError:  # no tensor has so many elements
             return set(), None
-        return self.coverage.asked(self._load, (name, hollow))
+        return self.coverage.asked(self._load, (spec.name, hollow))
 
     def verdict(self) -> Content:
         """What arrived; raises `WeightsMismatch` unless it can be served.

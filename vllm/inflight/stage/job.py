@@ -16,6 +16,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.background import Background
+from vllm.inflight.breaks import resting_by
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import (
     Cancelled,
@@ -128,7 +129,12 @@ class Job(Background):
         try:
             self._wait_for_others()
             self._post()
-            with torch.no_grad(), self._stager.lane(), self._pace.settled():
+            with (
+                torch.no_grad(),
+                self._stager.lane(),
+                self._pace.settled(),
+                resting_by(self._take_break),
+            ):
                 while not self._is_cancelled():
                     try:
                         order, payload = self._orders.get(timeout=POLL_S)
@@ -178,11 +184,11 @@ class Job(Background):
             cancelled=self._is_cancelled,
             progress=self._progress,
             first_write=self._open,
+            between_flips=lambda: self._stager.between_flips(self._is_cancelled),
         )
         self._intake.coverage.stand_before(self._intake.load_weights)
         if manifest.tensors:
-            with self._stager.between_flips(self._is_cancelled):
-                self._intake.foresee(manifest.tensors.values(), are_all=True)
+            self._intake.foresee(manifest.tensors, are_all=True)
 
     def _open(self) -> None:
         """Before the first write: from here on nothing can be rolled back to.
@@ -314,12 +320,11 @@ class Job(Background):
         is_drafters = self._intake.is_drafters
         source = self._sources["draft" if info.draft else "path"]
         are_all = info.path is not None and info.path == source
-        with self._stager.between_flips(self._is_cancelled):
-            self._intake.foresee_files(
-                announced,
-                are_all=are_all and info.draft == is_drafters,
-                is_open=self._is_open,
-            )
+        self._intake.foresee_files(
+            announced,
+            are_all=are_all and info.draft == is_drafters,
+            is_open=self._is_open,
+        )
 
     def _between(self, num_carried: int) -> None:
         """Between two tensors that are carried over; their bytes so far."""
@@ -366,7 +371,13 @@ class Job(Background):
 
     def _at_leisure(self, work: Work[T]) -> T:
         """Do some work, and rest between its slices: decoding goes on beside it."""
-        return resting(work, self._rest)
+        return resting(work, self._take_break)
+
+    def _take_break(self) -> None:
+        """Rest from a slice of Python: decoding shares the interpreter's lock."""
+        if self._is_cancelled():
+            raise Cancelled("the update was aborted")
+        self._pace.take_break()
 
     def _rest(self, num_carried: int = 0) -> None:
         """Rest from the bytes that were proved, received and carried over so far."""

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from huggingface_hub import snapshot_download
 
+from vllm.inflight.breaks import with_breaks
 from vllm.inflight.errors import Malformed
 from vllm.inflight.names import Known
 from vllm.inflight.update import DRAFT
@@ -85,7 +86,8 @@ class Origin:
     @functools.cached_property
     def known(self) -> Known:
         """Every name, with the shape and dtype that its tensor had."""
-        return {n: (shape, self._dtypes.get(n)) for n, shape in self._shapes.items()}
+        shapes = with_breaks(self._shapes.items())
+        return {name: (shape, self._dtypes.get(name)) for name, shape in shapes}
 
 
 def _files(config: Any, cache: str | None) -> list[Path]:

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.packed import SLICE_S
 from vllm.inflight.stage.packing import set_threads
 from vllm.inflight.stage.steps import Steps
 
@@ -31,6 +32,10 @@ LONGEST_REST_S = 0.25
 
 SHORTEST_NAP_S = 0.0005
 """A sleep is never exact; what is shorter than this waits until it adds up."""
+
+BREAK_S = 4 * SLICE_S
+"""How long a break is after a slice of Python: every call of torch gives the
+interpreter's lock away, so a step lasts longer by what is done in others meanwhile."""
 
 SWITCH_S = 0.0001
 """How long the interpreter leaves its lock with a thread that does not let go of it.
@@ -111,6 +116,11 @@ class DevicePace:
         if self._over_at - now > SHORTEST_NAP_S and now < self._hurry_at:
             time.sleep(self._over_at - now)
 
+    def take_break(self) -> None:
+        """Leave the interpreter to decoding for as long as a slice of work lasts."""
+        if time.monotonic() < self._hurry_at:
+            time.sleep(BREAK_S)
+
 
 class Pace:
     """The pace of one job on a CPU; called by its thread."""
@@ -134,7 +144,11 @@ class Pace:
                 os.sched_setaffinity(0, free_cores())
         set_threads(1)
         self._look()
-        yield
+        sys.setswitchinterval(min(SWITCH_S, USUAL_S))
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(USUAL_S)
 
     def hurry_after(self, seconds: float) -> None:
         """Rest no more once `seconds` have passed: a late update is a failed one."""
@@ -153,6 +167,11 @@ class Pace:
             time.sleep(nap)
             self._owed -= nap
         self._look()
+
+    def take_break(self) -> None:
+        """Leave the interpreter to decoding for as long as a slice of work lasts."""
+        if time.monotonic() < self._hurry_at:
+            time.sleep(BREAK_S)
 
     def _look(self) -> None:
         """Note how far this thread and the steps are; one that runs has not ended."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vllm.inflight.breaks import with_breaks
 from vllm.inflight.stage.classifier import Classifier, tensor_names
 from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.tandem import Tandem
@@ -73,7 +74,7 @@ class Places:
     @functools.cached_property
     def _by_name(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for param, names in self._made_of.items():
+        for param, names in with_breaks(self._made_of.items()):
             for name in names:
                 found.setdefault(name, []).append(param)
         return found
@@ -81,7 +82,7 @@ class Places:
     @functools.cached_property
     def _of_origin(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for name in self._origin.known:
+        for name in with_breaks(self._origin.known):
             for param in self.params_of(name):
                 found.setdefault(param, []).append(name)
         return found

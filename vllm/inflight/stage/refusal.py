@@ -7,8 +7,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from vllm.inflight.breaks import with_breaks
 from vllm.inflight.errors import Cause, WeightsMismatch
 from vllm.inflight.names import Known, Neighbours, renaming
+
+Form = tuple[tuple[int, ...], str]
+"""Shape and dtype of a tensor."""
 
 MAX_TOLD = 8
 """Names of one cause that are spelled out in the message; `tensors` has them all."""
@@ -25,7 +29,7 @@ class Complaint(NamedTuple):
 
 
 def refusal(
-    unknown: Mapping[str, tuple[list[int], str]],
+    unknown: Mapping[str, Form],
     wrong: Mapping[str, Complaint],
     unused: Collection[str],
     absent: Collection[str],
@@ -49,7 +53,7 @@ def refusal(
     named: dict[str, list[str]] = {}
     if unknown:
         named[Cause.UNKNOWN] = list(unknown)
-    for name, complaint in wrong.items():
+    for name, complaint in with_breaks(wrong.items()):
         named.setdefault(complaint.cause, []).append(name)
     if unused:
         named[Cause.UNUSED] = list(unused)
@@ -83,12 +87,12 @@ def listed(names: Collection[str]) -> str:
 
 
 def _unknown(
-    unknown: Mapping[str, tuple[list[int], str]], known: Known, kept: Collection[str]
+    unknown: Mapping[str, Form], known: Known, kept: Collection[str]
 ) -> Iterable[str]:
     """What is said of unknown names: what they have in common, or the nearest."""
-    found = renaming(unknown, known.keys() - set(kept))
+    found = renaming(unknown, known.keys() - set(kept) if kept else known)
     made = set(found[1]) if found else set()
-    others = [name for name in unknown if name not in made]
+    others = [name for name in with_breaks(unknown) if name not in made]
     neighbours, told = Neighbours(known), []
     for name in others[:MAX_HINTS]:
         near = neighbours.nearest(name, *unknown[name])

@@ -1,0 +1,151 @@
+"""Long loops of a thread that stages leave the interpreter to others."""
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from vllm.inflight.breaks import resting_by, with_breaks
+from vllm.inflight.names import nearest, paired, renaming
+from vllm.inflight.packed import SLICE_S
+from vllm.inflight.stage.inspection import MOST_PAIRED, Inspection
+from vllm.inflight.stage.origin import Origin
+from vllm.inflight.stage.places import Places
+from vllm.inflight.stage.spares import Spares
+from vllm.inflight.update import Facts, Manifest, Tensors
+
+LONGEST_S = 0.01
+"""Between two breaks, where nothing is refused."""
+LONGEST_OF_REFUSALS_S = 0.1
+"""To make one list of 91,000 names, and throw all away, is no loop of ours."""
+
+NAMES = [
+    f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+    for layer in range(61)
+    for expert in range(497)
+    for part in ("gate", "up", "down")
+]
+
+
+class Breaks:
+    """Notes for how long a thread has computed between two breaks."""
+
+    def __init__(self) -> None:
+        self.worked: list[float] = []
+        self._since = time.thread_time()
+
+    def __call__(self) -> None:
+        now = time.thread_time()
+        self.worked.append(now - self._since)
+        self._since = time.thread_time()
+
+
+def worked(act: Callable[[], object]) -> list[float]:
+    gc.disable()  # what a collection costs is up to all that this process has
+    try:
+        breaks = Breaks()
+        with resting_by(breaks):
+            act()
+        breaks()
+    finally:
+        gc.enable()
+    return breaks.worked
+
+
+def longest(act: Callable[[], object]) -> float:
+    """The longest that `act` computes without a break, the best of three times."""
+    return min(max(worked(act)) for _ in range(3))
+
+
+def tensors(change: Callable[[str], str] = str) -> Tensors:
+    facts: dict[str, Facts] = {
+        change(name): ((32, 64), "bfloat16", None) for name in NAMES
+    }
+    return Tensors(facts)
+
+
+def inspection(manifest: Manifest) -> tuple[Inspection, Places]:
+    known = dict.fromkeys(NAMES, ((32, 64), "bfloat16"))
+    origin = Origin(dict.fromkeys(NAMES, (32, 64)), dict.fromkeys(NAMES, "bfloat16"))
+    made = Inspection(
+        manifest, known, Spares(), origin, asks_loader=False, allow_nonfinite=False
+    )
+    return made, Places({name: [name] for name in NAMES}, origin)
+
+
+def test_a_loop_rests_after_every_slice_and_gives_all_entries():
+    def spin() -> list[int]:
+        found = []
+        for number in with_breaks(range(50)):
+            until = time.thread_time() + SLICE_S / 4
+            while time.thread_time() < until:
+                pass
+            found.append(number)
+        return found
+
+    assert spin() == list(range(50))
+    assert 5 <= len(worked(spin)) <= 20
+
+
+def test_a_loop_in_another_thread_has_no_breaks():
+    breaks = Breaks()
+    with resting_by(breaks):
+        other = threading.Thread(target=lambda: list(with_breaks(range(200_000))))
+        other.start()
+        other.join()
+    list(with_breaks(range(200_000)))
+    assert not breaks.worked
+
+
+def test_what_ends_a_break_ends_the_loop():
+    def stop() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError), resting_by(stop):
+        list(with_breaks(range(200_000)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(str, id="its own names"),
+        pytest.param(lambda name: f"module.{name}", id="with a prefix"),
+        pytest.param(lambda name: name.replace("experts", "expert_"), id="others"),
+        pytest.param(lambda name: f"{hash(name)}", id="none"),
+    ],
+)
+def test_a_manifest_of_91_000_names_is_judged_in_slices(change):
+    announced = tensors(change)
+    looked, places = inspection(Manifest(tensors=announced))
+    told = []
+
+    def judge() -> None:
+        told.append(
+            looked.foreseen(
+                announced,
+                places,
+                lambda specs: [(set(), KeyError())] * len(specs),
+                are_all=True,
+            )
+        )
+
+    limit_s = LONGEST_S if change is str else LONGEST_OF_REFUSALS_S
+    assert longest(judge) < limit_s
+    assert [refusal is None for refusal in told] == [change is str] * 3
+
+
+def test_names_are_compared_in_slices():
+    known = dict.fromkeys(NAMES, ((32, 64), "bfloat16"))
+    strange = [f"module.{name}" for name in NAMES]
+    shuffled = random.Random(0).sample(NAMES, MOST_PAIRED)
+    sent = [(f"module.{name}", (32, 64), "bfloat16") for name in shuffled]
+    for act in (
+        lambda: nearest("model.norm.weight", None, None, known),
+        lambda: renaming(strange, known),
+        lambda: paired(sent, {name: known[name] for name in shuffled}),
+    ):
+        assert longest(act) < LONGEST_OF_REFUSALS_S
+        assert len(worked(act)) > 20
