@@ -21,6 +21,12 @@ from vllm.inflight.stage.plan import Entry, replay
 EVERYTHING = len(version(0))
 
 
+@pytest.fixture(autouse=True, params=[proof.PIECE, 100], ids=["whole", "in pieces"])
+def piece(request, monkeypatch) -> None:
+    """Each tensor at once, and each larger than what is made or compared at once."""
+    monkeypatch.setattr(proof, "PIECE", request.param)
+
+
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     with Arena.open(torch.device("cpu"), 1 << 26) as arena:

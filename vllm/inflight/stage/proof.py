@@ -26,8 +26,9 @@ NEITHER = 3
 
 BATCH_BYTES = 256 << 20
 """Patterns that are loaded at once; a larger tensor comes alone."""
-PIECE = 1 << 22
-"""Elements that are made or compared at once, to need little memory."""
+PIECE = 1 << 24
+"""Elements that are made or compared at once: more need more memory, and fewer more
+calls of torch, each of which waits for the interpreter beside a thread that decodes."""
 MARGIN_BYTES = 512 << 20
 """Of a GPU's free memory, what is left alone."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -170,7 +171,9 @@ def _patterns(
         for start in range(0, size, PIECE):
             end = min(start + PIECE, size)
             numbers = torch.arange(first + start, first + end, device=device)
-            flat[start:end] = (numbers >> bits * digit) & ((1 << bits) - 1)
+            numbers >>= bits * digit
+            numbers &= (1 << bits) - 1
+            flat[start:end] = numbers
         first += size
         yield name, pattern
 
