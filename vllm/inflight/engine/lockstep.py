@@ -156,9 +156,10 @@ class Lockstep:
     def have_agreed(self) -> bool:
         """All have agreed on a pause; whether any of them is to agree on another.
 
-        Upstream keeps one flag. Of two pauses that came to one engine before they met,
-        and to another around their meeting, the second would be agreed on by one engine
-        alone, and the other would wait for it at a step. Every engine calls it.
+        Upstream keeps one flag for all pauses. One engine may hear two pauses before
+        the engines meet, and another may hear the second after it. The first would
+        then take both for agreed on and stand still, and the other would wait for it
+        at its next step. Every engine calls this.
         """
         if is_left := self.num_pauses_left > 0:
             self.num_pauses_left -= 1

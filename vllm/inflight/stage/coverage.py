@@ -300,9 +300,10 @@ class Coverage:
                 tensor.weight_loader = functools.partial(self._filled_again, name)
 
     def _unless_asked(self, loader: Callable[..., Any]) -> Callable[..., Any]:
-        """Let the loader of what nobody has to fill be, but while it is only asked.
+        """`loader`, of a parameter that need not be filled; nothing while it is asked.
 
-        Upstream keeps what comes for a scale until the end, and would copy it then.
+        Upstream keeps each tensor that comes for a scale, and copies it at the end. One
+        that is only asked about has no content to be copied.
         """
 
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:

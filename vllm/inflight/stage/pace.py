@@ -70,37 +70,55 @@ def pace_of(
     return DevicePace(config.stage_gb_per_s, num_threads if is_on_host else None)
 
 
-class DevicePace:
+@contextmanager
+def _short_switches() -> Iterator[None]:
+    """While the interpreter shares its lock in smaller pieces.
+
+    Decoding alone is faster with fewer switches.
+    """
+    sys.setswitchinterval(min(SWITCH_S, USUAL_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(USUAL_S)
+
+
+class _Breaks:
+    """What jobs on every device have in common."""
+
+    _hurry_at = math.inf
+
+    def hurry_after(self, seconds: float) -> None:
+        """Rest no more once `seconds` have passed: a late update is a failed one."""
+        self._hurry_at = time.monotonic() + seconds
+
+    def take_break(self) -> None:
+        """After a slice of Python, leave the interpreter to decoding for `BREAK_S`."""
+        if time.monotonic() < self._hurry_at:
+            time.sleep(BREAK_S)
+
+
+class DevicePace(_Breaks):
     """The pace of a job that writes to a GPU; called by its thread."""
 
     def __init__(self, gb_per_s: float, num_threads: int | None = None) -> None:
         self._num_threads = num_threads
         self._seconds_per_byte = 1 / (gb_per_s * 1e9)
-        self._hurry_at = math.inf
         self._num_bytes = 0
         self._over_at = 0.0
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Ask the interpreter to share its lock in smaller pieces meanwhile.
-
-        Decoding alone is faster with fewer switches. And let torch's copies on the
-        host have their threads: upstream leaves it one.
-        """
+        """Let torch's copies on the host have their threads: upstream leaves it one."""
         own = torch.get_num_threads()
-        sys.setswitchinterval(min(SWITCH_S, USUAL_S))
         if self._num_threads is not None:
             set_threads(self._num_threads)
         try:
-            yield
+            with _short_switches():
+                yield
         finally:
-            sys.setswitchinterval(USUAL_S)
             if self._num_threads is not None:
                 set_threads(own)
-
-    def hurry_after(self, seconds: float) -> None:
-        """Rest no more once `seconds` have passed: a late update is a failed one."""
-        self._hurry_at = time.monotonic() + seconds
 
     def rest(self, num_bytes: int) -> None:
         """Wait until the time of all bytes so far is over.
@@ -116,20 +134,14 @@ class DevicePace:
         if self._over_at - now > SHORTEST_NAP_S and now < self._hurry_at:
             time.sleep(self._over_at - now)
 
-    def take_break(self) -> None:
-        """Leave the interpreter to decoding for as long as a slice of work lasts."""
-        if time.monotonic() < self._hurry_at:
-            time.sleep(BREAK_S)
 
-
-class Pace:
+class Pace(_Breaks):
     """The pace of one job on a CPU; called by its thread."""
 
     def __init__(self, share: float, steps: Steps) -> None:
         self._rest_per_second = 1 / share - 1
         self._steps = steps
         self._num_ended = steps.num_ended
-        self._hurry_at = math.inf
         self._owed = 0.0
         self._worked = 0.0
 
@@ -144,15 +156,8 @@ class Pace:
                 os.sched_setaffinity(0, free_cores())
         set_threads(1)
         self._look()
-        sys.setswitchinterval(min(SWITCH_S, USUAL_S))
-        try:
+        with _short_switches():
             yield
-        finally:
-            sys.setswitchinterval(USUAL_S)
-
-    def hurry_after(self, seconds: float) -> None:
-        """Rest no more once `seconds` have passed: a late update is a failed one."""
-        self._hurry_at = time.monotonic() + seconds
 
     def rest(self, num_bytes: int) -> None:
         """Rest from what was done since the last rest, if a step ran meanwhile."""
@@ -167,11 +172,6 @@ class Pace:
             time.sleep(nap)
             self._owed -= nap
         self._look()
-
-    def take_break(self) -> None:
-        """Leave the interpreter to decoding for as long as a slice of work lasts."""
-        if time.monotonic() < self._hurry_at:
-            time.sleep(BREAK_S)
 
     def _look(self) -> None:
         """Note how far this thread and the steps are; one that runs has not ended."""
