@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from tests.waiting import until
+from vllm.inflight.breaks import with_breaks
 from vllm.inflight.engine.ranks import verdict
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.stage.board import Board
+from vllm.inflight.stage.job import Job
 from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.shadow import Shadow
 from vllm.inflight.stage.stager import Stager
@@ -112,6 +114,16 @@ def test_a_transport_that_raises_whatever_it_likes_fails_its_update(
     error = told(board)
     assert isinstance(error, EngineFault)
     assert type(fault).__name__ in error.message
+
+
+def test_long_loops_of_a_job_have_breaks(
+    stager: Stager, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks: list[Job] = []
+    monkeypatch.setattr(Job, "_take_break", lambda job: breaks.append(job))
+    monkeypatch.setattr(transport, "shutdown", lambda: list(with_breaks(range(10**6))))
+    stager.order(1, "shutdown", None)
+    until(lambda: len(breaks) > 10, "it takes no breaks")
 
 
 def of_no_use() -> object:

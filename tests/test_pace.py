@@ -16,6 +16,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.stage import pace as paces
 from vllm.inflight.stage import packing
 from vllm.inflight.stage.pace import (
+    BREAK_S,
     LONGEST_REST_S,
     DevicePace,
     Pace,
@@ -155,12 +156,34 @@ def test_staging_has_a_core_to_run_on():
     assert free_cores() <= set(range(os.cpu_count() or 1))
 
 
-def test_a_device_s_pace_has_the_interpreter_switch_more_often_only_while_it_stages():
-    before = sys.getswitchinterval()
-    pace = DevicePace(100.0)
-    with pace.settled():
-        assert sys.getswitchinterval() < before
+PACES = [lambda: DevicePace(100.0), lambda: Pace(0.5, Steps())]
+
+
+@pytest.mark.parametrize("make", PACES, ids=["device", "CPU"])
+def test_a_pace_has_the_interpreter_switch_more_often_only_while_it_stages(
+    make: Callable[[], Any],
+) -> None:
+    before, seen = sys.getswitchinterval(), []
+
+    def stage() -> None:
+        with make().settled():
+            seen.append(sys.getswitchinterval())
+
+    in_a_thread(stage)
+    assert seen[0] < before
     assert sys.getswitchinterval() == before
+
+
+@pytest.mark.parametrize("make", PACES, ids=["device", "CPU"])
+def test_a_slice_of_python_is_followed_by_a_break_unless_it_is_late(
+    make: Callable[[], Any], naps: list[float]
+) -> None:
+    pace = make()
+    pace.take_break()
+    assert naps == [BREAK_S]
+    pace.hurry_after(0.0)
+    pace.take_break()
+    assert naps == [BREAK_S]
 
 
 @pytest.mark.parametrize(("staging", "expected"), [("host", 3), ("auto", 1)])
