@@ -138,11 +138,20 @@ def transfer(engine: Any, sender: Sender, named: dict[str, torch.Tensor]) -> Non
     sending.result(timeout=60)
 
 
-def open_things() -> tuple[int, set[str]]:
-    """Open files, and the names of all threads of ours."""
-    gc.collect()  # what earlier tests left may close at any moment, else
-    ours = {t.name for t in threading.enumerate() if t.name.startswith("inflight")}
-    return len(os.listdir("/proc/self/fd")), ours
+def open_things() -> set[tuple[str, Any]]:
+    """Open files, by number and target, and threads of ours.
+
+    What earlier tests left may end at any moment, so ask for what is new:
+    `assert open_things() <= before`.
+    """
+    gc.collect()
+    found: set[tuple[str, Any]] = {
+        ("thread", t) for t in threading.enumerate() if t.name.startswith("inflight")
+    }
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
 
 
 # ------------------------------------------------------------------- processes

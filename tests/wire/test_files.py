@@ -95,7 +95,7 @@ def test_a_file_cut_short_after_it_was_opened_is_malformed_by_name(
         os.truncate(files[1], files[1].stat().st_size - 1)
         for _ in pairs:
             pass
-    assert open_things() == before
+    assert open_things() <= before
     # And the next transfer is as good as any.
     files = written(tmp_path, everything())
     assert digests(received(reader, files).items()) == digests(everything().items())
@@ -158,11 +158,11 @@ def test_an_abort_in_the_middle_leaves_nothing_open_and_the_next_one_works(
     before = open_things()
     with pytest.raises(Cancelled), incoming(reader, files) as pairs:
         next(pairs)
-        assert open_things() != before
+        assert not open_things() <= before
         raise Cancelled("enough")
-    assert open_things() == before
+    assert open_things() <= before
     assert digests(received(reader, files).items()) == digests(named.items())
-    assert open_things() == before
+    assert open_things() <= before
 
 
 def test_an_update_that_is_cancelled_waits_for_no_more_than_is_being_read(
@@ -176,7 +176,7 @@ def test_an_update_that_is_cancelled_waits_for_no_more_than_is_being_read(
     with pytest.raises(Cancelled), incoming(reader, files, watch) as pairs:
         list(pairs)
     assert len(reads) <= 2 * file_reader.NUM_THREADS
-    assert open_things() == before
+    assert open_things() <= before
 
 
 @pytest.mark.parametrize("num_buckets", [3, 40], ids=["all begun", "some begun"])

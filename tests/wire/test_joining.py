@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -220,11 +219,9 @@ def test_a_trainer_that_cannot_say_where_to_meet_leaves_nothing_open(monkeypatch
         raise OSError("no socket")
 
     host().end("the first store of a process opens a pipe for good")
-    until(lambda: not open_things()[1])  # threads of earlier tests end first
     before = open_things()
     with monkeypatch.context() as patch:
         patch.setattr(socket, "create_server", fail)
         with pytest.raises(OSError, match="no socket"):
             host()
-    gc.collect()
-    until(lambda: open_things() == before)
+    until(lambda: open_things() <= before)

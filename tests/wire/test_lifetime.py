@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import time
-
 import pytest
 
+from tests.waiting import until
 from tests.wire.peers import connect, engine, open_things, tensors, transfer, update
 from vllm.inflight.errors import TransferFault
-
-
-def settle(expected, patience_s=5.0):
-    """Wait a little for threads that are ending; what is open then."""
-    ends = time.monotonic() + patience_s
-    while open_things() != expected and time.monotonic() < ends:
-        gc.collect()
-        time.sleep(0.05)
-    return open_things()
 
 
 def test_after_a_shutdown_no_socket_and_no_thread_is_left():
@@ -27,15 +16,14 @@ def test_after_a_shutdown_no_socket_and_no_thread_is_left():
     sender.group.close()
     worker.shutdown()
     del sender
-    gc.collect()
-    before = settle(open_things())
+    before = open_things()
     for seed in range(3):
         sender = connect(worker)
         transfer(worker, sender, tensors(seed))
         sender.group.close()
         worker.shutdown()
         del sender
-    assert settle(before) == before
+    until(lambda: open_things() <= before)
 
 
 def test_after_a_shutdown_it_can_be_joined_again_and_twice_is_once():
@@ -58,7 +46,7 @@ def test_after_an_abort_all_is_gone_when_gloos_time_is_up():
     sender.group.close()
     worker.shutdown()
     del sender
-    before = settle(open_things())
+    before = open_things()
     sender = connect(worker, timeout_s=12.0)
     worker.timeout_s = 0.5
     with pytest.raises(TransferFault, match=r"waited 0\.5 s"):
@@ -66,8 +54,9 @@ def test_after_an_abort_all_is_gone_when_gloos_time_is_up():
     sender.group.abort("has had enough")
     worker.shutdown()
     del sender
-    assert open_things()[1] == {"inflight-wire"}  # waits for gloo
-    assert settle(before, 30.0) == before
+    waiting = {thing.name for kind, thing in open_things() - before if kind == "thread"}
+    assert waiting == {"inflight-wire"}  # waits for gloo
+    until(lambda: open_things() <= before)
 
 
 def test_a_new_group_takes_the_place_of_the_old_one():

@@ -49,7 +49,7 @@ def test_read_tensor_by_tensor_they_are_what_was_written(tmp_path: Path) -> None
     assert {n: (t.dtype, t.shape) for n, t in found.items()} == {
         n: (t.dtype, t.shape) for n, t in named.items()
     }
-    assert open_things() == before
+    assert open_things() <= before
 
 
 def test_read_tensor_by_tensor_they_take_the_memory_of_two(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_large_tensors_are_read_side_by_side(
     os.truncate(files[0], files[0].stat().st_size // 2)
     with pytest.raises(Malformed):
         list(read_files(files, 4))
-    assert open_things() == before
+    assert open_things() <= before
 
 
 def test_one_thread_reads_by_itself(
@@ -182,7 +182,7 @@ def test_a_file_that_lies_about_itself_is_malformed_by_name(
     before = open_things()
     with pytest.raises(Malformed, match=r"broken\.safetensors is not a whole"):
         TensorFiles([*written(tmp_path, {"a": torch.ones(2)}), file])
-    assert open_things() == before
+    assert open_things() <= before
 
 
 OTHERS = {
@@ -368,7 +368,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_malformed(
         opened.write(torch.ones(4).numpy().tobytes())
     with pytest.raises(Malformed, match=r"0\.safetensors .* written to while"):
         list(reading)
-    assert open_things() == before
+    assert open_things() <= before
 
 
 def test_a_writer_that_keeps_the_time_is_noticed(tmp_path: Path) -> None:
