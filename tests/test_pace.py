@@ -17,6 +17,7 @@ from vllm.inflight.stage import pace as paces
 from vllm.inflight.stage import packing
 from vllm.inflight.stage.pace import (
     BREAK_S,
+    IDLE_S,
     LONGEST_REST_S,
     DevicePace,
     Pace,
@@ -156,17 +157,17 @@ def test_staging_has_a_core_to_run_on():
     assert free_cores() <= set(range(os.cpu_count() or 1))
 
 
-PACES = [lambda: DevicePace(100.0), lambda: Pace(0.5, Steps())]
+PACES = [lambda steps: DevicePace(100.0, steps), lambda steps: Pace(0.5, steps)]
 
 
 @pytest.mark.parametrize("make", PACES, ids=["device", "CPU"])
 def test_a_pace_has_the_interpreter_switch_more_often_only_while_it_stages(
-    make: Callable[[], Any],
+    make: Callable[[Steps], Any],
 ) -> None:
     before, seen = sys.getswitchinterval(), []
 
     def stage() -> None:
-        with make().settled():
+        with make(Steps()).settled():
             seen.append(sys.getswitchinterval())
 
     in_a_thread(stage)
@@ -176,14 +177,40 @@ def test_a_pace_has_the_interpreter_switch_more_often_only_while_it_stages(
 
 @pytest.mark.parametrize("make", PACES, ids=["device", "CPU"])
 def test_a_slice_of_python_is_followed_by_a_break_unless_it_is_late(
-    make: Callable[[], Any], naps: list[float]
+    make: Callable[[Steps], Any], naps: list[float]
 ) -> None:
-    pace = make()
+    steps = Steps()
+    pace = make(steps)
+    with steps.running():
+        pace.take_break()
+        assert naps == [BREAK_S]
+        pace.hurry_after(0.0)
+        pace.take_break()
+        assert naps == [BREAK_S]
+
+
+@pytest.mark.parametrize("make", PACES, ids=["device", "CPU"])
+def test_there_are_breaks_while_steps_follow_each_other_and_none_on_an_idle_engine(
+    make: Callable[[Steps], Any], naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(paces.time, "monotonic", lambda: now)
+    steps = Steps()
+    pace = make(steps)
     pace.take_break()
-    assert naps == [BREAK_S]
-    pace.hurry_after(0.0)
+    assert not naps  # nothing has been decoded yet
+    with steps.running():
+        pass
+    for _ in range(2):  # the next step may begin at any moment
+        pace.take_break()
+    assert naps == [BREAK_S] * 2
+    now += IDLE_S
     pace.take_break()
-    assert naps == [BREAK_S]
+    assert naps == [BREAK_S] * 2
+    with steps.running():
+        now += 10 * IDLE_S  # a long prefill
+        pace.take_break()
+    assert naps == [BREAK_S] * 3
 
 
 @pytest.mark.parametrize(("staging", "expected"), [("host", 3), ("auto", 1)])

@@ -37,6 +37,9 @@ BREAK_S = 4 * SLICE_S
 """How long a break is after a slice of Python: every call of torch gives the
 interpreter's lock away, so a step lasts longer by what is done in others meanwhile."""
 
+IDLE_S = 0.25
+"""How long after a step the next one is expected; then the engine counts as idle."""
+
 SWITCH_S = 0.0001
 """How long the interpreter leaves its lock with a thread that does not let go of it.
 
@@ -67,7 +70,8 @@ def pace_of(
     if device.type == "cpu":
         return Pace(config.stage_share, steps)
     is_on_host = config.staging == "host"
-    return DevicePace(config.stage_gb_per_s, num_threads if is_on_host else None)
+    num_threads_there = num_threads if is_on_host else None
+    return DevicePace(config.stage_gb_per_s, steps, num_threads_there)
 
 
 @contextmanager
@@ -87,21 +91,36 @@ class _Breaks:
     """What jobs on every device have in common."""
 
     _hurry_at = math.inf
+    _decodes_until = -math.inf
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._num_begun = steps.num_begun
 
     def hurry_after(self, seconds: float) -> None:
         """Rest no more once `seconds` have passed: a late update is a failed one."""
         self._hurry_at = time.monotonic() + seconds
 
     def take_break(self) -> None:
-        """After a slice of Python, leave the interpreter to decoding for `BREAK_S`."""
-        if time.monotonic() < self._hurry_at:
+        """After a slice of Python, leave the interpreter to decoding for `BREAK_S`.
+
+        Where nothing is decoded there is nobody to leave it to.
+        """
+        now = time.monotonic()
+        begun = self._steps.num_begun
+        if begun != self._num_begun or begun != self._steps.num_ended:
+            self._num_begun, self._decodes_until = begun, now + IDLE_S
+        if now < min(self._decodes_until, self._hurry_at):
             time.sleep(BREAK_S)
 
 
 class DevicePace(_Breaks):
     """The pace of a job that writes to a GPU; called by its thread."""
 
-    def __init__(self, gb_per_s: float, num_threads: int | None = None) -> None:
+    def __init__(
+        self, gb_per_s: float, steps: Steps, num_threads: int | None = None
+    ) -> None:
+        super().__init__(steps)
         self._num_threads = num_threads
         self._seconds_per_byte = 1 / (gb_per_s * 1e9)
         self._num_bytes = 0
@@ -139,8 +158,8 @@ class Pace(_Breaks):
     """The pace of one job on a CPU; called by its thread."""
 
     def __init__(self, share: float, steps: Steps) -> None:
+        super().__init__(steps)
         self._rest_per_second = 1 / share - 1
-        self._steps = steps
         self._num_ended = steps.num_ended
         self._owed = 0.0
         self._worked = 0.0
