@@ -8,7 +8,8 @@ rank has read it, beside the largest of as long a time just before, when nothing
 
 The names of most manifests are none of the model's, so that each is refused. One has
 the model's own names, and is accepted: of a small dense model, or with `--experts N` of
-a mixture that has so many experts in each of its 12 layers, each of three tensors.
+a mixture that has so many experts in each of its layers, each of three tensors. On a
+GPU, kernels take up to 512 experts, so there `--layers` makes the names many.
 
 On few cores, whatever computes beside a server costs it time. So one row is of no body:
 a process of no concern to the server computes for some seconds.
@@ -48,6 +49,7 @@ from benchmarks.checkpoint import CONFIG, make_checkpoint
 from benchmarks.machine import Usage, facts
 
 OUT = Path("out/bench")
+CALM = Path(__file__).parents[1] / "tests" / "calm"
 START_S, READ_S = 300.0, 120.0
 SETTLE_S = 1.0
 """How long a body is looked after once it has been read."""
@@ -121,7 +123,7 @@ class Found:
 class Arm:
     """A server of one installation, and the streams that it serves."""
 
-    def __init__(self, name: str, python: str, model: Path) -> None:
+    def __init__(self, name: str, python: str, model: Path, *, graphs: bool) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -137,10 +139,17 @@ class Arm:
             *(python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),
             *("--served-model-name", "bench", "--skip-tokenizer-init"),
-            "--enforce-eager",
+            *([] if graphs else ["--enforce-eager"]),
             *("--weight-transfer-config", '{"backend": "local"}'),
         ]
-        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            # On few cores vLLM's loops around `sched_yield` stop others for seconds.
+            "PYTHONPATH": os.pathsep.join(
+                (str(CALM), os.environ.get("PYTHONPATH", ""))
+            ),
+        }
         with self._log.open("wb") as log:
             self._server = subprocess.Popen(
                 words,
@@ -231,7 +240,7 @@ class Arm:
         raise SystemExit("the ranks do not come to an end")
 
 
-def make_experts(folder: Path, num_experts: int) -> None:
+def make_experts(folder: Path, num_experts: int, num_layers: int) -> None:
     """Make the checkpoint of a mixture of experts in `folder`, unless it is there."""
     file = folder / "model.safetensors"
     if file.is_file():
@@ -244,6 +253,7 @@ def make_experts(folder: Path, num_experts: int) -> None:
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 32,
+        "num_hidden_layers": num_layers,
         "num_experts": num_experts,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": INTERMEDIATE,
@@ -257,7 +267,7 @@ def make_experts(folder: Path, num_experts: int) -> None:
         "lm_head.weight": (CONFIG["vocab_size"], HIDDEN),
         "model.norm.weight": (HIDDEN,),
     }
-    for number in range(CONFIG["num_hidden_layers"]):
+    for number in range(num_layers):
         layer = {
             "input_layernorm": (HIDDEN,),
             "post_attention_layernorm": (HIDDEN,),
@@ -399,12 +409,15 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--megabytes", type=int, default=MEGABYTES)
     parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs, or compile")
     parser.add_argument("--also", action="append", default=[], metavar="NAME=PYTHON")
     options = parser.parse_args()
-    model = OUT / f"bodies-{options.experts}"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    model = OUT / f"bodies-{options.experts}-{options.layers}"
     OUT.mkdir(parents=True, exist_ok=True)
     if options.experts:
-        make_experts(model, options.experts)
+        make_experts(model, options.experts, options.layers)
     else:
         make_checkpoint(model, 0)
     pythons = {"ours": sys.executable} | dict(
@@ -416,7 +429,7 @@ def main() -> None:
     # One after the other: two servers would share the cores of one.
     for name, python in pythons.items():
         with ExitStack() as stack:
-            arm = stack.enter_context(Arm(name, python, model))
+            arm = stack.enter_context(Arm(name, python, model, graphs=options.graphs))
             before = Usage.now(os.getpid())
             for number in range(options.rounds + 1):
                 for body, (num_bytes, send) in made.items():
@@ -428,6 +441,8 @@ def main() -> None:
     report = {
         "rounds": options.rounds,
         "experts": options.experts,
+        "layers": options.layers,
+        "graphs": options.graphs,
         "arms": found,
         "machine": facts() | {"others_cores": round(others, 2)},
     }

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm.inflight.breaks import resting_by, with_breaks
+from vllm.inflight.breaks import break_if_due, resting_by, with_breaks
 from vllm.inflight.names import nearest, paired, renaming
 from vllm.inflight.packed import SLICE_S
 from vllm.inflight.stage.inspection import MOST_PAIRED, Inspection
 from vllm.inflight.stage.origin import Origin
 from vllm.inflight.stage.places import Places
 from vllm.inflight.stage.spares import Spares
-from vllm.inflight.update import Facts, Manifest, Tensors
+from vllm.inflight.update import Manifest, TensorSpec
 
 LONGEST_S = 0.01
 """Between two breaks, where nothing is refused."""
@@ -60,11 +60,9 @@ def longest(prepared: Callable[[], Callable[[], object]]) -> float:
     return min(max(worked(prepared())) for _ in range(3))
 
 
-def tensors(change: Callable[[str], str] = str) -> Tensors:
-    facts: dict[str, Facts] = {
-        change(name): ((32, 64), "bfloat16", None) for name in NAMES
-    }
-    return Tensors(facts)
+def tensors(change: Callable[[str], str] = str) -> dict[str, TensorSpec]:
+    names = map(change, NAMES)
+    return {name: TensorSpec(name, (32, 64), "bfloat16") for name in names}
 
 
 def inspection(manifest: Manifest) -> tuple[Inspection, Places]:
@@ -98,6 +96,18 @@ def test_a_loop_in_another_thread_has_no_breaks():
         other.join()
     list(with_breaks(range(200_000)))
     assert not breaks.worked
+
+
+def test_short_loops_one_after_the_other_have_breaks_together():
+    def spin() -> None:
+        for _ in range(40):
+            for _ in with_breaks(range(1)):
+                until = time.thread_time() + SLICE_S / 8
+                while time.thread_time() < until:
+                    pass
+            break_if_due()
+
+    assert 3 <= len(worked(spin)) <= 20
 
 
 def test_what_ends_a_break_ends_the_loop():

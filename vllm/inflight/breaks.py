@@ -17,27 +17,44 @@ from vllm.inflight.packed import Slice
 
 T = TypeVar("T")
 
-_rest: ContextVar[Callable[[], None] | None] = ContextVar("rest", default=None)
+
+class _Breaks:
+    """The breaks of one thread."""
+
+    def __init__(self, rest: Callable[[], None]) -> None:
+        self._rest = rest
+        self._slice = Slice()
+
+    def take_if_due(self) -> None:
+        if self._slice.is_over():
+            self._rest()
+            self._slice = Slice()
+
+
+_breaks: ContextVar[_Breaks | None] = ContextVar("breaks", default=None)
 
 
 @contextmanager
 def resting_by(rest: Callable[[], None]) -> Iterator[None]:
     """While this thread calls `rest` at each break of a loop."""
-    token = _rest.set(rest)
+    token = _breaks.set(_Breaks(rest))
     try:
         yield
     finally:
-        _rest.reset(token)
+        _breaks.reset(token)
+
+
+def break_if_due() -> None:
+    """A break, if this thread has computed for a slice of time since the last one."""
+    if (breaks := _breaks.get()) is not None:
+        breaks.take_if_due()
 
 
 def with_breaks(entries: Iterable[T]) -> Iterator[T]:
     """The entries of a long loop, with a break after every slice of time."""
-    if (rest := _rest.get()) is None:
+    if (breaks := _breaks.get()) is None:
         yield from entries
         return
-    piece = Slice()
     for entry in entries:
         yield entry
-        if piece.is_over():
-            rest()
-            piece = Slice()
+        breaks.take_if_due()

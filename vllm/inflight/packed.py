@@ -33,6 +33,8 @@ BLOCK = 1024
 """Entries of a block; a list or an object of more is packed."""
 
 MARK = "\0packed"
+_plain: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder()
+
 LEVELS = 3
 """How deep in a value lists and objects are looked for that are to be packed."""
 
@@ -129,11 +131,19 @@ def is_packed(value: Any) -> bool:
     return is_bytes and bool(blocks)
 
 
-def blocks(value: Any) -> Iterator[list[Any]]:
-    """The entries of a list, packed or not, or the pairs of an object, by blocks."""
+def blocks(
+    value: Any, decoder: msgspec.msgpack.Decoder[list[Any]] = _plain
+) -> Iterator[list[Any]]:
+    """The entries of a list, packed or not, or the pairs of an object, by blocks.
+
+    Args:
+        value: the list or the object.
+        decoder: of a block, if it is packed.
+
+    """
     if is_packed(value):
         for block in value[MARK]:
-            yield msgspec.msgpack.decode(zlib.decompress(block))
+            yield decoder.decode(zlib.decompress(block))
         return
     entries = list(value.items()) if isinstance(value, dict) else value
     for start in range(0, len(entries), BLOCK):

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+import msgspec
 
 from vllm.inflight.errors import Malformed
 from vllm.inflight.packed import (
@@ -123,45 +125,17 @@ class Version:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of a checkpoint: name, full shape, dtype, and maybe its digest."""
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One tensor of a checkpoint: name, full shape, dtype, and maybe its digest.
+
+    A hundred thousand are kept as long as an update takes. Collections of garbage pass
+    them over, for they can be in no cycle.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     digest: str | None = None
-
-
-Facts = tuple[tuple[int, ...], str, str | None]
-"""Shape, dtype and digest of a tensor."""
-
-
-class Tensors(Mapping[str, TensorSpec]):
-    """The tensors of a manifest by their names; each is made when it is asked for.
-
-    What is kept is tuples of plain facts. A hundred thousand objects, kept as long as
-    an update takes, would be looked through by every collection of garbage.
-    """
-
-    def __init__(self, facts: dict[str, Facts]) -> None:
-        self._facts = facts
-
-    def __getitem__(self, name: str) -> TensorSpec:
-        return TensorSpec(name, *self._facts[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._facts)
-
-    def __len__(self) -> int:
-        return len(self._facts)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._facts
-
-    def keys(self) -> KeysView[str]:
-        """The names, as those of a dict."""
-        return self._facts.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,15 +228,12 @@ class Manifest:
     @classmethod
     def unpacked(cls, packed: Mapping[str, Any]) -> Work[Manifest]:
         """The manifest that `packed` was made of."""
-        facts: dict[str, Facts] = {}
-        for block in blocks(packed["tensors"]):
-            facts.update(
-                (name, (tuple(shape), dtype, digest))
-                for name, shape, dtype, digest in block
-            )
+        tensors: dict[str, TensorSpec] = {}
+        for specs in blocks(packed["tensors"], _specs):
+            tensors.update((spec.name, spec) for spec in specs)
             yield
         name_map = yield from unpack(packed["name_map"])
-        return replace(cls.head(packed), tensors=Tensors(facts), name_map=name_map)
+        return replace(cls.head(packed), tensors=tensors, name_map=name_map)
 
     @classmethod
     def of(
@@ -309,6 +280,9 @@ class Manifest:
         """What the model knows a tensor as; see `name_map` and `draft`."""
         name = self.name_map.get(sent_name, sent_name)
         return drafters(name) if self.draft else name
+
+
+_specs = msgspec.msgpack.Decoder(list[TensorSpec])
 
 
 def drafters(name: str) -> str:

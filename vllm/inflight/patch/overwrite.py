@@ -41,10 +41,13 @@ def _noted(original: Any) -> Any:
 
 def _noted_when_aside(original: Any) -> Any:
     def restore_layer_on_meta(layer: Any, info: Any) -> Any:
+        from vllm.inflight.breaks import break_if_due
         from vllm.inflight.commit.overwrite import note_load
 
         note_load(layer)
-        return original(layer, info)
+        restored = original(layer, info)
+        break_if_due()  # upstream goes on to the next layer
+        return restored
 
     return restore_layer_on_meta
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.breaks import with_breaks
 from vllm.inflight.names import PLAIN
 from vllm.inflight.stage import direct, reload
 from vllm.inflight.stage.arithmetic import HOST, as_fresh
@@ -221,7 +222,7 @@ class Coverage:
         """See what every loader writes, from now on."""
         if self._watching:
             return
-        for prefix, layer in self._module.named_modules():
+        for prefix, layer in with_breaks(self._module.named_modules()):
             # Of experts that are shared out, this rank passes the others' over.
             takes_all = getattr(layer, "_expert_map", None) is None
             if is_quantised(layer):

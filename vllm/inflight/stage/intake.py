@@ -31,7 +31,7 @@ from vllm.inflight.stage.inspection import Inspection
 from vllm.inflight.stage.pace import undirected
 from vllm.inflight.stage.plan import Entry, replay
 from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.update import Facts, Manifest, Tensors, TensorSpec
+from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.wire.announcement import Announcement
 from vllm.inflight.wire.assembly import Home
 
@@ -409,11 +409,12 @@ class Intake:
         model_name = self._manifest.model_name
         dtypes = (str(dtype).removeprefix("torch.") for dtype in announced.dtypes)
         told = zip(announced.names, announced.shapes, dtypes, strict=True)
-        facts: dict[str, Facts] = {
-            model_name(name): (tuple(shape), dtype, None)
+        specs = (
+            TensorSpec(model_name(name), tuple(shape), dtype)
             for name, shape, dtype in with_breaks(told)
-        }
-        self.foresee(Tensors(facts), are_all=are_all, is_open=is_open)
+        )
+        tensors = {spec.name: spec for spec in specs}
+        self.foresee(tensors, are_all=are_all, is_open=is_open)
 
     def _asked(self, spec: TensorSpec) -> tuple[set[str], Exception | None]:
         """The parameters that the model's loader would fill; what it raises."""

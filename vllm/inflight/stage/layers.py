@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.breaks import with_breaks
 
 Layer = tuple[str, torch.nn.Module]
 """With its name."""
@@ -33,7 +34,7 @@ def layers(model: torch.nn.Module) -> Iterator[Layer]:
             if child is not None:
                 yield from walk(f"{name}.{key}" if name else key, child)
 
-    return walk("", model)
+    return with_breaks(walk("", model))
 
 
 def parameters(
