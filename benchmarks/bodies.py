@@ -57,6 +57,7 @@ NUM_STREAMS = 2
 """One begins anew when the other is in its middle, so that one is always there."""
 SIZES = (400, 19_000, 46_000, 91_000)
 COMPUTE_S = 4.0
+FEW_CORES = 8
 MEGABYTES = 64
 """Of the tensors that come in base64."""
 
@@ -88,7 +89,7 @@ READER = """if True:
 """
 """Each line says when two tokens of one stream came, one after the other."""
 
-HIDDEN, INTERMEDIATE = 64, 32
+HIDDEN, INTERMEDIATE, HEAD_DIM = 128, 64, 64
 """Of the mixture of experts, which has many tensors and few bytes."""
 
 console = Console()
@@ -142,14 +143,11 @@ class Arm:
             *([] if graphs else ["--enforce-eager"]),
             *("--weight-transfer-config", '{"backend": "local"}'),
         ]
-        environment = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-            # On few cores vLLM's loops around `sched_yield` stop others for seconds.
-            "PYTHONPATH": os.pathsep.join(
-                (str(CALM), os.environ.get("PYTHONPATH", ""))
-            ),
-        }
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        if len(os.sched_getaffinity(0)) < FEW_CORES:
+            # There, vLLM's loops around `sched_yield` stop all others for seconds.
+            paths = str(CALM), os.environ.get("PYTHONPATH", "")
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
         with self._log.open("wb") as log:
             self._server = subprocess.Popen(
                 words,
@@ -252,7 +250,7 @@ def make_experts(folder: Path, num_experts: int, num_layers: int) -> None:
         "hidden_size": HIDDEN,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "head_dim": 32,
+        "head_dim": HEAD_DIM,
         "num_hidden_layers": num_layers,
         "num_experts": num_experts,
         "num_experts_per_tok": 2,
@@ -271,12 +269,12 @@ def make_experts(folder: Path, num_experts: int, num_layers: int) -> None:
         layer = {
             "input_layernorm": (HIDDEN,),
             "post_attention_layernorm": (HIDDEN,),
-            "self_attn.q_proj": (64, HIDDEN),
-            "self_attn.k_proj": (32, HIDDEN),
-            "self_attn.v_proj": (32, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, 64),
-            "self_attn.q_norm": (32,),
-            "self_attn.k_norm": (32,),
+            "self_attn.q_proj": (2 * HEAD_DIM, HIDDEN),
+            "self_attn.k_proj": (HEAD_DIM, HIDDEN),
+            "self_attn.v_proj": (HEAD_DIM, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, 2 * HEAD_DIM),
+            "self_attn.q_norm": (HEAD_DIM,),
+            "self_attn.k_norm": (HEAD_DIM,),
             "mlp.gate": (num_experts, HIDDEN),
         }
         for expert in range(num_experts):
