@@ -105,6 +105,32 @@ def test_patching_twice_is_patching_once(patched):
     assert twice == once
 
 
+def test_on_a_gpu_nothing_of_torch_is_changed_and_no_module_of_cpu_workers_imported():
+    """Those replace `torch.cuda.Event`, and what says how much memory a GPU has."""
+    done = python(
+        """if True:
+        import sys
+        import _vllm_inflight_boot
+        _vllm_inflight_boot._open()
+        import torch
+        from vllm.platforms import current_platform
+        type(current_platform).device_type = "cuda"
+        owners = torch, torch.cuda, torch.accelerator, torch.Tensor
+        before = [dict(vars(owner)) for owner in owners]
+        from vllm.inflight import patch
+        patch.apply_all()
+        for owner, had in zip(owners, before):
+            for name, value in vars(owner).items():
+                if name in had and had[name] is not value:
+                    print("changed:", owner.__name__, name)
+        print(*(name for name in sys.modules if "worker.cpu" in name))
+        """,
+        **{patch.ALLOW_UNTESTED_ENV: "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
+
+
 def test_every_record_says_why_and_until_when():
     for record in PATCHES:
         assert record.why and record.remove_when, record.target

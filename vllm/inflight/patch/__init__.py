@@ -73,8 +73,9 @@ def rooms() -> list[ModuleType]:
 
 
 def all_patches() -> list[Patch]:
-    """Every change to upstream, as data."""
-    return [patch for room in rooms() for patch in room.PATCHES]
+    """Every change to upstream that is for this platform, as data."""
+    found = [patch for room in rooms() for patch in room.PATCHES]
+    return [patch for patch in found if patch.is_meant()]
 
 
 def apply_all() -> None:

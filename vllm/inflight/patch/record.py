@@ -35,6 +35,15 @@ class Patch:
     """What upstream would have to offer for this to go."""
     around: Callable[[Any], Any]
     """Original → replacement (None → addition where `expects` is None)."""
+    only_on: str | None = None
+    """The platform that the target's module is of: to import that of another may change
+    torch for all of the process, as those of the CPU do."""
+
+    def is_meant(self) -> bool:
+        """Whether it is for the platform of this process."""
+        from vllm.platforms import current_platform
+
+        return self.only_on in (None, current_platform.device_type)
 
 
 def locate(target: str) -> tuple[Any, str, Any]:

@@ -304,6 +304,7 @@ PATCHES = [
         ),
         remove_when="upstream freezes the heap of CPU workers too",
         around=_freeze_heap,
+        only_on="cpu",
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.shutdown",
