@@ -409,6 +409,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs, or compile")
+    parser.add_argument("--only", nargs="+", help="bodies whose name has one of these")
     parser.add_argument("--also", action="append", default=[], metavar="NAME=PYTHON")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
@@ -422,6 +423,12 @@ def main() -> None:
         each.split("=", 1) for each in options.also
     )
     made = bodies(model, options.sizes, options.megabytes)
+    if options.only:
+        made = {
+            name: body
+            for name, body in made.items()
+            if any(word in name for word in options.only)
+        }
     found: dict[str, Any] = {}
     others = 0.0
     # One after the other: two servers would share the cores of one.

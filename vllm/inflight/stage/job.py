@@ -16,7 +16,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.background import Background
-from vllm.inflight.breaks import resting_by
+from vllm.inflight.breaks import done_with_breaks, resting_by
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import (
     Cancelled,
@@ -27,7 +27,7 @@ from vllm.inflight.errors import (
     TransferFault,
 )
 from vllm.inflight.older import UPDATE_INFO, settled
-from vllm.inflight.packed import Work, is_packed, resting, unpack
+from vllm.inflight.packed import is_packed, unpack
 from vllm.inflight.stage.board import Board
 from vllm.inflight.stage.built_in import require_same, require_same_config
 from vllm.inflight.stage.comparison import Comparison
@@ -133,14 +133,14 @@ class Job(Background):
                 torch.no_grad(),
                 self._stager.lane(),
                 self._pace.settled(),
-                resting_by(self._take_break),
             ):
                 while not self._is_cancelled():
                     try:
                         order, payload = self._orders.get(timeout=POLL_S)
                     except queue.Empty:
                         continue
-                    orders[order](payload)
+                    with resting_by(self._take_break):
+                        orders[order](payload)
                     self._notice["orders"] += 1
                     self._post()
                     if order in LAST_ORDERS:
@@ -162,7 +162,7 @@ class Job(Background):
         self._pace.hurry_after(payload["deadline_s"] / 2)
         manifest = Manifest()
         if payload["manifest"] is not None:
-            manifest = self._at_leisure(Manifest.unpacked(payload["manifest"]))
+            manifest = done_with_breaks(Manifest.unpacked(payload["manifest"]))
         if manifest.config:
             require_same(manifest.config, self._worker.vllm_config.model_config)
         self._transport = self._choose(payload["transport"])
@@ -244,7 +244,7 @@ class Job(Background):
         """What `update_info` says to the transport; raises `Malformed`."""
         transport = self._transport
         if is_packed(payload):
-            payload = self._at_leisure(unpack(payload))
+            payload = done_with_breaks(unpack(payload))
         if isinstance(payload, list):
             parallel = self._worker.vllm_config.parallel_config
             if (index := own_entry(payload, parallel)) is None:
@@ -254,7 +254,7 @@ class Job(Background):
                     "for each worker, or one object for all"
                 )
             payload = payload[index]
-        payload = self._at_leisure(unpack(payload))
+        payload = done_with_breaks(unpack(payload))
         if isinstance(payload, dict):
             known = getattr(transport.update_info_cls, "__dataclass_fields__", ())
             payload = settled(
@@ -368,10 +368,6 @@ class Job(Background):
         if isinstance(transport, StagedEngine):
             transport.cancelled = self._is_cancelled
         return transport
-
-    def _at_leisure(self, work: Work[T]) -> T:
-        """Do some work, and rest between its slices: decoding goes on beside it."""
-        return resting(work, self._take_break)
 
     def _take_break(self) -> None:
         """Rest from a slice of Python: decoding shares the interpreter's lock."""

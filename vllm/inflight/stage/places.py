@@ -72,11 +72,12 @@ class Places:
         return self._of_origin.get(param) or self._made_of.get(param) or [param]
 
     @functools.cached_property
-    def _by_name(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+    def _by_name(self) -> dict[str, tuple[str, ...]]:
+        # Collections pass tuples of names over, unlike lists.
+        found: dict[str, tuple[str, ...]] = {}
         for param, names in with_breaks(self._made_of.items()):
             for name in names:
-                found.setdefault(name, []).append(param)
+                found[name] = (*found.get(name, ()), param)
         return found
 
     @functools.cached_property
