@@ -1,5 +1,6 @@
 """The pace of staging: it rests while steps run, and only then."""
 
+import gc
 import os
 import sys
 import threading
@@ -161,18 +162,22 @@ PACES = [lambda steps: DevicePace(100.0, steps), lambda steps: Pace(0.5, steps)]
 
 
 @pytest.mark.parametrize("make", PACES, ids=["device", "CPU"])
-def test_a_pace_has_the_interpreter_switch_more_often_only_while_it_stages(
+def test_only_while_it_stages_a_pace_has_more_switches_and_no_full_collections(
     make: Callable[[Steps], Any],
 ) -> None:
-    before, seen = sys.getswitchinterval(), []
+    before = sys.getswitchinterval(), gc.get_threshold()
+    seen: list[Any] = []
 
     def stage() -> None:
         with make(Steps()).settled():
-            seen.append(sys.getswitchinterval())
+            seen.append((sys.getswitchinterval(), gc.get_threshold()))
 
     in_a_thread(stage)
-    assert seen[0] < before
-    assert sys.getswitchinterval() == before
+    (seconds, (*thresholds, full)) = seen[0]
+    assert seconds < before[0]
+    assert (*thresholds,) == before[1][:2]
+    assert full > 10**6
+    assert (sys.getswitchinterval(), gc.get_threshold()) == before
 
 
 @pytest.mark.parametrize("make", PACES, ids=["device", "CPU"])

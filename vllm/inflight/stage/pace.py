@@ -12,6 +12,7 @@ after every tensor beside which a step ran, as long as its share of a core asks.
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import os
@@ -46,6 +47,9 @@ SWITCH_S = 0.0001
 The default, 5 ms, is most of a decode step."""
 USUAL_S = sys.getswitchinterval()
 
+NEVER = 1 << 30
+"""Collections of what is younger, until there is a full one."""
+
 
 undirected = torch._C.DisableTorchFunction
 """Context: what is in it goes without torch's default device.
@@ -75,16 +79,21 @@ def pace_of(
 
 
 @contextmanager
-def _short_switches() -> Iterator[None]:
-    """While the interpreter shares its lock in smaller pieces.
+def _beside_decoding() -> Iterator[None]:
+    """While the interpreter shares its lock in smaller pieces, and looks for garbage in
+    what is young alone.
 
-    Decoding alone is faster with fewer switches.
+    Decoding alone is faster with fewer switches. A full collection goes through all
+    that an update holds, such as the shapes of 100,000 tensors; that is gone afterwards.
     """
+    young, middle, full = gc.get_threshold()
     sys.setswitchinterval(min(SWITCH_S, USUAL_S))
+    gc.set_threshold(young, middle, NEVER)
     try:
         yield
     finally:
         sys.setswitchinterval(USUAL_S)
+        gc.set_threshold(young, middle, full)
 
 
 class _Breaks:
@@ -133,7 +142,7 @@ class DevicePace(_Breaks):
         if self._num_threads is not None:
             set_threads(self._num_threads)
         try:
-            with _short_switches():
+            with _beside_decoding():
                 yield
         finally:
             if self._num_threads is not None:
@@ -175,7 +184,7 @@ class Pace(_Breaks):
                 os.sched_setaffinity(0, free_cores())
         set_threads(1)
         self._look()
-        with _short_switches():
+        with _beside_decoding():
             yield
 
     def rest(self, num_bytes: int) -> None:
