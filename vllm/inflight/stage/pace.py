@@ -84,7 +84,7 @@ def _beside_decoding() -> Iterator[None]:
     what is young alone.
 
     Decoding alone is faster with fewer switches. A full collection goes through all
-    that an update holds, such as the shapes of 100,000 tensors; that is gone afterwards.
+    that an update holds, such as the shapes of 100,000 tensors; it is gone then.
     """
     young, middle, full = gc.get_threshold()
     sys.setswitchinterval(min(SWITCH_S, USUAL_S))
