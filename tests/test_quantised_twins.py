@@ -132,6 +132,42 @@ def test_a_quantised_twin_is_processed_into_and_shows_at_the_flip(arena: Arena) 
     assert places == [param.data_ptr() for param in live.parameters()]
 
 
+def test_to_ask_about_a_layer_that_is_complete_and_packed_writes_and_counts_nothing(
+    arena: Arena,
+) -> None:
+    live = processed(0)
+    with torch.no_grad():
+        for param in live.parameters():
+            param.data = in_arena(arena, param.data)
+    arena.consolidate()
+    arena.pair()
+    second = second_of(live, arena)
+    required = {name: tensor.shape for name, tensor in version(0).items()}
+    _load_straight(upstream.initialize_layerwise_reload)(second)
+    coverage = Coverage(second, required, set())
+    coverage.watch(second.load_weights)
+    with torch.no_grad():
+        for pair in version(1).items():
+            Model.load_weights(second, [pair])
+    coverage.unwatch()
+    served = {name: param.clone() for name, param in second.named_parameters()}
+    num_loads = coverage.num_loads
+
+    def load(pairs: Any) -> None:
+        Model.load_weights(second, pairs)
+
+    hollow = ("linear.weight", version(1)["linear.weight"].to("meta"))
+    assert coverage.asked(load, hollow) == ({"linear.weight"}, None)
+    assert not coverage.refilled
+    assert coverage.num_loads == num_loads
+    coverage.unwatch()
+    for name, param in second.named_parameters():
+        assert torch.equal(param, served[name]), name
+    _load_straight(upstream.finalize_layerwise_reload)(
+        second, SimpleNamespace(dtype=torch.float32)
+    )
+
+
 class Halves(torch.nn.Module):
     """A weight of two parts, and a shape that each of them brings."""
 
