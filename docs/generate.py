@@ -123,7 +123,7 @@ def causes() -> str:
 def patches() -> str:
     """Every change to upstream, by the place where it is made."""
     header = ["target", "parameters expected", "why", "goes when"]
-    parts = [f"{len(patch.all_patches())} records."]
+    parts = [f"{len(patch.records())} records."]
     for room in patch.rooms():
         rows = (
             [
@@ -131,7 +131,7 @@ def patches() -> str:
                 "none: a new name"
                 if record.expects is None
                 else code(", ".join(record.expects)),
-                record.why,
+                record.why + f" (on {record.only_on} alone)" * bool(record.only_on),
                 record.remove_when,
             ]
             for record in room.PATCHES

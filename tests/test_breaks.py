@@ -2,13 +2,20 @@
 
 import gc
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from vllm.inflight.breaks import SHORT_S, break_if_due, resting_by, with_breaks
+from vllm.inflight.breaks import (
+    SHORT_S,
+    beside_decoding,
+    break_if_due,
+    resting_by,
+    with_breaks,
+)
 from vllm.inflight.errors import Cause
 from vllm.inflight.names import nearest, paired, renaming
 from vllm.inflight.packed import SLICE_S
@@ -122,12 +129,61 @@ def test_what_is_short_has_no_break():
     assert min(len(worked(spin)) for _ in range(5)) == 1  # of the test's own
 
 
+def test_what_waits_has_no_break():
+    def wait() -> None:
+        for _ in with_breaks(range(10)):
+            time.sleep(SHORT_S)
+
+    assert len(worked(wait)) == 1  # of the test's own
+
+
 def test_what_ends_a_break_ends_the_loop():
     def stop() -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError), resting_by(stop):
-        list(with_breaks(range(200_000)))
+        list(with_breaks(range(10**6)))
+
+
+def interpreter() -> tuple[float, tuple[int, int, int]]:
+    return sys.getswitchinterval(), gc.get_threshold()
+
+
+def test_beside_decoding_threads_take_turns_more_often_and_full_collections_wait():
+    usual = interpreter()
+    with beside_decoding():
+        seconds, (*thresholds, full) = interpreter()
+        assert seconds < usual[0]
+        assert (*thresholds,) == usual[1][:2]
+        assert full > 10**6 or sys.version_info >= (3, 14)
+    assert interpreter() == usual
+
+
+def test_of_several_threads_beside_decoding_the_last_one_puts_all_back():
+    usual = interpreter()
+    first, second = beside_decoding(), beside_decoding()
+    first.__enter__()
+    meanwhile = interpreter()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert interpreter() == meanwhile
+    second.__exit__(None, None, None)
+    assert interpreter() == usual
+
+
+def test_what_somebody_else_has_set_meanwhile_for_collections_stays():
+    usual = gc.get_threshold()
+    try:
+        with beside_decoding():
+            gc.set_threshold(500, 5, 5)
+        assert gc.get_threshold()[:2] == (500, 5)
+        assert gc.get_threshold()[2] == 5 or sys.version_info >= (3, 14)
+    finally:
+        gc.set_threshold(*usual)
+
+
+def test_collections_pass_the_specs_of_tensors_over():
+    assert not gc.is_tracked(TensorSpec("name", (1, 2), "bfloat16"))
 
 
 @pytest.mark.parametrize(

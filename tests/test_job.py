@@ -2,6 +2,7 @@
 
 import random
 import string
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -124,6 +125,19 @@ def test_long_loops_of_a_job_have_breaks(
     monkeypatch.setattr(transport, "shutdown", lambda: list(with_breaks(range(10**6))))
     stager.order(1, "shutdown", None)
     until(lambda: len(breaks) > 10, "it takes no breaks")
+
+
+def test_a_job_works_beside_decoding_until_its_order_is_carried_out(
+    stager: Stager, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, seen = sys.getswitchinterval(), list[float]()
+    monkeypatch.setattr(
+        transport, "shutdown", lambda: seen.append(sys.getswitchinterval())
+    )
+    stager.order(1, "shutdown", None)
+    until(lambda: bool(seen), "it did nothing")
+    assert seen[0] < usual
+    until(lambda: sys.getswitchinterval() == usual, "it never ends")
 
 
 def of_no_use() -> object:

@@ -1,14 +1,16 @@
 """Quantised layers in an arena: what a GPU does at an update, on the host's memory."""
 
 from collections.abc import Iterator
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from vllm.inflight import upstream
-from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight import breaks, upstream
+from vllm.inflight.errors import Cancelled, WeightsMismatch
+from vllm.inflight.patch.overwrite import _noted_when_aside
 from vllm.inflight.patch.worker import _load_straight
 from vllm.inflight.stage.arena import Arena
 from vllm.inflight.stage.coverage import Coverage
@@ -166,6 +168,48 @@ def test_to_ask_about_a_layer_that_is_complete_and_packed_writes_and_counts_noth
     _load_straight(upstream.finalize_layerwise_reload)(
         second, SimpleNamespace(dtype=torch.float32)
     )
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_break_that_ends_an_update_leaves_no_layer_without_memory(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    live = processed(0)
+    with torch.no_grad():
+        for param in live.parameters():
+            param.data = in_arena(arena, param.data)
+    arena.consolidate()
+    arena.pair()
+    second = second_of(live, arena)
+    where = "vllm.model_executor.model_loader.reload.layerwise.restore_layer_on_meta"
+    monkeypatch.setattr(where, _noted_when_aside(resolve_name(where)))
+    monkeypatch.setattr(breaks, "SHORT_S", 0.0)
+    monkeypatch.setattr(breaks, "SLICE_S", 0.0)
+    served = {name: param.clone() for name, param in second.named_parameters()}
+    left = number
+
+    def stop() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Cancelled("the update was aborted")
+
+    shapes = {name: tensor.shape for name, tensor in version(0).items()}
+    coverage = Coverage(second, shapes, set())
+    with pytest.raises(Cancelled), breaks.resting_by(stop), coverage.hollow():
+        coverage.stand_behind()
+    for name, param in second.named_parameters():
+        assert torch.equal(param, served[name]), name
+        assert not hasattr(param, "weight_loader"), name
+    # The next update is as any other.
+    _load_straight(upstream.initialize_layerwise_reload)(second)
+    with torch.no_grad():
+        Model.load_weights(second, version(1).items())
+    _load_straight(upstream.finalize_layerwise_reload)(
+        second, SimpleNamespace(dtype=torch.float32)
+    )
+    arena.flip()
+    assert shows(live, 1)
 
 
 class Halves(torch.nn.Module):

@@ -146,7 +146,9 @@ def open_things() -> set[tuple[str, Any]]:
     """
     gc.collect()
     found: set[tuple[str, Any]] = {
-        ("thread", t) for t in threading.enumerate() if t.name.startswith("inflight")
+        (thread.name, thread.ident)  # itself it would hold what it works on
+        for thread in threading.enumerate()
+        if thread.name.startswith("inflight")
     }
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own

@@ -68,7 +68,8 @@ class Report:
 
 def examine() -> Report:
     """Look at everything; takes as long as importing vLLM."""
-    patches = [_patch_state(record) for record in patch.all_patches()]
+    states = map(_patch_state, patch.records())
+    patches = [state for state in states if state is not None]
     findings = [
         _release(),
         *_versions(),
@@ -84,8 +85,11 @@ def examine() -> Report:
     return Report(patches, findings)
 
 
-def _patch_state(record: Patch) -> PatchState:
+def _patch_state(record: Patch) -> PatchState | None:
+    """How a patch stands; None for one of another platform."""
     try:
+        if not record.is_meant():
+            return None
         problem = check(record)
     except Exception as error:
         # A broken installation fails in any way at all while it is imported.

@@ -72,10 +72,14 @@ def rooms() -> list[ModuleType]:
     return [*workers, *inside, outputs, replies, api]
 
 
+def records() -> list[Patch]:
+    """Every change to upstream, as data."""
+    return [patch for room in rooms() for patch in room.PATCHES]
+
+
 def all_patches() -> list[Patch]:
-    """Every change to upstream that is for this platform, as data."""
-    found = [patch for room in rooms() for patch in room.PATCHES]
-    return [patch for patch in found if patch.is_meant()]
+    """Those that are for the platform of this process."""
+    return [patch for patch in records() if patch.is_meant()]
 
 
 def apply_all() -> None:

@@ -41,9 +41,11 @@ class Patch:
 
     def is_meant(self) -> bool:
         """Whether it is for the platform of this process."""
+        if self.only_on is None:
+            return True
         from vllm.platforms import current_platform
 
-        return self.only_on in (None, current_platform.device_type)
+        return self.only_on == current_platform.device_type
 
 
 def locate(target: str) -> tuple[Any, str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.background import Background
-from vllm.inflight.breaks import done_with_breaks, resting_by
+from vllm.inflight.breaks import beside_decoding, done_with_breaks, resting_by
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import (
     Cancelled,
@@ -139,7 +139,7 @@ class Job(Background):
                         order, payload = self._orders.get(timeout=POLL_S)
                     except queue.Empty:
                         continue
-                    with resting_by(self._take_break):
+                    with beside_decoding(), resting_by(self._take_break):
                         orders[order](payload)
                     self._notice["orders"] += 1
                     self._post()

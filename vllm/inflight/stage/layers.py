@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.breaks import with_breaks
 
 Layer = tuple[str, torch.nn.Module]
 """With its name."""
@@ -34,7 +33,7 @@ def layers(model: torch.nn.Module) -> Iterator[Layer]:
             if child is not None:
                 yield from walk(f"{name}.{key}" if name else key, child)
 
-    return with_breaks(walk("", model))
+    return walk("", model)
 
 
 def parameters(

@@ -12,11 +12,9 @@ after every tensor beside which a step ran, as long as its share of a core asks.
 
 from __future__ import annotations
 
-import gc
 import math
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,16 +38,6 @@ interpreter's lock away, so a step lasts longer by what is done in others meanwh
 
 IDLE_S = 0.25
 """How long after a step the next one is expected; then the engine counts as idle."""
-
-SWITCH_S = 0.0001
-"""How long the interpreter leaves its lock with a thread that does not let go of it.
-
-The default, 5 ms, is most of a decode step."""
-USUAL_S = sys.getswitchinterval()
-
-NEVER = 1 << 30
-"""Collections of what is younger, until there is a full one."""
-
 
 undirected = torch._C.DisableTorchFunction
 """Context: what is in it goes without torch's default device.
@@ -76,24 +64,6 @@ def pace_of(
     is_on_host = config.staging == "host"
     num_threads_there = num_threads if is_on_host else None
     return DevicePace(config.stage_gb_per_s, steps, num_threads_there)
-
-
-@contextmanager
-def _beside_decoding() -> Iterator[None]:
-    """While the interpreter shares its lock in smaller pieces, and looks for garbage in
-    what is young alone.
-
-    Decoding alone is faster with fewer switches. A full collection goes through all
-    that an update holds, such as the shapes of 100,000 tensors; it is gone then.
-    """
-    young, middle, full = gc.get_threshold()
-    sys.setswitchinterval(min(SWITCH_S, USUAL_S))
-    gc.set_threshold(young, middle, NEVER)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(USUAL_S)
-        gc.set_threshold(young, middle, full)
 
 
 class _Breaks:
@@ -142,8 +112,7 @@ class DevicePace(_Breaks):
         if self._num_threads is not None:
             set_threads(self._num_threads)
         try:
-            with _beside_decoding():
-                yield
+            yield
         finally:
             if self._num_threads is not None:
                 set_threads(own)
@@ -184,8 +153,7 @@ class Pace(_Breaks):
                 os.sched_setaffinity(0, free_cores())
         set_threads(1)
         self._look()
-        with _beside_decoding():
-            yield
+        yield
 
     def rest(self, num_bytes: int) -> None:
         """Rest from what was done since the last rest, if a step ran meanwhile."""

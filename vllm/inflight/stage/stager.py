@@ -239,8 +239,7 @@ class Stager:
 
         Returns its drift from what is served.
         """
-        self._flip = self._pair(self.shadow)
-        self._contents[1] = content
+        flip = self._pair(self.shadow)
         module = self.shadow.module
         assert module is not None
         facts = self._facts(content)
@@ -248,6 +247,7 @@ class Stager:
             layout = self._where()
             self._marks[1] = marks_of(layout, module, facts)
             layout.slices(copies(layout, facts))  # decoding would wait for it later
+        self._contents[1], self._flip = content, flip
         self._settle_garbage()
         if self.served is None or content is None:
             return None
