@@ -26,7 +26,7 @@ from vllm.inflight.stage.refusal import MAX_TOLD
 from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest, TensorSpec
 
-LONGEST_S = 2 * SHORT_S
+LONGEST_S = 0.01
 """Between two breaks, where nothing is refused."""
 LONGEST_OF_REFUSALS_S = 0.1
 """To make one list of 91,000 names, and throw all away, is no loop of ours."""
@@ -65,8 +65,16 @@ def worked(act: Callable[[], object]) -> list[float]:
 
 
 def longest(prepared: Callable[[], Callable[[], object]]) -> float:
-    """The longest that something new computes without a break, the best of three."""
-    return min(max(worked(prepared())) for _ in range(3))
+    """The longest that something new computes without a break, the best of three.
+
+    Its beginning is allowed `SHORT_S` more.
+    """
+
+    def once() -> float:
+        first, *others = worked(prepared())
+        return max(first - SHORT_S, *others)
+
+    return min(once() for _ in range(3))
 
 
 def tensors(change: Callable[[str], str] = str) -> dict[str, TensorSpec]:
@@ -94,7 +102,7 @@ def test_a_loop_rests_after_every_slice_and_gives_all_entries():
         return found
 
     assert spin() == list(range(100))
-    assert 3 <= min(len(worked(spin)) for _ in range(5)) <= 20
+    assert 5 <= min(len(worked(spin)) for _ in range(5)) <= 20
 
 
 def test_a_loop_in_another_thread_has_no_breaks():
@@ -116,7 +124,7 @@ def test_short_loops_one_after_the_other_have_breaks_together():
                     pass
             break_if_due()
 
-    assert 3 <= min(len(worked(spin)) for _ in range(5)) <= 20
+    assert 5 <= min(len(worked(spin)) for _ in range(5)) <= 20
 
 
 def test_what_is_short_has_no_break():

@@ -127,6 +127,18 @@ def test_a_vllm_that_cannot_be_imported_is_told_from_another_release(
     assert "Install vllm==" not in told
 
 
+def test_a_patch_of_another_platform_is_neither_looked_at_nor_told():
+    record = patch.Patch(
+        target="no_such_module:f",
+        expects=(),
+        why="a test",
+        remove_when="never",
+        around=lambda f: f,
+        only_on="tpu",
+    )
+    assert doctor._patch_state(record) is None
+
+
 def test_a_missing_native_core_is_wrong_with_the_command_that_builds_it(monkeypatch):
     monkeypatch.setattr("vllm.inflight.ops.NATIVE", False)
     finding = doctor._native_core()

@@ -30,7 +30,7 @@ from vllm.inflight.trainer import queue
 from vllm.inflight.trainer.delivery import GIVE_UP_S
 
 HOST = """
-import json, os, sys
+import json, os, signal, sys
 import torch
 import vllm.inflight.trainer
 while line := sys.stdin.readline():
@@ -42,6 +42,8 @@ while line := sys.stdin.readline():
 else:
     sys.exit()
 code, url, stderr = json.loads(line)
+# What `make test &` starts ignores Ctrl-C, and so would what is forked off.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
 exec(code, {"__name__": "__main__", "url": url})
 """

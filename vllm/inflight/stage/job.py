@@ -10,7 +10,7 @@ import queue
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -48,7 +48,6 @@ from vllm.inflight.wire.numbering import own_entry, worker_index
 POLL_S = 0.02
 LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave", "compare")
 
-T = TypeVar("T")
 
 logger = upstream.init_logger(__name__)
 

@@ -66,8 +66,8 @@ def pace_of(
     return DevicePace(config.stage_gb_per_s, steps, num_threads_there)
 
 
-class _Breaks:
-    """What jobs on every device have in common."""
+class _AnyPace:
+    """The breaks and the deadline of a job, on whichever device."""
 
     _hurry_at = math.inf
     _decodes_until = -math.inf
@@ -93,7 +93,7 @@ class _Breaks:
             time.sleep(BREAK_S)
 
 
-class DevicePace(_Breaks):
+class DevicePace(_AnyPace):
     """The pace of a job that writes to a GPU; called by its thread."""
 
     def __init__(
@@ -132,7 +132,7 @@ class DevicePace(_Breaks):
             time.sleep(self._over_at - now)
 
 
-class Pace(_Breaks):
+class Pace(_AnyPace):
     """The pace of one job on a CPU; called by its thread."""
 
     def __init__(self, share: float, steps: Steps) -> None:
