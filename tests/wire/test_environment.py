@@ -17,6 +17,7 @@ from vllm.inflight import upstream
 from vllm.inflight.wire import plain
 from vllm.inflight.wire.environment import unpinned
 from vllm.inflight.wire.libnccl import UniqueId
+from vllm.inflight.wire.lifeline import Lifeline
 from vllm.inflight.wire.plain import FIRST_COMMUNICATOR, _PlainNccl
 from vllm.inflight.wire.process_group import GroupsEngine
 from vllm.inflight.wire.rendezvous import Rendezvous
@@ -45,7 +46,7 @@ def test_a_torch_group_waits_for_its_trainer_with_upstreams_and_opens_without(
 ) -> None:
     class Told(_PlainNccl):
         def __init__(self, store: Any) -> None:
-            self._meeting = SimpleNamespace(store=store)
+            self._meeting = SimpleNamespace(store=store, lifeline=Lifeline())
 
         def _agree(self, watch: Watch) -> bytes:
             name = super()._agree(watch)
@@ -76,7 +77,8 @@ def test_a_torch_group_waits_long_for_its_trainer_and_not_for_the_connection(
             assert bytes(unique) == NAME
             opened.append(watch.timeout_s)
 
-    meeting = SimpleNamespace(store=store, terms=SimpleNamespace(wire="nccl"))
+    terms = SimpleNamespace(wire="nccl")
+    meeting = SimpleNamespace(store=store, terms=terms, lifeline=Lifeline())
     monkeypatch.setattr(plain, "_PlainNccl", Told)
     monkeypatch.setattr(Rendezvous, "join", lambda *_: meeting)
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ from tests.wire.peers import (
 )
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
 from vllm.inflight.wire import plain
+from vllm.inflight.wire.lifeline import Lifeline
 from vllm.inflight.wire.meeting import Meeting, Terms
+from vllm.inflight.wire.nccl import NcclGroup
 from vllm.inflight.wire.opening import open_group
 from vllm.inflight.wire.plain import _PlainNccl
 from vllm.inflight.wire.receiver import Receiver
@@ -199,6 +202,51 @@ def test_a_trainer_that_dies_before_its_group_of_torchs_is_open_fails_the_transf
         trainer.join()
         with pytest.raises(TransferFault, match="the trainer was lost"):
             plain.open_plain(meeting, CPU, PATIENT)
+
+
+class MeetsOnly(NcclGroup):
+    """A worker's group over NCCL, without a GPU: up to the trainer's NCCL id."""
+
+    def __init__(self, meeting: Meeting, _: torch.device, watch: Watch, **__) -> None:
+        self.terms = meeting.terms
+        self._meeting = meeting
+        self._connect(watch, None)
+
+
+@pytest.mark.parametrize("wire", ["gloo", "nccl"])
+def test_a_trainer_that_gives_up_while_the_transport_connects_is_heard(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its connections close a moment later. That is what the transport notices.
+    monkeypatch.setattr("vllm.inflight.wire.opening.NcclGroup", MeetsOnly)
+    meeting = Meeting.host(Terms(wire=wire, world_size=2, bucket_bytes=256), HOST)
+    joined = Meeting.join(meeting.terms, HOST, meeting.port, 1, PATIENT)
+    joining = in_background(lambda: open_group(joined, CPU, PATIENT))
+    meeting.gather(PATIENT)
+    meeting.end("has no memory for a bucket")
+    with pytest.raises(TransferFault, match="the trainer has no memory for a bucket"):
+        joining.result(SOON_S)
+
+
+def test_what_nccl_reports_of_a_peer_that_left_is_what_the_peer_said() -> None:
+    class Library:
+        def state(self, comm: Any) -> bool:
+            raise TransferFault("NCCL: remote process exited")
+
+    group = MeetsOnly.__new__(MeetsOnly)
+    group._nccl, group._comm, group._lock = Library(), object(), threading.Lock()
+    group._meeting = SimpleNamespace(lifeline=Lifeline())
+    with pytest.raises(TransferFault, match="remote process exited"):
+        group._is_idle()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    group._meeting.lifeline._lines[0] = ours
+    with theirs:
+        theirs.send(b"has no memory")
+    for _ in range(2):  # it stays the reason
+        with pytest.raises(TransferFault, match="the trainer has no memory"):
+            group._is_idle()
+    group._meeting.lifeline.end("is over")
 
 
 def test_a_trainer_that_opens_no_buckets_tells_its_workers_at_once(worker):

@@ -11,7 +11,7 @@ import torch.distributed
 
 from vllm.inflight.errors import TransferFault
 from vllm.inflight.wire.buckets import LARGE
-from vllm.inflight.wire.group import Pending, lost
+from vllm.inflight.wire.group import Pending, lost, told_why
 from vllm.inflight.wire.meeting import Place
 from vllm.inflight.wire.watch import Watch, in_background
 
@@ -28,18 +28,8 @@ class GlooGroup:
         self.device = device
         self.ended: str | None = None
         self._meeting = meeting
-        options = _Gloo._Options()
-        # The address that the trainer reaches us by; the host's own name may lead
-        # to another interface.
-        options._devices = [_Gloo.create_device(hostname=meeting.own_address())]
-        options._timeout = timedelta(seconds=watch.timeout_s)
-        options._threads = 1  # one bucket after another
-        store, rank, world_size = meeting.store, meeting.rank, self.terms.world_size
-        connecting = in_background(lambda: _Gloo(store, rank, world_size, options))
-        try:
-            self._gloo: Any = watch.result(connecting, "gloo to connect all ranks")
-        except RuntimeError as error:
-            raise TransferFault(f"gloo could not connect all ranks: {error}") from error
+        with told_why(meeting.lifeline):
+            self._gloo: Any = _connected(meeting, watch)
 
     def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
         """Begin to send or receive; see `Group.broadcast`."""
@@ -91,3 +81,19 @@ class GlooGroup:
         self.ended = reason
         self._meeting.end(reason)
         self._gloo = None
+
+
+def _connected(meeting: Place, watch: Watch) -> Any:
+    """Torch's process group of all ranks; raises `TransferFault`, `OSError`."""
+    options = _Gloo._Options()
+    # The address that the trainer reaches us by; the host's own name may lead to
+    # another interface.
+    options._devices = [_Gloo.create_device(hostname=meeting.own_address())]
+    options._timeout = timedelta(seconds=watch.timeout_s)
+    options._threads = 1  # one bucket after another
+    store, rank, world_size = meeting.store, meeting.rank, meeting.terms.world_size
+    connecting = in_background(lambda: _Gloo(store, rank, world_size, options))
+    try:
+        return watch.result(connecting, "gloo to connect all ranks")
+    except RuntimeError as error:
+        raise TransferFault(f"gloo could not connect all ranks: {error}") from error

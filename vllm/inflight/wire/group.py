@@ -5,12 +5,15 @@ Made anew after every failure: a group that was aborted stays so, and says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch.distributed import DistError
 
 from vllm.inflight.errors import TransferFault
+from vllm.inflight.wire.lifeline import Lifeline
 from vllm.inflight.wire.meeting import Terms
 from vllm.inflight.wire.watch import Watch
 
@@ -52,6 +55,26 @@ class Group(Protocol):
     def close(self) -> None:
         """Leave in peace, with nothing under way."""
         ...
+
+
+@contextmanager
+def told_why(lifeline: Lifeline) -> Iterator[None]:
+    """Around calls of the transport: a peer's own reason replaces their error.
+
+    A peer that leaves says why before its connections close. What the transport then
+    reports is only that they are closed.
+
+    Raises:
+        TransferFault: a peer has ended, and why; or as the transport raised it.
+
+    """
+    try:
+        yield
+    except (TransferFault, DistError, OSError) as error:
+        fault = lifeline.fault()
+        if fault is not None:
+            raise lost(fault) from error
+        raise
 
 
 def lost(reason: str) -> TransferFault:

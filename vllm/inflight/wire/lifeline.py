@@ -26,14 +26,21 @@ class Lifeline:
 
     def __init__(self) -> None:
         self._lines: dict[int, socket.socket] = {}
+        self._fault: str | None = None
 
     def fault(self) -> str | None:
-        """Who has ended, and why; None while everybody is there."""
+        """Who has ended, and why; None while everybody is there.
+
+        The first one that was noticed stays: its word can be read only once.
+        """
+        if self._fault is not None:
+            return self._fault
         for rank, line in list(self._lines.items()):  # another thread may end it
             said = _read(line, MOST_BYTES)
             if said is not None:
                 who = f"rank {rank}" if rank else "the trainer"
-                return f"{who} {said.decode(errors='replace') or 'is gone'}"
+                self._fault = f"{who} {said.decode(errors='replace') or 'is gone'}"
+                return self._fault
         return None
 
     def end(self, reason: str) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from vllm.inflight.errors import TransferFault
 from vllm.inflight.wire.buckets import LARGE
-from vllm.inflight.wire.group import Pending, lost
+from vllm.inflight.wire.group import Pending, lost, told_why
 from vllm.inflight.wire.libnccl import UINT8, Library, UniqueId, config
 from vllm.inflight.wire.meeting import Place, said
 from vllm.inflight.wire.watch import Watch
@@ -77,9 +77,10 @@ class NcclGroup:
             raise
 
     def _connect(self, watch: Watch, max_ctas: int | None) -> None:
-        unique = UniqueId.from_buffer_copy(self._agree(watch))
-        with self._environment():
-            self._open(unique, watch, max_ctas)
+        with told_why(self._meeting.lifeline):
+            unique = UniqueId.from_buffer_copy(self._agree(watch))
+            with self._environment():
+                self._open(unique, watch, max_ctas)
 
     def _open(self, unique: UniqueId, watch: Watch, max_ctas: int | None) -> None:
         comm = ctypes.c_void_p()
@@ -114,7 +115,7 @@ class NcclGroup:
         self.follow()
         event = torch.cuda.Event()
         self._under_way.append((event, buffers))
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), told_why(self._meeting.lifeline):
             with self._lock:
                 comm, stream = self._handle(), self._stream.cuda_stream
                 self._nccl.call("ncclGroupStart")  # one kernel for all of them
@@ -176,7 +177,7 @@ class NcclGroup:
     # ---------------------------------------------------------------- helpers
     def _is_idle(self) -> bool:
         """Whether NCCL does nothing in the background; raises if it failed."""
-        with self._lock:
+        with told_why(self._meeting.lifeline), self._lock:
             return self._nccl.state(self._handle())
 
     def _is_settled(self) -> bool:
