@@ -60,9 +60,11 @@ def is_up(url: str) -> bool:
 
 def say(url: str) -> None:
     """Print what the server makes of the prompt, and which weights wrote it."""
-    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 60, "temperature": 0}
-    (choice,) = httpx.post(f"{url}/v1/completions", json=body).json()["choices"]
+    # The first answer of a server that has just started takes a while.
+    with httpx.Client(base_url=url, timeout=60) as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+        (choice,) = client.post("/v1/completions", json=body).json()["choices"]
     versions = [span["version"] for span in choice["weight_versions"]]
     print(f"  {versions} {PROMPT + choice['text']!r}")
 

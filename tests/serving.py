@@ -36,9 +36,11 @@ class Server:
         env: dict[str, str] | None = None,
         key: str | None = None,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Held, and not listened on, until the server does: nobody else is given it.
+        self._probe = socket.socket()
+        self._probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._probe.bind(("127.0.0.1", 0))
+        port = self._probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 (closed at exit)
             prefix="vllm-serve-", suffix=".log"
@@ -69,14 +71,15 @@ class Server:
 
     def __enter__(self) -> "Server":
         deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"vllm serve ended at start:\n{self.log()}")
-            try:
-                if self.client.get("/health").status_code == 200:
-                    return self
-            except httpx.TransportError:
-                time.sleep(0.2)
+        with self._probe:
+            while time.monotonic() < deadline:
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"vllm serve ended at start:\n{self.log()}")
+                try:
+                    if self.client.get("/health").status_code == 200:
+                        return self
+                except httpx.TransportError:
+                    time.sleep(0.2)
         said = self.log()
         self.stop()
         raise RuntimeError(f"vllm serve did not start:\n{said}")
@@ -115,6 +118,7 @@ class Server:
     def stop(self) -> None:
         """End the server, politely first; only its own process group."""
         self.client.close()
+        self._probe.close()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):

@@ -47,7 +47,7 @@ for number in range(50):
 
 def run(script: str, *words: str) -> tuple[int, str, str]:
     command = [sys.executable, "-W", "ignore", "-c", script, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 

@@ -89,7 +89,7 @@ def test_any_other_json_is_refused_as_a_configuration(values):
     except ConfigError:
         return
     assert 0.1 <= config.update_deadline_s <= 86400
-    assert config.staging in ("auto", "host", "off")
+    assert config.staging in ("auto", "device", "host", "off")
 
 
 @pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.name)

@@ -125,6 +125,7 @@ def test_long_loops_of_a_job_have_breaks(
     monkeypatch.setattr(transport, "shutdown", lambda: list(with_breaks(range(10**6))))
     stager.order(1, "shutdown", None)
     until(lambda: len(breaks) > 10, "it takes no breaks")
+    until(lambda: not stager.is_busy, "it never ends")
 
 
 def test_a_job_works_beside_decoding_until_its_order_is_carried_out(

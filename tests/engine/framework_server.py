@@ -21,6 +21,7 @@ import httpx
 from fastapi import APIRouter, FastAPI, Request
 from safetensors.torch import load_file
 
+from tests.engine import gentle
 from tests.engine.script import tell
 from vllm.inflight.wire.watch import in_background
 
@@ -166,6 +167,8 @@ async def main(old: Path, new: Path) -> None:
 
     words = ["--model", str(old), "--max-model-len", "1024", "--block-size", "32"]
     words += ["--enforce-eager", "--worker-extension-cls", EXTENSION]
+    # A request that is to be paused must not be over before.
+    words += ["--logits-processors", gentle.NAME]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
     tasks = await engine.get_supported_tasks()

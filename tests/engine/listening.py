@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,8 @@ import torch
 
 from tests.engine import user_extension
 from tests.engine.transport import Extension
+from tests.waiting import until
 from vllm.inflight.stage import pace
-
-SPOILT_AFTER_S = 0.3
 
 RESTS: list[float] = []
 """The seconds of every rest of this process's staging, once somebody listens."""
@@ -49,16 +49,19 @@ class Listening(Extension, user_extension.Extension):
         rests, RESTS[:] = RESTS[:], []
         return rests
 
-    def tests_spoil(self) -> None:
+    def tests_spoil(self, go: str, done: str) -> None:
         """Change a bit of what the second rank alone has, and of a copy; or back.
 
-        When this call has ended: what it writes itself would be noticed.
+        Once there is a file `go`, after this call: what the call writes itself would be
+        noticed. Then there is a file `done`.
         """
 
         def change() -> None:
+            until(Path(go).exists)
             for name in ("embed_tokens.weight", "norm.weight"):
                 param = self.model_runner.model.model.get_parameter(name)
                 param.data.view(-1).view(torch.int16)[3] ^= 1
+            Path(done).touch()
 
         if self.rank == 1:
-            threading.Timer(SPOILT_AFTER_S, change).start()
+            threading.Thread(target=change).start()

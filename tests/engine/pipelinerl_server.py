@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.engine import gentle
 from tests.engine.script import tell
 from tests.engine.torch_trainer import HOST, facts, training
 
@@ -35,18 +36,23 @@ async def main(old: Path, new: Path) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     options = {"max_model_len": 1024, "block_size": 32, "enforce_eager": True}
-    args = AsyncEngineArgs(str(old), **options)
+    # The stream is to last until all is done.
+    args = AsyncEngineArgs(str(old), logits_processors=[gentle.NAME], **options)
     engine = AsyncLLM.from_engine_args(args)
+
+    streaming = asyncio.Event()
 
     async def generate(name: str, count: int) -> Any:
         params = SamplingParams(
             temperature=0,
             max_tokens=count,
             ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE,
         )
         prompt = {"prompt_token_ids": [(7 * i) % 250 for i in range(30)]}
         async for output in engine.generate(prompt, params, name):
+            if name == "stream":
+                streaming.set()
             if output.finished:
                 return output.outputs[0]
 
@@ -60,7 +66,7 @@ async def main(old: Path, new: Path) -> None:
             "init_actor_update_group", args=(0, 1, f"tcp://{HOST}:{trainer.port}", 2)
         )
         stream = asyncio.create_task(generate("stream", 900))
-        await asyncio.sleep(0.2)
+        await streaming.wait()
         trainer.begin(new, facts(new)["names"])
         await engine.pause_generation(mode="keep", clear_cache=False)
         await workers.collective_rpc_async(

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
+from tests.waiting import until
 from vllm.inflight.api.door import run_sync
 from vllm.inflight.api.methods import control_of
 from vllm.inflight.errors import InflightError, WeightsMismatch
@@ -66,9 +67,14 @@ def outputs_during(
 ) -> list[Any]:
     """Send waves of `count` requests until `work`, in a thread, is done.
 
-    Returns all outputs; raises what `work` raised.
+    It begins when the first ones have. Returns all outputs; raises what `work` raised.
     """
-    working = in_background(work)
+
+    def worked() -> None:
+        until(llm.llm_engine.output_processor.has_unfinished_requests)
+        work()
+
+    working = in_background(worked)
     outputs = []
     while not working.done():
         outputs += llm.generate(prompts(count), next(sampling), use_tqdm=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine import gentle
 from tests.engine.adapters import RANK, make_adapter
 from tests.serving import Server
 
@@ -26,6 +27,7 @@ def server(old: Path) -> Iterator[Server]:
         *flags,
         *fence,
         "--enable-prompt-tokens-details",
+        *("--logits-processors", gentle.NAME),
         env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
     ) as server:
         yield server
@@ -86,7 +88,7 @@ def test_an_adapter_of_a_stream_outlives_its_files(
                 continue
             text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
             num_chunks += 1
-            if num_chunks == 5:
+            if num_chunks == 1:
                 load(server, folders[1], **second)
                 unload = server.client.post("/v1/unload_lora_adapter", json=first)
                 assert unload.status_code == 200

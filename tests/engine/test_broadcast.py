@@ -14,6 +14,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from tests.checkpoint_source import CheckpointSource
 from tests.engine.probe import greedy, outputs_during
 from tests.engine.sync_client import gloo_trainer
+from tests.waiting import until
 from vllm.inflight.errors import InflightError, WeightsMismatch
 
 pytestmark = pytest.mark.engine
@@ -117,8 +118,7 @@ def test_a_trainer_that_stops_sending_lets_serving_go_on(
     with pytest.raises((Stopped, InflightError)):
         trainer.send_weights()
     assert greedy(llm) == before
-    if llm.weight_update_status()["active"] is not None:
-        llm.abort_weight_update()
+    until(lambda: llm.weight_update_status()["active"] is None)
     trainer.source = source
     trainer.send_weights()
     assert greedy(llm) == fresh

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from tests.engine.torch_trainer import training
 from tests.serving import Server
+from tests.waiting import until
 from vllm.inflight.api.routes import ROUTES
 
 pytestmark = pytest.mark.engine
@@ -101,6 +103,12 @@ def finds_nothing(server: Server, said: Said) -> None:
 def stuck(server: Server, folders: Path) -> None:
     server.post("/start_weight_update")
 
+    def waits_for() -> str:
+        status = server.client.get("/weight_update").json()
+        return str(status["active"]["waits_for"])
+
+    until(lambda: waits_for() == "trainer")
+
 
 def was_given_up(server: Server, said: Said) -> None:
     (_, seen), (_, aborted) = said
@@ -143,9 +151,11 @@ def is_loaded(server: Server, said: Said) -> None:
 
 def loading(server: Server, folders: Path) -> None:
     server.post("/collective_rpc", {"method": "tests_start_load"})
-    health = server.client.get("/health")
-    assert health.status_code == 200
-    assert "tests_start_load" in health.json()["weights_detail"]
+    health = partial(server.client.get, "/health")
+    assert health().status_code == 200
+    # An engine that is slow to answer is not waited for here.
+    until(lambda: b"tests_start_load" in health().content)
+    assert "tests_start_load" in health().json()["weights_detail"]
 
 
 def decodes_again(server: Server, said: Said) -> None:
@@ -154,7 +164,7 @@ def decodes_again(server: Server, said: Said) -> None:
     assert "abort_weight_update" in json.loads(seen)["weights_detail"]
     assert json.loads(aborted)["phase"] == "aborted"
     assert server.client.get("/weight_info").json()["weights"] == "live"
-    assert server.client.get("/health").content == b""
+    until(lambda: server.client.get("/health").content == b"")
 
 
 def paused(server: Server, folders: Path) -> None:
@@ -260,7 +270,12 @@ def test_metrics_tell_of_updates_beside_upstreams(
     server: Server, folders: Path
 ) -> None:
     def read() -> dict[str, float]:
-        lines = server.client.get("/metrics").text.splitlines()
+        def text() -> str:
+            return str(server.client.get("/metrics").text)
+
+        # An engine that is slow to answer is left out.
+        until(lambda: "vllm:inflight_epoch{" in text())
+        lines = text().splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return {name: float(value) for name, value in pairs}
 

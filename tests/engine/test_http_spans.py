@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serving import Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -105,11 +107,21 @@ def all_at_once(
     """Replies by name, and the versions that were live while they grew."""
     num_choices = sum(number for _, _, number in requests.values())
     versions = [publish(server, folders[0], "old")]
+    pause = partial(server.post, "/pause_generation", {"mode": "in_place"})
+
+    def are_here() -> bool:
+        reply = pause()
+        return bool(reply["num_running"] + reply["num_waiting"] == num_choices)
+
     with ThreadPoolExecutor(len(requests)) as pool:
+        # They run at one time on any machine: a pause has gathered them.
+        pause()
         sent = {
             name: pool.submit(send, path, body)
             for name, (path, body, _) in requests.items()
         }
+        until(are_here, "not all requests arrived", 120)
+        server.post("/continue_generation")
         for folder in reversed(folders):
             with frozen(server, num_choices):
                 versions.append(publish(server, folder, "new"))

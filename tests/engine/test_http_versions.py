@@ -169,8 +169,9 @@ def test_an_aborted_chat_goes_on_from_its_prompt_and_tokens(server: Server) -> N
             event = json.loads(line.removeprefix("data: "))
             prompt = event.get("prompt_token_ids") or prompt
             (choice,) = event["choices"]
-            had += choice.get("token_ids") or ()
-            if len(had) == 20:
+            num_before = len(had)
+            had += choice.get("token_ids") or ()  # several where a client lags
+            if num_before < 20 <= len(had):
                 server.post("/pause_generation", {"mode": "abort"})
             last = event
     server.post("/continue_generation")

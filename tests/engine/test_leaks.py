@@ -97,7 +97,10 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
     # A leak of one version in ten would show as 20 sets, every time. What the allocator
     # holds for threads that are gone comes once, and goes.
     assert any(growth() < 2 * one_set + 8 * MIB for _ in range(3))
-    assert held()[1:] == (before[1], 0)
+    # What earlier tests of this process left may end meanwhile.
+    _, num_fds, num_threads = held()
+    assert num_fds <= before[1]
+    assert num_threads <= before[2]
 
 
 def test_an_engine_that_was_shut_down_asks_its_workers_nothing_more(

@@ -521,10 +521,13 @@ def test_a_reload_that_nobody_ends_is_put_back_at_its_deadline(
 ) -> None:
     core = writable
     expected, told = says(core, "expected"), call(core, "info")
-    monkeypatch.setattr(core.inflight_gate.overwrites, "_deadline_s", 0.2)
+    deadline = core.inflight_gate.overwrites, "_deadline_s", 0.2
+    if not has_written:
+        monkeypatch.setattr(*deadline)
     elsewhere(lambda: rpc(core, "tests_start_load"))
     if has_written:
         names = list(tensors_of(str(third)))[:9]
+        monkeypatch.setattr(*deadline)
         elsewhere(lambda: rpc(core, "tests_load", str(third), names))
     add(core, "waits", prompt(3))
     streams = Streams(core)

@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.engine.probe import prompts
 from tests.engine.script import run_script
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -38,6 +39,13 @@ def lived(
         mine = params.clone()
         mine.output_kind = RequestOutputKind.FINAL_ONLY  # all choices at once
         engine.add_request(f"r{index}", text, mine, **request)
+
+    def can_begin() -> bool:
+        # Grammars are compiled beside the steps, one after another.
+        asked = [r.structured_output_request for r in scheduler.requests.values()]
+        return all(each is None or each.is_grammar_ready for each in asked)
+
+    until(can_begin)
     finished: dict[str, Any] = {}
     num_steps, deadline = 0, time.monotonic() + 60
     while engine.has_unfinished_requests():
@@ -48,7 +56,6 @@ def lived(
         for output in engine.step():
             if output.finished:
                 finished[output.request_id] = output
-        # A grammar is compiled beside the steps, for as long as that takes.
         num_steps += len(scheduler.running) >= 2
     assert meanwhile is None, "they ended before anything could happen"
     assert sorted(finished) == ["r0", "r1"]

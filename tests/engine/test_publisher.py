@@ -196,7 +196,7 @@ def test_tokens_flow_while_a_trainer_publishes_over_http(server, old, new):
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
     with Publisher(server.url, weights(old), api_key=KEY) as to:
         futures = [to.publish(block=False)]
-        while not all(future.done() for future in futures):
+        while len(futures) < 6 or not all(future.done() for future in futures):
             reply = server.post("/v1/completions", body)
             spans.append(reply["choices"][0]["weight_versions"])
             if len(futures) < 6:

@@ -112,8 +112,8 @@ def test_a_deadline_ends_a_slow_stage_and_the_next_update_works(
     llm: Any, new: Path, fresh: Any
 ) -> None:
     before = state(llm)
-    llm.start_weight_update(deadline_s=0.3)
     with pytest.raises(DeadlineExceeded):
+        llm.start_weight_update(deadline_s=0.3)
         send(llm, new, sleep_s=0.1)
     assert state(llm) == before
     llm.update_weights_from_disk(str(new), "v1")

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.engine import gentle
 from tests.serving import Server
 from tests.waiting import until
 
@@ -26,6 +27,7 @@ def running(old: Path) -> Iterator[Server]:
     flags = (
         *("--weight-transfer-config", '{"backend": "other"}'),
         *("--worker-extension-cls", "tests.engine.transport.Extension"),
+        *("--logits-processors", gentle.NAME),
     )
     with Server(old, *flags, key=KEY) as server:
         yield server
@@ -156,7 +158,7 @@ def test_a_commit_that_waits_can_be_asked_for_again_and_given_up(
     server.post("/start_weight_update", {"update_id": "waiting"})
     server.post("/update_weights", {"update_info": {"path": str(new)}})
     # Begun when the weights are there: on a busy machine it might be over before.
-    chunks = stream(server, 900)
+    chunks = stream(server, 600)
     next(chunks)
     finish = {"update_id": "waiting", "mode": "wait"}
     with ThreadPoolExecutor(2) as pool:
@@ -220,7 +222,7 @@ def test_a_lease_that_cannot_be_is_malformed(
 
 
 def test_a_pause_that_aborts_returns_what_there_is(server: Server) -> None:
-    chunks = stream(server, 900)
+    chunks = stream(server, 600)
     next(chunks)
     reply = server.post("/pause_generation", {"mode": "abort"})
     *_, last = chunks

@@ -210,8 +210,14 @@ def test_while_a_group_waits_for_its_trainer_nothing_else_begins(
 ) -> None:
     group = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1}
     group |= {"world_size": 2, "backend": "gloo", "timeout_s": 60}
+    before = set(threading.enumerate())
     joining = in_background(lambda: door.refused("/init_weights_update_group", **group))
-    until(lambda: any(t.name == "inflight-stage" for t in threading.enumerate()))
+
+    def joins() -> bool:
+        others = set(threading.enumerate()) - before
+        return any(thread.name == "inflight-stage" for thread in others)
+
+    until(joins)
     for path, body in {
         "/update_weights_from_disk": {"model_path": str(folders["new"])},
         "/init_weights_update_group": group,

@@ -66,7 +66,7 @@ def test_what_is_larger_than_the_shards_of_all_ranks_is_refused(
 def test_updates_from_another_thread_reach_an_engine_of_its_own_process(
     seen: dict[str, Any],
 ) -> None:
-    assert seen["lengths in flight"] == [300] * 6
+    assert seen["lengths in flight"] == [300]
     assert seen["versions in flight"] > 1
 
 

@@ -30,7 +30,7 @@ def open_group(name: str, port: int, world_size: int) -> Any:
         rendezvous,
     )
 
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=300)
     store, rank, size = next(
         rendezvous(f"tcp://{HOST}:{port}", 0, world_size, timeout=timeout)
     )
@@ -101,7 +101,7 @@ class TorchTrainer:
             "world_size": self.world_size,
             "group_name": self.name,
             "backend": BACKEND,
-            "timeout_s": 20.0,
+            "timeout_s": 120.0,
         }
 
     def begin(self, folder: Path, names: list[str], *, flattened: bool = False) -> None:

@@ -6,15 +6,14 @@ Usage: python -m tests.engine.two_ranks OLD NEW
 import os
 import sys
 import tempfile
-import threading
-import time
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from tests.engine.listening import SPOILT_AFTER_S
 from tests.engine.mixtures import MLP, mixed, part
-from tests.engine.probe import prompts
+from tests.engine.probe import outputs_during, prompts
 from tests.engine.script import tell
+from tests.waiting import until
 
 
 def main(old: str, new: str) -> None:
@@ -84,22 +83,25 @@ def main(old: str, new: str) -> None:
         for turn in ("subset", "subset again"):
             reply = llm.update_weights_from_disk(only, subset=list(MLP))
             seen[turn] = reply["digest"], greedy(llm)
-    committer = threading.Thread(
-        target=lambda: [llm.update_weights_from_disk(f) for f in (new, old) * 3]
-    )
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     llm.collective_rpc("tests_rests")
-    committer.start()
-    streams = llm.generate(prompts(6), params, use_tqdm=False)
-    committer.join()
+    streams = outputs_during(
+        lambda: [llm.update_weights_from_disk(f) for f in (new, old) * 3],
+        llm,
+        6,
+        repeat(params),
+    )
     seen["rests in flight"] = llm.collective_rpc("tests_rests")
-    seen["lengths in flight"] = [len(s.outputs[0].token_ids) for s in streams]
+    seen["lengths in flight"] = list({len(s.outputs[0].token_ids) for s in streams})
     seen["versions in flight"] = max(len(s.outputs[0].weight_versions) for s in streams)
     seen["own"] = own_writes(llm, old, new, greedy)
     llm.update_weights_from_disk(new)
     seen["scrubbed"] = [llm.verify_weights()]
-    llm.collective_rpc("tests_spoil")
-    time.sleep(2 * SPOILT_AFTER_S)
+    with tempfile.TemporaryDirectory() as root:
+        go, done = Path(root) / "go", Path(root) / "done"
+        llm.collective_rpc("tests_spoil", args=(str(go), str(done)))
+        go.touch()
+        until(done.exists)
     seen["scrubbed"].append(llm.verify_weights())
     llm.llm_engine.engine_core.shutdown()
     tell(seen)

@@ -34,7 +34,7 @@ def slow_transfer(site: Site) -> Seen:
     start = site.call("/start_weight_update", {})
     replies: list[Any] = []
     sender = threading.Thread(
-        target=lambda: replies.append(site.send(sleep_s=3 / 25)), daemon=True
+        target=lambda: replies.append(site.send(sleep_s=6 / 25)), daemon=True
     )
     begin = time.monotonic()
     sender.start()
@@ -102,9 +102,11 @@ def caches_cleared(site: Site) -> Seen:
 def renamed(site: Site) -> Seen:
     """Another label is given to what is served while a request runs."""
     stream = Stream(site, 300)
+    site.pause()  # so that it does not end before
     before = site.call("/weight_info")["body"]
     rename = site.call("/update_weight_version", {"new_version": "another"})
     after = site.call("/weight_info")["body"]
+    site.call("/resume", {})
     stream.join(timeout=60)
     spans = stream.last and stream.last["weight_versions"]
     return {"before": before, "rename": rename, "after": after, "spans": spans}

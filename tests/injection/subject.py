@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,10 @@ class Subject:
 
     def leaves_nothing(self) -> None:
         """No thread, descriptor, shared memory or temporary file more than before."""
-        ends = time.monotonic() + 30
-        while self._holds() != self._held and time.monotonic() < ends:
-            time.sleep(0.02)
-        assert self._holds() == self._held
+        try:
+            until(lambda: self._holds() <= self._held)
+        except AssertionError:
+            raise AssertionError(f"left: {self._holds() - self._held}") from None
         nothing_came(self._known)
 
     def _update(self, cell: Cell) -> str:
@@ -141,16 +142,16 @@ class Subject:
         if self.llm.get_weight_version() != "old":
             self.llm.update_weights_from_disk(str(self._folders["old"]), "old")
 
-    def _holds(self) -> dict[str, Any]:
-        """Of this process and of its workers."""
+    def _holds(self) -> Counter[str]:
+        """How many of what, of this process and of its workers."""
         me = psutil.Process()
-        every = [me, *me.children(recursive=True)]
-        threads = sorted(t.name for t in threading.enumerate() if is_ours(t.name))
-        return {
-            "threads": threads,
-            "descriptors": [each.num_fds() for each in every],
-            "kernel threads": [each.num_threads() for each in every[1:]],
-        }
+        workers = me.children(recursive=True)
+        held = Counter(t.name for t in threading.enumerate() if is_ours(t.name))
+        for each in (me, *workers):
+            held[f"descriptors of {each.pid}"] = each.num_fds()
+        for each in workers:
+            held[f"threads of {each.pid}"] = each.num_threads()
+        return held
 
 
 def is_ours(name: str) -> bool:

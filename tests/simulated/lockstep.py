@@ -30,6 +30,9 @@ HOST = "127.0.0.1"
 NUM_ENGINES = 2
 SYNC_INTERVAL = 4
 FORWARD_S = 0.0005
+NUM_FAST, SLOW_S = 100, 0.1
+"""So many forwards are fast. Requests do not end by themselves while a busy machine
+keeps the test from its next call, but in `finish`."""
 
 
 class Noting(SimulatedExecutor):
@@ -38,6 +41,7 @@ class Noting(SimulatedExecutor):
     def _init_executor(self) -> None:
         super()._init_executor()
         self.forwards: list[int] = []
+        self.may_end = threading.Event()
         self.is_to_fail = False
 
     def _forward(self, scheduled: Any) -> Any:
@@ -46,7 +50,10 @@ class Noting(SimulatedExecutor):
         return super()._forward(scheduled)
 
     def _execute_dummy_batch(self) -> None:
-        time.sleep(FORWARD_S)
+        if len(self.forwards) < NUM_FAST or self.may_end.is_set():
+            time.sleep(FORWARD_S)
+        else:
+            self.may_end.wait(SLOW_S)
         self.forwards.append(self.live)
 
     def _inflight_flip(self, ranks: Any = None) -> Any:
@@ -169,6 +176,7 @@ class Together:
 
     def finish(self) -> tuple[list[int], list[int]]:
         """Until both are idle; the weights of each forward, of both engines."""
+        self._let_end()
         deadline = time.monotonic() + 30
         while any(c.scheduler.has_requests() or c.engines_running for c in self.cores):
             assert time.monotonic() < deadline, "they do not come to an end"
@@ -179,6 +187,10 @@ class Together:
         first, second = (list(c.model_executor.forwards) for c in self.cores)
         return first, second
 
+    def _let_end(self) -> None:
+        for core in self.cores:
+            core.model_executor.may_end.set()
+
     def _read(self, core: Any) -> None:
         while not core.output_queue.empty():
             _, group = core.output_queue.get()
@@ -188,6 +200,7 @@ class Together:
                 told += [label] * len(output.new_token_ids)
 
     def close(self) -> None:
+        self._let_end()
         for core in self.cores:
             core.shutdown_state = EngineShutdownState.SHUTTING_DOWN
             core.input_queue.put((EngineCoreRequestType.WAKEUP, None))

@@ -299,6 +299,7 @@ def test_patience_with_an_engine_that_is_not_asked_ends(
     for answer in (asked, again):
         message = answer.result(timeout=20)["error"]["message"]
         assert "not every engine was asked" in message
+    monkeypatch.undo()
     assert all("ok" in r for r in both.control("commit", weight_version="one"))
     both.finish()
 

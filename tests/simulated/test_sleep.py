@@ -1,6 +1,5 @@
 """Sleep of an engine with a loop of its own: what runs ends, and nothing begins."""
 
-import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -134,7 +133,12 @@ def test_a_sleep_of_level_0_ends_with_nothing_but_waking_up_or_a_continue(
         core.inflight("commit", {"mode": "wait"})
     core.sleep(0, "abort")
     streams.step(3)
-    time.sleep(0.3)
+
+    def is_dropped() -> bool:
+        streams.step()
+        return call(core, "paused")["lease_left_s"] is None
+
+    until(is_dropped, "the lease does not run out")
     add(core, "arrives", prompt(2))
     streams.step(5)
     state = call(core, "paused")

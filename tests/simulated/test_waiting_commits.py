@@ -183,8 +183,13 @@ def test_a_rollback_that_waits_is_ended_as_the_messages_say(
 def test_a_rollback_does_not_wait_for_ever(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = make(is_async=True, inflight={"update_deadline_s": 0.2})
-    streams, rollback = waiting_rollback(core)
+    core = make(is_async=True, inflight={})
+    publish_weights(core, 1, "one")
+    publish_weights(core, 2, "two")
+    streams = started(core)
+    given = core.vllm_config.additional_config["inflight"]
+    monkeypatch.setitem(given, "update_deadline_s", 0.2)
+    rollback = ask(core, "rollback", to_version="one", mode="wait")
     turns = core.inflight_gate.turns
     until(lambda: turns._queue, "its deadline ends nothing")
     streams.step(2)

@@ -4,6 +4,7 @@ After every one the engine must serve what it served before, and take the next u
 """
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ async def broken_off(trainer: Trainer, at: Path) -> str | None:
     """A trainer that dies after half of its tensors: the deadline ends its update."""
     del at
     engine = trainer.engine
-    begun = await engine.start_weight_update(deadline_s=0.5)
+    name = f"broken-off-{uuid.uuid4().hex}"
+    # On a busy host these alone are too much for the deadline, with the same end.
+    await _code(engine.start_weight_update(update_id=name, deadline_s=0.5))
     half = part(trainer.folders["a"], "rest")
-    # On a busy host that alone is too much for the deadline, with the same end.
-    await _code(engine.update_weights({"update_info": {"path": str(half)}}))
-    return await _ended(engine, begun["update_id"])
+    await _code(engine.update_weights({"update_info": {"path": str(half)}}, name))
+    return await _ended(engine, name)
 
 
 async def deadline_too_short(trainer: Trainer, at: Path) -> str | None:

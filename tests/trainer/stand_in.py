@@ -252,6 +252,8 @@ class StandIn:
                 self._ledger.move(update, Phase.ABORTED)
                 raise WeightsMismatch(f"unknown: {name}", tensors=[name])
             time.sleep(self.delays.get("tensor", 0))
+            if "tensor" in self.held:
+                self.held["tensor"].wait(20)
             self._bytes += tensor.nbytes
         self._staged = {name: tensor.clone() for name, tensor in staged.items()}
         self.num_staging -= 1

@@ -17,8 +17,7 @@ from vllm.inflight.errors import (
     EngineUnreachable,
     NoTransport,
 )
-from vllm.inflight.trainer import Publisher
-from vllm.inflight.trainer.delivery import SLACK_S
+from vllm.inflight.trainer import Publisher, delivery
 from vllm.inflight.trainer.engines import LocalEngine
 from vllm.inflight.trainer.patience import Patience
 
@@ -209,7 +208,7 @@ def test_an_llm_that_does_not_come_back_is_not_waited_for_longer_than_said():
 
     class Stuck(Sync):
         def update_weights(self, *args: Any, **ids: Any) -> dict[str, Any]:
-            release.wait(20)
+            release.wait(60)
             return {}
 
     llm = Stuck()
@@ -219,7 +218,7 @@ def test_an_llm_that_does_not_come_back_is_not_waited_for_longer_than_said():
         pytest.raises(EngineUnreachable, match="no answer within 1 s"),
     ):
         to.publish()
-    assert time.monotonic() - began < 1 + 2 * SLACK_S
+    assert time.monotonic() - began < 10
     assert llm.calls[-1][0] == "abort"
     release.set()
 
@@ -239,7 +238,8 @@ def test_an_async_llm_without_a_loop_is_refused():
         Publisher(Async(), weights())
 
 
-def test_a_loop_that_does_not_run_ends_the_patience():
+def test_a_loop_that_does_not_run_ends_the_patience(monkeypatch):
+    monkeypatch.setattr(delivery, "SLACK_S", 30)  # the calls end by themselves
     loop = asyncio.new_event_loop()
     with (
         Publisher(Async(), weights(), loop=loop, timeout_s=0.2) as to,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -137,8 +138,14 @@ def test_the_parcel_is_gone_before_the_commit(engine):
 
 def test_progress_goes_from_nothing_to_all_bytes(engine):
     told: list[tuple[str, int, int]] = []
-    engine.delays["tensor"] = 0.3
-    with publisher(engine, progress=lambda *it: told.append(it)) as to:
+    engine.held["tensor"] = threading.Event()  # until the first bytes have been told of
+
+    def tell(phase: str, done: int, total: int) -> None:
+        told.append((phase, done, total))
+        if phase == "transfer":
+            engine.held["tensor"].set()
+
+    with publisher(engine, progress=tell) as to:
         to.publish()
     assert {total for _, _, total in told} == {76}
     assert [phase for phase, _, _ in told if phase != "transfer"] == [

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.trainer.stand_in import UPDATE, publisher
 from vllm.inflight.trainer.source import tensors
 
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=120)
 
 
 def join(rank: int, store: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.waiting import until
 from tests.wire.checkpoints import Named, buckets, everything, written
 from tests.wire.peers import (
     BUCKET_BYTES,
@@ -165,17 +166,31 @@ def test_an_abort_in_the_middle_leaves_nothing_open_and_the_next_one_works(
     assert open_things() <= before
 
 
+def is_shut(pool: Any) -> bool:
+    """Whether it was shut down, and what waited in it thrown away."""
+    with pool._shutdown_lock:
+        return bool(pool._shutdown)
+
+
 def test_an_update_that_is_cancelled_waits_for_no_more_than_is_being_read(
     reader: FileReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_reader, "RUN_BYTES", BUCKET_BYTES // 64)
     files = written(tmp_path, buckets())
     before = open_things()
-    reads = crawling(monkeypatch)
+    real, reads = os.preadv, []
+
+    def waiting(*args: Any) -> int:
+        """Is under way until the reader begins no more."""
+        reads.append(args)
+        until(lambda: reader._readers is None or is_shut(reader._readers))
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", waiting)
     watch = Watch(60.0, lambda: bool(reads))
     with pytest.raises(Cancelled), incoming(reader, files, watch) as pairs:
         list(pairs)
-    assert len(reads) <= 2 * file_reader.NUM_THREADS
+    assert len(reads) <= file_reader.NUM_THREADS
     assert open_things() <= before
 
 

@@ -50,7 +50,7 @@ class Events:
         whose = "" if update.owner is None else f" by {update.owner!r}"
         self._say(
             f"{_named(update)} begun{whose}: transport {transport}, deadline in "
-            f"{update.left_s:.0f} s",
+            f"{update.deadline - update.began:.0f} s",
             seconds,
         )
 

@@ -123,7 +123,14 @@ class Journal:
 
     def _write(self) -> None:
         assert self._path is not None
-        while (facts := self._notes.get()) is not None:
+        is_over = False
+        while not is_over and (facts := self._notes.get()) is not None:
+            # Only the last of those that wait is ever read again; a disk may be slow.
+            while not self._notes.empty():
+                if (later := self._notes.get()) is None:
+                    is_over = True
+                    break
+                facts = later
             try:
                 recipe = resting(unpack(facts["recipe"]), lambda: time.sleep(REST_S))
                 _replace(self._path, msgspec.json.encode(facts | {"recipe": recipe}))

@@ -232,8 +232,8 @@ class Scrubs:
         return version | judged(found)
 
     def _tell(self, result: Result) -> None:
-        self.last = result | {"at": time.time()}
         self.results[result["result"]] += 1
+        self.last = result | {"at": time.time()}
         facts = (
             result["weight_version"],
             result["epoch"],

@@ -424,8 +424,9 @@ class Job(Background):
         return self._process_ends or self._board.cancelled() >= self.serial
 
     def _progress(self, num_bytes: int, num_tensors: int) -> None:
+        is_first = not self._notice["bytes"]  # what follows may be long in coming
         self._notice |= {"bytes": num_bytes, "tensors": num_tensors}
-        if time.monotonic() - self._posted > POLL_S:
+        if is_first or time.monotonic() - self._posted > POLL_S:
             self._post()
         self._pace.rest(self._num_proved + num_bytes)
 

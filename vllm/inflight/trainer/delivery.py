@@ -63,7 +63,7 @@ class Delivery:
         self._engines = engines
         self._patience = patience
         self._progress = progress
-        self._is_begun = False
+        self.is_begun = False
         """Whether all engines have begun the update."""
         self._untouched: set[str] = set()
         """Engines that were never asked to begin it: there was no connection."""
@@ -98,7 +98,7 @@ class Delivery:
             self._all(self._require_free)
         with _Retreat(self):
             self._all(lambda engine: engine.start(opening, self._patience))
-            self._is_begun = True
+            self.is_begun = True
             self._all(
                 lambda engine: engine.update(chunk, self._patience),
                 meanwhile=lambda: self._report(parcel.num_bytes),
@@ -240,18 +240,19 @@ class Delivery:
             error = future.exception() if future.done() else None
             if isinstance(error, EngineUnreachable) or not future.done():
                 self._silent.add(engine.name)
-            if isinstance(error, NotReached) and not self._is_begun:
+            if isinstance(error, NotReached) and not self.is_begun:
                 self._untouched.add(engine.name)
 
     def _report(self, total_bytes: int) -> None:
         """Tell how far the slowest rank of the slowest engine is."""
         if self._progress is None:
             return
-        done, patience = total_bytes, self._patience.at_most(GRACE_S)
-        for engine in self._engines:
-            with suppress(InflightError):
-                report = engine.status(self.update_id, patience)
-                done = min(done, received_bytes(report))
+        patience = self._patience.at_most(GRACE_S)
+        try:
+            reports = [e.status(self.update_id, patience) for e in self._engines]
+        except InflightError:
+            return  # one does not say how far it is
+        done = min(total_bytes, *map(received_bytes, reports))
         self._progress("transfer", done, total_bytes)
 
 

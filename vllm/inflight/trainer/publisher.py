@@ -20,7 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from vllm.inflight.errors import ConfigError, TooManyUpdates, UpdateBusy
+from vllm.inflight.errors import (
+    ConfigError,
+    EngineUnreachable,
+    TooManyUpdates,
+    UpdateBusy,
+)
 from vllm.inflight.names import matcher
 from vllm.inflight.trainer import source as sources
 from vllm.inflight.trainer.delivery import Delivery, Progress
@@ -33,6 +38,8 @@ from vllm.inflight.trainer.queue import ON_BUSY, Job, Queue
 from vllm.inflight.update import PauseMode, check_label, check_subset, renamer
 
 WIRES = ("shm", "disk")
+SHORT_S = 1.0
+"""A server that does not answer in less than this may be well, and busy."""
 
 BLOCKS = (
     "would block the event loop that the engine answers on; use block=False, or "
@@ -338,9 +345,11 @@ class Publisher:
         )
         manifest = replace(manifest, subset=job.subset)
         delay = FIRST_DELAY_S
+        refused: UpdateBusy | TooManyUpdates | None = None
         while True:
             # Each try under an id of its own: the one before was aborted.
             delivery = Delivery(self._engines, patience.shared(), self._progress)
+            left_s = patience.left()
             try:
                 delivery.stage(
                     job.parcel,
@@ -350,7 +359,13 @@ class Publisher:
                     deadline_s=self._deadline_s,
                 )
                 return delivery
+            except EngineUnreachable as error:
+                # The last try had hardly any time to be answered.
+                if refused is None or delivery.is_begun or left_s > SHORT_S:
+                    raise
+                raise refused from error
             except (UpdateBusy, TooManyUpdates) as error:
+                refused = error
                 is_busy = isinstance(error, UpdateBusy)
                 if self._on_busy == "skip" and is_busy:
                     return None
