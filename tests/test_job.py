@@ -1,5 +1,6 @@
 """A staging thread that dies has told so before: nobody waits for it in vain."""
 
+import math
 import random
 import string
 import sys
@@ -126,6 +127,14 @@ def test_long_loops_of_a_job_have_breaks(
     stager.order(1, "shutdown", None)
     until(lambda: len(breaks) > 10, "it takes no breaks")
     until(lambda: not stager.is_busy, "it never ends")
+
+
+def test_the_first_bytes_are_told_at_once(stager: Stager, board: Board) -> None:
+    job = Job(stager, board, 1, predecessor=None)
+    job._post()
+    job._posted = math.inf  # whatever was told a moment ago
+    job._progress(5, 1)
+    assert board.read(RANK)["bytes"] == 5
 
 
 def test_a_job_works_beside_decoding_until_its_order_is_carried_out(

@@ -15,6 +15,7 @@ from vllm.inflight.api.routes import InflightEndpoints
 from vllm.inflight.commit.ledger import Ledger
 from vllm.inflight.commit.transaction import Update
 from vllm.inflight.engine import doors
+from vllm.inflight.engine import journal as journals
 from vllm.inflight.engine.journal import MAX_STEPS, Journal, Recipe, extended
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.update import Phase, Version
@@ -116,6 +117,24 @@ def test_the_last_note_is_found_again(tmp_path: Path) -> None:
     assert (found["model"], found["weight_version"]) == ("qwen", "v2")
     assert [step["path"] for step in found["recipe"]] == ["a"]
     assert [each.name for each in tmp_path.iterdir()] == ["served.json"]
+
+
+def test_on_a_slow_disk_the_last_note_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replace = tmp_path / "served.json", journals._replace
+    slow = journal(path)
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.5)
+        replace(*args)
+
+    monkeypatch.setattr(journals, "_replace", slowly)
+    for epoch in range(50):
+        slow.note(Version(f"v{epoch}", epoch), ())
+    slow.close()
+    assert not slow._writer.is_alive()
+    assert '"v49"' in path.read_text()
 
 
 @pytest.mark.parametrize("which", [{"index": 1}, {"rank": 1}])

@@ -20,9 +20,10 @@ from tests.trainer.stand_in import (
     weights,
 )
 from tests.waiting import until
-from vllm.inflight.errors import ConfigError, Malformed
+from vllm.inflight.errors import ConfigError, EngineUnreachable, Malformed
 from vllm.inflight.trainer import Publisher
 from vllm.inflight.trainer.parcel import SHARED_MEMORY
+from vllm.inflight.trainer.server import HttpEngine
 
 
 def test_a_publish_brings_every_tensor_its_version_and_its_step(engine):
@@ -155,6 +156,24 @@ def test_progress_goes_from_nothing_to_all_bytes(engine):
     assert transfer == sorted(transfer)
     assert len(set(transfer)) > 1
     assert transfer[-1] == 76
+
+
+def test_an_engine_that_does_not_say_how_far_it_is_has_not_come_to_the_end(
+    engine, monkeypatch
+):
+    asked, told = [], []
+    engine.held["tensor"] = threading.Event()
+
+    def silent(*_):
+        asked.append(True)
+        if len(asked) > 2:
+            engine.held["tensor"].set()
+        raise EngineUnreachable("not now")
+
+    monkeypatch.setattr(HttpEngine, "status", silent)
+    with publisher(engine, progress=lambda *it: told.append(it)) as to:
+        to.publish()
+    assert [done for phase, done, _ in told if phase == "transfer"] == [76]
 
 
 def test_an_error_in_the_progress_callback_gives_the_update_up(engine):
