@@ -100,6 +100,17 @@ def test_a_patch_that_does_not_fit_is_wrong():
     assert "a:c is gone from vLLM 9" in (finding.remedy or "")
 
 
+def patch_of(target: str, only_on: str | None = None) -> patch.Patch:
+    return patch.Patch(
+        target=target,
+        expects=(),
+        why="a test",
+        remove_when="never",
+        around=lambda f: f,
+        only_on=only_on,
+    )
+
+
 @pytest.mark.parametrize(
     "trouble, remedy",
     [
@@ -112,14 +123,8 @@ def test_a_vllm_that_cannot_be_imported_is_told_from_another_release(
 ):
     (tmp_path / "broken_upstream.py").write_text(f"raise RuntimeError({trouble!r})")
     monkeypatch.syspath_prepend(tmp_path)
-    record = patch.Patch(
-        target="broken_upstream:f",
-        expects=(),
-        why="a test",
-        remove_when="never",
-        around=lambda f: f,
-    )
-    state = doctor._patch_state(record)
+    state = doctor._patch_state(patch_of("broken_upstream:f"))
+    assert state is not None
     assert state.state == "broken"
     assert f"RuntimeError: {trouble}" in (state.problem or "")
     told = doctor._patches([state]).remedy or ""
@@ -128,15 +133,7 @@ def test_a_vllm_that_cannot_be_imported_is_told_from_another_release(
 
 
 def test_a_patch_of_another_platform_is_neither_looked_at_nor_told():
-    record = patch.Patch(
-        target="no_such_module:f",
-        expects=(),
-        why="a test",
-        remove_when="never",
-        around=lambda f: f,
-        only_on="tpu",
-    )
-    assert doctor._patch_state(record) is None
+    assert doctor._patch_state(patch_of("no_such_module:f", only_on="tpu")) is None
 
 
 def test_a_missing_native_core_is_wrong_with_the_command_that_builds_it(monkeypatch):

@@ -52,20 +52,23 @@ def test_an_engine_that_is_dropped_leaves_no_weights_to_the_next(
     assert left == []
 
 
-def held() -> tuple[int, int, int]:
-    """Resident bytes, open descriptors and threads of ours."""
+def held() -> tuple[int, int]:
+    """Resident bytes and open descriptors."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc keeps some of what is freed
     process = psutil.Process()
-    threads = [t for t in threading.enumerate() if t.name.startswith("inflight")]
-    return process.memory_info().rss, process.num_fds(), len(threads)
+    return process.memory_info().rss, process.num_fds()
+
+
+def threads() -> set[threading.Thread]:
+    """Those of ours."""
+    return {t for t in threading.enumerate() if t.name.startswith("inflight")}
 
 
 def settle() -> None:
     """Wait until the threads of the last update have ended; what is free goes back."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("inflight"):
-            thread.join(timeout=10)
+    for thread in threads():
+        thread.join(timeout=10)
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -73,7 +76,7 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
     folders = [checkpoint(seed, hidden=256) for seed in (0, 1)]
-    known = names()
+    known, others = names(), threads()
     llm = start(folders[0])
     nothing_came(known)
 
@@ -98,9 +101,8 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
     # holds for threads that are gone comes once, and goes.
     assert any(growth() < 2 * one_set + 8 * MIB for _ in range(3))
     # What earlier tests of this process left may end meanwhile.
-    _, num_fds, num_threads = held()
-    assert num_fds <= before[1]
-    assert num_threads <= before[2]
+    assert held()[1] <= before[1]
+    assert threads() <= others
 
 
 def test_an_engine_that_was_shut_down_asks_its_workers_nothing_more(

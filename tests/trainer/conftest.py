@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,31 @@ def logged() -> Iterator[list[str]]:
     logger.addHandler(listener)
     yield lines
     logger.removeHandler(listener)
+
+
+def noted(
+    monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+) -> list[SimpleNamespace]:
+    """The calls of `kind.name` from now on: the `args` of each, and its `result`."""
+    real, calls = getattr(kind, name), []
+
+    def note(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(SimpleNamespace(args=args, result=None))
+        call = calls[-1]
+        call.result = real(self, *args, **options)
+        return call.result
+
+    monkeypatch.setattr(kind, name, note)
+    return calls
+
+
+def stopped_at_once(looks: list[SimpleNamespace], least_s: float) -> bool:
+    """Whether nobody looked at `Patience.overdue_s` again, once it was above `least_s`.
+
+    Whoever waits looks every moment, so it ended then, however slow the machine is.
+    """
+    *before, last = [look.result for look in looks]
+    return bool(max(before, default=0.0) <= least_s < last)
 
 
 @pytest.fixture

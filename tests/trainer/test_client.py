@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.conftest import noted
 from tests.trainer.stand_in import (
     ABORT,
     DROP,
@@ -233,23 +234,12 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(engine, client):
 
 
 def test_what_a_call_ends_first_takes_its_time_from_that_call(engine, monkeypatch):
-    given: list[Patience] = []
-
-    def noting(call):
-        def noted(self, *args):
-            given.append(args[-1])
-            return call(self, *args)
-
-        return noted
-
-    monkeypatch.setattr(HttpEngine, "abort", noting(HttpEngine.abort))
-    monkeypatch.setattr(HttpEngine, "start", noting(HttpEngine.start))
+    aborts = noted(monkeypatch, HttpEngine, "abort")
+    starts = noted(monkeypatch, HttpEngine, "start")
     with ServerClient(engine.url, timeout_s=20) as client:
-        client.start_weight_update()
-        given.clear()
-        client.start_weight_update()
-    ended, begun = given[:2]
-    assert ended is begun
+        for _ in range(2):  # the second ends the first
+            client.start_weight_update()
+    assert aborts[0].args[-1] is starts[1].args[-1]
 
 
 def test_a_client_of_nobody_is_closed_at_once():

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.trainer.conftest import noted, stopped_at_once
 from tests.trainer.stand_in import (
     ABORT,
     DROP,
@@ -35,6 +36,7 @@ from vllm.inflight.errors import (
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher, delivery, server
+from vllm.inflight.trainer.patience import Patience
 from vllm.inflight.trainer.server import HttpEngine
 
 
@@ -94,17 +96,11 @@ def lasted(publisher: Publisher, error: type[Exception]) -> tuple[float, Excepti
 def test_a_publish_to_nobody_lasts_as_long_as_it_may_and_says_so_once(
     timeout_s, monkeypatch
 ):
-    ask, asked = HttpEngine._ask, []
-
-    def noted(self, method, path, *args, **options):
-        asked.append(path)
-        return ask(self, method, path, *args, **options)
-
-    monkeypatch.setattr(HttpEngine, "_ask", noted)
+    asked = noted(monkeypatch, HttpEngine, "_ask")
     nobody = Publisher("http://127.0.0.1:9", weights(), timeout_s=timeout_s)
     seconds, error = lasted(nobody, EngineUnreachable)
     assert timeout_s <= seconds
-    assert asked == [START]
+    assert [call.args[1] for call in asked] == [START]
     assert str(error).count("no answer") == 1
     assert "abort" not in str(error)
 
@@ -113,16 +109,10 @@ def test_a_publish_to_nobody_lasts_as_long_as_it_may_and_says_so_once(
 def test_an_engine_that_falls_silent_costs_a_quarter_more_at_most(
     engine, path, monkeypatch
 ):
-    abort, granted = HttpEngine.abort, []
-
-    def noted(self, update_id, patience):
-        granted.append(patience.timeout_s)
-        return abort(self, update_id, patience)
-
-    monkeypatch.setattr(HttpEngine, "abort", noted)
+    aborts = noted(monkeypatch, HttpEngine, "abort")
     engine.held[path] = engine.held[ABORT] = threading.Event()
     seconds, error = lasted(publisher(engine, timeout_s=2), EngineUnreachable)
-    assert granted == [0.5]
+    assert [call.args[-1].timeout_s for call in aborts] == [0.5]
     assert 2 <= seconds < 10
     assert str(error).count("no answer") == 1
     assert f"{engine.url} did not answer when the update was to be" in str(error)
@@ -157,10 +147,14 @@ def test_an_engine_that_is_free_just_before_the_end_is_published_to(engine, leap
     assert len(engine.bodies(START)) == 3
 
 
-def test_a_reply_that_trickles_does_not_last_longer_than_the_patience(engine):
+def test_a_reply_that_trickles_does_not_last_longer_than_the_patience(
+    engine, monkeypatch
+):
     """Each byte is in time, and all of them together are not."""
     engine.trickles = {UPDATE}
+    looks = noted(monkeypatch, Patience, "overdue_s")
     seconds, _ = lasted(publisher(engine, timeout_s=1), EngineUnreachable)
+    assert stopped_at_once(looks, 0.5)
     assert seconds < 9  # it trickles for ten
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.conftest import noted, stopped_at_once
 from tests.trainer.stand_in import weights
 from tests.waiting import until
 from vllm.inflight.errors import (
@@ -203,7 +204,8 @@ async def test_an_exception_on_the_engines_loop_gives_up_without_blocking_it():
     assert engine.inner.calls[-1][0] == "abort"
 
 
-def test_an_llm_that_does_not_come_back_is_not_waited_for_longer_than_said():
+def test_an_llm_that_does_not_come_back_is_not_waited_for_longer_than_said(monkeypatch):
+    looks = noted(monkeypatch, Patience, "overdue_s")
     release = threading.Event()
 
     class Stuck(Sync):
@@ -218,6 +220,7 @@ def test_an_llm_that_does_not_come_back_is_not_waited_for_longer_than_said():
         pytest.raises(EngineUnreachable, match="no answer within 1 s"),
     ):
         to.publish()
+    assert stopped_at_once(looks, 0.5)
     assert time.monotonic() - began < 10
     assert llm.calls[-1][0] == "abort"
     release.set()

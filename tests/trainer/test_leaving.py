@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.conftest import noted
 from tests.trainer.stand_in import (
     ABORT,
     FINISH,
@@ -28,6 +29,7 @@ from vllm.inflight.background import in_background
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.trainer import delivery, queue
 from vllm.inflight.trainer.delivery import GIVE_UP_S
+from vllm.inflight.trainer.server import HttpEngine
 
 HOST = """
 import json, os, signal, sys
@@ -284,7 +286,10 @@ def test_a_publish_that_is_interrupted_does_not_close_the_publisher(engine):
         assert to.publish("w").epoch == 1
 
 
-def test_what_is_given_up_gives_its_time_back_soon_without_the_engine(engine):
+def test_what_is_given_up_gives_its_time_back_soon_without_the_engine(
+    engine, monkeypatch
+):
+    aborts = noted(monkeypatch, HttpEngine, "abort")
     engine.held[UPDATE] = threading.Event()
     engine.held[ABORT] = threading.Event()
     with pytest.raises(KeyError), publisher(engine) as to:
@@ -292,6 +297,7 @@ def test_what_is_given_up_gives_its_time_back_soon_without_the_engine(engine):
         until(lambda: engine.bodies(UPDATE))
         began = time.monotonic()
         raise KeyError
+    assert [call.args[-1].timeout_s <= GIVE_UP_S for call in aborts] == [True]
     assert time.monotonic() - began < delivery.RETREAT_S  # it is held for twice that
     engine.held[UPDATE].set()
     engine.held[ABORT].set()

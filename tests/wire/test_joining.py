@@ -182,19 +182,30 @@ def storing(pipe: Any) -> None:
     pipe.recv()
 
 
-class WithoutGpu(_PlainNccl):
-    """A group of torch's over NCCL up to the trainer's first broadcast."""
+class WithoutGpu:
+    """A worker's group over NCCL, up to the trainer's NCCL id."""
+
+    _connect: Any
 
     def __init__(self, meeting: Any, _: Any, watch: Watch, **__: Any) -> None:
         self._meeting = meeting
+        self.terms = meeting.terms
         self._connect(watch, None)
+
+
+class OursWithoutGpu(WithoutGpu, NcclGroup):
+    """Opened by our trainer."""
+
+
+class TorchsWithoutGpu(WithoutGpu, _PlainNccl):
+    """Opened by a trainer with torch alone, at its first broadcast."""
 
 
 @pytest.mark.parametrize("wire", ["gloo", "nccl"])
 def test_a_trainer_that_dies_before_its_group_of_torchs_is_open_fails_the_transfer(
     wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "_PlainNccl", WithoutGpu)
+    monkeypatch.setattr(plain, "_PlainNccl", TorchsWithoutGpu)
     with process(storing) as trainer:
         address = f"tcp://{HOST}:{trainer.pipe.recv()}"
         meeting = Rendezvous.join(wire, address, 1, 2, "trainers", PATIENT)
@@ -204,21 +215,12 @@ def test_a_trainer_that_dies_before_its_group_of_torchs_is_open_fails_the_transf
             plain.open_plain(meeting, CPU, PATIENT)
 
 
-class MeetsOnly(NcclGroup):
-    """A worker's group over NCCL, without a GPU: up to the trainer's NCCL id."""
-
-    def __init__(self, meeting: Meeting, _: torch.device, watch: Watch, **__) -> None:
-        self.terms = meeting.terms
-        self._meeting = meeting
-        self._connect(watch, None)
-
-
 @pytest.mark.parametrize("wire", ["gloo", "nccl"])
 def test_a_trainer_that_gives_up_while_the_transport_connects_is_heard(
     wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its connections close a moment later. That is what the transport notices.
-    monkeypatch.setattr("vllm.inflight.wire.opening.NcclGroup", MeetsOnly)
+    monkeypatch.setattr("vllm.inflight.wire.opening.NcclGroup", OursWithoutGpu)
     meeting = Meeting.host(Terms(wire=wire, world_size=2, bucket_bytes=256), HOST)
     joined = Meeting.join(meeting.terms, HOST, meeting.port, 1, PATIENT)
     joining = in_background(lambda: open_group(joined, CPU, PATIENT))
@@ -233,7 +235,7 @@ def test_what_nccl_reports_of_a_peer_that_left_is_what_the_peer_said() -> None:
         def state(self, comm: Any) -> bool:
             raise TransferFault("NCCL: remote process exited")
 
-    group = MeetsOnly.__new__(MeetsOnly)
+    group = OursWithoutGpu.__new__(OursWithoutGpu)
     group._nccl, group._comm, group._lock = Library(), object(), threading.Lock()
     group._meeting = SimpleNamespace(lifeline=Lifeline())
     with pytest.raises(TransferFault, match="remote process exited"):

@@ -123,14 +123,13 @@ class Journal:
 
     def _write(self) -> None:
         assert self._path is not None
-        is_over = False
-        while not is_over and (facts := self._notes.get()) is not None:
-            # Only the last of those that wait is ever read again; a disk may be slow.
-            while not self._notes.empty():
-                if (later := self._notes.get()) is None:
-                    is_over = True
-                    break
-                facts = later
+        facts, is_over = None, False
+        while not is_over:
+            noted = self._notes.get()
+            facts, is_over = noted or facts, noted is None
+            # A disk may be slow, and only the last note is ever read again.
+            if facts is None or not (is_over or self._notes.empty()):
+                continue
             try:
                 recipe = resting(unpack(facts["recipe"]), lambda: time.sleep(REST_S))
                 _replace(self._path, msgspec.json.encode(facts | {"recipe": recipe}))
@@ -138,6 +137,7 @@ class Journal:
             except Exception as error:  # a full disk; or a note that is no JSON
                 self._error = str(error) or type(error).__name__
                 logger.error("--inflight-journal cannot be written: %s", error)
+            facts = None
 
 
 def _read(path: Path) -> dict[str, Any] | None:
