@@ -42,6 +42,6 @@ def main() -> int | None:
         _open()
     except ImportError as error:
         raise SystemExit(f"{error}") from None
-    from vllm.inflight.cli import main as run
+    from vllm.inflight.cli.main import main as run
 
     return run()

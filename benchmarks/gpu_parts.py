@@ -50,45 +50,46 @@ KV_BYTES = 40 << 30
 def leave_out(worker: Any, name: str) -> None:
     """Runs in the engine's process: what a round does, and the others do not."""
     del worker
-    from vllm.inflight.stage import audit, drift, pace
-    from vllm.inflight.wire.device_memory import CudaMemory
+    from vllm.inflight.transport.cuda_ipc.driver import CudaMemory
+    from vllm.inflight.worker.staging import throttle
+    from vllm.inflight.worker.verify import drift, gpu_digest
 
     # Kept where the next round finds it, which comes with a function of its own.
-    kept = vars(audit).setdefault(
+    kept = vars(gpu_digest).setdefault(
         "_kept_by_benchmark",
         {
-            "add": audit.Audit.add,
-            "results": audit.Audit.results,
+            "add": gpu_digest.Audit.add,
+            "results": gpu_digest.Audit.results,
             "copy": CudaMemory.copy,
             "sample": drift.Sampler.add,
             "samples": drift.Sampler.samples,
-            "bytes": audit.AT_ONCE_BYTES,
-            "rest": pace.DevicePace.rest,
-            "pace": pace.DevicePace.__init__,
+            "bytes": gpu_digest.AT_ONCE_BYTES,
+            "rest": throttle.DevicePace.rest,
+            "pace": throttle.DevicePace.__init__,
         },
     )
-    audit.Audit.add, audit.Audit.results = kept["add"], kept["results"]
+    gpu_digest.Audit.add, gpu_digest.Audit.results = kept["add"], kept["results"]
     CudaMemory.copy = kept["copy"]
     drift.Sampler.add, drift.Sampler.samples = kept["sample"], kept["samples"]
-    audit.AT_ONCE_BYTES = kept["bytes"]
-    pace.DevicePace.rest = kept["rest"]
-    pace.DevicePace.__init__ = kept["pace"]
+    gpu_digest.AT_ONCE_BYTES = kept["bytes"]
+    throttle.DevicePace.rest = kept["rest"]
+    throttle.DevicePace.__init__ = kept["pace"]
     if name == "no pace":
-        pace.DevicePace.rest = lambda self, num_bytes: None
+        throttle.DevicePace.rest = lambda self, num_bytes: None
     if name == "80 GB/s":
         usual = kept["pace"]
-        pace.DevicePace.__init__ = lambda self, gb_per_s: usual(self, 80.0)
+        throttle.DevicePace.__init__ = lambda self, gb_per_s: usual(self, 80.0)
     is_bare = name == "nothing but Python"
     if is_bare or name == "no digest":
-        audit.Audit.add = lambda self, pairs: None
-        audit.Audit.results = lambda self: []
+        gpu_digest.Audit.add = lambda self, pairs: None
+        gpu_digest.Audit.results = lambda self: []
     if is_bare or name == "no copies":
         CudaMemory.copy = lambda self, *arguments: None
     if is_bare or name == "no samples":
         drift.Sampler.add = lambda self, pairs: None
         drift.Sampler.samples = lambda self: {}
     if name == "a launch for every bucket":
-        audit.AT_ONCE_BYTES = 0
+        gpu_digest.AT_ONCE_BYTES = 0
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from pathlib import Path
 from docs import signatures
 from docs.families import families
 from docs.tables import code, first_line, table
-from vllm.inflight import cli, older, patch
-from vllm.inflight.api.flags import GROUP, add_flags
-from vllm.inflight.api.routes import ROUTES
+from vllm.inflight import patch, release_fields
+from vllm.inflight.api.server.flags import GROUP, add_flags
+from vllm.inflight.api.server.routes import ROUTES
+from vllm.inflight.cli import main as cli
 from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig
 from vllm.inflight.errors import (
     BY_CODE,
@@ -153,8 +154,8 @@ def routes() -> str:
 def older_fields() -> str:
     """Fields of other releases of vLLM."""
     calls = (
-        ("`start_weight_update`", older.START),
-        ("`update_info` of `update_weights`", older.UPDATE_INFO),
+        ("`start_weight_update`", release_fields.START),
+        ("`update_info` of `update_weights`", release_fields.UPDATE_INFO),
     )
     rows = (
         [

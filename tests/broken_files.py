@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm.inflight.wire.file_reader import FileReader
-from vllm.inflight.wire.tensor_files import TensorFiles
+from vllm.inflight.transport.files.bucket_reader import FileReader
+from vllm.inflight.transport.files.safetensors_files import TensorFiles
 
 
 def header(tensors: dict[str, Any], data: bytes = b"") -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from vllm.inflight.api.routes import InflightEndpoints
+from vllm.inflight.api.server.routes import InflightEndpoints
 
 
 class Engine:

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.intake import Intake
-from vllm.inflight.stage.origin import Origin
-from vllm.inflight.stage.places import Places
-from vllm.inflight.stage.plan import Plan
-from vllm.inflight.stage.remainder import carry
-from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.stage.spares import Spares
-from vllm.inflight.stage.stager import Stager
-from vllm.inflight.stage.twins import make_copy, put_twins
 from vllm.inflight.update import Manifest
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.replay_plan import Plan
+from vllm.inflight.worker.shadow.carry_over import carry
+from vllm.inflight.worker.shadow.parameters import make_copy, put_twins
+from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.staging.loader import Intake
+from vllm.inflight.worker.staging.worker import Stager
+from vllm.inflight.worker.verify.ignored_tensors import Spares
+from vllm.inflight.worker.verify.parameter_map import Places
+from vllm.inflight.worker.verify.start_checkpoint import Origin
 
 HIDDEN, VOCABULARY, PADDED = 16, 10, 12
 SHARDS = {"q": 0, "k": 1, "v": 2}

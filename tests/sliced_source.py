@@ -8,8 +8,8 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from tests.checkpoint_source import CheckpointSource
-from vllm.inflight.wire.shards import Shard
-from vllm.inflight.wire.trainer import ShardMeta
+from vllm.inflight.transport.buckets.tensor_slices import Shard
+from vllm.inflight.transport.collective.trainer_engine import ShardMeta
 
 Entry = tuple[str, torch.Tensor, Shard | None]
 

@@ -18,12 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.door import Engine, served
 from vllm.inflight import patch, trainer
-from vllm.inflight.api.flags import GROUP, add_flags
-from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.api.server.flags import GROUP, add_flags
+from vllm.inflight.api.server.metrics import exposition
+from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine.counts import Counts
+from vllm.inflight.engine.counters import Counts
 from vllm.inflight.errors import BY_CODE
-from vllm.inflight.outputs.metrics import exposition
 from vllm.inflight.patch import api as patched_api
 from vllm.inflight.update import PAUSE_MOVES, Phase
 

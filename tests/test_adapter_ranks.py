@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import pytest
 from vllm.lora.request import LoRARequest
 
-from vllm.inflight.commit import adapter
-from vllm.inflight.engine.adapters import load_everywhere
+from vllm.inflight.engine.scheduling.lora import load_everywhere
 from vllm.inflight.errors import EngineFault, Malformed
-from vllm.inflight.patch.rpc import inflight_adapter
+from vllm.inflight.patch.worker_rpc import inflight_adapter
+from vllm.inflight.worker import lora
 
 
 class Read(NamedTuple):
@@ -125,19 +125,19 @@ def test_what_had_to_make_room_is_put_back(ranks):
 def test_what_is_needed_is_kept_when_it_makes_room_and_its_files_are_gone(ranks):
     """As a step has it then, which asks upstream's manager."""
     first = request("a", load_inplace=False)
-    load_everywhere(ranks, request("b", 2), needed=[adapter.key_of(first)])
+    load_everywhere(ranks, request("b", 2), needed=[lora.key_of(first)])
     assert ranks.served == [{2: "B"}, {2: "B"}]
     for manager in ranks.managers:
         manager.files.clear()
-    assert not load_everywhere(ranks, first, needed=[adapter.key_of(first)])
+    assert not load_everywhere(ranks, first, needed=[lora.key_of(first)])
     for manager in ranks.managers:
-        assert adapter.kept_or_read(manager, first, manager._load_adapter).text == "A"
+        assert lora.kept_or_read(manager, first, manager._load_adapter).text == "A"
 
 
 def test_what_is_not_needed_is_not_kept(ranks):
     load_everywhere(ranks, request("b", 2), needed=())
     for manager in ranks.managers:
-        assert list(adapter._kept(manager)) == [("name", 2)]
+        assert list(lora._kept(manager)) == [("name", 2)]
 
 
 def test_a_load_that_failed_keeps_what_was_kept(ranks):
@@ -146,7 +146,7 @@ def test_a_load_that_failed_keeps_what_was_kept(ranks):
     with pytest.raises(EngineFault):
         load_everywhere(ranks, request("b"))
     for manager in ranks.managers:
-        assert adapter.kept_or_read(manager, first, manager._load_adapter).text == "A"
+        assert lora.kept_or_read(manager, first, manager._load_adapter).text == "A"
 
 
 def test_what_was_on_no_rank_before_is_on_none_after_a_failure():
@@ -164,4 +164,4 @@ def test_what_is_loaded_is_not_read_again_unless_it_is_asked_for(ranks):
 
 
 def test_nothing_is_kept_of_a_proposal(ranks):
-    assert not adapter.step(ranks.workers[0], "take", request("a"))
+    assert not lora.step(ranks.workers[0], "take", request("a"))

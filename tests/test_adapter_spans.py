@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 from vllm.outputs import WeightVersionSpan
 
-from vllm.inflight.engine.adapters import Adapters
-from vllm.inflight.engine.stamp import Stamp
+from vllm.inflight.engine.scheduling.lora import Adapters
+from vllm.inflight.engine.scheduling.version_stamp import Stamp
 from vllm.inflight.outputs.spans import as_dicts, decoded
 
 

@@ -13,9 +13,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.door import Engine, served
-from vllm.inflight.api.admission import GENERATING, admit
+from vllm.inflight.api.server.admission import GENERATING, admit
 from vllm.inflight.errors import EnginePaused
-from vllm.inflight.outputs.seen import Seen, record
+from vllm.inflight.outputs.headers import Seen, record
 from vllm.inflight.outputs.spans import VersionSpan
 from vllm.inflight.patch.api import _admitted
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.inflight.stage import arena as native
+from vllm.inflight.worker.memory import arena as native
 
 PAGE = mmap.PAGESIZE
 

@@ -18,7 +18,7 @@ from tests.test_arena import (
     twins,
 )
 from vllm.inflight import errors
-from vllm.inflight.stage import arena as native
+from vllm.inflight.worker.memory import arena as native
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from tests.test_arena import (
     stage,
     twins,
 )
-from vllm.inflight.stage import arena as native
-from vllm.inflight.stage.backup import Backup, beside, everything
+from vllm.inflight.worker.memory import arena as native
+from vllm.inflight.worker.memory.host_copy import Backup, beside, everything
 
 
 @pytest.fixture

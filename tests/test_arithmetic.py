@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm.inflight.stage.arithmetic import HOST, Arithmetic
+from vllm.inflight.worker.staging.rounding import HOST, Arithmetic
 
 ELSEWHERE = torch.device("meta")
 """Stands for the other device: what is computed there can be told."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.stage import audit as audit_module
-from vllm.inflight.stage.audit import ROWS, Audit, nonfinite_width
+from vllm.inflight.worker.verify import gpu_digest as audit_module
+from vllm.inflight.worker.verify.gpu_digest import ROWS, Audit, nonfinite_width
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -119,7 +119,7 @@ def test_sums_have_rows_enough_for_every_tensor():
 
 
 def test_a_table_is_made_on_the_host_and_copied_once():
-    from vllm.inflight._digest_triton import CHUNKS_PER_PROGRAM, make_table
+    from vllm.inflight.ops.triton_kernels import CHUNKS_PER_PROGRAM, make_table
 
     with torch.device("meta"):  # whatever device is the default of a thread
         places = [(64, 3, 5), (8, CHUNKS_PER_PROGRAM + 1, 1 << 62)]
@@ -141,7 +141,7 @@ def test_what_a_kernel_uses_is_not_given_out_again_before_its_stream_is_there(
 ) -> None:
     users: list[Any] = []
     table, page = (SimpleNamespace(record_stream=users.append) for _ in range(2))
-    triton_module = "vllm.inflight._digest_triton"
+    triton_module = "vllm.inflight.ops.triton_kernels"
     monkeypatch.setattr(f"{triton_module}.make_table", lambda *_: table)
     monkeypatch.setattr(f"{triton_module}.add_sums", lambda *_: None)
     audit: Any = Audit(torch.device("cpu"), {})

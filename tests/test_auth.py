@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from tests.door import Engine, caller, served
-from vllm.inflight.api import auth
-from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.api.request import auth
+from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.config import ADMIN_KEY_ENV
 from vllm.inflight.errors import ConfigError, Forbidden, Unauthorized
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from tests.shared_memory import names, nothing_came
 from tests.waiting import until
-from vllm.inflight.stage import board as module
-from vllm.inflight.stage.board import PAGE_BYTES, Board, board_bytes
+from vllm.inflight.worker import status_board as module
+from vllm.inflight.worker.status_board import PAGE_BYTES, Board, board_bytes
 
 WRITER = """if True:
     import runpy, sys

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.test_packed import SLOWEST_S, slowest, tensors
 from vllm.inflight import packed
-from vllm.inflight.api import body as module
-from vllm.inflight.api.body import parse, parse_around, parse_in_slices
+from vllm.inflight.api.request import body as module
+from vllm.inflight.api.request.body import parse, parse_around, parse_in_slices
 from vllm.inflight.errors import Malformed
 from vllm.inflight.packed import MARK, at_once, is_packed, unpack
-from vllm.inflight.wire import spool
-from vllm.inflight.wire.spool import LongText
+from vllm.inflight.transport.files import request_tensors
+from vllm.inflight.transport.files.request_tensors import LongText
 
 JSON = st.recursive(
     st.none()
@@ -120,7 +120,7 @@ def around(raw: bytes, longest: int = 3) -> Any:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "DECODED_BYTES", 5)
         patched.setattr(module, "LONG_BYTES", longest)
-        patched.setattr(spool, "PIECE_BYTES", 8)
+        patched.setattr(request_tensors, "PIECE_BYTES", 8)
 
         def said(value: Any) -> Any:
             if isinstance(value, list):

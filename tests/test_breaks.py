@@ -9,22 +9,21 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from vllm.inflight.breaks import (
+from vllm.inflight.errors import Cause
+from vllm.inflight.packed import SLICE_S
+from vllm.inflight.tensor_names import nearest, paired, renaming
+from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.worker.verify.checks import MAX_TOLD, MOST_PAIRED, Inspection
+from vllm.inflight.worker.verify.ignored_tensors import Spares
+from vllm.inflight.worker.verify.parameter_map import Places
+from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.yielding import (
     SHORT_S,
     beside_decoding,
     break_if_due,
     resting_by,
     with_breaks,
 )
-from vllm.inflight.errors import Cause
-from vllm.inflight.names import nearest, paired, renaming
-from vllm.inflight.packed import SLICE_S
-from vllm.inflight.stage.inspection import MOST_PAIRED, Inspection
-from vllm.inflight.stage.origin import Origin
-from vllm.inflight.stage.places import Places
-from vllm.inflight.stage.refusal import MAX_TOLD
-from vllm.inflight.stage.spares import Spares
-from vllm.inflight.update import Manifest, TensorSpec
 
 LONGEST_S = 0.01
 """Between two breaks, where nothing is refused."""

@@ -10,7 +10,7 @@ import pytest
 from vllm.transformers_utils.config import get_config
 
 from vllm.inflight.errors import Malformed, WeightsMismatch
-from vllm.inflight.stage.built_in import require_same, require_same_config
+from vllm.inflight.worker.verify.model_config import require_same, require_same_config
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

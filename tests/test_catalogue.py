@@ -4,8 +4,8 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.inflight.stage import catalogue
-from vllm.inflight.stage.origin import Origin
+from vllm.inflight.worker import catalogue
+from vllm.inflight.worker.verify.start_checkpoint import Origin
 
 
 def shadow(origin: Origin, known: Any) -> Any:

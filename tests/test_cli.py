@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from vllm.inflight import cli, doctor, patch
+from vllm.inflight import patch
+from vllm.inflight.cli import doctor, main
+from vllm.inflight.cli.doctor import Report
+from vllm.inflight.cli.finding import Finding, State
 from vllm.inflight.config import ADMIN_KEY_ENV
-from vllm.inflight.doctor import Report
-from vllm.inflight.finding import Finding, State
 from vllm.inflight.patch import api as doors
 
 COMMAND = Path(sys.executable).with_name("vllm-inflight")
@@ -48,14 +49,14 @@ def test_a_good_installation_is_reported_as_one():
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_report_says_of_every_patch_whether_it_fits(monkeypatch, capsys, width):
-    monkeypatch.setattr(cli, "_console", lambda: Console(width=width))
+    monkeypatch.setattr(main, "_console", lambda: Console(width=width))
     records = patch.all_patches()
     states = ["ok", "changed", *["added"] * (len(records) - 2)]
     told = [
         {"state": state, "target": record.target, "why": record.why}
         for state, record in zip(states, records, strict=True)
     ]
-    cli._print_report({"ok": False, "patches": told, "findings": []})
+    main._print_report({"ok": False, "patches": told, "findings": []})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1 : len(states) + 1]] == states
 
@@ -210,8 +211,10 @@ def test_a_key_that_no_client_can_send_is_reported(monkeypatch, variable):
 
 def test_a_server_cannot_speak_to_the_terminal(monkeypatch, capsys):
     obeyed = Finding("version", "\x1b]0;owned\x07 [red]v1", State.WRONG, "\x9b2J so")
-    monkeypatch.setattr("vllm.inflight.visit.visit", lambda *_: [obeyed])
-    assert cli.main(["doctor", "--url", "http://127.0.0.1:1"]) == 1
+    monkeypatch.setattr(
+        "vllm.inflight.cli.server_check.visit", lambda *_: [obeyed]
+    )
+    assert main.main(["doctor", "--url", "http://127.0.0.1:1"]) == 1
     told = capsys.readouterr().out
     assert "]0;owned\ufffd [red]v1" in told and "\ufffd2J so" in told
     assert not {"\x1b", "\x07", "\x9b"} & set(told)
@@ -226,12 +229,12 @@ def test_one_wrong_finding_spoils_the_report_and_a_note_does_not():
 @pytest.mark.parametrize("words", [[], ["nonsense"]])
 def test_without_a_known_command_the_usage_is_shown(capsys, words):
     with pytest.raises(SystemExit) as leaving:
-        cli.main(words)
+        main.main(words)
     assert leaving.value.code == 2
     assert "usage: vllm-inflight" in capsys.readouterr().err
 
 
 def test_the_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["--help"])
+        main.main(["--help"])
     assert "doctor" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.inflight.api.flags import GROUP, add_flags
+from vllm.inflight.api.server.flags import GROUP, add_flags
 from vllm.inflight.config import (
     ADMIN_KEY_ENV,
     API_KEY_ENV,

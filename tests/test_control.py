@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm.inflight.api.control import Control
-from vllm.inflight.api.envelopes import merged
+from vllm.inflight.api.control.control import Control, merged
 from vllm.inflight.errors import UnknownUpdate, UpdateBusy
 
 PAUSED = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm.inflight import upstream
-from vllm.inflight.api import door
+from vllm.inflight.api.control import core_client
 
 
 class Client:
@@ -33,12 +33,12 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "ALIVE_S", 0.01)
+    monkeypatch.setattr(core_client, "ALIVE_S", 0.01)
 
 
 async def test_a_call_does_not_wait_for_an_engine_that_has_ended() -> None:
     client = Client()
-    calling = asyncio.create_task(door.AsyncDoor(client).call("commit", {}))
+    calling = asyncio.create_task(core_client.AsyncDoor(client).call("commit", {}))
     await asyncio.sleep(0.1)
     assert not calling.done()
     client.is_dead = True
@@ -50,7 +50,7 @@ async def test_a_call_does_not_wait_for_an_engine_that_has_ended() -> None:
 
 async def test_a_call_waits_for_an_engine_that_takes_its_time() -> None:
     client = Client()
-    calling = asyncio.create_task(door.AsyncDoor(client).call("commit", {}))
+    calling = asyncio.create_task(core_client.AsyncDoor(client).call("commit", {}))
     await asyncio.sleep(0.1)
     client.answer.set()
     assert await asyncio.wait_for(calling, 30) == [{"ok": {}}]
@@ -58,7 +58,7 @@ async def test_a_call_waits_for_an_engine_that_takes_its_time() -> None:
 
 async def test_a_caller_that_is_gone_is_not_waited_for() -> None:
     client = Client()
-    calling = asyncio.create_task(door.AsyncDoor(client).call("commit", {}))
+    calling = asyncio.create_task(core_client.AsyncDoor(client).call("commit", {}))
     await asyncio.sleep(0.1)
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -86,14 +86,16 @@ class Blocking:
 def test_a_call_that_blocks_does_not_wait_for_an_engine_that_has_ended() -> None:
     client = Blocking(is_dead=True)
     with pytest.raises(upstream.EngineDeadError):
-        door.run_sync(door.SyncDoor(client).call("commit", {}))
+        core_client.run_sync(core_client.SyncDoor(client).call("commit", {}))
     client.answer.set()
 
 
 def test_a_call_that_blocks_waits_for_an_engine_that_takes_its_time() -> None:
     client = Blocking()
     threading.Timer(0.1, client.answer.set).start()
-    assert door.run_sync(door.SyncDoor(client).call("commit", {})) == [{"ok": {}}]
+    assert core_client.run_sync(core_client.SyncDoor(client).call("commit", {})) == [
+        {"ok": {}}
+    ]
 
 
 def test_an_error_of_a_call_that_blocks_is_its_callers() -> None:
@@ -102,4 +104,4 @@ def test_an_error_of_a_call_that_blocks_is_its_callers() -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        door.run_sync(door.SyncDoor(Failing()).call("commit", {}))
+        core_client.run_sync(core_client.SyncDoor(Failing()).call("commit", {}))

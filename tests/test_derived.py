@@ -7,11 +7,11 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.utils import replace_parameter
 
-from vllm.inflight.commit.flip import Exchange
-from vllm.inflight.stage import derived
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.swappable import difference
-from vllm.inflight.stage.twins import put_twins
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.model import mla
+from vllm.inflight.worker.model.support import difference
+from vllm.inflight.worker.shadow.flip import Exchange
+from vllm.inflight.worker.shadow.parameters import put_twins
 
 RANK, WIDTH = 4, 6
 
@@ -56,7 +56,7 @@ def test_halves_are_of_the_version_that_is_served(memory):
         live = loaded(arena.empty if memory == "arena" else torch.empty)
         with torch.device("meta" if memory == "arena" else "cpu"):
             second = Latent(torch.empty)
-        derived.make_places(live, second)
+        mla.make_places(live, second)
         assert difference(live, second) is None
         if memory == "arena":
             arena.consolidate()
@@ -67,7 +67,7 @@ def test_halves_are_of_the_version_that_is_served(memory):
             flip = Exchange(live, second)
         for seed in 1, 2:
             second.kv_b_proj.weight.data.copy_(version(seed))
-            derived.derive(second, torch.float32)
+            mla.derive(second, torch.float32)
             assert live.shows(version(seed - 1))
             flip()
             assert live.shows(version(seed))
@@ -80,6 +80,6 @@ def test_halves_are_of_the_version_that_is_served(memory):
 
 def test_what_is_derived_is_no_part_of_a_checkpoint():
     live = loaded(torch.empty)
-    names = {key for key in live._parameters if derived.is_derived(live, key)}
+    names = {key for key in live._parameters if mla.is_derived(live, key)}
     assert names == {"W_UV", "W_UK_T"}
-    assert not derived.is_derived(torch.nn.Linear(1, 1), "W_UV")
+    assert not mla.is_derived(torch.nn.Linear(1, 1), "W_UV")

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.inflight import _C, ops
-from vllm.inflight._digest_reference import chunk_key, page_key
-from vllm.inflight.ops import Digest, digest, digest_reference, digest_slice
+from vllm.inflight.ops import Digest, digest, digest_reference, digest_slice, digests
+from vllm.inflight.ops.reference import chunk_key, page_key
 
 CSRC = Path(__file__).parents[1] / "csrc"
 PAGE = (Path(__file__).parents[1] / "docs" / "digest.md").read_text()
@@ -156,7 +156,7 @@ def test_a_view_has_the_digest_of_its_dense_copy(view, dtype):
 
 def test_a_view_is_read_in_few_blocks():
     seen = random_tensor(torch.float16, 5, 600, 7).permute(1, 2, 0)
-    assert len(list(ops._blocks(seen, ops.row_major(seen.shape), 0))) == 5
+    assert len(list(digests._blocks(seen, ops.row_major(seen.shape), 0))) == 5
     dense = seen.clone(memory_format=torch.contiguous_format)
     assert digest([seen]) == digest([dense])
 

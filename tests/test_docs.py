@@ -19,11 +19,11 @@ from tests.engine.test_in_place import UNPLAYED
 from tests.families import FAMILIES, UNPROVED
 from tests.seeing import SEEING
 from vllm.inflight import trainer
-from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.errors import BY_CODE, InflightError
 from vllm.inflight.patch import api as doors
-from vllm.inflight.stage.quantised import PROVED, PROVED_ON_RANKS
 from vllm.inflight.update import Phase
+from vllm.inflight.worker.model.quantized import PROVED, PROVED_ON_RANKS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

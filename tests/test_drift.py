@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from vllm.inflight.stage.drift import SIZE, Sampler, drift
+from vllm.inflight.worker.verify.drift import SIZE, Sampler, drift
 
 LARGE, SMALL = "model.layers.0.mlp.up_proj.weight", "model.layers.0.norm.weight"
 OTHER, TOP = "model.layers.11.norm.weight", "model.norm.weight"

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vllm.inflight.commit import fingerprint
-from vllm.inflight.commit.fingerprint import (
+from vllm.inflight.worker.integrity import fingerprint
+from vllm.inflight.worker.integrity.fingerprint import (
     BLANK,
     has_blank,
     is_blank_in,

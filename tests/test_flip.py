@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from vllm.inflight.commit.flip import Exchange
 from vllm.inflight.errors import ArenaTorn
-from vllm.inflight.stage.convolutions import UNPACKED
+from vllm.inflight.worker.model.cpu_packing import UNPACKED
+from vllm.inflight.worker.shadow.flip import Exchange
 
 
 class Unwilling:
@@ -75,7 +75,9 @@ def test_what_lies_beside_the_parameters_goes_back_with_them(trees, monkeypatch)
     flip = Exchange(live, second)
     mine, theirs = {"packed": 1}, Interrupted(packed=2)
     flip._kept = [(mine, theirs, "packed")]
-    monkeypatch.setattr("vllm.inflight.commit.flip.vars", lambda it: it, raising=False)
+    monkeypatch.setattr(
+        "vllm.inflight.worker.shadow.flip.vars", lambda it: it, raising=False
+    )
     with pytest.raises(KeyboardInterrupt):
         flip()
     assert (values(live), values(second)) == before

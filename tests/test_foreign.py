@@ -10,8 +10,8 @@ import pytest
 from fastapi import APIRouter, FastAPI
 
 from tests.door import Engine, caller, served
-from vllm.inflight.api import foreign
-from vllm.inflight.api.routes import InflightEndpoints, check_routing
+from vllm.inflight.api.compat import framework_routes
+from vllm.inflight.api.server.routes import InflightEndpoints, check_routing
 from vllm.inflight.errors import UpstreamChanged
 
 THEIRS = {"status": "theirs"}
@@ -100,7 +100,7 @@ def test_the_log_names_path_and_module_once(is_asked_first: bool) -> None:
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore
     app = served(Engine())
     app.include_router(router())
-    foreign.logger.addHandler(handler)
+    framework_routes.logger.addHandler(handler)
     try:
         for is_asked in (is_asked_first, not is_asked_first, True):
             if is_asked:
@@ -108,7 +108,7 @@ def test_the_log_names_path_and_module_once(is_asked_first: bool) -> None:
             else:
                 check_routing(app)
     finally:
-        foreign.logger.removeHandler(handler)
+        framework_routes.logger.removeHandler(handler)
     (line,) = [text for text in told if text.startswith("POST /pause ")]
     assert f"is answered by {__name__}" in line
 

@@ -11,9 +11,9 @@ import pytest
 from fastapi import Response
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm.inflight.api import health
-from vllm.inflight.api.control import Control
-from vllm.inflight.api.health import Heartbeat, heartbeat_of
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.server import health
+from vllm.inflight.api.server.health import Heartbeat, heartbeat_of
 
 PATIENCE_S = 60.0
 """Nothing here lasts that long: what has waited for its end is seen."""

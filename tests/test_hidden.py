@@ -13,8 +13,8 @@ import torch
 from vllm.config import ParallelConfig
 from vllm.model_executor.models.utils import StageMissingLayer
 
-from vllm.inflight.stage import quantised
-from vllm.inflight.stage.hidden import HiddenWeights
+from vllm.inflight.worker.model import quantized
+from vllm.inflight.worker.model.hidden_weights import HiddenWeights
 
 
 def paths(model: torch.nn.Module) -> list[str]:
@@ -186,7 +186,7 @@ def test_what_a_quantised_layer_holds_is_looked_into_for_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    monkeypatch.setattr(quantised, "is_processed", lambda layer: layer is layers[0])
+    monkeypatch.setattr(quantized, "is_processed", lambda layer: layer is layers[0])
     shared = Record(torch.ones(2))
     for layer in layers:
         vars(layer)["it"] = shared

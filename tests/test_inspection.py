@@ -12,12 +12,12 @@ import torch
 from tests.second_set import SHARDS, Model, Sets, shows, version
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.ops import Digest
-from vllm.inflight.stage import intake
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.inspection import MOST_ASKED, Inspection
-from vllm.inflight.stage.origin import Origin
-from vllm.inflight.stage.spares import Spares
 from vllm.inflight.update import Manifest
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.staging import loader
+from vllm.inflight.worker.verify.checks import MOST_ASKED, Inspection
+from vllm.inflight.worker.verify.ignored_tensors import Spares
+from vllm.inflight.worker.verify.start_checkpoint import Origin
 
 STRANGE = "a bias by another name"
 FUSED = "attention.qkv"
@@ -145,13 +145,13 @@ def test_what_is_on_the_host_is_looked_into_by_as_many_as_may(
 ):
     seen = []
     for name in ("digest", "count_nonfinite"):
-        real = getattr(intake.ops, name)
+        real = getattr(loader.ops, name)
 
         def looked(tensors, *, num_threads=1, real=real, **how):
             seen.append(num_threads)
             return real(tensors, num_threads=num_threads, **how)
 
-        monkeypatch.setattr(intake.ops, name, looked)
+        monkeypatch.setattr(loader.ops, name, looked)
     sets.shadow.num_threads = num_threads
     sets.stage(version(1).items())
     assert seen == [num_threads] * 2 * len(version(1))

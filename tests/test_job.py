@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from tests.waiting import until
-from vllm.inflight.breaks import with_breaks
-from vllm.inflight.engine.ranks import verdict
+from vllm.inflight.engine.update.ranks import verdict
 from vllm.inflight.errors import EngineFault
-from vllm.inflight.stage.board import Board
-from vllm.inflight.stage.job import Job
-from vllm.inflight.stage.origin import Origin
-from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.stage.stager import Stager
-from vllm.inflight.wire.engine import StagedEngine
+from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.staging.thread import Job
+from vllm.inflight.worker.staging.worker import Stager
+from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.yielding import with_breaks
 
 RANK, NUM_RANKS = 1, 2
 

@@ -11,12 +11,12 @@ import pytest
 
 from tests.door import Engine, served
 from tests.waiting import until
-from vllm.inflight.api.routes import InflightEndpoints
-from vllm.inflight.commit.ledger import Ledger
-from vllm.inflight.commit.transaction import Update
-from vllm.inflight.engine import doors
-from vllm.inflight.engine import journal as journals
-from vllm.inflight.engine.journal import MAX_STEPS, Journal, Recipe, extended
+from vllm.inflight.api.server.routes import InflightEndpoints
+from vllm.inflight.engine.compat import queries
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.engine.update import journal as journals
+from vllm.inflight.engine.update.journal import MAX_STEPS, Journal, Recipe, extended
+from vllm.inflight.engine.update.ledger import Ledger
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.update import Phase, Version
 
@@ -219,7 +219,7 @@ class Server(Engine):
     async def call_utility_all_async(self, name: str, method: str, body: Any) -> Any:
         if method != "journal":
             return await super().call_utility_all_async(name, method, body)
-        return [{"ok": doors.CALLS["journal"](self._gate, body)}]
+        return [{"ok": queries.CALLS["journal"](self._gate, body)}]
 
     async def start(self) -> None:
         path = str(self._gate.served.journal.told()["path"])

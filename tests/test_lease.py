@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from vllm.inflight.engine import lease
-from vllm.inflight.engine.lease import Lease
+from vllm.inflight.engine.pause import lease
+from vllm.inflight.engine.pause.lease import Lease
 
 
 def test_it_is_tried_again_until_decoding_goes_on(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from vllm.inflight.commit.ledger import NUM_OUTCOMES_KEPT, Ledger
-from vllm.inflight.commit.transaction import Update
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.engine.update.ledger import NUM_OUTCOMES_KEPT, Ledger
 from vllm.inflight.errors import (
     Conflict,
     DeadlineExceeded,

@@ -22,7 +22,7 @@ from tests.loaders import (
     version,
 )
 from tests.second_set import Batches, InPlace, Sets
-from vllm.inflight.stage.arena import Arena
+from vllm.inflight.worker.memory.arena import Arena
 
 TRANSPORTS = {
     "one by one": lambda named: named.items(),

@@ -13,8 +13,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.pool.late_interaction import build_late_interaction_doc_params
 from vllm.v1.request import Request
 
-from vllm.inflight.engine import media
-from vllm.inflight.engine.cache import Policy, Root
+from vllm.inflight.engine.scheduling import encoder_cache
+from vllm.inflight.engine.scheduling.prefix_cache import Policy, Root
 from vllm.inflight.errors import PauseConflict
 from vllm.inflight.patch.scheduler import _hash_once
 
@@ -84,8 +84,8 @@ def test_a_request_that_resumes_has_names_that_its_worker_is_told():
     assert set(names(request)).isdisjoint(names(known))
     resumed = SimpleNamespace(resumed_req_ids={"cat-dog", "text"})
     output = SimpleNamespace(scheduled_cached_reqs=resumed)
-    media.tell({"cat-dog": request, "text": plain}, output)
-    media.learn({"cat-dog": known}, output)
+    encoder_cache.tell({"cat-dog": request, "text": plain}, output)
+    encoder_cache.learn({"cat-dog": known}, output)
     assert names(known) == names(request)
     assert [item.mm_hash for item in known.mm_features] == ["cat", "dog"]
 
@@ -94,8 +94,8 @@ def test_a_step_in_which_nothing_resumes_tells_no_names():
     output = SimpleNamespace(
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set())
     )
-    media.tell({}, output)
-    media.learn({}, output)
+    encoder_cache.tell({}, output)
+    encoder_cache.learn({}, output)
     assert not hasattr(output, "inflight_media")
 
 
@@ -103,7 +103,7 @@ def test_what_an_older_request_still_reads_is_not_shared_with_a_newer_one(manage
     older, newer = asking("cat"), asking("cat")
     assert not encode(manager, older)
     Policy().plant(newer, Root(1))
-    assert media.drop_idle(manager) == 0
+    assert encoder_cache.drop_idle(manager) == 0
     assert not encode(manager, newer)
     assert encode(manager, older)
 
@@ -114,7 +114,7 @@ def test_what_nobody_reads_is_dropped_and_its_place_is_free_again(manager):
         assert not encode(manager, request)
     for request in requests[1:]:
         manager.free(request)
-    assert media.drop_idle(manager) == 3
+    assert encoder_cache.drop_idle(manager) == 3
     assert sorted(manager.get_freed_mm_hashes()) == ["1", "2", "3"]
     assert encode(manager, requests[0])
     for name in "abc":
@@ -123,7 +123,7 @@ def test_what_nobody_reads_is_dropped_and_its_place_is_free_again(manager):
 
 
 def test_a_cache_that_keeps_nothing_has_nothing_to_drop():
-    assert media.drop_idle(EncoderDecoderCacheManager(SIZE)) == 0
+    assert encoder_cache.drop_idle(EncoderDecoderCacheManager(SIZE)) == 0
 
 
 def test_a_request_has_the_names_of_its_root_when_it_is_hashed():
@@ -167,11 +167,11 @@ def test_who_needs_what_would_be_dropped_is_named(manager: EncoderCacheManager) 
     )
     known = {r.request_id: r for r in (looks, plain)}
     scheduler = SimpleNamespace(requests=known, encoder_cache_manager=manager)
-    media.check(scheduler)
+    encoder_cache.check(scheduler)
     manager.allocate(looks, 0)
     with pytest.raises(PauseConflict, match=r"'a'.*streaming session"):
-        media.check(scheduler)
+        encoder_cache.check(scheduler)
     manager.free(looks)
     known["b"] = scores
     with pytest.raises(PauseConflict, match=r"'b'.*late interaction"):
-        media.check(scheduler)
+        encoder_cache.check(scheduler)

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from tests.door import Engine, served
-from vllm.inflight.api import metrics as route
-from vllm.inflight.engine.counts import Counts
-from vllm.inflight.outputs.metrics import exposition
+from vllm.inflight.api.server import metrics as route
+from vllm.inflight.api.server.metrics import exposition
+from vllm.inflight.engine.counters import Counts
 from vllm.inflight.update import PauseMode
 
 REST = {

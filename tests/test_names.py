@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.inflight.names import (
+from vllm.inflight.tensor_names import (
     Neighbours,
     checkpoint_names,
     describe_unknown,

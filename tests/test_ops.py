@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.ops import Digest, digest, digest_reference, digest_slice
+from vllm.inflight.ops import Digest, digest, digest_reference, digest_slice, digests
 
 
 def random_bits(dtype: torch.dtype, size: int) -> torch.Tensor:
@@ -26,7 +26,7 @@ def test_nonfinite_values_are_counted_as_torch_does(dtype, size):
     wide = tensor if dtype.itemsize > 1 else tensor.float()
     expected = int((~wide.isfinite()).sum())
     assert ops.count_nonfinite([tensor]) == [expected]
-    assert ops._nonfinite_reference(tensor, ops.NONFINITE[dtype]) == expected
+    assert digests._nonfinite_reference(tensor, ops.NONFINITE[dtype]) == expected
 
 
 PLAIN = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -44,7 +44,7 @@ def test_what_is_no_finite_number_in_the_dtype_it_is_served_in_is_counted(
     expected = int((~tensor.to(served_as).isfinite()).sum())
     assert expected >= 100
     assert ops.count_nonfinite([tensor], served_as=[served_as]) == [expected]
-    assert ops._nonfinite_reference(tensor, limit) == expected
+    assert digests._nonfinite_reference(tensor, limit) == expected
     both = ops.count_nonfinite([tensor, tensor], served_as=[None, served_as])
     assert both == [int((~tensor.isfinite()).sum()), expected]
 
@@ -72,7 +72,7 @@ def test_every_fp8_pattern_is_judged(dtype):
     square = every.view(16, 16)
     assert ops.count_nonfinite([every, square.t()]) == [expected] * 2
     limit = ops.NONFINITE.get(dtype, 0)
-    assert ops._nonfinite_reference(every, limit) == expected
+    assert digests._nonfinite_reference(every, limit) == expected
 
 
 def test_nonfinite_values_are_found_in_views_and_by_threads():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm.inflight.stage.origin import Origin
-from vllm.inflight.stage.shadow import Shadow
+from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.verify.start_checkpoint import Origin
 
 
 def origin(

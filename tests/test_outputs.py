@@ -26,7 +26,7 @@ from vllm.entrypoints.openai.completion.protocol import (
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.outputs import WeightVersionSpan
 
-from vllm.inflight.engine.stamp import Stamp
+from vllm.inflight.engine.scheduling.version_stamp import Stamp
 from vllm.inflight.outputs.openai import Ledger, labelled, watched
 from vllm.inflight.outputs.spans import VersionSpan, as_dicts, decoded
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from vllm.inflight.commit.ledger import Ledger
-from vllm.inflight.commit.transaction import Update
-from vllm.inflight.engine.lease import check_owner
+from vllm.inflight.engine.pause.lease import check_owner
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.engine.update.ledger import Ledger
 from vllm.inflight.errors import Malformed, OwnedByAnother
 from vllm.inflight.update import Phase
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.stage import pace as paces
-from vllm.inflight.stage import packing
-from vllm.inflight.stage.pace import (
+from vllm.inflight.worker.model import cpu_packing
+from vllm.inflight.worker.staging import throttle as paces
+from vllm.inflight.worker.staging.throttle import (
     BREAK_S,
     IDLE_S,
     LONGEST_REST_S,
@@ -23,7 +23,7 @@ from vllm.inflight.stage.pace import (
     free_cores,
     pace_of,
 )
-from vllm.inflight.stage.steps import Steps
+from vllm.inflight.worker.step_tracker import Steps
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_what_is_staged_on_a_gpus_host_is_copied_by_several(
     seen: list[int] = []
 
     def stage() -> None:
-        packing.set_threads(1)
+        cpu_packing.set_threads(1)
         with pace.settled():
             seen.append(torch.get_num_threads())
         seen.append(torch.get_num_threads())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.config import ParallelConfig
 
-from vllm.inflight.stage import parallelism
+from vllm.inflight.worker.model import parallelism
 
 UNTRIED = {
     "prefill_context_parallel_size",

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from vllm.inflight import patch
-from vllm.inflight.engine import scheduler
-from vllm.inflight.engine.gate import Gate
+from vllm.inflight.engine.controller import Gate
+from vllm.inflight.engine.scheduling import scheduler
 from vllm.inflight.errors import UpstreamChanged
 from vllm.inflight.patch.record import MARK, Patch, apply, check, plain
 

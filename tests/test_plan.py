@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from vllm.inflight.stage.coverage import Coverage
-from vllm.inflight.stage.fill import Fill
-from vllm.inflight.stage.plan import Entry, Plan, Writes, replay, view_of
+from vllm.inflight.worker.replay_plan import Entry, Plan, Writes, replay, view_of
+from vllm.inflight.worker.staging.coverage import Coverage, Fill
 
 
 def recorded(loader, param, tensor):

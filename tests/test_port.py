@@ -15,8 +15,8 @@ from fastapi import FastAPI
 
 from tests.certificates import self_signed
 from tests.door import Engine, caller
-from vllm.inflight.api import port
-from vllm.inflight.api.routes import ROUTES, InflightEndpoints
+from vllm.inflight.api.request import control_port
+from vllm.inflight.api.server.routes import ROUTES, InflightEndpoints
 from vllm.inflight.errors import ConfigError
 
 
@@ -144,6 +144,6 @@ def test_a_port_that_is_taken_is_a_configuration_that_cannot_be():
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(ConfigError, match="--inflight-port"),
     ):
-        port.bind("127.0.0.1", other.getsockname()[1])
+        control_port.bind("127.0.0.1", other.getsockname()[1])
     with pytest.raises(ConfigError, match="no-such-host"):
-        port.bind("no-such-host.invalid", 1)
+        control_port.bind("no-such-host.invalid", 1)

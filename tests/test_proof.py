@@ -14,17 +14,19 @@ from tests.second_set import (
     shows,
     version,
 )
-from vllm.inflight.stage import proof
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.plan import Entry, replay
+from vllm.inflight.worker import replay_check
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.replay_plan import Entry, replay
 
 EVERYTHING = len(version(0))
 
 
-@pytest.fixture(autouse=True, params=[proof.PIECE, 100], ids=["whole", "in pieces"])
+@pytest.fixture(
+    autouse=True, params=[replay_check.PIECE, 100], ids=["whole", "in pieces"]
+)
 def piece(request, monkeypatch) -> None:
     """Each tensor at once, and each larger than what is made or compared at once."""
-    monkeypatch.setattr(proof, "PIECE", request.param)
+    monkeypatch.setattr(replay_check, "PIECE", request.param)
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def sets(arena: Arena) -> Sets:
 def told(monkeypatch) -> list[str]:
     """Errors that were logged."""
     found: list[str] = []
-    monkeypatch.setattr(proof.logger, "error", lambda s, *a: found.append(s % a))
+    monkeypatch.setattr(replay_check.logger, "error", lambda s, *a: found.append(s % a))
     return found
 
 
@@ -107,7 +109,7 @@ def test_what_a_copy_gets_wrong_is_never_served(sets, monkeypatch, told):
     def replay_but_one(known):
         replay([pair for pair in known if pair[0].params != {"norm"}])
 
-    monkeypatch.setattr(proof, "replay", replay_but_one)
+    monkeypatch.setattr(replay_check, "replay", replay_but_one)
     for seed in (1, 2, 3):
         sets.stage(Batches(version(seed)))
         sets.arena.flip()
@@ -189,7 +191,7 @@ def test_what_the_proof_wrote_is_carried_by_a_subset(sets):
 def test_a_proof_that_is_ended_leaves_what_it_proved(sets, monkeypatch):
     sets.stage(version(1).items())
     sets.stager.flip()
-    monkeypatch.setattr(proof, "BATCH_BYTES", 1)
+    monkeypatch.setattr(replay_check, "BATCH_BYTES", 1)
     calls = []
 
     def end(num_bytes):
@@ -267,13 +269,13 @@ def test_what_its_loader_turns_or_clears_is_not_received_in_place(
 )
 def test_no_two_elements_of_a_batch_have_one_pattern(dtype):
     shapes = {"a": (300, 7), "b": (300, 7), "c": ()}
-    batch = [(n, proof.Entry(torch.Size(s), dtype)) for n, s in shapes.items()]
-    digits = range(proof._num_digits(batch))
-    rows = [dict(proof._patterns(batch, d, torch.device("cpu"))) for d in digits]
+    batch = [(n, replay_check.Entry(torch.Size(s), dtype)) for n, s in shapes.items()]
+    digits = range(replay_check._num_digits(batch))
+    rows = [dict(replay_check._patterns(batch, d, torch.device("cpu"))) for d in digits]
     columns = []
     for row in rows:
         parts = [row[name].view(-1) for name in shapes]
-        columns.append(torch.cat([proof._as_integers(part) for part in parts]))
+        columns.append(torch.cat([replay_check._as_integers(part) for part in parts]))
     assert len(torch.stack(columns, 1).unique(dim=0)) == 2 * 2100 + 1
 
 
@@ -293,9 +295,11 @@ def test_patterns_are_numbers(dtype):
     """A GPU that copies many tensors at once has one NaN for all of them."""
     entry = Entry(torch.Size([70_000]), dtype)
     digits = []
-    for digit in range(proof._num_digits([("a", entry)])):
-        ((_, pattern),) = proof._patterns([("a", entry)], digit, torch.device("cpu"))
+    for digit in range(replay_check._num_digits([("a", entry)])):
+        ((_, pattern),) = replay_check._patterns(
+            [("a", entry)], digit, torch.device("cpu")
+        )
         assert pattern.float().isfinite().all()
-        digits.append(pattern.view(proof.INTEGERS[dtype.itemsize]).long())
+        digits.append(pattern.view(replay_check.INTEGERS[dtype.itemsize]).long())
     elements = torch.stack(digits, 1)
     assert len(elements.unique(dim=0)) == entry.shape.numel(), "each is another one"

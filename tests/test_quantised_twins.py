@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.inflight import breaks, upstream
+from vllm.inflight import upstream, yielding
 from vllm.inflight.errors import Cancelled, WeightsMismatch
-from vllm.inflight.patch.overwrite import _noted_when_aside
+from vllm.inflight.patch.reload import _noted_when_aside
 from vllm.inflight.patch.worker import _load_straight
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.coverage import Coverage
-from vllm.inflight.stage.plan import Entry, Plan
-from vllm.inflight.stage.quantised import PROVED, obstacle, require_same_numbers
-from vllm.inflight.stage.twins import put_twins
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.model.quantized import PROVED, obstacle, require_same_numbers
+from vllm.inflight.worker.replay_plan import Entry, Plan
+from vllm.inflight.worker.shadow.parameters import put_twins
+from vllm.inflight.worker.staging.coverage import Coverage
 
 SIZE = 8
 
@@ -179,8 +179,8 @@ def test_a_break_that_ends_an_update_leaves_no_layer_without_memory(
     monkeypatch.setattr(where, _noted_when_aside(resolve_name(where)))
     begin = _load_straight(upstream.initialize_layerwise_reload)
     monkeypatch.setattr(upstream, "initialize_layerwise_reload", begin)
-    monkeypatch.setattr(breaks, "SHORT_S", 0.0)
-    monkeypatch.setattr(breaks, "SLICE_S", 0.0)
+    monkeypatch.setattr(yielding, "SHORT_S", 0.0)
+    monkeypatch.setattr(yielding, "SLICE_S", 0.0)
     served = {name: param.clone() for name, param in second.named_parameters()}
     left = number
 
@@ -192,7 +192,7 @@ def test_a_break_that_ends_an_update_leaves_no_layer_without_memory(
 
     shapes = {name: tensor.shape for name, tensor in version(0).items()}
     coverage = Coverage(second, shapes, set())
-    with pytest.raises(Cancelled), breaks.resting_by(stop), coverage.hollow():
+    with pytest.raises(Cancelled), yielding.resting_by(stop), coverage.hollow():
         coverage.stand_behind()
     for name, param in second.named_parameters():
         assert torch.equal(param, served[name]), name

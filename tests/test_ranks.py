@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm.inflight.engine.executors import Kind
-from vllm.inflight.engine.ranks import Ranks, agree, verdict
+from vllm.inflight.engine.update.ranks import Ranks, agree, verdict
 from vllm.inflight.errors import (
     CAUSES,
     ArenaTorn,
@@ -21,10 +21,10 @@ from vllm.inflight.errors import (
     WeightsMismatch,
 )
 from vllm.inflight.patch import worker
-from vllm.inflight.patch.rpc import inflight_attach, inflight_flip
 from vllm.inflight.patch.sleep import inflight_drowse
-from vllm.inflight.stage.board import Board
-from vllm.inflight.stage.refusal import refusal
+from vllm.inflight.patch.worker_rpc import inflight_attach, inflight_flip
+from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.verify.checks import refusal
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.door import Engine, caller, served
-from vllm.inflight.api.rate import MOST_CALLERS, Rate
+from vllm.inflight.api.request.rate_limit import MOST_CALLERS, Rate
 from vllm.inflight.errors import TooManyUpdates
 
 LIMITED = {"inflight": {"begin_rate": 2}}

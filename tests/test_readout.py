@@ -8,8 +8,8 @@ import pytest
 import torch
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 
-from vllm.inflight.stage.hidden import PACKED
-from vllm.inflight.stage.readout import rows
+from vllm.inflight.worker.model.hidden_weights import PACKED
+from vllm.inflight.worker.verify.readback import rows
 
 
 class RowParallel(torch.nn.Module):

@@ -8,8 +8,8 @@ import torch
 from tests.test_arena import limit, num_files
 from vllm.inflight.errors import ArenaTorn, ConfigError
 from vllm.inflight.patch.worker import _shutdown
-from vllm.inflight.stage import residence
-from vllm.inflight.stage.arena import Arena, refuse_expandable_segments
+from vllm.inflight.worker.memory import placement
+from vllm.inflight.worker.memory.arena import Arena, refuse_expandable_segments
 
 open_arena = Arena.open
 
@@ -21,8 +21,8 @@ def no_arena(monkeypatch):
     def opened(device):
         refuse_expandable_segments({"expandable_segments": True})
 
-    monkeypatch.setattr(residence, "is_wanted", lambda vllm_config: True)
-    monkeypatch.setattr(residence.Arena, "open", opened)
+    monkeypatch.setattr(placement, "is_wanted", lambda vllm_config: True)
+    monkeypatch.setattr(placement.Arena, "open", opened)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
@@ -31,15 +31,15 @@ def config(staging):
 
 
 def test_auto_loads_the_model_all_the_same_and_knows_why():
-    model = residence.settle_in(torch.nn.Identity, config("auto"))
-    found = residence.residence_of(model)
+    model = placement.settle_in(torch.nn.Identity, config("auto"))
+    found = placement.residence_of(model)
     assert found.arena is None
     assert "take expandable_segments:True out of" in found.reason
 
 
 def test_what_was_asked_for_by_name_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"staging device cannot.*out of PYTORCH"):
-        residence.settle_in(torch.nn.Identity, config("device"))
+        placement.settle_in(torch.nn.Identity, config("device"))
 
 
 def test_an_arena_that_was_torn_at_the_start_gives_its_memory_back(monkeypatch):
@@ -52,10 +52,10 @@ def test_an_arena_that_was_torn_at_the_start_gives_its_memory_back(monkeypatch):
             limit(arena, call="map", skip=1, times=2)  # of what is consolidated
             return model
 
-        monkeypatch.setattr(residence.Arena, "open", lambda device: arena)
-        monkeypatch.setattr(residence.swappable, "obstacle", lambda *_: None)
+        monkeypatch.setattr(placement.Arena, "open", lambda device: arena)
+        monkeypatch.setattr(placement.swappable, "obstacle", lambda *_: None)
         with pytest.raises(ArenaTorn):
-            residence.settle_in(load, config("auto"))
+            placement.settle_in(load, config("auto"))
         assert (arena.phase, num_files()) == ("closed", 0)
 
 
@@ -63,7 +63,7 @@ def test_an_arena_that_was_torn_at_the_start_gives_its_memory_back(monkeypatch):
 def test_a_worker_that_ends_takes_no_memory_away_under_what_is_staged(is_busy):
     with open_arena(torch.device("cpu")) as arena:
         model = torch.nn.Identity()
-        residence._residences[model] = residence.Residence(arena, None)
+        placement._residences[model] = placement.Residence(arena, None)
         stager = SimpleNamespace(
             is_busy=is_busy, close=lambda: None, shadow=SimpleNamespace(live=model)
         )

@@ -1,7 +1,7 @@
 """Rollbacks in the ledger: each update stands as what is served says."""
 
 from tests.test_ledger import brought_to
-from vllm.inflight.commit.ledger import Ledger
+from vllm.inflight.engine.update.ledger import Ledger
 from vllm.inflight.update import Phase
 
 

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from tests.door import Engine, caller, served
-from vllm.inflight.api.body import read
-from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.api.request.body import read
+from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 

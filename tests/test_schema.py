@@ -4,8 +4,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.door import Engine, caller, served
-from vllm.inflight.api.routes import ROUTES
-from vllm.inflight.api.schema import FIELDS, NEEDED
+from vllm.inflight.api.request.schema import FIELDS, NEEDED
+from vllm.inflight.api.server.routes import ROUTES
 
 POSTS = {path for method, path in ROUTES if method == "POST"}
 

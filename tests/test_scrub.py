@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from tests.loaders import MAPPED, Model, version
 from tests.second_set import InPlace, Sets
 from vllm.inflight import ops
-from vllm.inflight._digest_reference import row_major
-from vllm.inflight.engine.scrubs import judged
-from vllm.inflight.stage import scrub
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.scrub import Reading, Scratch, Sums
+from vllm.inflight.engine.integrity.scrubs import judged
+from vllm.inflight.ops.reference import row_major
+from vllm.inflight.worker.integrity import scrub
+from vllm.inflight.worker.integrity.scrub import Reading, Scratch, Sums
+from vllm.inflight.worker.memory.arena import Arena
 
 HOST = torch.device("cpu")
 

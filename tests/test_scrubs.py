@@ -12,8 +12,8 @@ import pytest
 
 from tests.waiting import until
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import scrubs
-from vllm.inflight.engine.scrubs import Scrubs
+from vllm.inflight.engine.integrity import scrubs
+from vllm.inflight.engine.integrity.scrubs import Scrubs
 
 FOUND = {key: b"" for key in ("sums", "expected", "numel", "covered", "holds")}
 

@@ -12,12 +12,12 @@ import torch
 
 from tests.second_set import Sets, shows, version
 from tests.test_arena import limit
-from vllm.inflight.commit.overwrite import overwritten
 from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError
-from vllm.inflight.stage import residence
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.stage.sleep import SleepBackend, backend_of
+from vllm.inflight.worker.integrity.outside_writes import overwritten
+from vllm.inflight.worker.memory import placement
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.sleep import SleepBackend, backend_of
 
 BUFFER = torch.arange(300, dtype=torch.float32)
 
@@ -175,7 +175,7 @@ def test_a_host_without_memory_refuses_before_anything_has_changed(
     def fail(*_: Any) -> None:
         raise RuntimeError("the host lacks memory")
 
-    monkeypatch.setattr("vllm.inflight.stage.sleep.Backup", fail)
+    monkeypatch.setattr("vllm.inflight.worker.sleep.Backup", fail)
     for call in (worker.backend.prepare, worker.backend.suspend):
         with pytest.raises(RuntimeError, match="lacks memory"):
             call(1)
@@ -264,10 +264,10 @@ def test_weights_outside_of_both_are_refused_at_the_start(
         shadow=SimpleNamespace(live=torch.nn.Module(), reason="it says so"),
         worker=SimpleNamespace(vllm_config=None),
     )
-    monkeypatch.setattr("vllm.inflight.stage.sleep.is_wanted", lambda _: True)
+    monkeypatch.setattr("vllm.inflight.worker.sleep.is_wanted", lambda _: True)
     with pytest.raises(ConfigError, match="staging off"):
         backend_of(stager)
-    monkeypatch.setattr("vllm.inflight.stage.sleep.is_wanted", lambda _: False)
+    monkeypatch.setattr("vllm.inflight.worker.sleep.is_wanted", lambda _: False)
     assert backend_of(stager) is None  # upstream's own
-    residence._residences[stager.shadow.live] = residence.Residence(worker.arena, "no")
+    placement._residences[stager.shadow.live] = placement.Residence(worker.arena, "no")
     assert isinstance(backend_of(stager), SleepBackend)  # no updates, but sleep

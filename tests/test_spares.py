@@ -6,8 +6,8 @@ import pytest
 import torch
 from vllm.model_executor.models.utils import StageMissingLayer, WeightsMapper
 
-from vllm.inflight.stage.spares import Spares
-from vllm.inflight.stage.tandem import Tandem
+from vllm.inflight.worker.model.drafter import Tandem
+from vllm.inflight.worker.verify.ignored_tensors import Spares
 
 
 def spares_of(

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.second_set import Sets, version
-from vllm.inflight.commit.overwrite import overwriting
-from vllm.inflight.patch.rpc import inflight_adapter, inflight_read
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.steps import Steps
+from vllm.inflight.patch.worker_rpc import inflight_adapter, inflight_read
+from vllm.inflight.worker.integrity.outside_writes import overwriting
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.step_tracker import Steps
 
 
 class Stream:
@@ -95,8 +95,8 @@ def test_so_are_adapters_and_what_upstream_writes_and_reads(
     def see(*_: Any) -> None:
         seen.append((current.stream, current.stream.num_waits))
 
-    monkeypatch.setattr("vllm.inflight.commit.adapter.step", see)
-    monkeypatch.setattr("vllm.inflight.stage.readout.checksums", see)
+    monkeypatch.setattr("vllm.inflight.worker.lora.step", see)
+    monkeypatch.setattr("vllm.inflight.worker.verify.readback.checksums", see)
     runner = SimpleNamespace(lora_config=None, get_model=lambda: torch.nn.Module())
     stager = SimpleNamespace(steps=steps)
     model = SimpleNamespace(model="here", model_weights="", revision=None)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.second_set import InPlace, Sets, shows, version
 from vllm.inflight import ops
 from vllm.inflight.errors import Cancelled, WeightsMismatch
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.drift import Sampler, drift
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.verify.drift import Sampler, drift
 
 GROUPS = {"embed*": 1, "attention.*": 3, "norm": 1}
 """Pattern → tensors; each fills one parameter."""

@@ -10,13 +10,13 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
 
 from tests.engine.test_models import CONFIG
-from vllm.inflight.stage import buffers, derived, swappable
+from vllm.inflight.worker.model import layers, mla, support
 
 
 def reason(layer: torch.nn.Module, **config: object) -> str | None:
     """Why a model with this layer is refused."""
     model = torch.nn.ModuleDict({"it": layer})
-    return swappable.obstacle(model, SimpleNamespace(**CONFIG | config))
+    return support.obstacle(model, SimpleNamespace(**CONFIG | config))
 
 
 def layer_with(**attributes: object) -> torch.nn.Module:
@@ -54,7 +54,7 @@ def test_a_buffer_that_its_layer_reads_at_every_step_becomes_a_parameter():
     layer = buffered("layer_scalar", torch.ones(1))
     assert reason(layer) is not None
     place = layer.layer_scalar.data_ptr()
-    buffers.adopt(layer)
+    layers.adopt_buffers(layer)
     assert [name for name, _ in layer.named_parameters()] == ["layer_scalar"]
     assert layer.layer_scalar.data_ptr() == place
     assert reason(layer) is None
@@ -121,7 +121,7 @@ def test_a_loader_that_writes_into_what_it_is_handed_is_refused_on_several_ranks
     for world_size, is_refused in (1, False), (2, True):
         parallel = SimpleNamespace(enable_eplb=False, world_size=world_size)
         config = SimpleNamespace(**CONFIG | {"parallel_config": parallel})
-        found = swappable.obstacle(GptOssForCausalLM(), config)
+        found = support.obstacle(GptOssForCausalLM(), config)
         assert (found is not None and "several ranks (2)" in found) == is_refused
 
 
@@ -138,22 +138,22 @@ def test_latent_attention_is_refused_over_quantised_weights(monkeypatch):
     layer = Latent()
     assert reason(layer) is None
     monkeypatch.setattr(layer.kv_b_proj, "quant_method", object(), raising=False)
-    assert "over quantised weights" in derived.obstacle(layer)
+    assert "over quantised weights" in mla.obstacle(layer)
 
 
 def test_a_parameter_that_its_loader_made_is_refused_by_name():
     """As vLLM's models by way of transformers make a bias of their head."""
     live, second = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
-    assert swappable.difference(live, second) is None
+    assert support.difference(live, second) is None
     second[0].bias = None
     reason = "layer 0 gains or loses the parameters ['bias'] after loading"
-    assert swappable.difference(live, second) == reason
+    assert support.difference(live, second) == reason
 
 
 def on_gpu(**config: object) -> str | None:
     """What rules updates out in the configuration of an engine on a GPU."""
     given = {"device_config": SimpleNamespace(device_type="cuda")} | config
-    return swappable.config_obstacle(SimpleNamespace(**CONFIG | given))
+    return support.config_obstacle(SimpleNamespace(**CONFIG | given))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_weights_that_are_offloaded_are_refused_by_the_flag(offloading, flag):
     assert on_gpu(offload_config=OffloadConfig()) is None
     assert reason is not None
     config = SimpleNamespace(**CONFIG | {"offload_config": offloading})
-    assert swappable.config_obstacle(config) is None  # the CPU build offloads nothing
+    assert support.config_obstacle(config) is None  # the CPU build offloads nothing
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_a_look_that_fails_is_a_reason_and_no_end(monkeypatch):
     def fail(*_: object) -> None:
         raise AttributeError("no such layer")
 
-    monkeypatch.setattr(swappable, "HiddenWeights", fail)
+    monkeypatch.setattr(support, "HiddenWeights", fail)
     found = reason(torch.nn.Identity())
     assert found is not None
     assert found.endswith("failed with AttributeError: no such layer")
-    monkeypatch.setattr(swappable.parallelism, "obstacle", fail)
+    monkeypatch.setattr(support.parallelism, "obstacle", fail)
     assert "no such layer" in str(on_gpu())

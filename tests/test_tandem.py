@@ -12,14 +12,14 @@ from vllm.model_executor.model_loader.mtp_validation import (
 from vllm.model_executor.models.utils import WeightsMapper
 
 from tests.second_set import Model, Sets, shadow_of, shows, version
-from vllm.inflight.commit.flip import flip_all
 from vllm.inflight.errors import WeightsMismatch
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.stager import Stager
-from vllm.inflight.stage.swappable import difference
-from vllm.inflight.stage.tandem import Tandem, share
-from vllm.inflight.stage.twins import put_twins
 from vllm.inflight.update import drafters
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.model.drafter import Tandem, share
+from vllm.inflight.worker.model.support import difference
+from vllm.inflight.worker.shadow.flip import flip_all
+from vllm.inflight.worker.shadow.parameters import put_twins
+from vllm.inflight.worker.staging.worker import Stager
 
 MTP = "mtp."
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.inflight.commit.tripwire import Tripwire, wire_of
-from vllm.inflight.stage.board import Board
+from vllm.inflight.worker.integrity.tripwire import Tripwire, wire_of
+from vllm.inflight.worker.status_board import Board
 
 NAMES = "up.weight", "down.weight"
 
@@ -259,7 +259,7 @@ def test_weights_that_cannot_be_sampled_hold_nobody_up(
     def fail(_: Any) -> Any:
         raise torch.OutOfMemoryError("of a test")
 
-    monkeypatch.setattr("vllm.inflight.commit.fingerprint.sample", fail)
+    monkeypatch.setattr("vllm.inflight.worker.integrity.fingerprint.sample", fail)
     worker.wire.changed()
     worker.wire.arm()
     assert not worker.is_written

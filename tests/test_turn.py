@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.waiting import until
-from vllm.inflight.engine.turn import Turns, waiting, whole
+from vllm.inflight.engine.step_queue import Turns, waiting, whole
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.second_set import Batches, InPlace, Model, Sets, Wrapper, shows, version
-from vllm.inflight.commit.flip import Copy
 from vllm.inflight.errors import WeightsMismatch
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.layers import layers
-from vllm.inflight.stage.swappable import difference
-from vllm.inflight.stage.twins import is_twinned, make_copy
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.model.layers import layers
+from vllm.inflight.worker.model.support import difference
+from vllm.inflight.worker.shadow.flip import Copy
+from vllm.inflight.worker.shadow.parameters import is_twinned, make_copy
 
 
 @pytest.fixture

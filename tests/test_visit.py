@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from vllm.inflight import cli
+from vllm.inflight.cli import main
+from vllm.inflight.cli.finding import Finding, State
+from vllm.inflight.cli.server_check import Look, judge, look
 from vllm.inflight.errors import EngineUnreachable, WeightsMismatch
-from vllm.inflight.finding import Finding, State
-from vllm.inflight.visit import Look, judge, look
 
 METRICS = """
 vllm:num_requests_running{engine="0",model_name="m"} 2.0
@@ -247,14 +247,14 @@ def test_nobody_at_the_address_is_2_and_no_traceback(capsys):
     url = "http://127.0.0.1:1"
     with httpx.Client(base_url=url) as client, pytest.raises(EngineUnreachable):
         look(client)
-    assert cli.main(["doctor", "--url", url]) == 2
+    assert main.main(["doctor", "--url", url]) == 2
     told = capsys.readouterr().err
     assert "cannot be reached" in told
     assert "whether a server runs there" in told
 
 
 def test_an_address_that_cannot_be_is_not_told_to_run_a_server(capsys):
-    assert cli.main(["doctor", "--url", "localhost:8000"]) == 2
+    assert main.main(["doctor", "--url", "localhost:8000"]) == 2
     told = "a server's URL begins with http://, got 'localhost:8000'.\n"
     assert capsys.readouterr().err == told
 
@@ -276,7 +276,7 @@ KEYS_THAT_CANNOT_BE = ("s3crét", "s3\ncret", " s3cret", "s3cret ", "s3cret\t")
     ],
 )
 def test_an_address_or_a_key_that_cannot_be_is_2_and_no_traceback(capsys, words):
-    assert cli.main(["doctor", "--url", *words]) == 2
+    assert main.main(["doctor", "--url", *words]) == 2
     told = capsys.readouterr()
     assert told.err.count("\n") == 1 and not told.out
     assert "cret" not in told.err
@@ -286,7 +286,7 @@ def test_an_address_or_a_key_that_cannot_be_is_2_and_no_traceback(capsys, words)
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "1e30", "soon"])
 def test_nobody_can_wait_for_less_than_nothing_or_for_ever(capsys, seconds):
     with pytest.raises(SystemExit) as leaving:
-        cli.main(["doctor", "--url", "http://127.0.0.1:1", "--watch", seconds])
+        main.main(["doctor", "--url", "http://127.0.0.1:1", "--watch", seconds])
     assert leaving.value.code == 2
     assert "--watch" in capsys.readouterr().err
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.waiting import until
-from vllm.inflight.commit.ledger import Ledger
-from vllm.inflight.commit.transaction import Update
-from vllm.inflight.engine import watch as watch_module
-from vllm.inflight.engine.watch import Watch
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.engine.update import monitor as watch_module
+from vllm.inflight.engine.update.ledger import Ledger
+from vllm.inflight.engine.update.monitor import Watch
 from vllm.inflight.errors import (
     Cancelled,
     DeadlineExceeded,

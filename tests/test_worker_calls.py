@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm.inflight.api import worker_calls
+from vllm.inflight.api.compat import worker_calls
 from vllm.inflight.packed import is_packed
 
 LARGE = {"names": ["a"] * 2000}

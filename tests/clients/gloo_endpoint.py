@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.broadcast import GlooInitInfo
-from vllm.inflight.wire.meeting import Meeting
-from vllm.inflight.wire.opening import open_group
-from vllm.inflight.wire.sender import Sender
-from vllm.inflight.wire.watch import Watch
+from vllm.inflight.transport.buckets.sender import Sender
+from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.collective.connect import open_group
+from vllm.inflight.transport.collective.receiver_engine import GlooInitInfo
+from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.waiting import Watch
 
 PATIENT = Watch(60.0)
 

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from vllm.inflight.engine.stamp import Stamp
+from vllm.inflight.engine.scheduling.version_stamp import Stamp
 
 
 def call(core: EngineCore, method: str, **body: Any) -> Any:

@@ -21,8 +21,8 @@ from tests.engine.probe import greedy
 from tests.nursery import nursery
 from tests.sliced_source import Entry, SlicedSource
 from tests.wire.peers import HOST
-from vllm.inflight.wire.trainer import ShardMeta
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.collective.trainer_engine import ShardMeta
+from vllm.inflight.transport.waiting import in_background
 
 
 class Weights(WeightSource):
@@ -107,14 +107,14 @@ def _init_info(backend: str, common: dict[str, Any]) -> Any:
 
         return IPCTrainerInitInfo(**common)
     if backend == "inflight_ipc":
-        from vllm.inflight.wire.ipc_trainer import IpcTrainerInitInfo
+        from vllm.inflight.transport.cuda_ipc.trainer_engine import IpcTrainerInitInfo
 
         return IpcTrainerInitInfo(**common)
-    from vllm.inflight.wire import trainer
+    from vllm.inflight.transport.collective import trainer_engine
 
     if backend == "inflight_gloo":
-        return trainer.GlooTrainerInitInfo(**common)
-    return trainer.NcclTrainerInitInfo(**common)
+        return trainer_engine.GlooTrainerInitInfo(**common)
+    return trainer_engine.NcclTrainerInitInfo(**common)
 
 
 class FarTrainer:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from tests.engine import gentle
 from tests.engine.script import tell
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.waiting import in_background
 
 PLAIN = Path(__file__).parents[1] / "clients" / "plain.json"
 EXTENSION = "tests.engine.framework_extension.Extension"

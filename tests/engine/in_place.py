@@ -34,24 +34,25 @@ from tests.engine.mixtures import declared
 from tests.families import FAMILIES
 from tests.second_set import shadow_of
 from tests.tiny import make_checkpoint
-from vllm.inflight.stage import buffers, proof
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.blueprint import Blueprint
-from vllm.inflight.stage.derived import is_derived
-from vllm.inflight.stage.intake import Intake
-from vllm.inflight.stage.layers import parameters
-from vllm.inflight.stage.origin import Origin
-from vllm.inflight.stage.remainder import carry
-from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.stage.spares import Spares
-from vllm.inflight.stage.stager import Stager
-from vllm.inflight.stage.twins import put_twins
+from vllm.inflight.transport.buckets.receiver import Receiver
+from vllm.inflight.transport.files.bucket_reader import FileReader
+from vllm.inflight.transport.files.receiver_engine import checkpoint_files
+from vllm.inflight.transport.files.safetensors_files import TensorFiles
+from vllm.inflight.transport.waiting import Watch
 from vllm.inflight.update import Manifest
-from vllm.inflight.wire.file_reader import FileReader
-from vllm.inflight.wire.local import checkpoint_files
-from vllm.inflight.wire.receiver import Receiver
-from vllm.inflight.wire.tensor_files import TensorFiles
-from vllm.inflight.wire.watch import Watch
+from vllm.inflight.worker import replay_check
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.model import layers
+from vllm.inflight.worker.model.layers import parameters
+from vllm.inflight.worker.model.mla import is_derived
+from vllm.inflight.worker.shadow.build import Blueprint
+from vllm.inflight.worker.shadow.carry_over import carry
+from vllm.inflight.worker.shadow.parameters import put_twins
+from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.staging.loader import Intake
+from vllm.inflight.worker.staging.worker import Stager
+from vllm.inflight.worker.verify.ignored_tensors import Spares
+from vllm.inflight.worker.verify.start_checkpoint import Origin
 
 HOST = torch.device("cpu")
 RESULTS = "results.jsonl"
@@ -99,7 +100,7 @@ class Player:
             torch.no_grad(),
         ):
             model = initialize_model(vllm_config=config)
-            buffers.adopt(model)
+            layers.adopt_buffers(model)
             for param in model.parameters():
                 param.zero_()  # what nothing is loaded into, padding, is like nothing
             model.load_weights(_tensors(folder))
@@ -214,7 +215,7 @@ def play(root: Path, family: str, hidden: int) -> dict[str, Any]:
     odd = FAMILIES[family].odd
     wrong: list[str] = []
     errors: list[str] = []
-    proof.logger.error = lambda text, *args: errors.append(text % args)
+    replay_check.logger.error = lambda text, *args: errors.append(text % args)
     with Arena.open(HOST, 1 << 32) as arena:
         player = Player(folders[0], arena)
 

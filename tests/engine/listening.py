@@ -11,7 +11,7 @@ import torch
 from tests.engine import user_extension
 from tests.engine.transport import Extension
 from tests.waiting import until
-from vllm.inflight.stage import pace
+from vllm.inflight.worker.staging import throttle
 
 RESTS: list[float] = []
 """The seconds of every rest of this process's staging, once somebody listens."""
@@ -42,7 +42,7 @@ class Listening(Extension, user_extension.Extension):
             time.sleep(seconds)
 
         clocks: Any = SimpleNamespace(**vars(time) | {"sleep": sleep})
-        pace.time = clocks
+        throttle.time = clocks
 
     def tests_rests(self) -> list[float]:
         """The rests since this was asked last."""

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tests.engine import oracle
 from tests.engine.probe import checksums, commits_and_rollbacks, greedy
 from tests.families import FAMILIES
-from vllm.inflight.api.door import run_sync
-from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.control.core_client import run_sync
+from vllm.inflight.api.control.methods import control_of
 
 FILE = "model.safetensors"
 

@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm.inflight import ops
-from vllm.inflight.stage import readout
-from vllm.inflight.stage.layers import parameters
+from vllm.inflight.worker.model.layers import parameters
+from vllm.inflight.worker.verify import readback
 
 
 def check(llm: Any, folder: Path | str) -> None:
@@ -97,7 +97,7 @@ def differing_on(worker: Any, folder: str) -> list[str]:
         for name, layer, key, param in parameters(live):
             path, _, _ = name.rpartition(".")
             expected = _content(layers[path], key)
-            if not _is_same(readout.content(layer, key, param), expected):
+            if not _is_same(readback.content(layer, key, param), expected):
                 found.append(name)
     return found
 
@@ -130,7 +130,7 @@ def _content(layer: Any, key: str) -> torch.Tensor:
     param = layer._parameters.get(key)
     if param is None:  # a buffer that is made a parameter to be replaced
         return layer._buffers[key]
-    return readout.content(layer, key, param)
+    return readback.content(layer, key, param)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

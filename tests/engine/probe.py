@@ -8,10 +8,10 @@ from typing import Any
 from vllm import SamplingParams
 
 from tests.waiting import until
-from vllm.inflight.api.door import run_sync
-from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.control.core_client import run_sync
+from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.errors import InflightError, WeightsMismatch
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.waiting import in_background
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

@@ -15,8 +15,8 @@ from tests.engine.script import OPTIONS, tell
 from tests.engine.sync_client import gloo_trainer
 from tests.sliced_source import SlicedSource
 from vllm.inflight.errors import InflightError
-from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.shards import Shard
+from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_slices import Shard
 
 MISSING = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.norm.weight"

@@ -6,7 +6,7 @@ from vllm.distributed.weight_transfer.base import WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from tests.wire.peers import HOST
-from vllm.inflight.wire.trainer import GlooTrainerInitInfo
+from vllm.inflight.transport.collective.trainer_engine import GlooTrainerInitInfo
 
 
 class Client:

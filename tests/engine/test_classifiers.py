@@ -15,7 +15,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from tests.engine.mixtures import FILE, HEAD, MLP, mixed, part
 from tests.engine.probe import prompts
 from vllm.inflight.errors import StagingUnavailable, WeightsMismatch
-from vllm.inflight.stage import classifier
+from vllm.inflight.worker.model import classifier
 
 pytestmark = pytest.mark.engine
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.clients.gloo_endpoint import open_endpoint, send_packed
 from tests.engine.sent_tensors import entry, tensors
 from tests.serving import Server
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.waiting import in_background
 
 pytestmark = pytest.mark.engine
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.serving import Server
 from tests.waiting import until
-from vllm.inflight.api.routes import ROUTES
-from vllm.inflight.finding import State
-from vllm.inflight.visit import visit
+from vllm.inflight.api.server.routes import ROUTES
+from vllm.inflight.cli.finding import State
+from vllm.inflight.cli.server_check import visit
 
 pytestmark = pytest.mark.engine
 

@@ -16,11 +16,11 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import Streams, add, call, prompt, publish, stage
 from tests.engine.reference import Reference
 from tests.waiting import until
-from vllm.inflight.commit.flip import Exchange
-from vllm.inflight.stage.intake import Intake
-from vllm.inflight.stage.pace import Pace
-from vllm.inflight.stage.shadow import Shadow
-from vllm.inflight.wire.local import LocalEngine
+from vllm.inflight.transport.files.receiver_engine import LocalEngine
+from vllm.inflight.worker.shadow.flip import Exchange
+from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.staging.loader import Intake
+from vllm.inflight.worker.staging.throttle import Pace
 
 pytestmark = pytest.mark.engine
 

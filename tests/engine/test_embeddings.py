@@ -15,9 +15,9 @@ from vllm.config import PoolerConfig
 
 from tests.engine.probe import prompts
 from tests.serving import Server
+from vllm.inflight.cli.finding import State
+from vllm.inflight.cli.server_check import visit
 from vllm.inflight.errors import StagingUnavailable, WeightsMismatch
-from vllm.inflight.finding import State
-from vllm.inflight.visit import visit
 
 pytestmark = pytest.mark.engine
 

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.probe import commits_and_rollbacks, greedy
 from tests.engine.script import run_script
-from vllm.inflight.api.door import run_sync
-from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.control.core_client import run_sync
+from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.errors import Malformed, WeightsMismatch
-from vllm.inflight.stage import experts
+from vllm.inflight.worker.model import moe
 
 pytestmark = pytest.mark.engine
 
@@ -95,7 +95,7 @@ def test_what_upstream_does_with_later_weights_is_what_is_prevented(
 ) -> None:
     with monkeypatch.context() as patched:
         # Upstream's way: copied over the packed ones as they come.
-        patched.setattr(experts, "forget_kernels", lambda module: None)
+        patched.setattr(moe, "forget_kernels", lambda module: None)
         llm.update_weights_from_disk(str(new), "not packed")
         assert greedy(llm) != fresh
     llm.update_weights_from_disk(str(new), "new")

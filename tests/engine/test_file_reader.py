@@ -16,10 +16,11 @@ from tests.engine.probe import commits_and_rollbacks, greedy, state
 from tests.waiting import until
 from tests.wire.peers import open_things
 from vllm.inflight.errors import InflightError, Malformed
-from vllm.inflight.wire import local, slots
-from vllm.inflight.wire.file_reader import FileReader
-from vllm.inflight.wire.local import LocalEngine
-from vllm.inflight.wire.slots import Slots
+from vllm.inflight.transport.buckets import buffers
+from vllm.inflight.transport.buckets.buffers import Slots
+from vllm.inflight.transport.files import receiver_engine
+from vllm.inflight.transport.files.bucket_reader import FileReader
+from vllm.inflight.transport.files.receiver_engine import LocalEngine
 
 pytestmark = pytest.mark.engine
 
@@ -34,9 +35,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[FileReader]:
         return readers[-1]
 
     monkeypatch.setattr(LocalEngine, "fills_gpu", True)
-    monkeypatch.setattr(local, "FileReader", make)
+    monkeypatch.setattr(receiver_engine, "FileReader", make)
     # The embedding of the tiny models is larger.
-    monkeypatch.setattr(local, "BUCKET_BYTES", 1 << 12)
+    monkeypatch.setattr(receiver_engine, "BUCKET_BYTES", 1 << 12)
     return readers
 
 
@@ -98,7 +99,7 @@ def test_a_file_cut_short_in_the_middle_leaves_what_is_served(
             kept.append(weakref.ref(self))
 
     with monkeypatch.context() as patched:
-        patched.setattr(slots, "Slots", Noted)
+        patched.setattr(buffers, "Slots", Noted)
         cut_when_begun(patched, file)
         gc.disable()  # a GPU's memory does not wait for a collection
         try:
@@ -117,7 +118,7 @@ def test_a_file_cut_short_in_the_middle_leaves_what_is_served(
 @pytest.mark.parametrize("has_had_some", [False, True], ids=["at first", "later"])
 @pytest.mark.parametrize(
     "taken",
-    ["local.Receiver", "assembly.Assembly.make_room"],
+    ["files.receiver_engine.Receiver", "buckets.reassembly.Assembly.make_room"],
     ids=["buckets", "pieces"],
 )
 def test_without_memory_for_buckets_files_are_read_all_the_same(
@@ -131,11 +132,11 @@ def test_without_memory_for_buckets_files_are_read_all_the_same(
     has_had_some: bool,
 ) -> None:
     def refuse(*_: Any) -> None:
-        raise local.torch.OutOfMemoryError("none")
+        raise receiver_engine.torch.OutOfMemoryError("none")
 
     if has_had_some:
         served.update_weights_from_disk(str(old), "old")
-    monkeypatch.setattr(f"vllm.inflight.wire.{taken}", refuse)
+    monkeypatch.setattr(f"vllm.inflight.transport.{taken}", refuse)
     served.update_weights_from_disk(str(new), "new")
     assert greedy(served) == fresh
 

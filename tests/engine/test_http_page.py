@@ -19,7 +19,7 @@ import pytest
 from tests.engine.torch_trainer import training
 from tests.serving import Server
 from tests.waiting import until
-from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.api.server.routes import ROUTES
 
 pytestmark = pytest.mark.engine
 

@@ -15,9 +15,9 @@ import pytest
 from tests.engine.mixtures import MLP, part, said
 from tests.serving import Server
 from tests.waiting import until
-from vllm.inflight.api import rate
-from vllm.inflight.api.control import Control
-from vllm.inflight.api.rate import Rate
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.request import rate_limit
+from vllm.inflight.api.request.rate_limit import Rate
 from vllm.inflight.errors import (
     Conflict,
     TooManyUpdates,
@@ -129,7 +129,7 @@ def test_what_took_several_updates_is_had_again_as_one_at_any_rate(
     one_a_minute = partial(Rate(1).spend, "caller")
 
     def ask() -> Any:
-        rate.allowance.set(one_a_minute)  # as a route does
+        rate_limit.allowance.set(one_a_minute)  # as a route does
         return llm.restore_weights()
 
     assert copy_context().run(ask)["weight_version"] == "mixed"

@@ -11,8 +11,8 @@ from tests.engine.pictures import described
 from tests.engine.probe import greedy
 from tests.seeing import SEEING
 from tests.tiny_vision import make_seeing
-from vllm.inflight.api.door import run_sync
-from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.control.core_client import run_sync
+from vllm.inflight.api.control.methods import control_of
 
 pytestmark = pytest.mark.engine
 

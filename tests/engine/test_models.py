@@ -12,7 +12,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 import tests.engine.transport  # noqa: F401 (registers the transport "other")
 from tests.engine.probe import greedy, send
 from vllm.inflight.errors import ConfigError, StagingUnavailable
-from vllm.inflight.stage import swappable
+from vllm.inflight.worker.model import support
 
 pytestmark = pytest.mark.engine
 
@@ -110,7 +110,7 @@ CONFIG = {
 
 def test_a_layer_that_hides_weights_is_named() -> None:
     model = torch.nn.Sequential(torch.nn.Identity(), Hoarder())
-    reason = swappable.obstacle(model, SimpleNamespace(**CONFIG))
+    reason = support.obstacle(model, SimpleNamespace(**CONFIG))
     assert reason is not None
     assert "layer 1 (Hoarder)" in reason
     assert "'packed[0]'" in reason
@@ -119,7 +119,7 @@ def test_a_layer_that_hides_weights_is_named() -> None:
 @pytest.mark.parametrize("method", ["medusa", "dflash"])
 def test_other_drafters_with_weights_are_refused_by_their_method(method: str) -> None:
     config = {"speculative_config": SimpleNamespace(method=method)}
-    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | config))
+    reason = support.config_obstacle(SimpleNamespace(**CONFIG | config))
     assert reason is not None
     assert f"method {method!r}" in reason
 
@@ -137,7 +137,7 @@ def test_mtp_layers_of_other_architectures_are_refused_by_name(
         ),
         "device_config": SimpleNamespace(device_type=device),
     }
-    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | config))
+    reason = support.config_obstacle(SimpleNamespace(**CONFIG | config))
     assert reason == (
         "a drafter with weights is configured, and its MTP layers are of a kind that "
         f"has not been exchanged on {device} yet ({kind})"
@@ -149,7 +149,7 @@ def test_a_quantised_drafter_is_refused() -> None:
         method="eagle", draft_model_config=SimpleNamespace(quantization="fp8")
     )
     drafting = {"speculative_config": config}
-    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | drafting))
+    reason = support.config_obstacle(SimpleNamespace(**CONFIG | drafting))
     assert reason == (
         "a drafter with weights is configured, and the drafter is quantised (fp8)"
     )
@@ -166,7 +166,7 @@ def test_mtp_layers_beside_a_quantised_model_are_refused(device: str) -> None:
         "speculative_config": SimpleNamespace(method="mtp", draft_model_config=drafter),
         "device_config": SimpleNamespace(device_type=device),
     }
-    reason = swappable.config_obstacle(SimpleNamespace(**CONFIG | config))
+    reason = support.config_obstacle(SimpleNamespace(**CONFIG | config))
     assert reason == (
         "a drafter with weights is configured, and the model is quantised (fp8)"
     )

@@ -21,8 +21,8 @@ from tests.families import cpu_options
 from tests.seeing import SEEING as SEEN
 from tests.tiny_vision import make_seeing
 from vllm.inflight.errors import CAUSES, Cause, WeightsMismatch
-from vllm.inflight.names import matcher
-from vllm.inflight.wire import local
+from vllm.inflight.tensor_names import matcher
+from vllm.inflight.transport.files import receiver_engine
 
 pytestmark = pytest.mark.engine
 
@@ -259,7 +259,7 @@ def test_files_whose_headers_are_wrong_are_not_read(
     def read(*_: Any) -> None:
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(local, "_fill", read)
+    monkeypatch.setattr(receiver_engine, "_fill", read)
     name = next(subject.one_of_each_kind())
     refusal = subject.refused({**subject.tensors, name: subject.tensors[name][:-1]})
     assert (refusal.causes, refusal.tensors) == ({Cause.SHAPE: 1}, [name])

@@ -24,7 +24,7 @@ from tests.engine.test_sleep import refused, says
 from tests.engine.user_extension import Extension, tensors_of
 from tests.waiting import until
 from vllm.inflight.errors import UpdateBusy, WrongPhase
-from vllm.inflight.stage import reload
+from vllm.inflight.worker.model import layerwise_reload
 
 pytestmark = pytest.mark.engine
 
@@ -431,7 +431,7 @@ def test_layers_that_cannot_be_put_back_hold_decoding_until_they_can(
     def fail(model: Any) -> None:
         raise RuntimeError("not put back")
 
-    monkeypatch.setattr(reload, "leave", fail)
+    monkeypatch.setattr(layerwise_reload, "leave", fail)
     with pytest.raises(TypeError, match="of the extension"):
         rpc(core, "tests_start_and_fail")
     told = call(core, "info")

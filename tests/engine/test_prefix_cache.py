@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, call, prompt, publish, request
-from vllm.inflight.engine.cache import Policy, Root
+from vllm.inflight.engine.scheduling.prefix_cache import Policy, Root
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,8 @@ from vllm import SamplingParams
 
 from tests.engine.mixtures import NORMS, part
 from tests.engine.probe import greedy, prompts
-from vllm.inflight.api.door import run_sync
-from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.control.core_client import run_sync
+from vllm.inflight.api.control.methods import control_of
 
 pytestmark = pytest.mark.engine
 

@@ -11,7 +11,7 @@ from tests.engine.pictures import SAMPLING, described
 from tests.engine.test_media import encoded
 from tests.seeing import SEEING
 from tests.tiny_vision import make_seeing, picture
-from vllm.inflight.engine.media import readers
+from vllm.inflight.engine.scheduling.encoder_cache import readers
 from vllm.inflight.errors import PauseConflict
 
 pytestmark = pytest.mark.engine

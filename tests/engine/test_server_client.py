@@ -14,7 +14,7 @@ from tests.serving import Server
 from tests.wire.peers import HOST
 from vllm.inflight.errors import Forbidden, Unauthorized, WeightsMismatch, WrongPhase
 from vllm.inflight.trainer import ServerClient
-from vllm.inflight.wire.trainer import GlooTrainerInitInfo
+from vllm.inflight.transport.collective.trainer_engine import GlooTrainerInitInfo
 
 pytestmark = pytest.mark.engine
 

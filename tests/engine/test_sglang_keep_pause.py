@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.bare_core import Streams, add, call, prompt
 from tests.engine.core_door import Door
-from vllm.inflight.api.control import Control
+from vllm.inflight.api.control.control import Control
 from vllm.inflight.errors import Malformed
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tests.engine.bare_core import publish
 from tests.engine.core_door import Door
 from tests.engine.sent_tensors import tensors
-from vllm.inflight.stage import readout
+from vllm.inflight.worker.verify import readback
 
 pytestmark = pytest.mark.engine
 
@@ -81,7 +81,7 @@ def test_a_read_that_makes_no_sense_is_refused(door: Door, body: Any) -> None:
 def test_more_numbers_than_are_read_at_once_are_refused(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readout, "MOST_NUMBERS", 1000)
+    monkeypatch.setattr(readback, "MOST_NUMBERS", 1000)
     status, told = door.refused("/get_weights_by_name", name=HEAD, truncate_size=99)
     assert status == 400
     assert "at most 1000" in told

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.bare_core import Streams, add, prompt
 from tests.engine.core_door import Door
-from vllm.inflight.engine.sleep import Sleep
+from vllm.inflight.engine.pause.sleep import Sleep
 
 pytestmark = pytest.mark.engine
 

@@ -257,7 +257,7 @@ def test_a_lease_that_runs_out_does_not_wake_anything(sleeper: EngineCore) -> No
 def test_nothing_is_given_back_under_a_transfer_that_does_not_let_go(
     sleeper: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.inflight.stage.job import Job
+    from vllm.inflight.worker.staging.thread import Job
 
     before = says(sleeper, "before")
     call(sleeper, "begin", transport="local")

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 
 from tests.engine.probe import outputs_during
 from tests.engine.reference import Reference, labels_of
-from vllm.inflight.commit.flip import Exchange
+from vllm.inflight.worker.shadow.flip import Exchange
 
 pytestmark = pytest.mark.engine
 

@@ -11,7 +11,7 @@ from tests.engine.bare_core import Streams, add, call, prompt
 from tests.engine.core_door import Door, said
 from tests.engine.torch_trainer import TorchTrainer, facts, training
 from tests.waiting import until
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.waiting import in_background
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ import pytest
 from tests.engine.far_trainer import FarTrainer
 from tests.engine.probe import greedy, prompts
 from vllm.inflight.errors import InflightError, TransferFault
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.waiting import in_background
 
 pytestmark = pytest.mark.engine
 

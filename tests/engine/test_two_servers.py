@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.serving import Server
-from vllm.inflight.api.admission import GENERATING
-from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.api.server.admission import GENERATING
+from vllm.inflight.api.server.routes import ROUTES
 
 pytestmark = pytest.mark.engine
 

@@ -22,7 +22,7 @@ from vllm.inflight.errors import (
     WeightsMismatch,
     WrongPhase,
 )
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.waiting import in_background
 
 pytestmark = pytest.mark.engine
 

@@ -18,8 +18,8 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import call, publish, stage
 from tests.engine.core_door import Door, said
 from tests.waiting import until
-from vllm.inflight.stage.stager import Stager
-from vllm.inflight.wire.local import LocalEngine
+from vllm.inflight.transport.files.receiver_engine import LocalEngine
+from vllm.inflight.worker.staging.worker import Stager
 
 pytestmark = pytest.mark.engine
 
@@ -174,7 +174,9 @@ def test_a_transport_of_somebody_else_gives_it_up_when_it_receives(
 ) -> None:
     """It may write past the door, so nobody knows when its first byte comes."""
     # What is ours is taken for somebody else's.
-    monkeypatch.setattr("vllm.inflight.stage.job.StagedEngine", type("Other", (), {}))
+    monkeypatch.setattr(
+        "vllm.inflight.worker.staging.thread.StagedEngine", type("Other", (), {})
+    )
     call(served_new, "begin", transport="local")
     assert previous(served_new) == "old"
     info = {"update_info": {"path": str(folders["old"] / "nowhere")}}

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.fuzz.requests import KEY, LEFT_OUT, says
 from tests.serving import Server
 from tests.tiny import make_checkpoint
-from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.api.server.routes import ROUTES
 
 TOOL = Path("build/schemathesis/bin/st")
 CHECKS = "not_a_server_error,status_code_conformance,response_schema_conformance"

@@ -27,23 +27,23 @@ from safetensors.torch import save
 from starlette.datastructures import Headers
 
 from tests.fuzz import mutation
-from vllm.inflight.api import auth, body
+from vllm.inflight.api.request import auth, body
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import pipelinerl
+from vllm.inflight.engine.compat import pipelinerl
 from vllm.inflight.errors import InflightError
-from vllm.inflight.update import Manifest, check_label
-from vllm.inflight.wire import (
-    broadcast,
-    ipc,
-    local,
-    meeting,
-    pickled,
-    process_group,
-    rendezvous,
-    tensor_files,
+from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.transport.collective import receiver_engine as broadcast
+from vllm.inflight.transport.collective import rendezvous as meeting
+from vllm.inflight.transport.cuda_ipc import receiver_engine as ipc
+from vllm.inflight.transport.files import receiver_engine as files
+from vllm.inflight.transport.files import (
+    safe_unpickler,
+    safetensors_files,
 )
-from vllm.inflight.wire.engine import StagedEngine
-from vllm.inflight.wire.spool import spooled
+from vllm.inflight.transport.files.request_tensors import spooled
+from vllm.inflight.transport.torch_groups import receiver_engine as torch_groups
+from vllm.inflight.transport.torch_groups import rendezvous
+from vllm.inflight.update import Manifest, check_label
 
 CORPUS = Path(__file__).parent / "corpus"
 """A file for each parser: inputs that once were, or could be, a bug; in JSON, bytes
@@ -126,7 +126,7 @@ def corpus(name: str) -> list[Any]:
 
 
 def info(engine: type[StagedEngine], which: str) -> Callable[[Any], Any]:
-    """How a rank reads an `init_info` or `update_info`; see stage/job.py."""
+    """How a rank parses an `init_info` or `update_info`; see staging/thread.py."""
     stub = SimpleNamespace(
         init_info_cls=engine.init_info_cls, update_info_cls=engine.update_info_cls
     )
@@ -134,45 +134,45 @@ def info(engine: type[StagedEngine], which: str) -> Callable[[Any], Any]:
 
 
 def joined(given: Any) -> None:
-    rendezvous._address(info(process_group.GroupsEngine, "init")(given).init_method)
+    rendezvous._address(info(torch_groups.GroupsEngine, "init")(given).init_method)
 
 
 def announced(given: Any) -> None:
     label, told = pipelinerl.announced(pipelinerl.plain(given), "an id")
     check_label(label)
     with suppress(ValueError):  # a rank's refusal
-        process_group.GroupUpdateInfo(**told)
+        torch_groups.GroupUpdateInfo(**told)
 
 
 def spool(load_format: str | None) -> Callable[[bytes], Any]:
     def feed(data: bytes) -> None:
         entry = base64.b64encode(data).decode()
         with spooled([entry], load_format, allow_pickle=True) as (name,):
-            for _ in local.read_files([local.SHARED_MEMORY / name]):
+            for _ in files.read_files([files.SHARED_MEMORY / name]):
                 pass
 
     return feed
 
 
 def read_file(data: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=local.SHARED_MEMORY) as file:
+    with tempfile.NamedTemporaryFile(dir=files.SHARED_MEMORY) as file:
         Path(file.name).write_bytes(data)
-        for _ in local.read_files([Path(file.name)]):
+        for _ in files.read_files([Path(file.name)]):
             pass
 
 
 def open_file(data: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=local.SHARED_MEMORY) as file:
+    with tempfile.NamedTemporaryFile(dir=files.SHARED_MEMORY) as file:
         Path(file.name).write_bytes(data)
-        with tensor_files.TensorFiles([Path(file.name)]):
+        with safetensors_files.TensorFiles([Path(file.name)]):
             pass
 
 
 def read_index(data: bytes) -> None:
-    with tempfile.TemporaryDirectory(dir=local.SHARED_MEMORY) as folder:
-        (Path(folder) / local.INDEX).write_bytes(data)
+    with tempfile.TemporaryDirectory(dir=files.SHARED_MEMORY) as folder:
+        (Path(folder) / files.INDEX).write_bytes(data)
         (Path(folder) / "m.safetensors").touch()
-        local.checkpoint_files(Path(folder), folder)
+        files.checkpoint_files(Path(folder), folder)
 
 
 def shown(given: Any) -> None:
@@ -245,19 +245,21 @@ PARSERS: dict[str, Parser] = {
     "request": Parser([REQUEST, json.dumps(REQUEST)], announced),
     "local": Parser(
         [{"path": "/a", "draft": True}, {"shm": "a"}],
-        info(local.LocalEngine, "update"),
+        info(files.LocalEngine, "update"),
         REFUSED,
     ),
     "groups": Parser(
         [THREE | {"group_name": "g", "flattened": True}],
-        info(process_group.GroupsEngine, "update"),
+        info(torch_groups.GroupsEngine, "update"),
         REFUSED,
     ),
     "join": Parser([JOIN], joined, REFUSED),
     "broadcast": Parser([THREE, SLICED], info(broadcast.GlooEngine, "update"), REFUSED),
     "meet": Parser([MEET], info(broadcast.GlooEngine, "init"), REFUSED),
     "ipc": Parser(
-        [THREE | {"exports": EXPORTS}], info(ipc.IpcEngine, "update"), REFUSED
+        [THREE | {"exports": EXPORTS}],
+        info(ipc.IpcEngine, "update"),
+        REFUSED,
     ),
     "terms": Parser([TERMS], meeting.read_terms),
     "index": Parser([b'{"weight_map": {"a": "m.safetensors"}}'], read_index),
@@ -266,5 +268,5 @@ PARSERS: dict[str, Parser] = {
     "spool": Parser([save(TENSORS), *pickles()], spool(None)),
     "bucket": Parser([bucket(PARTS)], spool("flattened_bucket")),
     "parts": Parser([PARTS], lambda parts: spool("flattened_bucket")(bucket(parts))),
-    "pickle": Parser(pickles(), lambda data: pickled.tensors(data, "it")),
+    "pickle": Parser(pickles(), lambda data: safe_unpickler.tensors(data, "it")),
 }

@@ -23,7 +23,7 @@ from tests.fuzz import mutation
 from tests.fuzz.parsers import MANIFEST, PARTS, REQUEST, bucket
 from tests.serving import Server
 from tests.tiny import make_checkpoint
-from vllm.inflight.api.routes import ROUTES
+from vllm.inflight.api.server.routes import ROUTES
 
 KEY = "fuzz"
 LEFT_OUT = {"/init_weights_update_group", "/init_actor_update_group"}

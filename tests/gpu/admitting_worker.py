@@ -6,15 +6,15 @@ tests.gpu.admitting_worker.Extension`.
 
 from tests.engine.transport import Extension as Transport
 from tests.gpu.admission import Admitted
-from vllm.inflight.stage import quantised
+from vllm.inflight.worker.model import quantized
 
 
 class Extension(Transport):
     """Importing this module has admitted them all, and registered the transport."""
 
     def tests_met(self) -> str:
-        return str(quantised.PROVED_ON_RANKS["cuda"])
+        return str(quantized.PROVED_ON_RANKS["cuda"])
 
 
-for table in (quantised.PROVED, quantised.PROVED_ON_RANKS):
+for table in (quantized.PROVED, quantized.PROVED_ON_RANKS):
     table["cuda"] = Admitted()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vllm.inflight.errors import ConfigError, OutOfDeviceMemory
-from vllm.inflight.stage.arena import Arena
-from vllm.inflight.stage.backup import Backup, everything
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.memory.host_copy import Backup, everything
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.stage.audit import Audit
+from vllm.inflight.worker.verify.gpu_digest import Audit
 
 pytestmark = [
     pytest.mark.gpu,

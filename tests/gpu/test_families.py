@@ -21,8 +21,8 @@ from tests.engine.test_media import (  # noqa: F401 (tests, run here on a GPU)
 )
 from tests.families import FAMILIES, gpu_options
 from tests.families_seen import record
-from vllm.inflight.wire import local
-from vllm.inflight.wire.file_reader import FileReader
+from vllm.inflight.transport.files import receiver_engine
+from vllm.inflight.transport.files.bucket_reader import FileReader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +85,7 @@ def test_every_tensor_that_may_be_received_in_place_is_and_served_is_a_fresh_loa
     eager: bool,
 ) -> None:
     if hidden == 128:
-        monkeypatch.setattr(local, "FileReader", EveryTensorAlone)
+        monkeypatch.setattr(receiver_engine, "FileReader", EveryTensorAlone)
     options = {"enforce_eager": eager} | gpu_options(family)
     folders = [checkpoint(n, family=family, hidden=hidden) for n in range(3)]
     llm = start(folders[0], **options)

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from tests.broken_files import cut_when_begun
 from tests.engine.probe import commits_and_rollbacks, greedy, state
 from vllm.inflight.errors import Malformed
-from vllm.inflight.wire import file_reader, local
-from vllm.inflight.wire.file_reader import FileReader
-from vllm.inflight.wire.receiver import Receiver
-from vllm.inflight.wire.tensor_files import TensorFiles
-from vllm.inflight.wire.watch import Watch
+from vllm.inflight.transport.buckets.receiver import Receiver
+from vllm.inflight.transport.files import bucket_reader, receiver_engine
+from vllm.inflight.transport.files.bucket_reader import FileReader
+from vllm.inflight.transport.files.safetensors_files import TensorFiles
+from vllm.inflight.transport.waiting import Watch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,11 +42,11 @@ def made(
         readers.append(FileReader(*args))
         return readers[-1]
 
-    monkeypatch.setattr(local, "FileReader", make)
+    monkeypatch.setattr(receiver_engine, "FileReader", make)
     if request.param:
         # The embedding is larger than a bucket, and a bucket is read in many runs.
-        monkeypatch.setattr(local, "BUCKET_BYTES", 1 << 20)
-        monkeypatch.setattr(file_reader, "RUN_BYTES", 1 << 16)
+        monkeypatch.setattr(receiver_engine, "BUCKET_BYTES", 1 << 20)
+        monkeypatch.setattr(bucket_reader, "RUN_BYTES", 1 << 16)
     executor = engine.llm_engine.engine_core.engine_core.model_executor
     executor.driver_worker.worker._inflight_stager.local.shutdown()
     return readers

@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.far_trainer import FarTrainer, sends_and_rollbacks
 from tests.engine.probe import greedy
-from vllm.inflight.wire.device_memory import CudaMemory
+from vllm.inflight.transport.cuda_ipc.driver import CudaMemory
 
 pytestmark = [
     pytest.mark.gpu,

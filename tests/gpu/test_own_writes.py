@@ -36,7 +36,7 @@ from tests.engine.test_own_writes import (  # noqa: F401 (tests, run here on a G
 )
 from tests.engine.test_sleep import says
 from tests.engine.user_extension import tensors_of
-from vllm.inflight.stage.residence import residence_of
+from vllm.inflight.worker.memory.placement import residence_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from tests.engine.probe import commits_and_rollbacks, flips_under_load, greedy
 from tests.gpu.admission import Admitted
 from tests.quantised import FILE, quantise
 from vllm.inflight.errors import WeightsMismatch
-from vllm.inflight.stage import quantised
+from vllm.inflight.worker.model import quantized
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ SCALE = "model.layers.3.mlp.down_proj.weight_scale"
 @pytest.fixture
 def admitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Admitted]:
     table = Admitted()
-    monkeypatch.setitem(quantised.PROVED, "cuda", table)
+    monkeypatch.setitem(quantized.PROVED, "cuda", table)
     yield table
     print(table)
 

@@ -14,7 +14,7 @@ from tests.engine.probe import greedy, prompts
 from tests.engine.script import run_script
 from tests.engine.test_examples import LEARNED, run
 from vllm.inflight.errors import EngineAsleep, OutOfDeviceMemory
-from vllm.inflight.stage.residence import residence_of
+from vllm.inflight.worker.memory.placement import residence_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from vllm.inflight.stage.steps import Steps
+from vllm.inflight.worker.step_tracker import Steps
 
 pytestmark = [
     pytest.mark.gpu,

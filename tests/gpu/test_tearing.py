@@ -17,7 +17,7 @@ from tests.engine.test_tearing import (
     stream_under_commits,
     stream_under_reloads,
 )
-from vllm.inflight.commit.flip import PageFlip
+from vllm.inflight.worker.shadow.flip import PageFlip
 
 pytestmark = [
     pytest.mark.gpu,

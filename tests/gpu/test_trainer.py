@@ -18,7 +18,7 @@ from tests.engine.test_trainer_far import (  # noqa: F401 (tests, run here over 
     test_a_trainer_killed_in_the_middle_costs_nothing_but_its_update,
     trainer,
 )
-from vllm.inflight.wire.receiver import Incoming
+from vllm.inflight.transport.buckets.receiver import Incoming
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,11 +11,12 @@ import torch
 from tests.wire.peers import HOST, digests, process, tensors
 from tests.wire.peers_on_gpu import GPU_BUCKET_BYTES, large, trainer
 from vllm.inflight.errors import Cancelled, TransferFault
-from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.meeting import Meeting, Terms
-from vllm.inflight.wire.opening import open_group
-from vllm.inflight.wire.receiver import Receiver
-from vllm.inflight.wire.watch import Watch, in_background
+from vllm.inflight.transport.buckets.receiver import Receiver
+from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.collective.connect import open_group
+from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.group import Terms
+from vllm.inflight.transport.waiting import Watch, in_background
 
 pytestmark = [
     pytest.mark.gpu,

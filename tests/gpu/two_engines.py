@@ -50,7 +50,7 @@ async def main(way: str, a: str, b: str, num_commits: str) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if way == "apart":
-        from vllm.inflight.engine.lockstep import Lockstep
+        from vllm.inflight.engine.update.dp_commit import Lockstep
 
         # Nobody meets. The engines, which are forked off this process, inherit it.
         Lockstep.is_kept = property(lambda self: False)  # type: ignore[method-assign,assignment]

@@ -155,11 +155,11 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
         put: `setattr`, or one that can be undone.
 
     """
-    from vllm.inflight.engine import ranks, served, watch
-    from vllm.inflight.engine.pause import Pauses
-    from vllm.inflight.stage.intake import Intake
-    from vllm.inflight.stage.job import Job
-    from vllm.inflight.stage.stager import Stager
+    from vllm.inflight.engine.pause.pause import Pauses
+    from vllm.inflight.engine.update import live_version, monitor, ranks
+    from vllm.inflight.worker.staging.loader import Intake
+    from vllm.inflight.worker.staging.thread import Job
+    from vllm.inflight.worker.staging.worker import Stager
 
     global _put
     if hasattr(Job.run, "tests_are_here"):
@@ -200,12 +200,12 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     at(Job, "_seal", "verify", of_job)
     at(Stager, "staged", "vote", of_stager)
     at(Stager, "flip", "before the flip", of_stager)
-    at(served.Served, "advance", "before the flip", of_served)
-    at(served.Served, "_take_on", "after the flip", of_served)
+    at(live_version.Served, "advance", "before the flip", of_served)
+    at(live_version.Served, "_take_on", "after the flip", of_served)
     at(Pauses, "treat", "reply", of_served)
     _in_stream(Intake)
     _around_flip(Stager, of_stager)
-    _in_core(ranks.Ranks, watch)
+    _in_core(ranks.Ranks, monitor)
 
 
 def _in_stream(intake: Any) -> None:

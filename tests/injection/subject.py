@@ -15,7 +15,7 @@ from tests.injection.points import STALL_S, Trap
 from tests.shared_memory import names, nothing_came
 from tests.waiting import until
 from vllm.inflight.errors import InflightError
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.waiting import in_background
 
 SLACK_S = 30.0
 """Of a busy machine with two cores; updates have a deadline of twice that, which comes

@@ -12,8 +12,8 @@ from tests.checkpoint_source import CheckpointSource
 from tests.nursery import nursery
 from tests.wire.peers import HOST
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.trainer.server import HttpEngine
-from vllm.inflight.wire.trainer import GlooTrainerInitInfo
+from vllm.inflight.trainer.http_client import HttpEngine
+from vllm.inflight.transport.collective.trainer_engine import GlooTrainerInitInfo
 
 BUCKET_BYTES = 1 << 14
 """Small, so that half an update is many buckets."""

@@ -9,7 +9,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 
 from tests.engine.bare_core import Streams, call
 from tests.simulated.worker import BLOCK, SimulatedExecutor
-from vllm.inflight.engine.sessions import Aborted
+from vllm.inflight.engine.scheduling.aborted_sessions import Aborted
 
 NUM_BLOCKS = 48
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.simulated.worker import SimulatedExecutor
-from vllm.inflight.api.control import Control
+from vllm.inflight.api.control.control import Control
 
 
 class Failing(SimulatedExecutor):

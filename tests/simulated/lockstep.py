@@ -24,7 +24,7 @@ from tests.engine.bare_core import add, call, prompt
 from tests.simulated.core import simulated_core
 from tests.simulated.worker import SimulatedExecutor
 from tests.waiting import until
-from vllm.inflight.engine.stamp import Stamp
+from vllm.inflight.engine.scheduling.version_stamp import Stamp
 
 HOST = "127.0.0.1"
 NUM_ENGINES = 2

@@ -7,9 +7,9 @@ import pytest
 
 from tests.engine.bare_core import call
 from tests.simulated.doors import Door, publish, served
-from vllm.inflight.api.control import Control
+from vllm.inflight.api.control.control import Control
 from vllm.inflight.errors import InflightError, VersionConflict, WeightsMismatch
-from vllm.inflight.stage.board import Board
+from vllm.inflight.worker.status_board import Board
 
 pytestmark = pytest.mark.engine
 

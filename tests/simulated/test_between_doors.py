@@ -8,8 +8,8 @@ import pytest
 from tests.engine.bare_core import Streams, add, call, prompt
 from tests.simulated.core import Loop
 from tests.simulated.doors import Door, cancelled_and_over, publish, served
-from vllm.inflight.api.control import Control
-from vllm.inflight.api.journal import restore
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.control.restore import restore
 from vllm.inflight.errors import (
     EngineFault,
     InflightError,

@@ -11,8 +11,8 @@ from tests.simulated.core import assert_told_truly, stage_weights
 from tests.simulated.graph import Queued
 from tests.simulated.load import LABELS, answered, ask, code, started
 from tests.simulated.test_sessions import TEXT, Told, heard, say
-from vllm.inflight.engine import connectors
-from vllm.inflight.engine.cache import Policy
+from vllm.inflight.engine.scheduling import kv_connectors
+from vllm.inflight.engine.scheduling.prefix_cache import Policy
 
 pytestmark = pytest.mark.engine
 
@@ -114,7 +114,7 @@ def test_a_session_that_ends_its_turn_keeps_out_the_commit_that_waited_for_it(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = Saving(core)
-    monkeypatch.setattr(connectors, "_apart", lambda scheduler: [saving])
+    monkeypatch.setattr(kv_connectors, "_apart", lambda scheduler: [saving])
     streams = Told(core)
     say(core, list(TEXT))
     while not core.scheduler.running:

@@ -12,7 +12,7 @@ from tests.engine.bare_core import call
 from tests.simulated.core import publish_weights, stage_weights
 from tests.simulated.load import ask, started
 from tests.waiting import until
-from vllm.inflight.engine import events
+from vllm.inflight.engine import event_log
 from vllm.inflight.errors import WeightsMismatch
 
 pytestmark = pytest.mark.engine
@@ -43,12 +43,12 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    handler, level = Lines(), events.logger.level
-    events.logger.addHandler(handler)
-    events.logger.setLevel(logging.DEBUG)
+    handler, level = Lines(), event_log.logger.level
+    event_log.logger.addHandler(handler)
+    event_log.logger.setLevel(logging.DEBUG)
     yield handler
-    events.logger.removeHandler(handler)
-    events.logger.setLevel(level)
+    event_log.logger.removeHandler(handler)
+    event_log.logger.setLevel(level)
 
 
 def test_a_version_is_begun_staged_committed_and_rolled_back(

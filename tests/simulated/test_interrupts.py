@@ -13,7 +13,7 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import Streams, add, call, prompt
 from tests.simulated.core import publish_weights, stage_weights
 from tests.simulated.worker import SimulatedExecutor
-from vllm.inflight.engine.journal import Journal
+from vllm.inflight.engine.update.journal import Journal
 
 pytestmark = pytest.mark.engine
 

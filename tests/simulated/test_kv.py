@@ -14,8 +14,8 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import Streams, add, call, prompt, request
 from tests.simulated.core import publish_weights
 from tests.simulated.load import KINDS, ask
-from vllm.inflight.engine.cache import Policy, Root
-from vllm.inflight.engine.provenance import trail_of
+from vllm.inflight.engine.scheduling.kv_provenance import trail_of
+from vllm.inflight.engine.scheduling.prefix_cache import Policy, Root
 
 pytestmark = pytest.mark.engine
 

@@ -13,9 +13,9 @@ from vllm.v1.engine import EngineCoreRequestType
 from tests.engine.bare_core import add, call, prompt
 from tests.simulated.lockstep import Together, together
 from tests.waiting import until
-from vllm.inflight.api.control import Control
-from vllm.inflight.engine import lockstep
-from vllm.inflight.engine.lockstep import Lockstep
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.engine.update import dp_commit
+from vllm.inflight.engine.update.dp_commit import Lockstep
 from vllm.inflight.errors import Conflict, EngineFault, PauseConflict, UpdateBusy
 
 pytestmark = pytest.mark.engine
@@ -291,7 +291,7 @@ def test_updates_whose_ids_the_engines_made_up_are_one(both: Together) -> None:
 def test_patience_with_an_engine_that_is_not_asked_ends(
     both: Together, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lockstep, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(dp_commit, "PATIENCE_S", 0.2)
     both.start(2, 2)
     both.stage(1)
     asked = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.bare_core import Streams, add, call, prompt
-from vllm.inflight.api.kv_cache import release_kv_cache
+from vllm.inflight.api.compat.queries import release_kv_cache
 from vllm.inflight.errors import EngineFault, PauseConflict
 
 

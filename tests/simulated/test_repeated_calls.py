@@ -9,11 +9,12 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import call
 from tests.simulated.core import publish_weights
 from tests.simulated.load import ask, code
-from vllm.inflight.api import pieces, rate
-from vllm.inflight.api.control import Control
-from vllm.inflight.api.disk import from_disk
-from vllm.inflight.api.door import run_sync
-from vllm.inflight.api.pipelinerl import receive
+from vllm.inflight.api.compat import partial_updates
+from vllm.inflight.api.compat.pipelinerl import receive
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.control.core_client import run_sync
+from vllm.inflight.api.control.from_disk import from_disk
+from vllm.inflight.api.request import rate_limit
 from vllm.inflight.errors import Conflict, InflightError, UpdateBusy
 from vllm.inflight.update import Phase
 
@@ -58,14 +59,14 @@ def test_a_start_is_spent_for_unless_it_is_a_repetition(
 
     def costs(refusal: type[InflightError] | None = None, **body: Any) -> int:
         spent: list[None] = []
-        token = rate.allowance.set(lambda: spent.append(None))
+        token = rate_limit.allowance.set(lambda: spent.append(None))
         try:
             run_sync(control.start(**OPENING, **body))
             assert refusal is None
         except InflightError as error:
             assert type(error) is refusal
         finally:
-            rate.allowance.reset(token)
+            rate_limit.allowance.reset(token)
         return len(spent)
 
     assert costs(update_id="spent") == 1
@@ -131,7 +132,9 @@ def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
             return [answer]
 
     control = Control(Hurried(core))
-    taken = run_sync(pieces.take(control, "local", {}, label="pieces", commit={}))
+    taken = run_sync(
+        partial_updates.take(control, "local", {}, label="pieces", commit={})
+    )
     assert taken["message"] == "weights updated"
     assert taken["weight_version"] == "pieces"
     assert core.model_executor.live == 1

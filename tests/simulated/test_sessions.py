@@ -12,9 +12,13 @@ from vllm.v1.engine.core import EngineCore
 from tests.engine.bare_core import Streams, add, call, prompt, request
 from tests.simulated.core import publish_weights
 from tests.simulated.load import KINDS
-from vllm.inflight.engine import scheduler
-from vllm.inflight.engine.sessions import NUM_REMEMBERED, Aborted, mark
-from vllm.inflight.engine.stamp import KV_FIELD, Stamp
+from vllm.inflight.engine.scheduling import scheduler
+from vllm.inflight.engine.scheduling.aborted_sessions import (
+    NUM_REMEMBERED,
+    Aborted,
+    mark,
+)
+from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD, Stamp
 
 pytestmark = pytest.mark.engine
 

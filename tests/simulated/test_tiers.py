@@ -11,7 +11,7 @@ from tests.engine.bare_core import Streams, add, call, prompt
 from tests.simulated.core import Loop, publish_weights, simulated_core, stage_weights
 from tests.simulated.load import answered, ask, code
 from tests.simulated.tiered import Tiered, offloading
-from vllm.inflight.engine.cache import Policy
+from vllm.inflight.engine.scheduling.prefix_cache import Policy
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.bare_core import Streams, add, prompt
 from tests.simulated.doors import Door, cancelled_and_over, publish, served
-from vllm.inflight.api.control import Control
+from vllm.inflight.api.control.control import Control
 from vllm.inflight.errors import EngineFault, PauseConflict
 
 

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm.inflight.stage.board import Board
+from vllm.inflight.worker.status_board import Board
 
 BLOCK = 16
 WINDOW = 40

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.mixtures import mixed
 from tests.soak.history import History
 from tests.soak.judge import MLP
-from vllm.inflight.api.methods import control_of
+from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.trainer import Publisher
 
 FILE = "model.safetensors"

@@ -14,9 +14,9 @@ import pytest
 
 from tests.trainer.stand_in import StandIn
 from tests.waiting import until
-from vllm.inflight.trainer import parcel, patience
-from vllm.inflight.trainer.parcel import SHARED_MEMORY
-from vllm.inflight.trainer.queue import Queue
+from vllm.inflight.trainer import retry, snapshot
+from vllm.inflight.trainer.publish_queue import Queue
+from vllm.inflight.trainer.snapshot import SHARED_MEMORY
 
 
 @pytest.fixture
@@ -84,19 +84,19 @@ def leaping(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(leaps))
     monkeypatch.setattr(Queue, "give_way", leap)
-    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(retry, "time", clock)
     return leaps
 
 
 def parcels(folder: Path = SHARED_MEMORY) -> set[Path]:
     """The parcels of these tests that lie in a folder."""
-    return set(folder.glob(parcel.PREFIX + "*"))
+    return set(folder.glob(snapshot.PREFIX + "*"))
 
 
 @pytest.fixture(autouse=True)
 def no_parcel_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a test does, its parcels in shared memory are gone afterwards."""
     # Apart from those of other processes of this machine.
-    monkeypatch.setattr(parcel, "PREFIX", f"{parcel.PREFIX}tests-{os.getpid()}-")
+    monkeypatch.setattr(snapshot, "PREFIX", f"{snapshot.PREFIX}tests-{os.getpid()}-")
     yield
     until(lambda: not parcels(), "a parcel stayed")

@@ -21,7 +21,7 @@ from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from vllm.inflight.trainer.source import facts, gathering, take_part, tensors
+from vllm.inflight.trainer.sources.stream import facts, gathering, take_part, tensors
 
 PATIENCE = timedelta(seconds=60)
 

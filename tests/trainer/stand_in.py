@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from vllm.inflight.api.rate import Rate
-from vllm.inflight.commit.ledger import Ledger
-from vllm.inflight.commit.transaction import Update
+from vllm.inflight.api.request.rate_limit import Rate
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.engine.update.ledger import Ledger
 from vllm.inflight.errors import (
     InflightError,
     NothingToRollBack,

@@ -29,9 +29,9 @@ from vllm.inflight.errors import (
     WrongPhase,
 )
 from vllm.inflight.trainer import ServerClient
-from vllm.inflight.trainer.client import CLOSING_S
-from vllm.inflight.trainer.patience import Patience
-from vllm.inflight.trainer.server import HttpEngine
+from vllm.inflight.trainer.http_client import HttpEngine
+from vllm.inflight.trainer.retry import Patience
+from vllm.inflight.trainer.sync_client import CLOSING_S
 
 INIT = "/init_weight_transfer_engine"
 
@@ -175,7 +175,7 @@ def test_a_client_that_is_closed_leaves_no_update_under_way(engine):
 
 
 def test_closing_does_not_wait_for_a_server_that_is_gone(engine, monkeypatch):
-    monkeypatch.setattr("vllm.inflight.trainer.client.CLOSING_S", 0.2)
+    monkeypatch.setattr("vllm.inflight.trainer.sync_client.CLOSING_S", 0.2)
     engine.faults[ABORT] = [DROP] * 100
     with (
         pytest.raises(ZeroDivisionError),

@@ -17,8 +17,8 @@ from tests.processors import transposed
 from tests.seeing import SEEING
 from tests.tiny import common_fields, draw_wide, make_tokenizer
 from vllm.inflight.errors import Malformed
-from vllm.inflight.trainer import conversion
-from vllm.inflight.trainer.source import facts, tensors
+from vllm.inflight.trainer.sources import checkpoint_layout
+from vllm.inflight.trainer.sources.stream import facts, tensors
 
 LAYER_BY_LAYER = ("mixtral", "qwen3_moe", "lfm2_moe", "ernie4_5_moe", "llava")
 """Some whose conversion renames, splits, or both."""
@@ -172,7 +172,7 @@ def test_a_transformers_that_does_not_offer_the_conversion_is_told(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(
-        conversion, "importlib", SimpleNamespace(import_module=imported)
+        checkpoint_layout, "importlib", SimpleNamespace(import_module=imported)
     )
     model = made("llama")
     assert dict(tensors(model)).keys() == dict(model.named_parameters()).keys()

@@ -35,9 +35,9 @@ from vllm.inflight.errors import (
     UpdateBusy,
     WeightsMismatch,
 )
-from vllm.inflight.trainer import Publisher, delivery, server
-from vllm.inflight.trainer.patience import Patience
-from vllm.inflight.trainer.server import HttpEngine
+from vllm.inflight.trainer import Publisher, coordinator, http_client
+from vllm.inflight.trainer.http_client import HttpEngine
+from vllm.inflight.trainer.retry import Patience
 
 
 @pytest.mark.parametrize("fault", [DROP, LOSE, STARTING])
@@ -55,7 +55,7 @@ def test_a_call_whose_reply_is_lost_is_made_again_under_the_same_id(
 
 
 def test_a_call_that_is_not_answered_in_time_is_made_again(engine, monkeypatch):
-    monkeypatch.setattr(server, "REPLY_S", 0.1)
+    monkeypatch.setattr(http_client, "REPLY_S", 0.1)
     engine.held[START] = threading.Event()
     with publisher(engine) as to:
         future = to.publish(block=False)
@@ -323,7 +323,7 @@ def test_while_one_has_yet_to_commit_another_trainer_leaves_the_way_back(engine,
 def test_those_that_have_switched_go_back_before_the_others_are_free(
     engine, other, monkeypatch
 ):
-    monkeypatch.setattr(delivery, "GRACE_S", 20)
+    monkeypatch.setattr(coordinator, "GRACE_S", 20)
     route, freed = engine._route, []
 
     def routed(path, body):

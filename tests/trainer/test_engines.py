@@ -18,9 +18,9 @@ from vllm.inflight.errors import (
     EngineUnreachable,
     NoTransport,
 )
-from vllm.inflight.trainer import Publisher, delivery
-from vllm.inflight.trainer.engines import LocalEngine
-from vllm.inflight.trainer.patience import Patience
+from vllm.inflight.trainer import Publisher, coordinator
+from vllm.inflight.trainer.engine_clients import LocalEngine
+from vllm.inflight.trainer.retry import Patience
 
 
 class Sync:
@@ -242,7 +242,7 @@ def test_an_async_llm_without_a_loop_is_refused():
 
 
 def test_a_loop_that_does_not_run_ends_the_patience(monkeypatch):
-    monkeypatch.setattr(delivery, "SLACK_S", 30)  # the calls end by themselves
+    monkeypatch.setattr(coordinator, "SLACK_S", 30)  # the calls end by themselves
     loop = asyncio.new_event_loop()
     with (
         Publisher(Async(), weights(), loop=loop, timeout_s=0.2) as to,

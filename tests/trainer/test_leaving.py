@@ -27,9 +27,9 @@ from tests.trainer.stand_in import (
 from tests.waiting import until
 from vllm.inflight.background import in_background
 from vllm.inflight.errors import Cancelled
-from vllm.inflight.trainer import delivery, queue
-from vllm.inflight.trainer.delivery import GIVE_UP_S
-from vllm.inflight.trainer.server import HttpEngine
+from vllm.inflight.trainer import coordinator, publish_queue
+from vllm.inflight.trainer.coordinator import GIVE_UP_S
+from vllm.inflight.trainer.http_client import HttpEngine
 
 HOST = """
 import json, os, signal, sys
@@ -64,7 +64,7 @@ def waits_for(publisher):
 """
 STARTING_S = 60
 """For torch to be imported, on a machine that has other things to do."""
-LEAVING_S = queue.EXIT_S + GIVE_UP_S + 20
+LEAVING_S = publish_queue.EXIT_S + GIVE_UP_S + 20
 """Likewise, to be cleaned up. A publisher would wait for an engine for ten minutes."""
 
 
@@ -234,7 +234,7 @@ def test_what_an_exception_gives_up_is_aborted_and_its_futures_are_told(engine):
 def test_a_commit_that_is_under_way_when_an_exception_comes_may_end(
     engine, monkeypatch
 ):
-    monkeypatch.setattr(delivery, "GRACE_S", 20)
+    monkeypatch.setattr(coordinator, "GRACE_S", 20)
     engine.delays[FINISH] = 0.3
     with pytest.raises(KeyError), publisher(engine) as to:
         future = to.publish("v", block=False)
@@ -298,6 +298,6 @@ def test_what_is_given_up_gives_its_time_back_soon_without_the_engine(
         began = time.monotonic()
         raise KeyError
     assert [call.args[-1].timeout_s <= GIVE_UP_S for call in aborts] == [True]
-    assert time.monotonic() - began < delivery.RETREAT_S  # it is held for twice that
+    assert time.monotonic() - began < coordinator.RETREAT_S  # it is held for twice that
     engine.held[UPDATE].set()
     engine.held[ABORT].set()

@@ -20,9 +20,9 @@ from tests.trainer.conftest import parcels
 from vllm.inflight import ops
 from vllm.inflight.errors import ConfigError, Malformed
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.trainer import parcel as room
-from vllm.inflight.trainer.parcel import DTYPES, SHARED_MEMORY, Parcel, sweep
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.trainer import snapshot as room
+from vllm.inflight.trainer.snapshot import DTYPES, SHARED_MEMORY, Parcel, sweep
+from vllm.inflight.transport.waiting import in_background
 
 
 def mixed() -> dict[str, torch.Tensor]:

@@ -22,8 +22,8 @@ from tests.trainer.stand_in import (
 from tests.waiting import until
 from vllm.inflight.errors import ConfigError, EngineUnreachable, Malformed
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.trainer.parcel import SHARED_MEMORY
-from vllm.inflight.trainer.server import HttpEngine
+from vllm.inflight.trainer.http_client import HttpEngine
+from vllm.inflight.trainer.snapshot import SHARED_MEMORY
 
 
 def test_a_publish_brings_every_tensor_its_version_and_its_step(engine):
@@ -272,7 +272,7 @@ def test_the_trainers_side_imports_nothing_of_the_engine():
         import sys
         import vllm.inflight.trainer
         heavy = ("v1", "config", "engine", "entrypoints", "model_executor",
-                 "distributed", "platforms", "inflight.stage", "inflight.engine",
+                 "distributed", "platforms", "inflight.worker", "inflight.engine",
                  "inflight.api", "inflight.patch", "inflight.upstream")
         print([m for m in heavy if f"vllm.{m}" in sys.modules])
     """

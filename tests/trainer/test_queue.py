@@ -17,12 +17,12 @@ from tests.trainer.stand_in import (
     weights,
 )
 from tests.waiting import until
-from vllm.inflight.api.rate import Rate
+from vllm.inflight.api.request.rate_limit import Rate
 from vllm.inflight.background import Background
 from vllm.inflight.errors import TooManyUpdates, UpdateBusy, WeightsMismatch
 from vllm.inflight.trainer import Outcome
-from vllm.inflight.trainer.parcel import Parcel
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.trainer.snapshot import Parcel
+from vllm.inflight.transport.waiting import in_background
 
 
 def test_a_busy_engine_is_waited_for(engine):

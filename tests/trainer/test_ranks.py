@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.trainer.stand_in import UPDATE, publisher
-from vllm.inflight.trainer.source import tensors
+from vllm.inflight.trainer.sources.stream import tensors
 
 PATIENCE = timedelta(seconds=120)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.sharded import MODELS, WAYS
-from vllm.inflight.trainer.source import tensors
+from vllm.inflight.trainer.sources.stream import tensors
 
 
 @pytest.fixture(scope="module")

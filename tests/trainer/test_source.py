@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vllm.inflight.errors import ConfigError, Malformed
-from vllm.inflight.trainer.source import check, tensors
+from vllm.inflight.trainer.sources.stream import check, tensors
 
 
 class Model(nn.Module):

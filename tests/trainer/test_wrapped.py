@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.trainer.sharded import mixtral, plain
 from vllm.inflight.errors import Malformed
-from vllm.inflight.trainer.source import facts, tensors
+from vllm.inflight.trainer.sources.stream import facts, tensors
 
 Tensors = dict[str, torch.Tensor]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from vllm.inflight.errors import TransferFault
-from vllm.inflight.wire.device_memory import HANDLE_BYTES, Extent
+from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, Extent
 
 
 class HostMemory:

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.meeting import Meeting, Terms
-from vllm.inflight.wire.opening import open_group
-from vllm.inflight.wire.receiver import Receiver
-from vllm.inflight.wire.sender import Sender
-from vllm.inflight.wire.watch import Watch, in_background
+from vllm.inflight.transport.buckets.receiver import Receiver
+from vllm.inflight.transport.buckets.sender import Sender
+from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.collective.connect import open_group
+from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.group import Terms
+from vllm.inflight.transport.waiting import Watch, in_background
 
 HOST = "127.0.0.1"
 BUCKET_BYTES = 4096
@@ -78,7 +79,7 @@ class Recorder:
 
 def engine(model: Any = None, *, rank: int = 0, replica: int = 0, size: int = 1) -> Any:
     """The receiving engine of one worker of a CPU engine."""
-    from vllm.inflight.wire.broadcast import GlooEngine
+    from vllm.inflight.transport.collective.receiver_engine import GlooEngine
 
     parallel = SimpleNamespace(
         rank=rank,

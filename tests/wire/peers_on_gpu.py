@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from tests.wire.peers import HOST, PATIENT, tensors
-from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.meeting import Meeting, Terms
-from vllm.inflight.wire.opening import open_group
-from vllm.inflight.wire.sender import Sender
+from vllm.inflight.transport.buckets.sender import Sender
+from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.collective.connect import open_group
+from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.group import Terms
 
 GPU_BUCKET_BYTES = 256 << 20
 TENSOR_BYTES = 128 << 20

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.wire.peers import tensors
-from vllm.inflight.wire.announcement import Announcement
+from vllm.inflight.transport.buckets.tensor_list import Announcement
 
 
 def test_it_comes_back_from_the_words_of_upstream():

@@ -15,13 +15,14 @@ from tests.wire.peers import BUCKET_BYTES, HOST, digests, engine, init_info, ten
 from vllm.inflight import upstream
 from vllm.inflight.errors import ConfigError, TransferFault
 from vllm.inflight.patch import BACKENDS
-from vllm.inflight.trainer import source as sources
-from vllm.inflight.wire import engine as transports
-from vllm.inflight.wire import ipc_trainer, trainer
-from vllm.inflight.wire.broadcast import GlooEngine, NcclEngine
-from vllm.inflight.wire.engine import StagedEngine
-from vllm.inflight.wire.local import LocalEngine
-from vllm.inflight.wire.weights import Weights
+from vllm.inflight.trainer.sources import stream as sources
+from vllm.inflight.transport import base as transports
+from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.transport.collective import trainer_engine as trainer
+from vllm.inflight.transport.collective.receiver_engine import GlooEngine, NcclEngine
+from vllm.inflight.transport.cuda_ipc import trainer_engine as ipc_trainer
+from vllm.inflight.transport.files.receiver_engine import LocalEngine
+from vllm.inflight.transport.weight_source import Weights
 
 
 @pytest.mark.parametrize("cls", [GlooEngine, NcclEngine, LocalEngine])
@@ -315,8 +316,14 @@ def test_a_trainer_rank_that_does_not_send_only_gathers(client, module):
 @pytest.mark.parametrize(
     ("info", "kind"),
     [
-        (trainer.GlooTrainerInitInfo(HOST, 0, 2, rank=1), trainer.BroadcastTrainer),
-        (trainer.NcclTrainerInitInfo(HOST, 0, 2, rank=1), trainer.BroadcastTrainer),
+        (
+            trainer.GlooTrainerInitInfo(HOST, 0, 2, rank=1),
+            trainer.BroadcastTrainer,
+        ),
+        (
+            trainer.NcclTrainerInitInfo(HOST, 0, 2, rank=1),
+            trainer.BroadcastTrainer,
+        ),
     ],
 )
 def test_every_backend_has_a_trainer(info, kind, client):
@@ -364,8 +371,9 @@ def test_a_cpu_engine_has_no_nccl():
 def test_the_trainers_end_needs_torch_and_no_vllm():
     code = (
         "import sys\n"
-        "import vllm.inflight.wire.sender, vllm.inflight.wire.group\n"
-        "import vllm.inflight.wire.gloo, vllm.inflight.wire.nccl\n"
+        "import vllm.inflight.transport.buckets.sender, vllm.inflight.transport.group\n"
+        "import vllm.inflight.transport.collective.gloo\n"
+        "import vllm.inflight.transport.collective.nccl\n"
         "print([m for m in sys.modules if m.startswith(('vllm.config', "
         "'vllm.distributed', 'vllm.inflight.upstream', 'vllm.v1'))])\n"
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.inflight.wire.buckets import extent, plan
+from vllm.inflight.transport.buckets.plan import extent, plan
 
 CASES = {
     "nothing at all": ([], []),

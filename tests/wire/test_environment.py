@@ -14,14 +14,17 @@ import torch
 from torch.distributed import HashStore
 
 from vllm.inflight import upstream
-from vllm.inflight.wire import plain
-from vllm.inflight.wire.environment import unpinned
-from vllm.inflight.wire.libnccl import UniqueId
-from vllm.inflight.wire.lifeline import Lifeline
-from vllm.inflight.wire.plain import FIRST_COMMUNICATOR, _PlainNccl
-from vllm.inflight.wire.process_group import GroupsEngine
-from vllm.inflight.wire.rendezvous import Rendezvous
-from vllm.inflight.wire.watch import Watch, in_background
+from vllm.inflight.transport.collective.nccl import unpinned
+from vllm.inflight.transport.collective.nccl_api import UniqueId
+from vllm.inflight.transport.liveness import Lifeline
+from vllm.inflight.transport.torch_groups import rendezvous
+from vllm.inflight.transport.torch_groups.receiver_engine import GroupsEngine
+from vllm.inflight.transport.torch_groups.rendezvous import (
+    FIRST_COMMUNICATOR,
+    Rendezvous,
+    _PlainNccl,
+)
+from vllm.inflight.transport.waiting import Watch, in_background
 
 NAME = bytes(range(128))
 
@@ -79,7 +82,7 @@ def test_a_torch_group_waits_long_for_its_trainer_and_not_for_the_connection(
 
     terms = SimpleNamespace(wire="nccl")
     meeting = SimpleNamespace(store=store, terms=terms, lifeline=Lifeline())
-    monkeypatch.setattr(plain, "_PlainNccl", Told)
+    monkeypatch.setattr(rendezvous, "_PlainNccl", Told)
     monkeypatch.setattr(Rendezvous, "join", lambda *_: meeting)
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
     config = SimpleNamespace(parallel_config=parallel, model_config=None)

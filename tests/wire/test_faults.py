@@ -26,14 +26,14 @@ from tests.wire.peers import (
     update,
 )
 from vllm.inflight.errors import Cancelled, EngineFault, TransferFault, WeightsMismatch
-from vllm.inflight.stage.intake import Intake
-from vllm.inflight.stage.origin import Origin
-from vllm.inflight.stage.places import Places
-from vllm.inflight.stage.plan import Plan
-from vllm.inflight.stage.spares import Spares
+from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.waiting import in_background
 from vllm.inflight.update import Manifest
-from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.worker.replay_plan import Plan
+from vllm.inflight.worker.staging.loader import Intake
+from vllm.inflight.worker.verify.ignored_tensors import Spares
+from vllm.inflight.worker.verify.parameter_map import Places
+from vllm.inflight.worker.verify.start_checkpoint import Origin
 
 SOON_S = 10.0
 """Far below the minutes of a default, and patient with a busy machine."""

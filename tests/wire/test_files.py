@@ -28,19 +28,19 @@ from tests.wire.peers import (
     open_things,
 )
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
-from vllm.inflight.wire import file_reader, local
-from vllm.inflight.wire.assembly import Home
-from vllm.inflight.wire.file_reader import FileReader
-from vllm.inflight.wire.local import LocalEngine
-from vllm.inflight.wire.receiver import Incoming, Receiver
-from vllm.inflight.wire.tensor_files import TensorFiles
-from vllm.inflight.wire.watch import Watch
+from vllm.inflight.transport.buckets.reassembly import Home
+from vllm.inflight.transport.buckets.receiver import Incoming, Receiver
+from vllm.inflight.transport.files import bucket_reader, receiver_engine
+from vllm.inflight.transport.files.bucket_reader import FileReader
+from vllm.inflight.transport.files.receiver_engine import LocalEngine
+from vllm.inflight.transport.files.safetensors_files import TensorFiles
+from vllm.inflight.transport.waiting import Watch
 
 
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> FileReader:
     """With small buckets, each read in many runs."""
-    monkeypatch.setattr(file_reader, "RUN_BYTES", 512)
+    monkeypatch.setattr(bucket_reader, "RUN_BYTES", 512)
     return FileReader(CPU, BUCKET_BYTES)
 
 
@@ -175,7 +175,7 @@ def is_shut(pool: Any) -> bool:
 def test_an_update_that_is_cancelled_waits_for_no_more_than_is_being_read(
     reader: FileReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_reader, "RUN_BYTES", BUCKET_BYTES // 64)
+    monkeypatch.setattr(bucket_reader, "RUN_BYTES", BUCKET_BYTES // 64)
     files = written(tmp_path, buckets())
     before = open_things()
     real, reads = os.preadv, []
@@ -190,7 +190,7 @@ def test_an_update_that_is_cancelled_waits_for_no_more_than_is_being_read(
     watch = Watch(60.0, lambda: bool(reads))
     with pytest.raises(Cancelled), incoming(reader, files, watch) as pairs:
         list(pairs)
-    assert len(reads) <= file_reader.NUM_THREADS
+    assert len(reads) <= bucket_reader.NUM_THREADS
     assert open_things() <= before
 
 
@@ -288,7 +288,7 @@ def test_what_is_read_for_the_host_of_a_gpu_is_read_by_several(
         yield from ()
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    monkeypatch.setattr(local, "read_opened", read)
+    monkeypatch.setattr(receiver_engine, "read_opened", read)
     receiving = engine(torch.device(device), "host")
     receiving.vllm_config.parallel_config = SimpleNamespace(
         local_world_size=1, data_parallel_size_local=1
@@ -303,7 +303,7 @@ def test_a_drafters_tensors_are_renamed_however_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fills_gpu: bool
 ) -> None:
     monkeypatch.setattr(LocalEngine, "fills_gpu", fills_gpu)
-    monkeypatch.setattr(local, "BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(receiver_engine, "BUCKET_BYTES", BUCKET_BYTES)
     named = {"one": torch.ones(3), "draft.two": torch.ones(2)}
     receiving = engine(CPU)
     (file,) = written(tmp_path, named, 1)

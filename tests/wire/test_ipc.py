@@ -17,12 +17,12 @@ from tests.wire.host_memory import HostMemory
 from tests.wire.peers import BUCKET_BYTES, CPU, Recorder, digests, tensors
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
-from vllm.inflight.wire import exports
-from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.assembly import Home
-from vllm.inflight.wire.device_memory import HANDLE_BYTES, CudaMemory
-from vllm.inflight.wire.exports import Exports, Mappings
-from vllm.inflight.wire.ipc import IpcEngine
+from vllm.inflight.transport.buckets.reassembly import Home
+from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.cuda_ipc import handles
+from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, CudaMemory
+from vllm.inflight.transport.cuda_ipc.handles import Exports, Mappings
+from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 
 ANOTHER = "another process"
 
@@ -133,7 +133,7 @@ def test_memory_of_an_update_that_did_not_finish_is_let_go_by_the_next(
 def test_a_trainer_in_the_engines_own_process_maps_nothing(memory: HostMemory) -> None:
     named = {"a": torch.randn(40)}
     info = lent(named, memory)
-    info["exports"]["process"] = exports.process()
+    info["exports"]["process"] = handles.process()
     engine = worker(memory)
     receive(engine, info)
     assert digests(engine.model.loaded.items()) == digests(named.items())
@@ -143,7 +143,7 @@ def test_a_trainer_in_the_engines_own_process_maps_nothing(memory: HostMemory) -
 def test_a_fork_of_a_trainer_is_another_process(memory: HostMemory) -> None:
     fork = multiprocessing.get_context("fork")
     with fork.Pool(1) as pool:
-        assert pool.apply(exports.process) != exports.process()
+        assert pool.apply(handles.process) != handles.process()
 
 
 def test_a_trainer_on_another_host_is_refused(memory: HostMemory) -> None:

@@ -12,8 +12,11 @@ from tests.wire.host_memory import HostMemory
 from tests.wire.peers import digests, tensors
 from tests.wire.test_ipc import receive, worker
 from vllm.inflight.errors import WrongPhase
-from vllm.inflight.wire.ipc import IpcEngine
-from vllm.inflight.wire.ipc_trainer import IpcTrainer, IpcTrainerInitInfo
+from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
+from vllm.inflight.transport.cuda_ipc.trainer_engine import (
+    IpcTrainer,
+    IpcTrainerInitInfo,
+)
 
 Tensors = dict[str, torch.Tensor]
 

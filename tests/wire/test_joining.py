@@ -28,16 +28,16 @@ from tests.wire.peers import (
     process,
 )
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
-from vllm.inflight.wire import plain
-from vllm.inflight.wire.lifeline import Lifeline
-from vllm.inflight.wire.meeting import Meeting, Terms
-from vllm.inflight.wire.nccl import NcclGroup
-from vllm.inflight.wire.opening import open_group
-from vllm.inflight.wire.plain import _PlainNccl
-from vllm.inflight.wire.receiver import Receiver
-from vllm.inflight.wire.rendezvous import Rendezvous
-from vllm.inflight.wire.sender import Sender
-from vllm.inflight.wire.watch import Watch, in_background
+from vllm.inflight.transport.buckets.receiver import Receiver
+from vllm.inflight.transport.buckets.sender import Sender
+from vllm.inflight.transport.collective.connect import open_group
+from vllm.inflight.transport.collective.nccl import NcclGroup
+from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.group import Terms
+from vllm.inflight.transport.liveness import Lifeline
+from vllm.inflight.transport.torch_groups import rendezvous as plain
+from vllm.inflight.transport.torch_groups.rendezvous import Rendezvous, _PlainNccl
+from vllm.inflight.transport.waiting import Watch, in_background
 
 SOON_S = 10.0
 
@@ -220,7 +220,9 @@ def test_a_trainer_that_gives_up_while_the_transport_connects_is_heard(
     wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its connections close a moment later. That is what the transport notices.
-    monkeypatch.setattr("vllm.inflight.wire.opening.NcclGroup", OursWithoutGpu)
+    monkeypatch.setattr(
+        "vllm.inflight.transport.collective.connect.NcclGroup", OursWithoutGpu
+    )
     meeting = Meeting.host(Terms(wire=wire, world_size=2, bucket_bytes=256), HOST)
     joined = Meeting.join(meeting.terms, HOST, meeting.port, 1, PATIENT)
     joining = in_background(lambda: open_group(joined, CPU, PATIENT))

@@ -22,14 +22,14 @@ from tests.wire.peers import (
     host,
 )
 from vllm.inflight.errors import Cancelled, TransferFault
-from vllm.inflight.wire import process_group
-from vllm.inflight.wire.group import Group
-from vllm.inflight.wire.meeting import Meeting, Terms
-from vllm.inflight.wire.membership import Membership
-from vllm.inflight.wire.opening import open_group
-from vllm.inflight.wire.process_group import GroupsEngine
-from vllm.inflight.wire.slots import Slots
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.buckets.buffers import Slots
+from vllm.inflight.transport.collective.connect import open_group
+from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.group import Group, Terms
+from vllm.inflight.transport.torch_groups import receiver_engine
+from vllm.inflight.transport.torch_groups.membership import Membership
+from vllm.inflight.transport.torch_groups.receiver_engine import GroupsEngine
+from vllm.inflight.transport.waiting import in_background
 
 NAME = "trainers"
 
@@ -148,8 +148,8 @@ def test_what_was_announced_while_the_worker_joined_is_of_the_new_group(
     def join(*_: Any) -> Any:
         engine.miss(NAME, "refused meanwhile", 0.0)
 
-    monkeypatch.setattr(process_group.Rendezvous, "join", join)
-    monkeypatch.setattr(process_group, "open_plain", lambda *_: None)
+    monkeypatch.setattr(receiver_engine.Rendezvous, "join", join)
+    monkeypatch.setattr(receiver_engine, "open_plain", lambda *_: None)
     engine.parallel_config = SimpleNamespace(
         data_parallel_index=0, world_size=1, rank=0
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer import nccl_common
 
-from vllm.inflight.wire.numbering import own_entry, rank_in_engine, worker_index
+from vllm.inflight.transport.rank_numbers import own_entry, rank_in_engine, worker_index
 
 
 def parallel(rank: int, world_size: int, data_parallel_index: int = 0) -> Any:

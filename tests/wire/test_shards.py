@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tests.sliced_source import Entry, slices
 from tests.wire.peers import CPU, PATIENT, Recorder, connect, digests, engine
 from vllm.inflight.errors import WeightsMismatch
-from vllm.inflight.wire.announcement import Announcement
-from vllm.inflight.wire.assembly import Assembly, Home
-from vllm.inflight.wire.buckets import plan
-from vllm.inflight.wire.sender import Sender
-from vllm.inflight.wire.shards import Shard
-from vllm.inflight.wire.slots import Slots
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.buckets.buffers import Slots
+from vllm.inflight.transport.buckets.plan import plan
+from vllm.inflight.transport.buckets.reassembly import Assembly, Home
+from vllm.inflight.transport.buckets.sender import Sender
+from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_slices import Shard
+from vllm.inflight.transport.waiting import in_background
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
 

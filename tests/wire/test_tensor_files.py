@@ -23,9 +23,9 @@ from tests.fuzz import mutation
 from tests.wire.checkpoints import everything, written
 from tests.wire.peers import digests, open_things, process
 from vllm.inflight.errors import Malformed
-from vllm.inflight.wire import local
-from vllm.inflight.wire.local import read_files
-from vllm.inflight.wire.tensor_files import DTYPES, Stored, TensorFiles
+from vllm.inflight.transport.files import receiver_engine
+from vllm.inflight.transport.files.receiver_engine import read_files
+from vllm.inflight.transport.files.safetensors_files import DTYPES, Stored, TensorFiles
 
 
 def test_tensors_are_those_that_safetensors_reads(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_read_tensor_by_tensor_they_take_the_memory_of_two(tmp_path: Path) -> No
 def test_large_tensors_are_read_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "RUN_BYTES", 1 << 10)
+    monkeypatch.setattr(receiver_engine, "RUN_BYTES", 1 << 10)
     large, small = torch.arange(1 << 10), torch.arange(1 << 7)
     files = written(tmp_path, {"large": large, "small": small}, 1)
     threads: list[threading.Thread] = []
@@ -99,7 +99,7 @@ def test_one_thread_reads_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Staging beside decoding on a CPU rests by what its own thread has used."""
-    monkeypatch.setattr(local, "RUN_BYTES", 1 << 10)
+    monkeypatch.setattr(receiver_engine, "RUN_BYTES", 1 << 10)
     (file,) = written(tmp_path, {"large": (large := torch.arange(1 << 10))}, 1)
     before = set(threading.enumerate())
     for _, tensor in read_files([file]):

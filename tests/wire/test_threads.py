@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.inflight.wire.threads import MOST, num_threads
+from vllm.inflight.transport.host_threads import MOST, num_threads
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from tests.wire.peers import (
     update,
 )
 from vllm.inflight.errors import Malformed
-from vllm.inflight.wire.assembly import Home
-from vllm.inflight.wire.watch import in_background
+from vllm.inflight.transport.buckets.reassembly import Home
+from vllm.inflight.transport.waiting import in_background
 
 
 @pytest.fixture

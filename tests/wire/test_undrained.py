@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm.inflight.wire import nccl
+from vllm.inflight.transport.collective import nccl
 
 
 class Stream:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.wire.peers import connect, engine, send, tensors, update
-from vllm.inflight.wire.watch import Watch, in_background
-from vllm.inflight.wire.window import Window
+from vllm.inflight.transport.buckets.receiver import Window
+from vllm.inflight.transport.waiting import Watch, in_background
 
 
 def sizes(window: Window, *waits: float) -> list[int]:

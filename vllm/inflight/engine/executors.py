@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.turn import waiting
+from vllm.inflight.engine.step_queue import waiting
 from vllm.inflight.errors import EngineFault
 
 InFlight = deque[tuple[Any, ...]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.stamp import Stamp
+from vllm.inflight.engine.scheduling.version_stamp import Stamp
 
 
 @dataclass

@@ -18,10 +18,16 @@ SUPPORTED = ("0.32.0",)
 ALLOW_UNTESTED_ENV = "VLLM_INFLIGHT_ALLOW_UNTESTED"
 
 BACKENDS = {
-    "local": ("vllm.inflight.wire.local", "LocalEngine"),
-    "inflight_nccl": ("vllm.inflight.wire.broadcast", "NcclEngine"),
-    "inflight_gloo": ("vllm.inflight.wire.broadcast", "GlooEngine"),
-    "inflight_ipc": ("vllm.inflight.wire.ipc", "IpcEngine"),
+    "local": ("vllm.inflight.transport.files.receiver_engine", "LocalEngine"),
+    "inflight_nccl": (
+        "vllm.inflight.transport.collective.receiver_engine",
+        "NcclEngine",
+    ),
+    "inflight_gloo": (
+        "vllm.inflight.transport.collective.receiver_engine",
+        "GlooEngine",
+    ),
+    "inflight_ipc": ("vllm.inflight.transport.cuda_ipc.receiver_engine", "IpcEngine"),
 }
 """Our values of `--weight-transfer-config '{"backend": …}'`."""
 
@@ -52,24 +58,23 @@ def check_release() -> str:
 def rooms() -> list[ModuleType]:
     """The modules that hold patch records, in the order of the data."""
     from vllm.inflight.patch import (
-        adapters,
         api,
-        client,
-        core,
+        core_client,
+        engine_core,
         executor,
+        lora,
+        openai,
         outputs,
-        overwrite,
-        replies,
-        rpc,
+        reload,
         scheduler,
         sleep,
-        steps,
         worker,
+        worker_rpc,
     )
 
-    workers = [worker, steps, rpc, overwrite]
-    inside = [executor, core, client, sleep, adapters, scheduler]
-    return [*workers, *inside, outputs, replies, api]
+    workers = [worker, worker_rpc, reload]
+    inside = [executor, engine_core, core_client, sleep, lora, scheduler]
+    return [*workers, *inside, outputs, openai, api]
 
 
 def records() -> list[Patch]:

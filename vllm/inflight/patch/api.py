@@ -7,7 +7,8 @@ import os
 from http import HTTPStatus
 from typing import Any
 
-from vllm.inflight.api import methods, pausing, pipelinerl
+from vllm.inflight.api.compat import pipelinerl
+from vllm.inflight.api.control import methods
 from vllm.inflight.config import InflightConfig, check_keys_of_environment
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Patch
@@ -22,7 +23,7 @@ ALLOW_RUST_ENV = "VLLM_INFLIGHT_ALLOW_RUST_FRONTEND"
 
 def _with_flags(original: Any) -> Any:
     def add_cli_args(parser: Any) -> Any:
-        from vllm.inflight.api.flags import add_flags
+        from vllm.inflight.api.server.flags import add_flags
 
         parser = original(parser)
         add_flags(parser)
@@ -51,7 +52,7 @@ def _checked(original: Any) -> Any:
 
 def _with_routes(original: Any) -> Any:
     def load_endpoint_plugins(supported_tasks: Any = None) -> Any:
-        from vllm.inflight.api.routes import InflightEndpoints
+        from vllm.inflight.api.server.routes import InflightEndpoints
 
         plugins = list(original(supported_tasks))
         # Whatever the model is for; the server that only renders has no engine.
@@ -64,7 +65,7 @@ def _with_routes(original: Any) -> Any:
 
 def _heard(original: Any) -> Any:
     async def check_health(self: Any) -> None:
-        from vllm.inflight.api.health import heartbeat_of
+        from vllm.inflight.api.server.health import heartbeat_of
 
         await original(self)
         if (heartbeat := heartbeat_of(self)) is not None:
@@ -75,7 +76,7 @@ def _heard(original: Any) -> Any:
 
 def _admitted(original: Any) -> Any:
     async def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.inflight.api.admission import admit
+        from vllm.inflight.api.server.admission import admit
 
         await admit(self)
         return await original(self, *args, **kwargs)
@@ -85,8 +86,8 @@ def _admitted(original: Any) -> Any:
 
 def _admitted_at_once(original: Any) -> Any:
     def _render_and_add_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.inflight.api.admission import admit
-        from vllm.inflight.api.door import run_sync
+        from vllm.inflight.api.control.core_client import run_sync
+        from vllm.inflight.api.server.admission import admit
 
         run_sync(admit(self))
         return original(self, *args, **kwargs)
@@ -102,7 +103,7 @@ def _of_all_engines(original: Any) -> Any:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from vllm.inflight.api import worker_calls
+        from vllm.inflight.api.compat import worker_calls
 
         if worker_calls.takes(self, method, args, kwargs):
             return await worker_calls.carry_out(self, method, args, kwargs)
@@ -115,7 +116,7 @@ def _session_marked(original: Any) -> Any:
     async def _add_request(
         self: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
     ) -> None:
-        from vllm.inflight.engine.sessions import mark
+        from vllm.inflight.engine.scheduling.aborted_sessions import mark
 
         # A session has one queue.
         has_begun = vars(queue).get("inflight_has_begun")
@@ -161,10 +162,10 @@ METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
         ("self", "weight_version"),
         ("self", "weight_version"),
     ),
-    pausing.pause_generation: (("self", "mode", "clear_cache"), None),
-    pausing.resume_generation: (("self",), None),
-    pausing.is_paused: (("self",), None),
-    pausing.continue_generation: (None, None),
+    methods.pause_generation: (("self", "mode", "clear_cache"), None),
+    methods.resume_generation: (("self",), None),
+    methods.is_paused: (("self",), None),
+    methods.continue_generation: (None, None),
     methods.update_weights_from_disk: (None, None),
     methods.abort_weight_update: (None, None),
     methods.rollback_weights: (None, None),

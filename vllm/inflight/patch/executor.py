@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.inflight.engine.parent import end_with_parent
+from vllm.inflight.engine.parent_watchdog import end_with_parent
 from vllm.inflight.patch.record import Patch
 
 

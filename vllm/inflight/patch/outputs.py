@@ -1,6 +1,6 @@
 """Changes in the outputs: spans with epochs, on every chunk.
 
-Those in OpenAI's replies are in `replies.py`.
+Those in OpenAI's replies are in `openai.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _take_trails(original: Any) -> Any:
         weight_version: Any = None,
     ) -> Any:
         from vllm.inflight import upstream
-        from vllm.inflight.engine.stamp import KV_FIELD
+        from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD
 
         ended = upstream.FinishReason.ABORT, upstream.FinishReason.ERROR
         for output in engine_core_outputs:

@@ -10,7 +10,7 @@ from vllm.inflight.patch.record import Patch
 
 def _with_mixin(original: Any) -> Any:
     def get_scheduler_cls(self: Any) -> type:
-        from vllm.inflight.engine.scheduler import inflight_scheduler
+        from vllm.inflight.engine.scheduling.scheduler import inflight_scheduler
 
         return inflight_scheduler(original(self))
 
@@ -18,7 +18,7 @@ def _with_mixin(original: Any) -> Any:
 
 
 def _hash_once(original: Any) -> Any:
-    from vllm.inflight.engine import media
+    from vllm.inflight.engine.scheduling import encoder_cache
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
         # In the input thread, where hashing costs the loop nothing. A commit may
@@ -29,10 +29,12 @@ def _hash_once(original: Any) -> Any:
         root = policy.roots(scheduler.inflight_cache_epoch, load)[0]
         user_salt = request.cache_salt
         request.cache_salt = policy.salted(user_salt, root)
-        names = media.names_of(request.mm_features or ())
+        names = encoder_cache.names_of(request.mm_features or ())
         if names:
             rename = partial(policy.salted, root=root)
-            request.mm_features = media.renamed(request.mm_features, names, rename)
+            request.mm_features = encoder_cache.renamed(
+                request.mm_features, names, rename
+            )
         added, wave = original(self, request)
         added.inflight_media = names
         added.inflight_user_salt = user_salt

@@ -38,7 +38,7 @@ def _asleep_after_a_failure(original: Any) -> Any:
 
 def _outside_of_pools(original: Any) -> Any:
     def _maybe_get_memory_pool_context(self: Any, tag: str) -> Any:
-        from vllm.inflight.stage.residence import is_wanted
+        from vllm.inflight.worker.memory.placement import is_wanted
 
         if tag == "weights" and is_wanted(self.vllm_config):
             return nullcontext()  # pools do not nest, and the arena's is the inner one
@@ -71,9 +71,9 @@ def _noted_discarded(original: Any) -> Any:
 
 def _adapters_again(original: Any) -> Any:
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
-        from vllm.inflight.commit.adapter import write_again
-        from vllm.inflight.stage.residence import is_wanted
-        from vllm.inflight.stage.steps import between_steps
+        from vllm.inflight.worker.lora import write_again
+        from vllm.inflight.worker.memory.placement import is_wanted
+        from vllm.inflight.worker.step_tracker import between_steps
 
         original(self, tags)
         if tags is None or "weights" in tags:
@@ -89,7 +89,7 @@ def _adapters_again(original: Any) -> Any:
 
 def inflight_drowse(self: Any, level: int) -> dict[str, Any]:
     """Prepare a sleep, as far as it can fail; level 0 takes that back."""
-    from vllm.inflight.patch.rpc import answered
+    from vllm.inflight.patch.worker_rpc import answered
 
     def prepare() -> None:
         if (stager := getattr(self, "_inflight_stager", None)) is None:

@@ -23,7 +23,7 @@ def _create_on_shadow(original: Any) -> Any:
     ) -> Any:
         worker = _loading.get()
         if worker is not None and _is_on(vllm_config):
-            from vllm.inflight.stage.shadow import shadow_of
+            from vllm.inflight.worker.shadow.shadow_model import shadow_of
 
             shadow = shadow_of(worker, model)
             model = shadow.module if shadow.module is not None else model
@@ -43,8 +43,8 @@ def _load_into_arena(original: Any) -> Any:
 
         if not _is_on(vllm_config):
             return original(self, vllm_config, model_config, prefix)
-        from vllm.inflight.stage.blueprint import Blueprint, note
-        from vllm.inflight.stage.residence import settle_in
+        from vllm.inflight.worker.memory.placement import settle_in
+        from vllm.inflight.worker.shadow.build import Blueprint, note
 
         return settle_in(load, vllm_config)
 
@@ -53,7 +53,7 @@ def _load_into_arena(original: Any) -> Any:
 
 def _load_straight(original: Any) -> Any:
     def reload(*args: Any, **kwargs: Any) -> None:
-        from vllm.inflight.stage.twins import reloaded
+        from vllm.inflight.worker.shadow.parameters import reloaded
 
         model, *rest = args or (kwargs.pop("model"),)
         for part in reloaded(model):
@@ -64,7 +64,7 @@ def _load_straight(original: Any) -> Any:
 
 def _for_the_same_threads(original: Any) -> Any:
     def create(*args: Any, **kwargs: Any) -> Any:
-        from vllm.inflight.stage.packing import as_at_first
+        from vllm.inflight.worker.model.cpu_packing import as_at_first
 
         with as_at_first():
             return original(*args, **kwargs)
@@ -100,15 +100,15 @@ def _load_with_shadow(original: Any) -> Any:
             original(self, load_dummy_weights=load_dummy_weights)
         finally:
             _loading.reset(token)
-        from vllm.inflight.commit.tripwire import Tripwire
+        from vllm.inflight.worker.integrity.tripwire import Tripwire
 
         self._inflight_tripwire = Tripwire(self)
         if not _is_on(self.vllm_config):
             return
-        from vllm.inflight.commit.flip import flip_of
-        from vllm.inflight.stage import reload
-        from vllm.inflight.stage.shadow import shadow_of
-        from vllm.inflight.stage.stager import Stager
+        from vllm.inflight.worker.model import layerwise_reload
+        from vllm.inflight.worker.shadow.flip import flip_of
+        from vllm.inflight.worker.shadow.shadow_model import shadow_of
+        from vllm.inflight.worker.staging.worker import Stager
 
         with upstream.set_current_vllm_config(self.vllm_config):
             shadow = shadow_of(self, self.model_runner.get_model())
@@ -119,13 +119,13 @@ def _load_with_shadow(original: Any) -> Any:
             )
         self._inflight_stager = Stager(self, shadow, flip_of)
         both = shadow.live, shadow.module
-        reload.forget_with(self, [tree for tree in both if tree is not None])
+        layerwise_reload.forget_with(self, [tree for tree in both if tree is not None])
         if shadow.module is not None:
-            from vllm.inflight.commit.overwrite import refuse_second_set
+            from vllm.inflight.worker.integrity.outside_writes import refuse_second_set
 
             vars(shadow.module)["load_weights"] = refuse_second_set
         if self.model_config.enable_sleep_mode:
-            from vllm.inflight.stage.sleep import backend_of
+            from vllm.inflight.worker.sleep import backend_of
 
             # Upstream makes one when it is first needed, unless there is one.
             self._sleep_mode_backend = backend_of(self._inflight_stager)
@@ -196,9 +196,9 @@ def _shutdown(original: Any) -> Any:
             stager.close()
         original(self)
         if stager is not None and self.device.type == "cuda":
-            from vllm.inflight.stage.residence import move_out
-            from vllm.inflight.stage.tandem import trees
-            from vllm.inflight.wire.nccl import still_writes
+            from vllm.inflight.transport.collective.nccl import still_writes
+            from vllm.inflight.worker.memory.placement import move_out
+            from vllm.inflight.worker.model.drafter import trees
 
             if stager.is_busy or still_writes():
                 return  # memory that is written to is given back with the process
@@ -218,13 +218,59 @@ def _pool_from_the_start(original: Any) -> Any:
 
 
 def _with_new_names(original: Any) -> Any:
-    from vllm.inflight.engine import media
+    from vllm.inflight.engine.scheduling import encoder_cache
 
     def update_states(self: Any, scheduler_output: Any) -> Any:
-        media.learn(self.requests, scheduler_output)
+        encoder_cache.learn(self.requests, scheduler_output)
         return original(self, scheduler_output)
 
     return update_states
+
+
+def _counted(original: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (stager := getattr(self, "_inflight_stager", None)) is None:
+            return original(self, *args, **kwargs)
+        with stager.steps.running():
+            return original(self, *args, **kwargs)
+
+    return step
+
+
+def _with_memory(original: Any) -> Any:
+    counted = _counted(original)
+
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        # A step without tokens computes nothing, and comes while decoding is held.
+        wire = getattr(self, "_inflight_tripwire", None)
+        if wire is not None and scheduler_output.total_num_scheduled_tokens:
+            wire.put_back_for_step()
+        return counted(self, scheduler_output)
+
+    return execute_model
+
+
+def _with_memory_too(original: Any) -> Any:
+    counted = _counted(original)
+
+    def execute_dummy_batch(self: Any) -> None:
+        if (wire := getattr(self, "_inflight_tripwire", None)) is not None:
+            wire.put_back_for_step()
+        counted(self)
+
+    return execute_dummy_batch
+
+
+def _part(
+    name: str, expects: tuple[str, ...], why: str, around: Any = _counted
+) -> Patch:
+    return Patch(
+        target=f"vllm.v1.worker.gpu_worker:Worker.{name}",
+        expects=expects,
+        why=why,
+        remove_when="upstream's workers say whether a step runs",
+        around=around,
+    )
 
 
 PATCHES = [
@@ -340,5 +386,22 @@ PATCHES = [
         why="a request that resumes after a commit does not see with the tower before",
         remove_when="upstream's workers are told the media of resumed requests again",
         around=_with_new_names,
+    ),
+    _part(
+        "execute_model",
+        ("self", "scheduler_output"),
+        "staging rests while the rank decodes, and only then; no layer lacks memory",
+        _with_memory,
+    ),
+    _part(
+        "sample_tokens",
+        ("self", "grammar_output"),
+        "the second half of a step: it samples, and a drafter drafts",
+    ),
+    _part(
+        "execute_dummy_batch",
+        ("self",),
+        "a step in which a rank has nothing to decode, and others wait for it",
+        _with_memory_too,
     ),
 ]

@@ -4,8 +4,8 @@
 `ServerClient` for vLLM's own trainer interface.
 """
 
-from vllm.inflight.trainer.client import ServerClient
 from vllm.inflight.trainer.outcome import Outcome
 from vllm.inflight.trainer.publisher import Publisher
+from vllm.inflight.trainer.sync_client import ServerClient
 
 __all__ = ["Outcome", "Publisher", "ServerClient"]

@@ -26,15 +26,15 @@ from vllm.inflight.errors import (
     TooManyUpdates,
     UpdateBusy,
 )
-from vllm.inflight.names import matcher
-from vllm.inflight.trainer import source as sources
-from vllm.inflight.trainer.delivery import Delivery, Progress
-from vllm.inflight.trainer.engines import LocalEngine, connect
-from vllm.inflight.trainer.naming import AUTO, Naming
+from vllm.inflight.tensor_names import matcher
+from vllm.inflight.trainer.coordinator import Delivery, Progress
+from vllm.inflight.trainer.engine_clients import LocalEngine, connect
+from vllm.inflight.trainer.name_matching import AUTO, Naming
 from vllm.inflight.trainer.outcome import Outcome, note_failure, note_unheard
-from vllm.inflight.trainer.parcel import Parcel, sweep
-from vllm.inflight.trainer.patience import FIRST_DELAY_S, LAST_DELAY_S
-from vllm.inflight.trainer.queue import ON_BUSY, Job, Queue
+from vllm.inflight.trainer.publish_queue import ON_BUSY, Job, Queue
+from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S
+from vllm.inflight.trainer.snapshot import Parcel, sweep
+from vllm.inflight.trainer.sources import stream as sources
 from vllm.inflight.update import PauseMode, check_label, check_subset, renamer
 
 WIRES = ("shm", "disk")

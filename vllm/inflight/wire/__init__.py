@@ -1,1 +1,1 @@
-"""Bytes between processes."""
+"""Import paths of earlier releases; the code is in `vllm.inflight.transport`."""

@@ -1,0 +1,1 @@
+"""Routes that clients of other frameworks call."""

@@ -1,0 +1,349 @@
+"""Updates that come in pieces, with neither a beginning nor an end of their own.
+
+SGLang's calls bring some tensors at a time and write them at once. Here the first piece
+opens an update, every piece goes into the second set, and the one that completes the
+model commits it: what is served changes once, and never in parts.
+
+A client may say where a version begins and ends (`/begin_weight_update`,
+`/end_weight_update`). Then nothing is committed before the end.
+
+What ends an update that stays incomplete: another label, a new group, a new pause, its
+deadline, or `continue_generation`, which says what is missing.
+
+A trainer may send tensors that fill no parameter, such as the head of a model whose
+head is its embedding. One that comes after its version was complete is compared with
+what that version serves; no update is opened for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from safetensors import safe_open
+
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.control.core_client import Reply
+from vllm.inflight.errors import (
+    InflightError,
+    UpdateBusy,
+    WeightsMismatch,
+    WrongPhase,
+)
+from vllm.inflight.transport.files.receiver_engine import SHARED_MEMORY
+from vllm.inflight.update import Phase
+
+PREFIX = "pieces-"
+UNUSED = "no parameter of this model is filled by these tensors"
+
+
+@dataclass
+class Memory:
+    """What came in pieces by way of one front end of an engine.
+
+    Attributes:
+        update_id: the version under way, or else the last one; None if none came.
+        names: the tensors of its pieces.
+        label: its label, if its sender gave one.
+        epochs: the epoch that each engine serves it with; None until it is committed.
+        has_begun: whether its sender said that it begins, and has yet to say that it
+            ends.
+        commit: `mode` and `flush_cache` of its commit, from its last piece.
+
+    """
+
+    update_id: str | None = None
+    names: frozenset[str] = frozenset()
+    label: str | None = None
+    epochs: tuple[int, ...] | None = None
+    has_begun: bool = False
+    commit: dict[str, Any] = field(default_factory=dict)
+
+    def forget(self, *, has_begun: bool = False) -> None:
+        """Nothing has come."""
+        vars(self).update(vars(Memory(has_begun=has_begun)))
+
+    def may_end_with(self, label: str | None) -> bool:
+        """Whether a piece with this label may be of the version that is served."""
+        return self.epochs is not None and self.label == label
+
+
+_memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
+
+
+def memory_of(engine: Any) -> Memory:
+    """That of an `AsyncLLM`: one process may have several."""
+    return _memories.setdefault(engine, Memory())
+
+
+async def take(
+    control: Control,
+    transport: str,
+    update_info: Any,
+    *,
+    label: str | None,
+    commit: dict[str, Any],
+    memory: Memory | None = None,
+    begin: dict[str, Any] | None = None,
+    files: Sequence[str] = (),
+    names: Collection[str] = (),
+) -> Reply:
+    """Stage a piece; commit if the model is complete with it.
+
+    Args:
+        control: of the engines.
+        transport: what brings it.
+        update_info: the piece, as that transport is told of it.
+        label: the version it belongs to, if its sender says.
+        commit: `mode` and `flush_cache` of the commit.
+        memory: of what came before; see `memory_of`.
+        begin: what else is said when the update begins.
+        files: those in shared memory that the piece is, unless it is broadcast. A
+            tensor that came before then begins a new version: its sender begins anew.
+        names: of the tensors of a piece that is broadcast.
+
+    Raises:
+        UpdateBusy: a version with a label is under way, and the piece has none.
+        WrongPhase: the version that its sender has begun was ended by somebody else.
+        WeightsMismatch: a tensor that came last is not what the version serves.
+
+    """
+    memory = Memory() if memory is None else memory
+    is_file = bool(files)
+    came = await asyncio.to_thread(_names, files) if is_file else frozenset(names)
+    active = await _open(control, transport, label, memory)
+    if active and is_file and came & _names_of(active, memory):
+        await _give_up(control, active, memory)
+        active = None
+    if active is None and came and not memory.has_begun:
+        unused = await _unused(control, came, memory)
+        is_last = memory.may_end_with(label) and await _is_served(control, memory)
+        if unused and (is_last or not unused["tied"]):
+            return await _compare(control, transport, update_info, memory)
+    if active is None:
+        await _require_open(control, memory)
+        active = await _start(control, transport, label, begin)
+    if memory.update_id != active:
+        memory.forget(has_begun=memory.has_begun)
+    memory.update_id, memory.names = active, memory.names | came
+    memory.label, memory.commit = memory.label or label, commit
+    progress = await control.update(update_info, active)
+    replies = progress.get("engines", [progress])
+    if any(reply["phase"] != Phase.STAGING for reply in replies):
+        # Somebody else finishes it meanwhile; to finish twice is to finish.
+        return await _finish(control, active, memory)
+    every, parts = progress["parameters"], [reply["parameters"] for reply in replies]
+    is_complete = all(part["complete"] >= part["total"] for part in parts)
+    if is_complete and not memory.has_begun:
+        return await _finish(control, active, memory)
+    when = "POST /end_weight_update" if memory.has_begun else "when all are"
+    return {
+        "message": f"staged: {every['complete']} of {every['total']} parameters are "
+        f"complete, and the version is served {when}",
+        "update_id": active,
+        "parameters": every,
+    }
+
+
+async def begin(control: Control, memory: Memory) -> None:
+    """A version begins; pieces of one that was never completed are given up."""
+    if (update_id := await unfinished(control)) is not None:
+        await control.abort(update_id)
+    memory.forget(has_begun=True)
+
+
+async def end(control: Control, memory: Memory) -> Reply | None:
+    """A version ends; the reply of its commit, or None if nothing is under way.
+
+    Raises:
+        WeightsMismatch: it lacks tensors, which are named, and is given up.
+        InflightError: what else has ended it.
+
+    """
+    update_id = memory.update_id if memory.has_begun else None
+    memory.has_begun = False
+    if update_id is None and (update_id := await unfinished(control)) is None:
+        return None
+    return await _finish(control, update_id, memory)
+
+
+async def drop(control: Control, memory: Memory) -> None:
+    """Give up a version whose pieces will not come any more."""
+    update_id = await unfinished(control)
+    if update_id is not None:
+        await control.abort(update_id)
+    if update_id is not None or memory.update_id is not None:
+        memory.forget()
+
+
+async def close(control: Control, memory: Memory) -> InflightError | None:
+    """End a version that should be complete by now; what is missing, if it is not."""
+    update_id = await unfinished(control)
+    if update_id is None:
+        return None
+    if memory.has_begun:
+        await _give_up(control, update_id, memory)
+        memory.forget()
+        return WrongPhase(
+            "the version was begun with POST /begin_weight_update and is not ended: "
+            "call POST /end_weight_update before this; it is given up",
+            update_id=update_id,
+        )
+    try:
+        await _finish(control, update_id, memory)
+    except InflightError as error:
+        return error
+    return None
+
+
+async def unfinished(control: Control) -> str | None:
+    """The id of the update that waits for pieces, if one does."""
+    active = (await control.status())["active"]
+    if active is None or not active["update_id"].startswith(PREFIX):
+        return None
+    return str(active["update_id"])
+
+
+def _names(files: Sequence[str]) -> frozenset[str]:
+    """What the tensors of these files in shared memory are called."""
+    names: set[str] = set()
+    for file in files:
+        with safe_open(SHARED_MEMORY / file, framework="pt") as opened:
+            names.update(opened.keys())
+    return frozenset(names)
+
+
+def _names_of(update_id: str, memory: Memory) -> frozenset[str]:
+    """The tensors of its pieces that came this way."""
+    return memory.names if memory.update_id == update_id else frozenset()
+
+
+async def _open(
+    control: Control, transport: str, label: str | None, memory: Memory
+) -> str | None:
+    active = (await control.status())["active"]
+    if active is None or not active["update_id"].startswith(f"{PREFIX}{transport}-"):
+        return None
+    known = active["weight_version"]
+    if label is None and known is not None:
+        raise UpdateBusy(
+            f"version {known!r} is under way in pieces, and this piece has no label: "
+            "give it its weight_version, or end the other one with POST "
+            "/begin_weight_update",
+            update_id=active["update_id"],
+        )
+    if known not in (None, label):
+        await _give_up(control, active["update_id"], memory)
+        return None
+    return str(active["update_id"])
+
+
+async def _give_up(control: Control, update_id: str, memory: Memory) -> None:
+    """Abort a version whose sender begins another one."""
+    await control.abort(update_id)
+    memory.forget(has_begun=memory.has_begun)
+
+
+async def _require_open(control: Control, memory: Memory) -> None:
+    """Raise if a version that its sender has begun, and not ended, has ended.
+
+    Its first pieces are gone: what is left of it would be a version of its own.
+    """
+    if not memory.has_begun or memory.update_id is None:
+        return
+    ended = await control.status(memory.update_id)
+    memory.forget()
+    if (error := ended.get("error")) is not None:
+        raise InflightError.from_dict(error)
+    raise WrongPhase(
+        f"the version that was begun with POST /begin_weight_update is "
+        f"{ended['phase']}, and more of it comes: begin it again",
+        phase=ended["phase"],
+        update_id=ended["update_id"],
+    )
+
+
+async def _start(
+    control: Control, transport: str, label: str | None, begin: dict[str, Any] | None
+) -> str:
+    started = await control.start(
+        update_id=f"{PREFIX}{transport}-{uuid.uuid4().hex}",
+        transport=transport,
+        weight_version=label,
+        **(begin or {}),
+    )
+    return str(started["update_id"])
+
+
+async def _finish(control: Control, update_id: str, memory: Memory) -> Reply:
+    """Commit a version as its last piece asked, or give it up."""
+    if memory.update_id != update_id:  # its pieces came another way
+        memory.forget()
+        memory.update_id = update_id
+    label, commit = memory.label, memory.commit
+    try:
+        reply = await control.finish_or_abort(update_id, label, **commit)
+    except BaseException:
+        if memory.update_id == update_id:
+            memory.forget()
+        raise
+    if memory.update_id == update_id:
+        engines = reply.get("engines", [reply])
+        memory.epochs = tuple(each["epoch"] for each in engines)
+    return reply | {"message": "weights updated"}
+
+
+# ------------------------------------------------------------ what fills no parameter
+async def _unused(
+    control: Control, came: frozenset[str], memory: Memory
+) -> dict[str, Any] | None:
+    """Of a piece that fills no parameter, which tensors are tied to one.
+
+    None if it fills one, or if it begins a version: a tensor of it has come before.
+    """
+    if came & memory.names:
+        return None
+    tied: set[str] = set()
+    for reply in await control.ask("unused", names=sorted(came)):
+        if set(reply["unused"]) != came:
+            return None
+        tied.update(reply["tied"])
+    return {"tied": tied}
+
+
+async def _is_served(control: Control, memory: Memory) -> bool:
+    """Whether the last version of `memory` is what every engine serves."""
+    served = await control.ask("info")
+    return tuple(each["epoch"] for each in served) == memory.epochs
+
+
+async def _compare(
+    control: Control, transport: str, update_info: Any, memory: Memory
+) -> Reply:
+    """Receive tensors that fill no parameter, and compare those that are tied to one.
+
+    Raises:
+        WeightsMismatch: one is not what is served. Its version goes, if the one before
+            is still there: the version was never what its sender has.
+
+    """
+    try:
+        await control.compare(transport, update_info)
+    except WeightsMismatch as error:
+        version = (await control.info())["weight_version"]
+        try:
+            reply = await control.rollback()
+        except InflightError as refused:
+            error.message += f"; version {version!r} stays served: {refused.message}"
+        else:
+            error.message += (
+                f"; version {version!r}, which was complete without it, is taken back, "
+                f"and {reply['weight_version']!r} is served again"
+            )
+        memory.forget()
+        raise
+    return {"message": UNUSED}

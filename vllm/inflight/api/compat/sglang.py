@@ -1,0 +1,402 @@
+"""The control routes that SGLang's clients call, with its fields and its replies.
+
+What they ask for becomes the transaction: tensors go into the second set, and the call
+that completes a version commits it. SGLang waits for running requests, or for a pause,
+before it writes; here nothing has to stand still, and an update alone stops nothing.
+Fields that have nothing to switch here are accepted; values that cannot be had are
+refused by name. A reply has `success` and `message`, a refusal `error` beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+from vllm.inflight.api.compat import partial_updates
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.control.core_client import Reply
+from vllm.inflight.api.control.from_disk import from_disk
+from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.api.request.fields import Fields
+from vllm.inflight.api.request.schema import OPENING
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine.pause.lease import check_owner
+from vllm.inflight.errors import Malformed, PauseConflict
+from vllm.inflight.transport.files.request_tensors import spooled
+from vllm.inflight.update import check_label
+
+NO_EFFECT = {
+    "torch_empty_cache": "nothing is allocated by an update",
+    "is_async": "staging is always beside decoding",
+    "recapture_cuda_graph": "addresses stay, and graphs with them",
+    "disable_draft_model": "a drafter keeps its weights where none come for it",
+}
+"""Switches of SGLang's with nothing to switch here; either value is fine."""
+
+FALSE_ONLY = {
+    "block_generation": "an update blocks nothing here; POST /pause_generation does",
+}
+TRUE_ONLY = {
+    "online": "an update never takes the engine off line here",
+    "non_blocking": "an update never blocks requests here; pause first if it should",
+}
+"""Older switches, with the one value that describes what happens here."""
+
+
+async def commit_options(
+    engine: Any, control: Control, fields: Fields
+) -> dict[str, Any]:
+    """`mode` and `flush_cache` of the commit, from the fields of an update.
+
+    Raises:
+        Malformed: a switch has a value that cannot be had.
+        PauseConflict: the cache cannot be flushed under requests that stay in place.
+
+    """
+    for name in NO_EFFECT:
+        fields.flag(name, False)
+    for name, why in FALSE_ONLY.items():
+        if fields.flag(name, False):
+            raise Malformed(f"{name} cannot be true: {why}")
+    for name, why in TRUE_ONLY.items():
+        if not fields.flag(name, True):
+            raise Malformed(f"{name} cannot be false: {why}")
+    fields.one_of("selector", (None, "all", "target"))  # draft_path is for the drafter
+    is_shared = InflightConfig.of(engine.vllm_config).prefix_cache == "shared"
+    # SGLang flushes by default, lest new requests read KV of old weights. A versioned
+    # cache sees to that itself, and what old requests still use can stay.
+    flush = fields.flag("flush_cache", is_shared)
+    mode, abort = fields.text("mode", None), fields.flag("abort_all_requests", None)
+    if None not in (mode, abort) and abort != (mode == "abort"):
+        raise Malformed(
+            f"mode {mode!r:.80} contradicts abort_all_requests "
+            f"{str(abort).lower()}: leave one of them out"
+        )
+    if mode is None:
+        mode = "abort" if abort else "retract" if flush else None
+    if flush and mode == "retract":
+        counts = await control.ask("requests")
+        if any(c["paused"] and c["num_running"] for c in counts):
+            raise PauseConflict(
+                "flush_cache cannot drop the KV of requests that are paused in place; "
+                "pause with mode 'retract', or leave flush_cache out"
+            )
+    return {"mode": mode, "flush_cache": flush}
+
+
+Handler = Callable[[Any, dict[str, Any]], Awaitable[Reply]]
+
+GROUP = "weight_update_group"
+LONGEST_WAIT_S = 300.0
+
+OLDER_MODES = {
+    "abort_all": "abort",
+    "retract_all": "retract",
+    "non_blocking": "in_place",
+}
+"""Drafts of SGLang's pause called its modes so, and had flags of these names."""
+OLDER_FLAGS = OLDER_MODES | {"block_generation": "wait"}
+SAME = {"keep": "in_place"}
+ALONE = ("abort", "in_place", "wait", "retract")
+"""The mode of a pause that says none: the first that no flag rules out."""
+
+OF_EVERY_REQUEST = ("rid", "http_worker_ipc")
+"""In every request of SGLang's, whatever it asks for: clients that send one of its
+dataclasses send these with it. They are for its own processes, and ignored here."""
+
+
+async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) -> Reply:
+    """SGLang's modes, older spellings of them, and ours; its default is `abort`."""
+    fields = _fields(body)
+    _settle_mode(fields)
+    if fields.flag("online", False) or body.get("mode") == "online":
+        raise Malformed("online: an update needs no pause here; leave this call out")
+    flush = fields.flag("flush_cache", False)
+    asked = fields.only("mode", "lease_s", "owner") | {"flush_cache": flush}
+    asked.setdefault("mode", "abort")
+    control, memory = control_of(engine), partial_updates.memory_of(engine)
+    is_paused = (await control.paused())["is_paused"]
+    if not is_paused and await partial_updates.unfinished(control) is not None:
+        await control.ask("pause", **asked, is_trial=True)  # a refusal ends no version
+        await partial_updates.drop(control, memory)
+    reply = await pause(engine, asked)
+    if not is_paused and not memory.has_begun:
+        memory.forget()  # what comes now is of another version
+    return _ok(reply, "Generation paused successfully.") | {"status": "ok"}
+
+
+async def continue_generation(
+    engine: Any, body: dict[str, Any], resume: Handler
+) -> Reply:
+    """Go on; a version that is still incomplete is given up, and named in a 422."""
+    fields = _fields(body)
+    fields.flag("torch_empty_cache", True)
+    asked = fields.only("owner")
+    control = control_of(engine)
+    owners = check_owner(asked.get("owner")), (await control.paused())["owner"]
+    if None not in owners and len(set(owners)) == 2:
+        return await resume(engine, asked)  # a refusal, which ends no version
+    missing = await partial_updates.close(control, partial_updates.memory_of(engine))
+    reply = await resume(engine, asked)
+    if missing is not None:
+        missing.message += "; decoding goes on with the weights before"
+        raise missing
+    return _ok(reply, "Generation continued successfully.") | {"status": "ok"}
+
+
+async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
+    """Serve a checkpoint of the engine's host; `model_path` is SGLang's `path`."""
+    fields = _fields(body)
+    path = fields.take("path")
+    path = fields.take("model_path") if path is None else path
+    fields.one_of("load_format", (None, "auto", "safetensors"))
+    step = fields.number("token_step", 0)
+    keep_pause = fields.flag("keep_pause", False)
+    control = control_of(engine)
+    commit = await commit_options(engine, control, fields)
+    options = fields.described(OPENING, "subset", "draft_path", "expect_digest")
+    if step:
+        manifest = options.setdefault("manifest", {"format": 1})
+        if isinstance(manifest, dict):
+            manifest["step"] = step
+    reply = await from_disk(control, path, keep_pause=keep_pause, **options, **commit)
+    counts = await control.ask("requests")
+    frozen = sum(c["num_running"] + c["num_waiting"] for c in counts if c["paused"])
+    return _ok(reply, "weights updated") | {"num_paused_requests": frozen}
+
+
+async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply:
+    """Tensors as base64 of safetensors bytes: one entry for all ranks, or one each."""
+    fields = _fields(body)
+    entries = fields.take("serialized_named_tensors")
+    if isinstance(entries, str):
+        entries = [entries]
+    size = engine.vllm_config.parallel_config.world_size
+    if not isinstance(entries, list) or len(entries) not in (1, size):
+        raise Malformed(
+            f"serialized_named_tensors must be a list of 1 or {size} strings, one for "
+            "all ranks or one for each"
+        )
+    load_format = fields.one_of("load_format", (None, "flattened_bucket"))
+    control = control_of(engine)
+    commit = await commit_options(engine, control, fields)
+    label = fields.only("weight_version").get("weight_version")
+    allow = InflightConfig.of(engine.vllm_config).pickled_tensors == "on"
+    with ExitStack() as stack:
+        # In a thread: other requests' tokens go through this one.
+        spool = spooled(entries, load_format, allow_pickle=allow)
+        names = await asyncio.to_thread(stack.enter_context, spool)
+        info: Any = [{"shm": name} for name in names]
+        replicas = engine.vllm_config.parallel_config.data_parallel_size
+        info = info * replicas if len(info) > 1 else info[0]
+        reply = await partial_updates.take(
+            control,
+            "local",
+            info,
+            label=label,
+            commit=commit,
+            memory=partial_updates.memory_of(engine),
+            files=names,
+        )
+    return _ok(reply, reply["message"])
+
+
+async def init_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
+    """Join the group that a trainer, rank 0, opens with `torch.distributed`."""
+    fields = _fields(body)
+    address, port = fields.needed("master_address"), fields.needed("master_port")
+    info = {
+        "init_method": f"tcp://{address}:{port}",
+        "rank_offset": fields.needed("rank_offset"),
+        "world_size": fields.needed("world_size"),
+        "group_name": fields.text("group_name", GROUP),
+        "backend": fields.text("backend", "nccl"),
+        "timeout_s": fields.number("timeout_s", LONGEST_WAIT_S),
+    }
+    fields.only()
+    control = control_of(engine)
+    # Its trainer is gone, or begins anew.
+    await partial_updates.drop(control, partial_updates.memory_of(engine))
+    await control.join_group(info)
+    return _ok({}, f"joined group {info['group_name']!r}")
+
+
+async def destroy_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
+    """Leave a group; a version that waits for more from it is given up."""
+    fields = _fields(body)
+    name = fields.text("group_name", GROUP)
+    fields.only()
+    control = control_of(engine)
+    await partial_updates.drop(control, partial_updates.memory_of(engine))
+    await control.leave_group(name)
+    return _ok({}, f"left group {name!r}")
+
+
+async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> Reply:
+    """Receive what the trainer broadcasts now: `names`, `dtypes` and `shapes` of it."""
+    fields = _fields(body)
+    control = control_of(engine)
+    group = fields.text("group_name", GROUP)
+    async with control.announced(group) as announcement:
+        bucket = fields.one_of("load_format", (None, "flattened_bucket"))
+        info = {
+            "names": fields.needed("names"),
+            "dtype_names": fields.needed("dtypes"),
+            "shapes": fields.needed("shapes"),
+            "group_name": group,
+            "flattened": bucket is not None,
+            "announcement": announcement,
+        }
+        commit = await commit_options(engine, control, fields)
+        label = fields.only("weight_version").get("weight_version")
+        reply = await partial_updates.take(
+            control,
+            "groups",
+            info,
+            label=label,
+            commit=commit,
+            memory=partial_updates.memory_of(engine),
+            names=_strings(info["names"]),
+        )
+    return _ok(reply, reply["message"])
+
+
+async def begin_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
+    """A version begins: pieces of one that was never completed are dropped."""
+    fields = _fields(body)
+    fields.one_of("selector", (None, "all", "target"))
+    fields.only()
+    await partial_updates.begin(control_of(engine), partial_updates.memory_of(engine))
+    return _ok({}, "send the version; it is served at POST /end_weight_update")
+
+
+async def end_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
+    """A version ends, and is served; what it lacks is named in a 422."""
+    _fields(body).only()
+    control = control_of(engine)
+    reply = await partial_updates.end(control, partial_updates.memory_of(engine)) or {}
+    served = (await control.info())["weight_version"]
+    reply |= {"weight_version": served}
+    return _ok(reply, f"version {served!r} is served")
+
+
+async def update_weights_from_ipc(engine: Any, body: dict[str, Any]) -> Reply:
+    """Refused: handles of a checkpoint-engine cannot be opened here."""
+    raise Malformed(
+        "zmq_handles of a checkpoint-engine are not supported; on one host hand a file "
+        "in shared memory to POST /update_weights (backend 'local', {'shm': name}), "
+        "or call /update_weights_from_disk"
+    )
+
+
+async def update_weight_version(engine: Any, body: dict[str, Any]) -> Reply:
+    """Rename what is served: a version of its own, without bytes.
+
+    SGLang aborts every request here by default; this aborts when asked to.
+    """
+    fields = _fields(body)
+    label = fields.needed("new_version")
+    abort = fields.flag("abort_all_requests", False)
+    fields.only()
+    control = control_of(engine)
+    if abort and check_label(label):
+        replies = await control.ask("info")
+        # Else it is refused. First, so that none of them has tokens of both names.
+        if all(reply["weights"] == "live" for reply in replies):
+            await control.ask("abort_requests", ids=None)
+    await control.rename(label)
+    return _ok({"new_version": label}, f"Weight version updated to {label}")
+
+
+def pausing(pause: Handler) -> Handler:
+    """`pause`, asked and answered as SGLang would."""
+
+    @wraps(pause_generation)
+    async def handler(engine: Any, body: dict[str, Any]) -> Reply:
+        return await pause_generation(engine, body, pause)
+
+    return handler
+
+
+def continuing(resume: Handler) -> Handler:
+    """`resume`, asked and answered as SGLang would."""
+
+    @wraps(continue_generation)
+    async def handler(engine: Any, body: dict[str, Any]) -> Reply:
+        return await continue_generation(engine, body, resume)
+
+    return handler
+
+
+def _settle_mode(fields: Fields) -> None:
+    """Make one `mode` of all the fields of a pause that may say it.
+
+    A flag that is false rules its mode out. `abort_all: false` alone is the pause of a
+    draft of SGLang's that aborts nothing.
+
+    Raises:
+        Malformed: two fields contradict each other; requests might be ended that were
+            to go on.
+
+    """
+    mode = fields.take("mode")
+    if not isinstance(mode, str | None):
+        fields.default("mode", mode)  # the engine refuses it
+        return
+    mode = None if mode is None else OLDER_MODES.get(mode, mode)
+    said = {} if mode is None else {SAME.get(mode, mode): "mode"}
+    denied: dict[str, str] = {}
+    for name, meant in OLDER_FLAGS.items():
+        flag = fields.flag(name, None)
+        if flag:
+            said.setdefault(meant, name)
+        elif flag is not None:
+            denied[meant] = name
+    if len(said) > 1 or said.keys() & denied.keys():
+        ruled_out = [name for each, name in denied.items() if each in said]
+        raise Malformed(
+            f"these fields contradict each other: {[*said.values(), *ruled_out]}; say "
+            "'mode' alone, as in_place, retract, abort or wait"
+        )
+    if not said:
+        left = [each for each in ALONE if each not in denied]
+        if not left:
+            raise Malformed("these fields leave no mode; say one, as in_place")
+        mode = left[0]
+    fields.default("mode", mode or next(iter(said)))
+
+
+def _fields(body: dict[str, Any]) -> Fields:
+    """Those of a request, without what every request of SGLang's has."""
+    fields = Fields(body)
+    for name in OF_EVERY_REQUEST:
+        fields.take(name)
+    return fields
+
+
+def _ok(reply: Reply, message: str) -> Reply:
+    return reply | {"success": True, "message": message}
+
+
+def _strings(value: Any) -> list[str]:
+    """Those of a list; what else is in it the engine refuses."""
+    if not isinstance(value, list):
+        return []
+    return [each for each in value if isinstance(each, str)]
+
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", "/update_weights_from_disk"): update_weights_from_disk,
+    ("POST", "/update_weights_from_tensor"): update_weights_from_tensor,
+    ("POST", "/init_weights_update_group"): init_weights_update_group,
+    ("POST", "/update_weights_from_distributed"): update_weights_from_distributed,
+    ("POST", "/destroy_weights_update_group"): destroy_weights_update_group,
+    ("POST", "/begin_weight_update"): begin_weight_update,
+    ("POST", "/end_weight_update"): end_weight_update,
+    ("POST", "/update_weights_from_ipc"): update_weights_from_ipc,
+    ("POST", "/update_weight_version"): update_weight_version,
+}
+"""Of updates; what can be asked besides is in queries.py."""

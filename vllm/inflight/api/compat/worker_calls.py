@@ -1,0 +1,79 @@
+"""Upstream's phases, called on the workers of several engines at once.
+
+Each engine core turns such a call into a call of its own gate
+(engine/compat/worker_calls.py). Where a front end has several engines, their cores
+would each open an update of their own and commit without a look at the others. So the
+front end takes the call over: it becomes one transaction of all engines, as the method
+of the same name is. It does the same with one engine if the call brings much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vllm.inflight.api.compat import pipelinerl
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.engine.compat import worker_calls
+from vllm.inflight.engine.compat.pipelinerl import RECEIVE
+from vllm.inflight.packed import BLOCK
+
+DRAFT = {"format": 1, "draft": True}
+
+CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
+    "init_weight_transfer_engine": Control.init_transport,
+    "shutdown_weight_transfer_engine": Control.shutdown_transport,
+    "start_weight_update": Control.start,
+    "start_draft_weight_update": lambda control: control.start(manifest=dict(DRAFT)),
+    "update_weights": Control.update,
+    "finish_weight_update": Control.finish,
+    RECEIVE: pipelinerl.receive,
+}
+"""Worker methods that are taken over, and the call of all engines that each becomes."""
+
+
+class _Front:
+    """What `phases.takes` asks of a gate, of an engine that has none of its own."""
+
+    has_actor_group = False
+
+    def __init__(self, engine: Any) -> None:
+        self._core = engine
+
+
+def takes(
+    engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> bool:
+    """Whether a worker call of `engine`, an `AsyncLLM`, becomes one of all engines.
+
+    One engine can carry it out by itself, unless it brings more than should travel as
+    it is: a large `update_info` is packed here (packed.py).
+    """
+    if not isinstance(method, str) or method not in CALLS:
+        return False
+    if not worker_calls.takes(_Front(engine), method, args):
+        return False
+    info = args[0] if args else (kwargs or {}).get("update_info")
+    return control_of(engine).num_engines > 1 or _is_large(info)
+
+
+def _is_large(info: Any) -> bool:
+    """Whether an `update_info` has a list that would be packed."""
+    if isinstance(info, list):
+        return any(map(_is_large, info))
+    values = info.values() if isinstance(info, dict) else ()
+    return any(isinstance(v, list | dict) and len(v) > BLOCK for v in values)
+
+
+async def carry_out(
+    engine: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> list[None]:
+    """Make the call; the reply of `collective_rpc`, one None for each rank.
+
+    Raises:
+        InflightError: what the engines refused; its message names the remedy.
+
+    """
+    await CALLS[method](control_of(engine), *args, **(kwargs or {}))
+    return [None] * int(engine.vllm_config.parallel_config.world_size)

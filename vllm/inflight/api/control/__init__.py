@@ -1,0 +1,1 @@
+"""The control calls of an engine, for HTTP, AsyncLLM and LLM alike."""

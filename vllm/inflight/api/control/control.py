@@ -1,0 +1,480 @@
+"""The control calls of an engine, or of all engines of a data-parallel group.
+
+Written once, for every door: HTTP, `AsyncLLM` and `LLM`. A call goes to every
+engine behind the door; an update is prepared on all before it is committed on
+any, and if one engine cannot commit, those that did go back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from vllm.inflight.api.control.core_client import Door, Reply
+from vllm.inflight.api.request import rate_limit
+from vllm.inflight.errors import (
+    EngineFault,
+    InflightError,
+    Malformed,
+    VersionConflict,
+    WeightsMismatch,
+)
+from vllm.inflight.packed import Work, pack
+from vllm.inflight.update import (
+    ACTIVE,
+    Manifest,
+    Phase,
+    difference,
+    fingerprinted,
+)
+
+Call = TypeVar("Call", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+_going_on: set[asyncio.Task[Any]] = set()
+"""Calls that nobody waits for; an event loop alone may forget them."""
+
+
+def shielded(call: Call) -> Call:
+    """Have this method of a `Control` go on when its caller is cancelled."""
+
+    @wraps(call)
+    async def to_its_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asking = call(self, *args, **kwargs)
+        if self.num_engines == 1:  # it is taken back by nobody, and may be blocking
+            return await asking
+        task = asyncio.create_task(asking)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            _going_on.add(task)
+            task.add_done_callback(_ended)
+            raise
+
+    return cast(Call, to_its_end)
+
+
+def _ended(task: asyncio.Task[Any]) -> None:
+    _going_on.discard(task)
+    if not task.cancelled():
+        task.exception()  # nobody is left to be told
+
+
+ADDED = (
+    *("num_running", "num_waiting", "num_aborted", "num_retracted"),
+    *("bytes", "parameters", "dropped"),
+    *("num_tensors", "num_parameters", "num_unknown", "num_different"),
+)
+"""What is counted in a reply, or has counts in it: of several engines the sum is told.
+
+Not among them are numbers that every engine has alike: an epoch, the leases that ended.
+"""
+
+
+def is_partial(envelopes: list[Reply]) -> bool:
+    """Whether some engines did it and some did not."""
+    return len({"error" in envelope for envelope in envelopes}) > 1
+
+
+def merged(envelopes: list[Reply]) -> Reply:
+    """One engine's reply; of several, the first's with all under `engines`.
+
+    Counts are those of all together. Raises the first engine's error, if any has one.
+    """
+    errors = {
+        index: InflightError.from_dict(envelope["error"])
+        for index, envelope in enumerate(envelopes)
+        if "error" in envelope
+    }
+    for index, error in errors.items():
+        if len(envelopes) > 1:
+            error.message = f"engine {index} of {len(envelopes)}: {error.message}"
+            _add_refused(error, [e for n, e in errors.items() if n != index])
+        raise error
+    replies: list[Reply] = [envelope["ok"] for envelope in envelopes]
+    if len(replies) == 1:
+        return replies[0]
+    sums = {
+        name: _added([reply[name] for reply in replies])
+        for name in ADDED
+        if all(name in reply for reply in replies)
+    }
+    return replies[0] | sums | {"engines": replies}
+
+
+def _add_refused(error: InflightError, others: list[InflightError]) -> None:
+    """Name in a refusal the tensors that other engines alone have refused."""
+    if not isinstance(error, WeightsMismatch):
+        return
+    for other in others:
+        more = [name for name in other.tensors if name not in error.tensors]
+        if isinstance(other, WeightsMismatch) and more:
+            error.tensors += more
+            error.num_tensors = max(
+                error.num_tensors, other.num_tensors, len(error.tensors)
+            )
+            error.message += f"; another engine: {other.message}"
+
+
+def _added(found: list[Any]) -> Any:
+    """The sum of counts, of each of those in an object; what else it is, the first.
+
+    None if one has none: not all of them did it then.
+    """
+    first = found[0]
+    if None in found:
+        return None
+    if isinstance(first, dict):
+        return {n: _added([each[n] for each in found if n in each]) for n in first}
+    is_count = isinstance(first, int) and not isinstance(first, bool)
+    return sum(found) if is_count else first
+
+
+T = TypeVar("T")
+
+
+class Control:
+    """What can be asked of the engines behind one door."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines answer a call."""
+        return self._door.num_engines
+
+    async def start(self, **body: Any) -> Reply:
+        """Open an update on every engine, or on none.
+
+        A manifest is checked and packed here, in slices: behind this door nobody reads
+        it but the ranks' staging threads.
+        """
+        update_id, manifest = body.get("update_id"), body.get("manifest")
+        if manifest is not None:
+            body["manifest"] = await self._done(Manifest.packed(manifest))
+        body["fingerprint"] = await self._done(fingerprinted(body))
+        if not await self._was_begun(body):
+            rate_limit.spend()
+        if update_id is None:
+            # One id for all engines, so that each can be asked about it.
+            body["update_id"] = update_id = uuid.uuid4().hex
+        if self.num_engines > 1:
+            # First: those that have switched already would lose their way back, and
+            # need it if one of the others, which this one would refuse, cannot switch.
+            await self.ask("may_begin", update_id=update_id)
+        return await self._begin(body)
+
+    async def _was_begun(self, body: dict[str, Any]) -> bool:
+        """Whether a start that would have to be spent for is a repetition.
+
+        Only if every engine says so; one refused before is none, and is spent for.
+        """
+        if not rate_limit.is_limited() or body.get("update_id") is None:
+            return False
+        # Not the body itself, which is sent once more if it begins something.
+        mark = {name: body[name] for name in ("update_id", "fingerprint")}
+        return all(reply["was_begun"] for reply in await self.ask("was_begun", **mark))
+
+    @shielded
+    async def _begin(self, body: dict[str, Any]) -> Reply:
+        reply = await self._all_or_none("begin", body)
+        phases = {each["phase"] for each in reply.get("engines", ())}
+        if phases & ACTIVE and phases - ACTIVE:
+            # Some have begun now what has ended on others, when not all could begin.
+            await self._door.call("abort", {"update_id": body["update_id"]})
+            reply = await self._all_or_none("begin", body)
+        return reply
+
+    async def update(
+        self,
+        update_info: Any,
+        update_id: str | None = None,
+        chunk: int | None = None,
+        owner: str | None = None,
+    ) -> Reply:
+        """Have a chunk received; returns when every rank has loaded it.
+
+        A caller that numbers its chunks may repeat a call safely.
+        """
+        if not isinstance(update_info, dict | list):
+            raise Malformed("update_info must be an object, or a list of them")
+        info = await self._done(pack(update_info))
+        body = {"update_info": info, "update_id": update_id, "chunk": chunk}
+        body |= {"owner": owner}
+        return await self._all_or_none("receive", body)
+
+    @shielded
+    async def prepare(
+        self, update_id: str | None = None, owner: str | None = None
+    ) -> Reply:
+        """Verify and vote, and commit nothing: every engine has staged the same.
+
+        Raises:
+            WeightsMismatch: the engines staged different weights, and none keeps them.
+
+        """
+        return await self._prepare(update_id, owner)
+
+    async def _prepare(self, update_id: str | None, owner: str | None) -> Reply:
+        body = {"update_id": update_id, "owner": owner}
+        sealed = await self._all_or_none("seal", body)
+        staged = {f"engine {i}": r for i, r in enumerate(sealed.get("engines", ()))}
+        if (why := difference(staged)) is not None:
+            facts = {"update_id": sealed["update_id"], "phase": Phase.ABORTED.value}
+            error = WeightsMismatch(why, **facts)
+            refusal = {"update_id": error.update_id, "error": error.to_dict()}
+            await self._door.call("abort", refusal)
+            raise error
+        return sealed
+
+    @shielded
+    async def finish(
+        self,
+        weight_version: str | None = None,
+        *,
+        mode: str | None = None,
+        flush_cache: bool = False,
+        expect_version: str | None = None,
+        expect_digest: str | None = None,
+        update_id: str | None = None,
+        owner: str | None = None,
+    ) -> Reply:
+        """Verify, vote, and switch between two steps.
+
+        Raises:
+            WeightsMismatch: the engines staged different weights, and none commits.
+
+        """
+        sealed = await self._prepare(update_id, owner)
+        body: Reply = {
+            "update_id": sealed["update_id"],
+            "weight_version": weight_version,
+            "mode": mode,
+            "flush_cache": flush_cache,
+            "expect_version": expect_version,
+            "expect_digest": expect_digest,
+        }
+        envelopes = await self._door.call("commit", body)
+        if is_partial(envelopes):
+            update = {"update_id": sealed["update_id"]}
+            try:
+                await self._take_back(envelopes, update, "the new version")
+            finally:  # nothing stays staged
+                await self._door.call("abort", update)
+        return merged(envelopes)
+
+    async def finish_or_abort(
+        self, update_id: str, weight_version: str | None = None, **options: Any
+    ) -> Reply:
+        """The same, or nothing stays staged."""
+        try:
+            return await self.finish(weight_version, update_id=update_id, **options)
+        except BaseException:
+            await self._door.call("abort", {"update_id": update_id})
+            raise
+
+    @asynccontextmanager
+    async def in_one_call(self, **opening: Any) -> AsyncIterator[Reply]:
+        """An update whose caller would not know that it is still under way.
+
+        It ends with what ends the call: a refusal, Ctrl-C, the time that it is given.
+        """
+        if opening.get("update_id") is None:
+            opening["update_id"] = uuid.uuid4().hex
+        started: Reply | None = None
+        try:
+            started = await self.start(**opening)
+            yield started
+        except BaseException as error:
+            # One that it was refused to begin may be another's, of the same id.
+            if started or not isinstance(error, InflightError):
+                await self._door.call("abort", {"update_id": opening["update_id"]})
+            raise
+
+    async def abort(
+        self, update_id: str | None = None, owner: str | None = None
+    ) -> Reply:
+        """Give an update up; nothing that is served changes."""
+        return await self._call("abort", update_id=update_id, owner=owner)
+
+    @shielded
+    async def rollback(
+        self, to_version: str | None = None, *, mode: str | None = None
+    ) -> Reply:
+        """Serve the version served before again, on every engine or on none."""
+        if self.num_engines > 1:
+            held = await self.ask("held")
+            if any(each != held[0] for each in held):
+                labels = ", ".join(repr(each["weight_version"]) for each in held)
+                raise VersionConflict(
+                    f"the engines would go back to different weights ({labels}, in "
+                    "their order), so none does; publish the version that is wanted"
+                )
+        mark = {"rollback_id": uuid.uuid4().hex}
+        body = {"to_version": to_version, "mode": mode} | mark
+        envelopes = await self._door.call("rollback", body)
+        if is_partial(envelopes):
+            await self._take_back(envelopes, mark, "the version before")
+        return merged(envelopes)
+
+    async def status(self, update_id: str | None = None) -> Reply:
+        """Where an update stands, or all that is known."""
+        return await self._call("status", update_id=update_id)
+
+    async def info(self) -> Reply:
+        """What is served."""
+        return await self._call("info")
+
+    async def verify(self) -> Reply:
+        """Whether every engine serves what the digest of its label says."""
+        replies = await self.ask("verify")
+        found = {reply["result"] for reply in replies}
+        # One that differs is what is told, and one that nobody knows anything of.
+        result = next(r for r in ("different", "unknown", "equal") if r in found)
+        reply = merged([{"ok": reply} for reply in replies]) | {"result": result}
+        names = sorted({name for each in replies for name in each["different"]})
+        return reply | {"different": names}
+
+    async def paused(self) -> Reply:
+        """Whether decoding stands still, and in which mode."""
+        return await self._call("paused")
+
+    async def rename(
+        self, weight_version: Any, expect_version: str | None = None
+    ) -> Reply:
+        """Call what is served something else: a version without bytes."""
+        body = {"weight_version": weight_version, "expect_version": expect_version}
+        return await self._call("rename", **body)
+
+    async def init_transport(self, init_info: Any) -> Reply:
+        """Connect the configured transport to its trainer."""
+        return await self._call("transport", order="init", init_info=init_info)
+
+    async def shutdown_transport(self) -> Reply:
+        """Let the trainer's connection go."""
+        return await self._call("transport", order="shutdown")
+
+    async def join_group(self, init_info: dict[str, Any]) -> Reply:
+        """Have every worker join a group that a trainer opens with torch alone."""
+        body = {"transport": "groups", "order": "join", "init_info": init_info}
+        return await self._call("transport", **body)
+
+    async def leave_group(self, name: str) -> Reply:
+        """Have every worker leave that group."""
+        body = {"transport": "groups", "order": "leave", "init_info": name}
+        return await self._call("transport", **body)
+
+    async def compare(self, transport: str, update_info: Any) -> Reply:
+        """Have every worker receive tensors that fill no parameter.
+
+        Raises:
+            WeightsMismatch: one that is tied to a parameter is not what that serves.
+            UpdateBusy: an update is under way.
+
+        """
+        payload = {"transport": transport, "update_info": update_info}
+        body = {"transport": transport, "order": "compare", "init_info": payload}
+        return await self._call("transport", **body)
+
+    @asynccontextmanager
+    async def announced(self, group_name: str) -> AsyncIterator[str]:
+        """Around all that is done for what a trainer broadcasts; an id of its call.
+
+        If it is refused, workers that have not received it leave the group: it would be
+        read as the next announcement's.
+        """
+        announcement, began = uuid.uuid4().hex, time.monotonic()
+        try:
+            yield announcement
+        except InflightError as error:
+            # Its age and not its time: an engine may be on another host.
+            age_s = time.monotonic() - began
+            missed = {"announcement": announcement, "age_s": age_s}
+            await self._door.call("miss", {"group_name": group_name} | missed)
+            error.message += (
+                "; unless all that it announced was received, the workers have left "
+                f"group {group_name!r}"
+            )
+            raise
+
+    async def ask(self, method: str, **body: Any) -> list[Reply]:
+        """The reply of every engine; raises the first error, if any has one."""
+        envelopes = await self._door.call(method, body)
+        merged(envelopes)
+        return [envelope["ok"] for envelope in envelopes]
+
+    @shielded
+    async def pause(
+        self,
+        mode: str = "abort",
+        *,
+        flush_cache: bool = False,
+        lease_s: float | None = None,
+        owner: str | None = None,
+    ) -> Reply:
+        """Stop decoding between two steps, or renew the lease on that."""
+        facts: Reply = {"mode": mode, "flush_cache": flush_cache}
+        facts |= {"lease_s": lease_s, "owner": owner}
+        if self.num_engines == 1:
+            return await self._call("pause", **facts)
+        # First: of engines that step together none has paused until all have, so one
+        # that refused would keep the others from pausing, and from going on.
+        before = await self.ask("pause", **facts, is_trial=True)
+        envelopes = await self._door.call("pause", facts)
+        is_new = not any(reply["paused"] for reply in before)
+        if is_new and any("error" in envelope for envelope in envelopes):
+            await self._door.call("resume", {"owner": owner})
+        return merged(envelopes)
+
+    async def flush(self) -> Reply:
+        """Drop what is cached; refused while requests hold KV."""
+        return await self._call("flush")
+
+    async def resume(self, owner: str | None = None) -> Reply:
+        """Go on after a pause."""
+        return await self._call("resume", owner=owner)
+
+    async def _done(self, work: Work[T]) -> T:
+        """What comes of some work; others of this process go on between its slices."""
+        while True:
+            try:
+                next(work)
+            except StopIteration as stop:
+                value: T = stop.value
+                return value
+            await self._door.rest()
+
+    async def _call(self, method: str, **body: Any) -> Reply:
+        return merged(await self._door.call(method, body))
+
+    async def _all_or_none(self, method: str, body: dict[str, Any]) -> Reply:
+        envelopes = await self._door.call(method, body)
+        if is_partial(envelopes):
+            # Its caller may have named none, and elsewhere another may be under way.
+            update_id = next(e["ok"]["update_id"] for e in envelopes if "ok" in e)
+            await self._door.call("abort", {"update_id": update_id})
+        return merged(envelopes)
+
+    async def _take_back(self, envelopes: list[Reply], mark: Reply, what: str) -> None:
+        """Undo a switch that not every engine could make.
+
+        Raises:
+            EngineFault: engines that made it serve it still.
+
+        """
+        undone = await self._door.call("undo", mark)
+        # Engines that did not make it answer that there is nothing to undo.
+        stuck = [
+            i for i, e in enumerate(envelopes) if "ok" in e and "error" in undone[i]
+        ]
+        if stuck:
+            told = "; ".join(undone[i]["error"]["message"] for i in stuck)
+            raise EngineFault(
+                f"engines {stuck} of {len(envelopes)} serve {what} and could not be "
+                f"taken back ({told}), the others could not switch to it"
+            )

@@ -1,0 +1,137 @@
+"""How control calls reach the engine cores, from an event loop or blocking."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, TypeVar
+
+from vllm.inflight.transport.waiting import in_background
+
+T = TypeVar("T")
+Reply = dict[str, Any]
+
+ALIVE_S = 1.0
+"""How often a call that waits looks whether its engine is still there."""
+
+REST_S = 0.0005
+"""How long a thread sleeps between two slices of some work."""
+
+
+class Door(Protocol):
+    """How calls reach the engine cores."""
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines answer a call."""
+        ...
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+        """The envelopes of every engine, in engine order."""
+        ...
+
+    async def rest(self) -> None:
+        """Between two slices of some work: let others of this process go on."""
+        ...
+
+
+class AsyncDoor:
+    """To engine cores in processes of their own, from an event loop."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    @property
+    def num_engines(self) -> int:
+        """Changes with elastic expert parallelism."""
+        return len(self._client.core_engines)
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+        """One utility call per engine, at the same time.
+
+        Raises:
+            EngineDeadError: an engine has ended; upstream fails no call that waits.
+
+        """
+        call = self._client.call_utility_all_async("inflight", method, body)
+        asking = asyncio.ensure_future(call)
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=ALIVE_S)
+                if not asking.done():
+                    self._client.ensure_alive()
+            return list(asking.result())
+        finally:
+            asking.cancel()
+
+    async def rest(self) -> None:
+        """Let what else is ready on the event loop go on."""
+        await asyncio.sleep(0)
+
+    async def call_each(
+        self, method: str, body: dict[str, Any], patience_s: float
+    ) -> list[Reply]:
+        """The same, for what one engine can tell without the others.
+
+        Of one that gives no answer within `patience_s`, the envelope is an error.
+        """
+        calls = self._client.call_utility_each("inflight", method, body)
+        waits = (asyncio.wait_for(call, patience_s) for call in calls)
+        answers = await asyncio.gather(*waits, return_exceptions=True)
+        return [
+            {"error": {"message": repr(each)}}
+            if isinstance(each, BaseException)
+            else each
+            for each in answers
+        ]
+
+
+class SyncDoor:
+    """From `LLM`: to a core in this process, or in one of its own."""
+
+    num_engines = 1
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+        """Blocks; awaits nothing, so `run_sync` can drive it."""
+        core = getattr(self._client, "engine_core", None)
+        if core is None:
+            return [self._elsewhere(method, body)]
+        gate = core.inflight_gate
+        answer = gate.turns.run(lambda: gate.call(method, body))
+        # A Future is completed by the watch, while whoever steps goes on.
+        return [answer.result() if hasattr(answer, "result") else answer]
+
+    async def rest(self) -> None:
+        """Let other threads go on, such as the one that generates."""
+        time.sleep(REST_S)
+
+    def _elsewhere(self, method: str, body: dict[str, Any]) -> Reply:
+        """The answer of a core in a process of its own.
+
+        Raises:
+            EngineDeadError: it has ended; upstream fails no call that waits.
+
+        """
+        # Where it has ended the thread stays, and keeps nobody from ending.
+        answer: Future[Reply] = in_background(
+            lambda: self._client.call_utility("inflight", method, body)
+        )
+        while not wait([answer], timeout=ALIVE_S).done:
+            self._client.ensure_alive()
+        return answer.result()
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that awaits nothing but other such coroutines."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a blocking door has awaited something")

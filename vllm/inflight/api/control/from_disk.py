@@ -1,0 +1,78 @@
+"""An update from files that every engine's host can read, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext, suppress
+from typing import Any
+
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.control.core_client import Reply
+from vllm.inflight.errors import InflightError, Malformed
+
+
+async def from_disk(
+    control: Control,
+    path: str | None,
+    weight_version: str | None = None,
+    *,
+    mode: str | None = None,
+    flush_cache: bool = False,
+    subset: Any = None,
+    draft_path: str | None = None,
+    expect_digest: str | None = None,
+    keep_pause: bool = False,
+    **options: Any,
+) -> Reply:
+    """All four phases; see `update_weights_from_disk` for what is taken and raised.
+
+    With `keep_pause` the engine is paused in place when all has been received, and
+    stays so if the version is served.
+    """
+    given: list[dict[str, Any]] = [] if path is None else [{"path": path}]
+    if draft_path is not None:
+        given.append({"path": draft_path, "draft": True})
+    paths = [info["path"] for info in given]
+    if not given or not all(isinstance(p, str) and p for p in paths):
+        raise Malformed(
+            "path must be the path of a safetensors checkpoint, or draft_path that "
+            "of a drafter's, or both"
+        )
+    stated = {"subset": subset, "draft": True if path is None else None}
+    if added := {name: said for name, said in stated.items() if said is not None}:
+        manifest = options.get("manifest")
+        manifest = {"format": 1} if manifest is None else manifest
+        if isinstance(manifest, dict):  # else it is refused as it is
+            options["manifest"] = manifest | added
+    opening = {"source": path, "draft_source": draft_path}
+    opening |= {"transport": "local", "weight_version": weight_version} | options
+    async with control.in_one_call(**opening) as started:
+        update_id = started["update_id"]
+        if started["phase"] == "staging":
+            for chunk, info in enumerate(given):
+                await control.update(info, update_id, chunk=chunk)
+        async with _paused(control) if keep_pause else nullcontext():
+            return await control.finish(
+                mode=mode,
+                flush_cache=flush_cache,
+                expect_digest=expect_digest,
+                update_id=update_id,
+            )
+
+
+@asynccontextmanager
+async def _paused(control: Control) -> AsyncIterator[None]:
+    """A pause that begins here and stays, unless what is done meanwhile fails."""
+    is_new = not (await control.paused())["is_paused"]
+    try:
+        if is_new:
+            await control.pause("in_place")
+        yield
+    except BaseException:
+        if is_new:
+            with suppress(InflightError):  # it is the first error that is told
+                state = await control.paused()
+                # Else somebody has made it stricter or his own meanwhile.
+                if (state["mode"], state["owner"]) == ("in_place", None):
+                    await control.resume()
+        raise

@@ -1,0 +1,125 @@
+"""Before the routes that generate: who is let in, and what the reply is marked with.
+
+During a pause everybody is, to queue, or with `reject` nobody.
+
+`--inflight-when-paused reject` answers 503 with `Retry-After` at every route that
+generates, before a stream has begun, and raises `EnginePaused` in `AsyncLLM` and `LLM`.
+The engine is asked at every request, because another server may have paused it.
+"""
+
+from __future__ import annotations
+
+import math
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from vllm.inflight import upstream
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.control.core_client import Reply
+from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import EnginePaused
+from vllm.inflight.outputs.headers import Seen, record
+
+GENERATING = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/systemone",
+        "/cohere/v2/chat",
+        "/inference/v1/generate",
+        "/generative_scoring",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/invocations",
+        # Of models that pool.
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/v1/embeddings",
+        "/v2/embed",
+    }
+)
+"""Paths of POST that make an engine compute; tests compare them with upstream's."""
+
+_is_admitted: ContextVar[bool] = ContextVar("inflight_is_admitted", default=False)
+
+
+class Refused(upstream.GracefulHTTPError, EnginePaused):
+    """`EnginePaused` that upstream hands on: of others it makes an error of its own."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        # Which goes on to the other's.
+        upstream.GracefulHTTPError.__init__(self, message, HTTPStatus(self.status))
+        self.retry_after_s = retry_after_s
+
+
+class Admission:
+    """Stands before the routes: while the engine is paused, none that generates."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """As ASGI has it."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if path in GENERATING:
+                try:
+                    await admit(scope["app"].state.engine_client)
+                except EnginePaused as error:
+                    await _refusal(error)(scope, receive, send)
+                    return
+                _is_admitted.set(True)
+                record.set(seen := Seen())
+                send = _marking(send, seen)
+        await self._app(scope, receive, send)
+
+
+def _marking(send: Any, seen: Seen) -> Any:
+    """`send`, with the versions that were seen by the time the reply begins."""
+
+    async def marked(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *seen.headers()]
+        await send(message)
+
+    return marked
+
+
+async def admit(engine: Any) -> None:
+    """Raise `EnginePaused` if `engine` is paused and lets nobody in meanwhile."""
+    owner = getattr(engine, "llm_engine", engine)  # an `LLM` has none of its own
+    config = InflightConfig.of(owner.vllm_config)
+    if config.when_paused == "reject" and not _is_admitted.get():
+        await check(control_of(engine))
+
+
+async def check(control: Control) -> None:
+    """Raise `EnginePaused` if an engine behind `control` is paused."""
+    reply = await control.paused()
+    states: list[Reply] = reply.get("engines", [reply])
+    paused = [s for s in states if s["is_paused"] and not s["for_commit"]]
+    if not paused:
+        return
+    modes = ", ".join(sorted({state["mode"] for state in paused}))
+    left = [s["lease_left_s"] for s in paused if s["lease_left_s"] is not None]
+    raise Refused(
+        f"the engine is paused ({modes}) and takes no requests until it continues",
+        retry_after_s=math.ceil(max(left, default=1.0)) or 1,
+    )
+
+
+def _refusal(error: EnginePaused) -> JSONResponse:
+    headers = {"Retry-After": str(error.retry_after_s)}
+    return JSONResponse({"error": error.to_dict()}, error.status, headers)

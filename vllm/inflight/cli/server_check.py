@@ -1,0 +1,277 @@
+"""A visit to a live server: what is wrong with its updates, and what to do about it.
+
+`GET /health` says 200 whatever becomes of an update, while the engine core answers.
+Here a server is asked twice, a few seconds apart, and the two looks are judged: what
+stands still between them is stuck. A look is plain data, path → `{"status", "body"}`,
+or `{"problem"}` where no answer came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from vllm.inflight.cli.finding import Finding, State
+from vllm.inflight.connection import connect
+from vllm.inflight.errors import EngineAsleep, EngineUnreachable, InflightError
+
+Look = dict[str, dict[str, Any]]
+Facts = dict[str, Any]
+
+PATHS = ("/health", "/version", "/metrics")
+CONTROL = ("/weight_info", "/weight_update", "/is_paused")
+PATIENCE_S = 5.0
+"""A server that takes longer for any of these hangs."""
+
+RESTART = "The server's log says why; restart it."
+GIVE_UP = "POST /abort_weight_update gives it up; what is served does not change."
+WAITS_FOR = {
+    "trainer": "Look whether its trainer lives.",
+    "ranks": "Look into the server's log, and whether its trainer still sends.",
+}
+OBSTACLES = {
+    401: ("they need a key", "Give --key, or set VLLM_INFLIGHT_ADMIN_KEY."),
+    403: (
+        "they do not open to this caller",
+        "Give the right --key; without keys, ask from the server's own host.",
+    ),
+    404: (
+        "there are none",
+        "If the server was started with --inflight-port, ask that port. Else this vLLM "
+        "runs without vLLM in-flight: `vllm-inflight doctor` there says why.",
+    ),
+}
+ELSEWHERE = (
+    "they answer on a port of their own",
+    "Ask the port of --inflight-port, on the server's host unless --inflight-host says "
+    "otherwise.",
+)
+"""Where the routes are not, and the metrics of updates are."""
+
+
+def visit(url: str, key: str | None, apart_s: float) -> list[Finding]:
+    """Look at a server twice, `apart_s` seconds apart.
+
+    Raises:
+        ConfigError: nothing can be sent to such an address, or with such a key.
+        EngineUnreachable: nobody answers there.
+
+    """
+    with connect(url, key, timeout=PATIENCE_S) as client:
+        first = look(client)
+        if not is_updating(first):
+            return judge(first, first, 0.0)
+        time.sleep(apart_s)
+        return judge(first, look(client), apart_s)
+
+
+def look(client: httpx.Client) -> Look:
+    """Ask everything once."""
+    found = {path: _asked(client, path) for path in PATHS}
+    if "problem" in found["/health"] and "problem" in found["/version"]:
+        raise EngineUnreachable(f"{client.base_url} {found['/health']['problem']}")
+    return found | {path: _asked(client, path) for path in CONTROL}
+
+
+def _asked(client: httpx.Client, path: str) -> dict[str, Any]:
+    try:
+        reply = client.get(path)
+    except httpx.TimeoutException:
+        return {"problem": f"does not answer within {PATIENCE_S:g} s"}
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return {"problem": f"cannot be reached: {error}"}
+    try:
+        body = reply.json()
+    except ValueError:
+        body = reply.text
+    return {"status": reply.status_code, "body": body}
+
+
+def is_updating(found: Look) -> bool:
+    """Whether a second look tells more than the first."""
+    return any(engine.get("active") for engine in _engines(found, "/weight_update"))
+
+
+# ------------------------------------------------------------- the judgement
+def judge(first: Look, second: Look, apart_s: float) -> list[Finding]:
+    """What two looks amount to, the newer one counting."""
+    findings = [_server(second), _release(second)]
+    obstacles = [f for path in CONTROL if (f := _obstacle(second, path)) is not None]
+    if obstacles:
+        return [*findings, obstacles[0]]
+    findings += [_versions(_engines(second, "/weight_info"))]
+    before = _engines(first, "/weight_update")
+    updates = _engines(second, "/weight_update")
+    if len(before) != len(updates):  # the server has been started anew in between
+        before, apart_s = updates, 0.0
+    pauses = _engines(second, "/is_paused")
+    for number, (old, new, pause) in enumerate(
+        zip(before, updates, pauses, strict=True)
+    ):
+        which = "" if len(updates) == 1 else f" of engine {number}"
+        findings.append(_update(f"update{which}", old, new, pause, apart_s))
+        findings.append(_pause(f"decoding{which}", pause, _requests(second, number)))
+    return findings
+
+
+def _server(found: Look) -> Finding:
+    health = found["/health"]
+    if "problem" in health:
+        return Finding("server", f"/health {health['problem']}", State.WRONG, RESTART)
+    if health["status"] != 200:
+        dead = f"its engine is dead or hangs: /health says {health['status']}"
+        return Finding("server", dead, State.WRONG, RESTART)
+    return Finding("server", "it answers")
+
+
+def _release(found: Look) -> Finding:
+    body = found["/version"].get("body")
+    told = body.get("version") if isinstance(body, dict) else None
+    return Finding("vLLM", str(told or "its version is not told"))
+
+
+def _obstacle(found: Look, path: str) -> Finding | None:
+    reply, name = found[path], "control routes"
+    if "problem" in reply:
+        hung = f"{path} {reply['problem']}: the engine core hangs"
+        return Finding(name, hung, State.WRONG, RESTART)
+    status, body = reply["status"], reply["body"]
+    if status == 200 and isinstance(body, dict):
+        return None
+    what, remedy = OBSTACLES.get(status, (f"{path} says {status}", RESTART))
+    if status == 404 and "vllm:inflight_" in str(found["/metrics"].get("body")):
+        what, remedy = ELSEWHERE
+    return Finding(name, what, State.WRONG, remedy)
+
+
+def _versions(engines: list[Facts]) -> Finding:
+    name = "weights"
+    told = [
+        f"{e['weight_version']!r} (epoch {e['epoch']}, "
+        f"digest {e['digest'] or 'unknown'})"
+        for e in engines
+    ]
+    missing = {e["weights"] for e in engines} - {"live"}
+    if missing:
+        found = f"{' and '.join(sorted(missing))}; served last was {told[0]}"
+        return Finding(name, found, State.NOTE, EngineAsleep.remedy)
+    spoilt = [e["scrub"] for e in engines if e.get("scrub")]
+    spoilt = [scrub for scrub in spoilt if scrub["result"] == "different"]
+    if spoilt:
+        names = ", ".join(name for scrub in spoilt for name in scrub["different"])
+        found = f"{told[0]}, and are not what was committed: {names}"
+        return Finding(name, found, State.WRONG, "Publish a whole version.")
+    if len({(e["weight_version"], e["digest"]) for e in engines}) == 1:
+        return Finding(name, told[0])
+    return Finding(
+        name,
+        "the engines differ: " + "; ".join(f"{n}: {t}" for n, t in enumerate(told)),
+        State.WRONG,
+        "Publish one version to all of them.",
+    )
+
+
+def _update(
+    name: str, before: Facts, now: Facts, pause: Facts, apart_s: float
+) -> Finding:
+    active = now["active"]
+    if active is None:
+        return _outcome(name, now["outcomes"])
+    old = before["active"]
+    is_same = old is not None and old["update_id"] == active["update_id"]
+    grown = _progress(active) - (_progress(old) if is_same else 0)
+    phase = active["phase"]
+    found = (
+        f"{active['update_id']!r} is {phase} since {active['seconds']['total']:.0f} s, "
+        f"with {_progress(active)} bytes; it is aborted in "
+        f"{active['deadline_left_s']:.0f} s unless it is committed"
+    )
+    if phase != "staged":
+        if grown:
+            moved = f"{found}; {grown} bytes came in {apart_s:g} s"
+            return Finding(name, moved, State.NOTE)
+        waits_for = active["waits_for"]
+        still = (
+            f"{found}; nothing has moved for {active['stalled_s']:.0f} s, and it waits "
+            f"for its {waits_for}"
+        )
+        remedy = f"{WAITS_FOR[waits_for]} {GIVE_UP}"
+        return Finding(name, still, State.WRONG, remedy)
+    if pause["for_commit"]:
+        return Finding(name, f"{found}; waits for running requests", State.NOTE)
+    if not is_same or old["phase"] != phase:
+        return Finding(name, found, State.NOTE)
+    remedy = f"POST /finish_weight_update commits it. {GIVE_UP}"
+    return Finding(name, f"{found}; nobody commits it", State.WRONG, remedy)
+
+
+def _outcome(name: str, outcomes: list[Facts]) -> Finding:
+    if not outcomes:
+        return Finding(name, "none yet")
+    last = outcomes[0]
+    told = f"{last['update_id']!r} was {last['phase'].replace('_', ' ')}"
+    if (error := last.get("error")) is None:
+        is_live = last["phase"] == "committed"
+        return Finding(name, told, State.GOOD if is_live else State.NOTE)
+    return Finding(
+        name,
+        f"{told}: {error['code']}: {error['message']}",
+        State.WRONG,
+        InflightError.from_dict(error).remedy,
+    )
+
+
+def _progress(update: Facts) -> int:
+    return sum(rank.get("bytes", 0) for rank in update["ranks"])
+
+
+def _pause(name: str, pause: Facts, requests: tuple[int, int]) -> Finding:
+    running, waiting = requests
+    load = f"{running} requests run, {waiting} wait"
+    if not pause["is_paused"]:
+        return Finding(name, load)
+    load = f"{running} requests stand still, {waiting} wait"
+    if pause["for_commit"]:
+        return Finding(name, f"a commit waits for running requests; {load}", State.NOTE)
+    owner = "nobody who gave a name" if pause["owner"] is None else pause["owner"]
+    found = f"paused in mode {pause['mode']!r} by {owner}"
+    if pause["lease_left_s"] is not None:
+        left = f"{found}, for {pause['lease_left_s']:.0f} s unless renewed; {load}"
+        return Finding(name, left, State.NOTE)
+    return Finding(
+        name,
+        f"{found}, without a lease: it lasts until somebody continues it; {load}",
+        State.WRONG,
+        "POST /resume continues. A pause with lease_s ends by itself.",
+    )
+
+
+def _requests(found: Look, engine: int) -> tuple[int, int]:
+    """How many run and wait, from the metrics; zeros where they say nothing."""
+    told = found["/metrics"]
+    text = told.get("body") if told.get("status") == 200 else ""
+    sums = {"running": 0.0, "waiting": 0.0}
+    for sample in _samples(text if isinstance(text, str) else ""):
+        what = sample.name.removeprefix("vllm:num_requests_")
+        if what in sums and sample.labels.get("engine") == str(engine):
+            sums[what] += sample.value
+    return int(sums["running"]), int(sums["waiting"])
+
+
+def _samples(text: str) -> Iterator[Any]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for family in text_string_to_metric_families(text):
+        yield from family.samples
+
+
+def _engines(found: Look, path: str) -> list[Facts]:
+    """The facts of every engine of a data-parallel server; none if it said none."""
+    body = found[path].get("body")
+    if found[path].get("status") != 200 or not isinstance(body, dict):
+        return []
+    engines: list[Facts] = body.get("engines", [body])
+    return engines

@@ -1,1 +1,0 @@
-"""How the two sets change places, and the ledger of updates."""

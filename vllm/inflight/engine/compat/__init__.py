@@ -1,0 +1,1 @@
+"""Calls of other frameworks and of vLLM's worker interface."""

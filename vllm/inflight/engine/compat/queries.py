@@ -1,0 +1,263 @@
+"""What the doors of other frameworks ask of an engine core, beside its updates.
+
+Calls of the gate like those in controller.py; nothing here changes what is served.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.engine.scheduling import last_outputs
+from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
+from vllm.inflight.worker.catalogue import CHECKPOINT
+
+logger = upstream.init_logger(__name__)
+
+MAX_ROWS = 1 << 16
+
+KV_CACHE = "kv_cache"
+"""Upstream's name of this part of the memory."""
+
+NOT_AT_REST = "requires a completed pause"
+"""How upstream refuses a release of the KV cache under an engine that goes on."""
+
+RANDOM = re.compile(r"-[0-9a-f]{8}$")
+"""What vLLM writes behind every id that a user gave."""
+CHOICE = re.compile(r"^\d+_")
+"""What it writes in front of that of a choice, if there are several."""
+OF_ROUTES = (
+    re.compile(r"cmpl-(.+)-\d+"),
+    re.compile(r"(?:chatcmpl|generate-tokens)-(.+)"),
+    re.compile(r"(resp_.+)_\d+"),
+)
+"""What vLLM's own routes write around it."""
+
+
+def abort_requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Finish some requests now, with what they have; `num_aborted` is how many.
+
+    Args:
+        gate: of the engine.
+        body: `ids`, as their users know them, or None for every request.
+
+    """
+    scheduler = gate._core.scheduler
+    ids = body.get("ids")
+    chosen = None if ids is None else matching(scheduler.requests, ids)
+    if chosen is not None and not chosen:
+        return {"num_aborted": 0}
+    aborted = scheduler.finish_requests(chosen, upstream.RequestStatus.FINISHED_ABORTED)
+    last_outputs.abort(gate, aborted)
+    return {"num_aborted": len(aborted)}
+
+
+def matching(known: Iterable[str], ids: Iterable[str]) -> list[str]:
+    """Those of an engine's own request ids that users call one of `ids`."""
+    wanted = frozenset(ids)
+    return [each for each in known if not wanted.isdisjoint(_names_of(each))]
+
+
+def _names_of(request_id: str) -> set[str]:
+    """What the user of a request may call it; `a` and `a-1` are two requests."""
+    given = RANDOM.sub("", request_id)
+    names = {given, CHOICE.sub("", given)}
+    found = (route.fullmatch(name) for route in OF_ROUTES for name in names)
+    return {request_id} | names | {match[1] for match in found if match}
+
+
+def flush(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Drop every cache, and tell what was in it; refused while requests hold KV."""
+    del body
+    counts = requests(gate, {})
+    if counts["num_running"]:
+        state = "are frozen" if counts["paused"] else "are running"
+        raise PauseConflict(
+            f"{counts['num_running']} requests {state} and hold KV that cannot be "
+            "dropped under them; pause with mode 'retract' (or 'abort') first"
+        )
+    return counts | gate.pauses.flush()
+
+
+def requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """How many requests run and wait, and whether they stand still."""
+    del body
+    running, waiting = gate._core.scheduler.get_request_counts()
+    return {
+        "num_running": running,
+        "num_waiting": waiting,
+        "paused": gate.pauses.is_paused,
+    }
+
+
+def rest(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Whether decoding stands still, and whether waking up would end that.
+
+    It ends a sleep of level 0, and a pause of upstream's own that nobody here knows of.
+    """
+    del body
+    pauses, sleep = gate.pauses, gate.sleep
+    is_held = pauses.asked or pauses.commit is not None or sleep.weights == "gone"
+    return {
+        "is_paused": pauses.is_paused,
+        "ends_on_waking": sleep.is_dozing or (pauses.is_paused and not is_held),
+    }
+
+
+def release_kv_cache(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Give the KV cache's memory back, under a pause that is complete.
+
+    Raises:
+        PauseConflict: there is none.
+        EngineFault: the memory could not be given back.
+
+    """
+    del body
+    core = gate._core
+    is_asleep = KV_CACHE in core.model_executor.sleeping_tags
+    if not is_asleep:
+        try:
+            core.release_kv_cache_memory()
+        except Exception as error:
+            if NOT_AT_REST in str(error):
+                raise PauseConflict(
+                    "the KV cache was not released: somebody has continued meanwhile, "
+                    "or a request came and was given up"
+                ) from error
+            logger.exception("the KV cache could not be released")
+            raise EngineFault(
+                f"the KV cache could not be released: {type(error).__name__}: {error}"
+            ) from error
+    return {"released": not is_asleep}
+
+
+def checksums(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Digests of every parameter of every rank, read from what decoding uses.
+
+    Args:
+        gate: of the engine.
+        body: `skip`, parts of names that are left out, and `is_target`, whether the
+            drafter is.
+
+    """
+    skipped, is_target = body.get("skip") or [], bool(body.get("is_target"))
+    ranks = _read(gate, "checksums", skipped, is_target)
+    return {"ranks": ranks, "epoch": gate.version.epoch}
+
+
+def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """The first rows of one tensor, put together from all ranks."""
+    name, count = body.get("name"), body.get("num_rows")
+    if not isinstance(name, str) or not name:
+        raise Malformed("name must be the name of a tensor")
+    if type(count) is not int or not 0 < count <= MAX_ROWS:
+        raise Malformed(f"truncate_size must be from 1 to {MAX_ROWS}, got {count!r}")
+    parts = [part for part in _read(gate, "rows", name, count) if part is not None]
+    if not parts:
+        raise Malformed(f"this model has no parameter {name!r}")
+    for part in parts:
+        if "refused" in part:
+            raise Malformed(part["refused"])
+    # An embedding that the head is tied to is in the first stage and in the last.
+    stages = {part["stage"] for part in parts}
+    found = [joined([p for p in parts if p["stage"] == s], count) for s in stages]
+    if any(whole != found[0] for whole in found):
+        raise EngineFault("the stages serve different values of one parameter")
+    return {"rows": found[0]}
+
+
+def names(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """What a trainer may send, packed by each rank; see worker/catalogue.py.
+
+    Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
+
+    """
+    del body
+    gate.ranks.require_staging()
+    catalogues = _read(gate, "names")
+    # All ranks of an engine started from one checkpoint, and tell all of it.
+    is_whole = catalogues[0]["of"] == CHECKPOINT
+    return {"catalogues": catalogues[:1] if is_whole else catalogues}
+
+
+def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
+    """The parts of a stage's ranks as one; raises `EngineFault` if copies differ."""
+    if parts[0]["dim"] is None:
+        if any(part["rows"] != parts[0]["rows"] for part in parts):
+            raise EngineFault("the ranks serve different values of one parameter")
+        return list(parts[0]["rows"][:count])
+    own = [part["rows"] for part in parts if not part["is_copy"]]
+    if parts[0]["dim"] == 0:
+        return [row for part in own for row in part][:count]
+    return [list(chain(*pieces)) for pieces in zip(*own, strict=True)][:count]
+
+
+def unused(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Of the tensors in `names`, those that fill no parameter of any rank.
+
+    Args:
+        gate: of the engine.
+        body: `names`, as a checkpoint has them.
+
+    Returns:
+        `unused`, and those of them that are `tied` to a parameter.
+
+    Raises:
+        StagingUnavailable: weights of this engine cannot be updated in flight.
+
+    """
+    gate.ranks.require_staging()
+    replies = _read(gate, "unused", body.get("names") or [])
+    return {
+        what: sorted(set.intersection(*(set(reply[what]) for reply in replies)))
+        for what in ("unused", "tied")
+    }
+
+
+def source(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """The path that what is served was read from, and its version."""
+    del body
+    update = gate.served.update
+    return {
+        "path": None if update is None else update.source,
+        "weight_version": gate.version.label,
+        "epoch": gate.version.epoch,
+    }
+
+
+def journal(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """What the journal tells; with `tried`, what was found there has been tried."""
+    kept = gate.served.journal
+    kept.tried = kept.tried or bool(body.get("tried"))
+    told: dict[str, Any] = kept.told()
+    return told
+
+
+def _read(gate: Any, what: str, *args: Any) -> list[Any]:
+    replies = gate._core.model_executor.collective_rpc(
+        "inflight_read", args=(what, *args)
+    )
+    for rank, reply in enumerate(replies):
+        if "error" in reply:
+            raise EngineFault(f"rank {rank} cannot be read: {reply['error']}")
+    return [reply["ok"] for reply in replies]
+
+
+CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "abort_requests": abort_requests,
+    "flush": flush,
+    "requests": requests,
+    "rest": rest,
+    "release_kv_cache": release_kv_cache,
+    "checksums": checksums,
+    "rows": rows,
+    "names": names,
+    "source": source,
+    "unused": unused,
+    "journal": journal,
+    "miss": lambda gate, body: gate.updates.miss(body),
+}

@@ -1,0 +1,368 @@
+"""The gate: where an engine core lets a new version in, between two steps.
+
+It answers the control calls of one engine. Staging runs elsewhere and is only
+watched; a commit is one turn of the engine core: every rank flips, the label
+and the epoch change, requests are treated as its mode says, and the next step
+is scheduled with the new version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine import calls, counters
+from vllm.inflight.engine.calls import enveloped, watched
+from vllm.inflight.engine.compat import queries
+from vllm.inflight.engine.event_log import Events
+from vllm.inflight.engine.integrity.outside_writes import Overwrites
+from vllm.inflight.engine.integrity.scrubs import Scrubs
+from vllm.inflight.engine.parent_watchdog import end_with_parent
+from vllm.inflight.engine.pause.pause import Pauses, Switch
+from vllm.inflight.engine.pause.sleep import Sleep
+from vllm.inflight.engine.scheduling import kv_connectors
+from vllm.inflight.engine.step_queue import Turns, whole
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.engine.update.dp_commit import Lockstep
+from vllm.inflight.engine.update.live_version import Served
+from vllm.inflight.engine.update.ranks import Ranks
+from vllm.inflight.engine.update.rollback import Rollbacks
+from vllm.inflight.engine.update.updates import Updates
+from vllm.inflight.errors import (
+    EngineFault,
+    InflightError,
+    Malformed,
+    UpstreamChanged,
+    VersionConflict,
+    WrongPhase,
+)
+from vllm.inflight.packed import at_once
+from vllm.inflight.update import (
+    STAGED_FACTS,
+    Manifest,
+    Phase,
+    Version,
+    check_label,
+)
+
+logger = upstream.init_logger(__name__)
+
+
+class Gate:
+    """Control of one engine core."""
+
+    def __init__(self, core: Any) -> None:
+        if not hasattr(core, "scheduler"):
+            raise UpstreamChanged(
+                "the constructor of EngineCore calls the step that the gate is hung on "
+                "before it has made its scheduler; vllm-inflight cannot start"
+            )
+        config = core.vllm_config
+        self._core = core
+        self._config = InflightConfig.of(config)
+        self.num_ranks = config.parallel_config.world_size
+        self.ranks = Ranks.of(core)
+        self.served = Served(core, self.ranks)
+        self.events = Events(config)
+        self.updates = Updates(core, self.ranks, self.served, self.events, self._ended)
+        self.in_process = not hasattr(core, "input_queue")
+        """Whether the engine steps in its caller's process, without a loop."""
+        if not self.in_process:
+            end_with_parent()
+        self.has_actor_group = False
+        """Whether PipelineRL's worker calls have joined its trainer's group."""
+        self.farewells: list[Any] = []
+        """Last outputs of requests, in an engine without an output queue."""
+        self.leftovers: list[Any] = []
+        """Outputs of steps that a pause waited for, in an engine without one."""
+        self.counts = counters.Counts()
+        self.lockstep = Lockstep(core, lambda: self.ranks.reason is None)
+        self.turns = Turns(self.rouse)
+        self.sleep = Sleep(core, self)
+        self.rollbacks = Rollbacks(core, self)
+        self.scrubs = Scrubs(core, self)
+        self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
+        self.overwrites = Overwrites(core, self)
+        if self.lockstep.is_kept and not self.ranks.is_reversible:
+            self.ranks.reason = "engines that step together need a way back"
+        if (reason := self.ranks.reason) is not None:
+            logger.error(
+                "weights of this engine cannot be updated in flight: %s", reason
+            )
+
+    # ------------------------------------------------------------ the calls
+    def call(self, method: str, body: dict[str, Any]) -> Any:
+        """Answer a control call: `{"ok": …}`, `{"error": …}`, or a Future of one.
+
+        Whatever needs weights is refused while they are asleep.
+        """
+
+        def answer() -> Any:
+            if (handler := _CALLS.get(method)) is None:
+                raise Malformed(f"no control call named {method!r}")
+            self.overwrites.before_call(is_certain=method in ("begin", "rollback"))
+            if method == "begin":
+                self.overwrites.heal()
+            self.sleep.check(method, body)
+            return handler(self, body)
+
+        return enveloped(answer)
+
+    def may_begin(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Raise `UpdateBusy` if an update that begins would come between others' calls.
+
+        It writes over the set that a rollback returns to, and that a switch of other
+        engines, which are not done with theirs, may need to be taken back.
+        """
+        self.updates.ledger.require_free(body.get("update_id"))
+        self.pauses.require_no_rollback()
+        self.lockstep.require_unarmed(self.updates.ledger.active)
+        return {}
+
+    def begin(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Open an update; the reply of `/start_weight_update`."""
+        if body.get("manifest") is not None:
+            # A small one, of a call of the engine's own: doors have packed theirs.
+            packed = at_once(Manifest.packed(body["manifest"]))
+            body = body | {"manifest": packed}
+        if (known := self.updates.ledger.begun(body)) is not None:
+            return known.state()
+        self.may_begin(body)
+        return self.updates.begin(body)
+
+    def abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        """End an update.
+
+        Without an id: the one under way, a rollback that waits, or a reload of
+        somebody's own.
+        """
+        if body.get("update_id") is None and self.overwrites.abort():
+            return {"update_id": None, "phase": Phase.ABORTED.value}
+        waits = self.pauses.commit
+        is_of_none = body.get("update_id") is None and not self.updates.ledger.active
+        if is_of_none and waits is not None and waits.switch.update is None:
+            self.pauses.give_up(WrongPhase("it was aborted"))
+            return {"update_id": None, "phase": Phase.ABORTED.value}
+        if is_of_none and self.lockstep.is_armed_for(None):
+            self.lockstep.disarm(WrongPhase("the rollback was aborted"))
+            return {"update_id": None, "phase": Phase.ABORTED.value}
+        return self.updates.abort(body)
+
+    def status(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Where an update stands; without an id, all that is known of any."""
+        report = self.updates.status(body)
+        if body.get("update_id") is not None:
+            return report
+        waits, rollback = self.pauses.commit, None
+        if waits is not None and waits.switch.update is None:
+            rollback = {
+                "to_version": waits.switch.to_version,
+                "deadline_left_s": waits.left_s and round(waits.left_s, 3),
+            }
+        return report | {"rollback": rollback}
+
+    def commit(self, body: dict[str, Any]) -> Any:
+        """Switch to the staged version; the reply of `/finish_weight_update`."""
+        active = self.updates.ledger.active
+        staged = active and tuple(map(active.vote().get, STAGED_FACTS))
+
+        def told(error: BaseException) -> None:
+            if isinstance(error, InflightError) and active and active.is_active:
+                self.events.not_committed(active, error)
+
+        return watched(
+            lambda: self.where_all_meet(
+                ("commit", staged), lambda: self._commit(body), active
+            ),
+            told,
+        )
+
+    def _commit(self, body: dict[str, Any]) -> Any:
+        update = self.updates.ledger.require(
+            body.get("update_id"), Phase.STAGED, Phase.COMMITTED
+        )
+        label = check_label(body.get("weight_version"))
+        if update.label is not None and label not in (None, update.label):
+            raise VersionConflict(
+                f"update {update.update_id!r} was begun for version "
+                f"{update.label!r}, finished as {label!r}; it stays "
+                f"{update.phase.value}",
+                update_id=update.update_id,
+            )
+        if update.phase is Phase.COMMITTED:
+            return update.result
+        if update.pending is not None and not update.pending.done():
+            return update.pending
+        self.served.expect(body.get("expect_version"), "expect_version")
+        update.expect(body.get("expect_digest"))
+        flush_cache = calls.flag(body, "flush_cache")
+        # What stays in place keeps its KV, so a flush that names no mode retracts.
+        usual = kv_connectors.default_mode(self._core.scheduler)
+        mode = calls.mode(body, "retract" if flush_cache else usual)
+        self.pauses.check_commit(mode, flush_cache=flush_cache)
+
+        def switch() -> dict[str, Any]:
+            # Running requests were waited for: it may have ended meanwhile, and what is
+            # served may have another name.
+            self.served.expect(body.get("expect_version"), "expect_version")
+            with whole():
+                return switch_now()
+
+        def switch_now() -> dict[str, Any]:
+            with self.updates.ledger.held(update):
+                facts = self.lockstep.together(
+                    lambda: self.served.advance(update.label or label, update),
+                    self.served.retreat,
+                )
+                self.updates.ledger.move(update, Phase.COMMITTED)
+            update.label = self.version.label
+            seconds = update.seconds() | {"flip": facts.pop("flip_s")}
+            # Before the requests' turn: it is served, whatever becomes of them.
+            update.result = (
+                self.version.to_dict()
+                | facts
+                | {"update_id": update.update_id, "seconds": seconds}
+                | {"drift": update.drift}
+            )
+            self.counts.switched(facts)
+            self.counts.committed(update)
+            treated = self.pauses.treat(mode, flush_cache=flush_cache)
+            update.result |= self.counts.treated(treated)
+            if update.is_whole:
+                self.sleep.filled()
+            self.scrubs.committed(update)
+            self.events.committed(update, self.version, facts["gap_ms"])
+            return update.result
+
+        what = f"the commit of update {update.update_id!r}"
+        answer = self.pauses.between_requests(mode, Switch(what, switch, update))
+        if isinstance(answer, Future):
+            update.pending = answer
+        return answer
+
+    def info(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What is served: version, digest, epoch, the version before, and `weights`.
+
+        `weights_detail` says why nothing is decoded with them; None if they live.
+        """
+        del body
+        self.updates.note_opened()
+        before = self.served.before
+        previous = None if before is None else before.version.to_dict()
+        state = {"previous": previous, "weights": self.sleep.weights}
+        state |= {"weights_detail": self.sleep.detail}
+        return self.version.to_dict() | state | {"scrub": self.scrubs.state()}
+
+    def rename(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Call the weights served something else: a version without bytes."""
+        label = check_label(body.get("weight_version"))
+        if label is None:
+            raise Malformed("weight_version is missing")
+        self.served.expect(body.get("expect_version"), "expect_version")
+        with whole():
+            self.served.rename(label)
+        return self.version.to_dict()
+
+    def pause(self, body: dict[str, Any]) -> Any:
+        """Pause in one of the modes of pause.py."""
+        return self.pauses.pause(
+            calls.mode(body, "abort"),
+            flush_cache=calls.flag(body, "flush_cache"),
+            lease_s=body.get("lease_s"),
+            owner=body.get("owner"),
+            is_trial=bool(body.get("is_trial")),
+        )
+
+    def where_all_meet(
+        self, what: tuple[Any, ...], switch: Callable[[], Any], update: Update | None
+    ) -> Any:
+        """Call `switch` now, or where the engines of a lockstep meet.
+
+        Args:
+            what: its name and facts, which have to be equal on all of them.
+            switch: that is called.
+            update: that it commits, and whose end ends it; None for a rollback.
+
+        """
+        if not self.lockstep.is_kept:
+            return switch()
+        return self.lockstep.arm(what, switch, update)
+
+    def close(self) -> None:
+        """End the watch and give the board back."""
+        self.scrubs.close()
+        self.pauses.close()
+        self.overwrites.close()
+        self.lockstep.disarm(EngineFault("the engine has been shut down"))
+        self.updates.close()
+        self.ranks.close()
+        self.served.journal.close()
+
+    @property
+    def version(self) -> Version:
+        """What is served now."""
+        return self.served.version
+
+    # --------------------------------------------------------------- helpers
+    def _ended(self, update: Update, error: InflightError) -> None:
+        """An update was aborted: nobody needs to wait for its commit any more."""
+
+        def give_up() -> None:
+            self.updates.note_opened()
+            self.pauses.give_up(error, update)
+            if self.lockstep.is_armed_for(update):
+                self.lockstep.disarm(error)
+
+        self.turns.submit(give_up)
+
+    def drain(self) -> None:
+        """Finish the steps in flight of an engine that steps in its caller's process.
+
+        What comes out of them is kept for whoever asks for output next.
+        """
+        while self._core.batch_queue:
+            outputs, executed = self._core.step_fn()
+            self._core.post_step(executed)
+            if outputs:
+                self.leftovers.append(outputs)
+
+    def rouse(self) -> None:
+        """Make the loop of an engine with its own process look for work."""
+        if not self.in_process:
+            self._core.input_queue.put_nowait(
+                (upstream.EngineCoreRequestType.WAKEUP, None)
+            )
+
+
+_CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "may_begin": Gate.may_begin,
+    "was_begun": lambda gate, body: {
+        "was_begun": gate.updates.ledger.was_begun(**body)
+    },
+    "begin": Gate.begin,
+    "receive": lambda gate, body: gate.updates.receive(body),
+    "seal": lambda gate, body: gate.updates.seal(body),
+    "commit": Gate.commit,
+    "rollback": lambda gate, body: gate.rollbacks.roll_back(body),
+    "held": lambda gate, body: gate.rollbacks.held(body),
+    "abort": Gate.abort,
+    "status": Gate.status,
+    "info": Gate.info,
+    "rename": Gate.rename,
+    "transport": lambda gate, body: gate.updates.transport(body),
+    "pause": Gate.pause,
+    "resume": lambda gate, body: gate.pauses.resume(body.get("owner")),
+    "paused": lambda gate, body: (
+        gate.pauses.state() | {"weights_detail": gate.sleep.detail}
+    ),
+    "metrics": counters.told,
+    "health": lambda gate, body: {
+        "weights_detail": gate.sleep.detail or gate.scrubs.detail
+    },
+    "verify": lambda gate, body: gate.scrubs.verify(body),
+    "undo": lambda gate, body: gate.rollbacks.undo(body),
+    **queries.CALLS,
+}

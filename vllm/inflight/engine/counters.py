@@ -1,0 +1,91 @@
+"""Counts: what one engine core has done since it started, for `/metrics`."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import Counter
+from typing import Any
+
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.update import PauseMode
+
+GAP_EDGES_MS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+
+
+class Counts:
+    """Of one engine core; changed between two steps only."""
+
+    def __init__(self) -> None:
+        self.gaps = [0] * (len(GAP_EDGES_MS) + 1)
+        """Switches by their gap: up to each edge, and beyond the last."""
+        self.gap_ms = 0.0
+        self.staging_s = 0.0
+        self.staged_bytes = 0
+        self.num_rollbacks = 0
+        self.requests: Counter[str] = Counter()
+        """Requests retracted and aborted, by pauses and by commits."""
+        self.pause_s: dict[str, float] = {}
+        """Seconds of pauses that are over, by the mode they ended in."""
+        self._paused: tuple[PauseMode, float] | None = None
+
+    def switched(self, facts: dict[str, Any]) -> None:
+        """Count one flip by the facts of its reply."""
+        self.gaps[bisect.bisect_left(GAP_EDGES_MS, facts["gap_ms"])] += 1
+        self.gap_ms += facts["gap_ms"]
+
+    def treated(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Count what became of requests; returns `facts`."""
+        self.requests["retracted"] += facts.get("num_retracted", 0)
+        self.requests["aborted"] += facts.get("num_aborted", 0)
+        return facts
+
+    def committed(self, update: Update) -> None:
+        """Count what staging a version took."""
+        self.staging_s += update.seconds()["staging"]
+        self.staged_bytes += update.num_bytes
+
+    def paused(self, mode: PauseMode) -> None:
+        """A pause begins, or goes on in another mode."""
+        began = time.monotonic() if self._paused is None else self._paused[1]
+        self._paused = (mode, began)
+
+    def resumed(self) -> float:
+        """It is over, if there was one; returns the seconds that it took."""
+        if self._paused is None:
+            return 0.0
+        mode, began = self._paused
+        seconds = time.monotonic() - began
+        self.pause_s[mode.value] = self.pause_s.get(mode.value, 0.0) + seconds
+        self._paused = None
+        return seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the front end gets it."""
+        return {
+            "gaps": self.gaps,
+            "gap_ms": self.gap_ms,
+            "staging_s": self.staging_s,
+            "staged_bytes": self.staged_bytes,
+            "rollbacks": self.num_rollbacks,
+            "requests": dict(self.requests),
+            "pause_s": dict(self.pause_s),
+        }
+
+
+def told(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """All that `/metrics` tells of an engine."""
+    del body
+    pauses = gate.pauses.state()
+    return gate.counts.to_dict() | {
+        **gate.updates.progress(),
+        "epoch": gate.version.epoch,
+        "weight_version": gate.version.label,
+        "digest": gate.version.digest,
+        "drift": gate.served.drift,
+        "outcomes": dict(gate.updates.ledger.ended),
+        "paused": pauses["is_paused"],
+        "leases_expired": pauses["leases_expired"],
+        "scrubs": dict(gate.scrubs.results),
+        "weights_differ": gate.scrubs.differs,
+    }

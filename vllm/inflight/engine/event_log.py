@@ -1,0 +1,129 @@
+"""Events: one line of the log for each thing that happens to the weights of an engine.
+
+Whoever reads the log later sees what was begun, staged, refused, aborted, committed and
+rolled back, when decoding was paused and continued, and how long each took. Each engine
+writes its own lines; the ranks write none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.errors import (
+    Conflict,
+    Forbidden,
+    InflightError,
+    Malformed,
+    WeightsMismatch,
+)
+from vllm.inflight.update import PauseMode, Phase, Version
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "off": None,
+}
+"""Value of `--inflight-log-level` → level of the lines; None: there are none."""
+
+REFUSALS = (Malformed, Forbidden, Conflict, WeightsMismatch)
+"""What ends an update because of what it brings; by other errors it is aborted."""
+
+MOST_CHARS = 1000
+"""Of a line: a refusal may name many tensors."""
+
+logger = upstream.init_logger(__name__)
+
+
+class Events:
+    """The lines of one engine core."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._level = LEVELS[InflightConfig.of(vllm_config).log_level]
+
+    def began(self, update: Update, transport: str, seconds: float) -> None:
+        """An update is open, and the ranks have been told."""
+        whose = "" if update.owner is None else f" by {update.owner!r}"
+        self._say(
+            f"{_named(update)} begun{whose}: transport {transport}, deadline in "
+            f"{update.deadline - update.began:.0f} s",
+            seconds,
+        )
+
+    def moved(self, update: Update) -> None:
+        """It is staged, as every rank has voted for it; or it has ended before that."""
+        if update.phase is Phase.STAGED:
+            self._say(
+                f"{_named(update)} staged: digest {update.digest}, "
+                f"{update.num_bytes / 1e6:.1f} MB on all ranks",
+                update.seconds()["staging"],
+            )
+        elif update.phase is Phase.ABORTED:
+            error = update.error
+            end = "refused" if isinstance(error, REFUSALS) else "aborted"
+            why = "" if error is None else f": {error.code}: {error.message}"
+            self._say(
+                f"{_named(update)} {end}{why}",
+                update.seconds()["total"],
+                is_trouble=True,
+            )
+
+    def not_committed(self, update: Update, error: InflightError) -> None:
+        """Its commit was refused; it is staged still."""
+        self._say(
+            f"{_named(update)} not committed, it stays {update.phase.value}: "
+            f"{error.code}: {error.message}",
+            update.seconds()["total"],
+            is_trouble=True,
+        )
+
+    def committed(self, update: Update, version: Version, gap_ms: float) -> None:
+        """It is served."""
+        self._say(
+            f"{_named(update)} committed: epoch {version.epoch}, digest "
+            f"{version.digest}, gap {gap_ms:.2f} ms",
+            update.seconds()["total"],
+        )
+
+    def rolled_back(
+        self, left: Version, version: Version, gap_ms: float, seconds: float
+    ) -> None:
+        """The version before is served again."""
+        self._say(
+            f"rolled back from version {left.label!r} to {version.label!r}: epoch "
+            f"{version.epoch}, gap {gap_ms:.2f} ms",
+            seconds,
+        )
+
+    def not_rolled_back(self, what: str, error: InflightError) -> None:
+        """A rollback was refused or given up; what is served has not changed."""
+        self._say(f"{what} not made: {error.code}: {error.message}", is_trouble=True)
+
+    def paused(
+        self, mode: PauseMode, owner: str | None, counts: str, seconds: float
+    ) -> None:
+        """Decoding stands still, or will when the running requests have ended."""
+        whose = "" if owner is None else f" by {owner!r}"
+        self._say(f"paused{whose} in mode {mode.value}: {counts}", seconds)
+
+    def continued(self, mode: PauseMode, seconds: float) -> None:
+        """Decoding goes on, after a pause of so many seconds that ended in a mode."""
+        self._say(f"continued, after a pause in mode {mode.value}", seconds)
+
+    def _say(
+        self, what: str, seconds: float | None = None, *, is_trouble: bool = False
+    ) -> None:
+        if self._level is None:
+            return
+        level = max(self._level, logging.WARNING) if is_trouble else self._level
+        took = "" if seconds is None else f" ({seconds:.3f} s)"
+        logger.log(level, "%s%s", what[:MOST_CHARS], took)
+
+
+def _named(update: Update) -> str:
+    label = "" if update.label is None else f" (version {update.label!r})"
+    return f"update {update.update_id!r}{label}"

@@ -1,0 +1,1 @@
+"""Out-of-band writes and scrubs, as the engine core sees them."""

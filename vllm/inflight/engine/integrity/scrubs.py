@@ -1,0 +1,363 @@
+"""Scrubs of an engine: whether what it serves is what the digest of its label says.
+
+The ranks read what they serve in slices, between steps (worker/integrity/scrub.py).
+Here slices are asked for at a low pace, and what the ranks found is added up: a tensor
+of which each rank has a part is compared as a whole, and parts that several ranks have
+must agree.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.background import Background
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.errors import EngineAsleep, EngineFault
+
+DIFFERENT = "different"
+PAUSE_S = 0.05
+"""Between two slices of a scrub that nobody hurries."""
+RETRY_S = 0.01
+"""Before what is served is read again, because it changed meanwhile."""
+MOST_NAMED = 16
+
+logger = upstream.init_logger(__name__)
+
+Result = dict[str, Any]
+
+
+class Scrubs:
+    """Those of one engine core."""
+
+    def __init__(self, core: Any, gate: Any) -> None:
+        config = InflightConfig.of(core.vllm_config)
+        self._gate = gate
+        self._interval_s = config.scrub_interval_s
+        self._is_always_due = config.verify == "served"
+        self._num_relied_on = 0
+        """Records of loaders that served versions relied on, and a scrub has seen."""
+        self._lock = threading.Lock()
+        self._waiting: list[Future[Result]] = []
+        self._thread: Background | None = None
+        self._is_due = False
+        """Whether what is served has to be scrubbed, though nobody waits for it."""
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._num_changes = 0
+        """Of the weights, when the last scrub read them."""
+        self.last: Result | None = None
+        """What the last scrub found."""
+        self.results: Counter[str] = Counter()
+        """Scrubs by their result."""
+        if self._interval_s:
+            with self._lock:
+                self._ensure_thread()
+
+    def verify(self, body: dict[str, Any]) -> Future[Result]:
+        """Scrub once; done when the ranks have read all that they serve.
+
+        Whoever asks while one is under way gets the result of the next one: the one
+        under way may have read by now what has changed since.
+        """
+        del body
+        self._gate.ranks.require_staging()
+        future: Future[Result] = Future()
+        with self._lock:
+            self._waiting.append(future)
+            self._ensure_thread()
+        self._wake.set()
+        return future
+
+    def committed(self, update: Update) -> None:
+        """A version is served: scrub it if that was asked for, or is due.
+
+        It is due when the version was loaded by records (plan.py) that none before was
+        loaded by: that they are right has been proved, and now it is seen.
+        """
+        is_new = update.num_replayed > self._num_relied_on
+        if is_new or self._is_always_due:
+            self._num_relied_on = update.num_replayed
+            with self._lock:
+                self._is_due = True
+                self._ensure_thread()
+            self._wake.set()
+
+    def state(self) -> Result | None:
+        """What the last scrub found; None if what it read is not served any more.
+
+        What is served under another name is the same weights still.
+        """
+        is_served = self._num_changes == self._gate.served.changes
+        return self.last if is_served else None
+
+    @property
+    def differs(self) -> bool:
+        """Whether what is served is known not to be what its digest says."""
+        state = self.state()
+        return state is not None and state["result"] == DIFFERENT
+
+    @property
+    def detail(self) -> str | None:
+        """What is wrong with what is served, and what to do; None if nothing is."""
+        if not self.differs:
+            return None
+        assert self.last is not None
+        return (
+            "the weights served are not what was committed under their label: "
+            f"{', '.join(self.last['different'])}; publish a whole version, or roll "
+            "back"
+        )
+
+    def close(self) -> None:
+        """End the thread; whoever waits is told."""
+        self._close()
+        if (thread := self._thread) is not None:
+            thread.join(timeout=1.0)
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._wake.set()
+
+    # ------------------------------------------------------------- the thread
+    def _ensure_thread(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            # Between two scrubs it holds no engine: one that is dropped is given back.
+            engine = weakref.ref(self)
+            self._thread = Background(
+                partial(_work, engine, self._wake, self._interval_s or None),
+                name="inflight-scrub",
+                end=partial(_end, engine),
+            )
+            self._thread.start()
+
+    def _turn(self) -> bool:
+        """Scrub for whoever waits, or because it is time; whether there is more."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            is_due, self._is_due = self._is_due, False
+        if not self._is_closed:
+            self._scrub(waiting, is_due=is_due)
+            waiting = []
+        with self._lock:
+            if self._is_closed:
+                waiting += self._waiting
+                self._waiting = []
+            goes_on = bool(self._waiting or self._is_due)
+            if goes_on:
+                self._wake.set()
+            goes_on = not self._is_closed and (goes_on or bool(self._interval_s))
+            if not goes_on:
+                self._thread = None
+        for future in waiting:
+            future.set_exception(EngineFault("the engine has been shut down"))
+        return goes_on
+
+    def _scrub(self, waiting: list[Future[Result]], *, is_due: bool) -> None:
+        try:
+            result = self._once(PAUSE_S if not waiting else 0.0)
+            while result is None and (waiting or is_due):
+                if self._is_closed:
+                    raise EngineFault("the engine has been shut down")
+                time.sleep(RETRY_S)
+                result = self._once(0.0)
+        except Exception as error:
+            if not waiting and not isinstance(error, EngineAsleep):
+                logger.warning("the weights served could not be scrubbed: %s", error)
+            for future in waiting:
+                future.set_exception(error)
+            return
+        for future in waiting:
+            assert result is not None
+            future.set_result(result)
+
+    def _once(self, pause_s: float) -> Result | None:
+        """One scrub; None if what is served has changed meanwhile, or is about to."""
+        began = time.monotonic()
+        version = self._between_steps(self._begin)
+        if version is None:
+            return None
+        num_changes = version.pop("num_changes")
+        for _ in range(version.pop("num_slices")):
+            if self._is_closed:
+                return None
+            if pause_s:
+                time.sleep(pause_s)
+            self._between_steps(self._gate.ranks.scrub_slice)
+        result: Result | None = self._between_steps(partial(self._end, version))
+        if result is not None:
+            result["seconds"] = round(time.monotonic() - began, 3)
+            self._num_changes = num_changes
+            self._tell(result)
+        return result
+
+    def _between_steps(self, call: Callable[[], Any]) -> Any:
+        turns = self._gate.turns
+        if self._gate.in_process:
+            return turns.run(call)
+        return turns.submit(call).result()
+
+    def _begin(self) -> Result | None:
+        """What is to be scrubbed; None while a rank works out where things are."""
+        self._gate.sleep.check_weights(is_whole=False)
+        num_slices = self._gate.ranks.scrub("begin")
+        if any(each is None for each in num_slices):
+            return None
+        version = self._gate.version
+        return {
+            "weight_version": version.label,
+            "epoch": version.epoch,
+            "digest": version.digest,
+            "num_slices": max(num_slices, default=0),
+            "num_changes": self._gate.served.changes,
+        }
+
+    def _end(self, version: Result) -> Result | None:
+        """What was found; None if the weights have changed since it began."""
+        self._gate.sleep.check_weights(is_whole=False)
+        found = self._gate.ranks.scrub("result")
+        if any(each is None for each in found):
+            return None
+        return version | judged(found)
+
+    def _tell(self, result: Result) -> None:
+        self.results[result["result"]] += 1
+        self.last = result | {"at": time.time()}
+        facts = (
+            result["weight_version"],
+            result["epoch"],
+            result["num_tensors"],
+            result["num_parameters"],
+            result["seconds"],
+        )
+        if result["result"] == DIFFERENT:
+            logger.critical(
+                "the weights served as %r (epoch %d) are NOT what was committed under "
+                "that label: %s; publish a whole version, or roll back (%d tensors and "
+                "%d parameters compared in %.2f s)",
+                *facts[:2],
+                ", ".join(result["different"]),
+                *facts[2:],
+            )
+        else:
+            logger.info(
+                "weights %r (epoch %d) scrubbed: %s, %d tensors and %d parameters "
+                "compared in %.2f s",
+                *facts[:2],
+                result["result"],
+                *facts[2:],
+            )
+
+
+def _work(
+    engine: weakref.ref[Scrubs], wake: threading.Event, interval_s: float | None
+) -> None:
+    goes_on = True
+    while goes_on:
+        wake.wait(interval_s)
+        wake.clear()
+        if (scrubs := engine()) is None:
+            return
+        goes_on = scrubs._turn()
+        del scrubs
+
+
+def _end(engine: weakref.ref[Scrubs]) -> None:
+    if (scrubs := engine()) is not None:
+        scrubs._close()
+
+
+def judged(ranks: list[dict[str, Any]]) -> Result:
+    """What the ranks of one engine found, added up.
+
+    Args:
+        ranks: of each the result of its scrub; see `Scrub.result`.
+
+    Returns:
+        `result`: `equal`, `different`, or `unknown` where there was nothing to compare
+        with; `num_tensors` that were compared with their digests; `num_parameters` that
+        were compared with what was staged; the names of what is `different`, at most
+        16, and `num_different`; likewise `unknown`, which nothing was there to
+        compare with.
+
+    """
+    # Of a stage of a pipeline, or a rank with some of the experts, not all are here.
+    names = sorted({name for each in ranks for name in each["names"]})
+    found = [_Found.of(each, names) for each in ranks]
+    total = torch.zeros(len(names), 2, dtype=torch.int64)
+    num_covered = torch.zeros(len(names), dtype=torch.int64)
+    expected, numel = total.clone(), num_covered.clone()
+    is_wrong = torch.zeros(len(names), dtype=torch.bool)
+    for number, each in enumerate(found):
+        is_first = each.covered > 0
+        for other in found[:number]:
+            is_same = (each.holds == other.holds) & (each.covered > 0)
+            is_same &= other.covered > 0
+            is_wrong |= is_same & (each.sums != other.sums).any(dim=1)
+            is_first &= ~is_same
+        total += torch.where(is_first.unsqueeze(1), each.sums, 0)
+        num_covered += torch.where(is_first, each.covered, 0)
+        expected = torch.where(each.covered.unsqueeze(1) > 0, each.expected, expected)
+        numel = torch.where(each.covered > 0, each.numel, numel)
+    is_all = (num_covered == numel) & (numel > 0)
+    is_wrong |= is_all & (total != expected).any(dim=1)
+    different = {name for each in ranks for name in each["wrong"]}
+    different |= {names[number] for number in is_wrong.nonzero().flatten().tolist()}
+    num_tensors = int(is_all.sum())
+    num_parameters = sum(each["num_marked"] for each in ranks)
+    unknown = {name for each in ranks for name in each["unknown"]}
+    in_part = ((num_covered > 0) & ~is_all).nonzero().flatten().tolist()
+    unknown |= {names[number] for number in in_part}
+    result = "equal" if num_tensors or num_parameters else "unknown"
+    return {
+        "result": DIFFERENT if different else result,
+        "num_tensors": num_tensors,
+        "num_parameters": num_parameters,
+        "num_unknown": len(unknown),
+        "unknown": sorted(unknown)[:MOST_NAMED],
+        "num_different": len(different),
+        "different": sorted(different)[:MOST_NAMED],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one rank found of every name; see `Scrub.result`."""
+
+    sums: torch.Tensor
+    expected: torch.Tensor
+    numel: torch.Tensor
+    covered: torch.Tensor
+    holds: torch.Tensor
+
+    @classmethod
+    def of(cls, told: dict[str, Any], names: list[str]) -> Self:
+        """Of a rank's reply, in the order of `names`; zeros of what it has not."""
+        numbers = {name: number for number, name in enumerate(names)}
+        at = torch.tensor([numbers[name] for name in told["names"]], dtype=torch.int64)
+
+        def spread(key: str, *width: int) -> torch.Tensor:
+            wide = torch.zeros(len(names), *width, dtype=torch.int64)
+            if told["names"]:
+                packed = bytearray(told[key])
+                wide[at] = torch.frombuffer(packed, dtype=torch.int64).view(-1, *width)
+            return wide
+
+        return cls(
+            spread("sums", 2),
+            spread("expected", 2),
+            spread("numel"),
+            spread("covered"),
+            spread("holds"),
+        )

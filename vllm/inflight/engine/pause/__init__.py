@@ -1,0 +1,1 @@
+"""Pause modes, leases and sleep."""

@@ -1,0 +1,456 @@
+"""Pause modes: what happens to requests when decoding stops or weights change.
+
+| mode     | running requests                 | their KV | waiting requests |
+|----------|----------------------------------|----------|------------------|
+| wait     | run to their end                 | –        | queued           |
+| in_place | frozen where they are            | kept     | queued           |
+| retract  | back to the front of the queue   | freed    | queued           |
+| abort    | finished now, with what they have| freed    | finished too     |
+
+A pause takes effect between two steps. A commit treats requests the same way but
+stops nothing; with `wait` it holds new requests back until the running ones are done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.engine.compat import queries
+from vllm.inflight.engine.pause import pause
+from vllm.inflight.engine.pause.lease import Lease, check_owner, lease_seconds
+from vllm.inflight.engine.scheduling import kv_connectors, request_checks
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.errors import (
+    DeadlineExceeded,
+    InflightError,
+    PauseConflict,
+    UpdateBusy,
+)
+from vllm.inflight.update import PAUSE_MOVES, PauseMode
+
+Reply = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """What a commit or a rollback does between two steps, and whose it is."""
+
+    what: str
+    """As a message calls it: `the commit of update 'u'`."""
+    make: Callable[[], Reply]
+    update: Update | None
+    """That is committed, and ends it with its own end; None for a rollback."""
+    to_version: str | None = None
+    """Of a rollback: the label that it returns to."""
+    longest_s: float | None = None
+    """Most seconds that it waits for requests; None: its update has a deadline."""
+
+    @property
+    def if_given_up(self) -> str:
+        """What a message says of it when it does not come to be."""
+        if self.update is None:
+            return "the version served stays"
+        return "it is still staged"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A switch that waits for the running requests; new ones wait for it."""
+
+    switch: Switch
+    answer: Future[Reply]
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it is given up; None if its update has the deadline."""
+        if self.switch.longest_s is None:
+            return None
+        return max(0.0, self.began + self.switch.longest_s - time.monotonic())
+
+
+class Pauses:
+    """The pause of one engine core, if there is one."""
+
+    def __init__(self, core: Any, gate: Any, *, lease_s: float) -> None:
+        self._core = core
+        self._gate = gate
+        self.asked: PauseMode | None = None
+        """The mode somebody asked for; upstream's own calls leave none here."""
+        self._lease = Lease(gate.turns.submit, self._go_on)
+        self._lease_s = lease_s
+        self._settling: list[Future[Reply]] = []
+        """Pauses that have not taken effect yet, because steps are in flight."""
+        self.commit: Waiting | None = None
+        """The commit or rollback that waits for running requests, if one does."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether decoding stands still or is about to."""
+        return bool(self._core.is_scheduler_paused())
+
+    @property
+    def mode(self) -> PauseMode | None:
+        """The mode of the pause in force, whoever began it; None without one."""
+        if not self.is_paused:
+            return None
+        if self.asked is not None:
+            return self.asked
+        is_frozen = self._core.scheduler.pause_state == upstream.PauseState.PAUSED_ALL
+        return PauseMode.IN_PLACE if is_frozen else PauseMode.WAIT
+
+    # -------------------------------------------------------------- the calls
+    def pause(
+        self,
+        mode: PauseMode,
+        *,
+        flush_cache: bool,
+        lease_s: Any = None,
+        owner: Any = None,
+        is_trial: bool = False,
+    ) -> Any:
+        """Pause, make a pause stricter, or renew its lease.
+
+        Replies when the mode has taken effect; once is as good as twice. A trial is
+        refused as the pause would be; else it replies, and does nothing.
+        """
+        started = time.perf_counter()
+        owner, seconds = check_owner(owner), lease_seconds(lease_s, self._lease_s)
+        if self.is_paused:
+            self._lease.check(owner)
+        if mode not in PAUSE_MOVES[self.mode]:
+            raise PauseConflict(
+                f"the engine is paused in mode {self.mode!s}, and a pause cannot go "
+                f"from there to {mode.value}: what it has let go of does not come "
+                "back. Continue first"
+            )
+        self._check(mode, flush_cache, is_later=True)
+        if is_trial:
+            return self._reply(started)
+        counts = {"num_aborted": 0, "num_retracted": 0}
+        if mode is PauseMode.ABORT:
+            counts |= queries.abort_requests(self._gate, {})
+        stopped = self._stop(mode)
+        is_renewed, self.asked = self.asked is mode, mode
+        self._gate.counts.paused(mode)
+        self._lease.take(owner, seconds)
+
+        def settle() -> Reply:
+            # A stricter pause may have come meanwhile, and has done its own part.
+            if mode is PauseMode.RETRACT and self.asked is mode:
+                counts["num_retracted"] = self._core.scheduler.inflight_retract()
+            flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
+            treated = self._gate.counts.treated(counts)
+            reply = self._reply(started) | treated | flushed
+            if not is_renewed:
+                running, waiting = reply["num_running"], reply["num_waiting"]
+                still = f"{running} requests running, {waiting} waiting"
+                self._gate.events.paused(mode, owner, still, reply["seconds"])
+            return reply
+
+        return self._then(stopped, settle)
+
+    def resume(self, owner: Any = None) -> Reply:
+        """Go on, on whatever weights are live; twice is as good as once."""
+        started = time.perf_counter()
+        if self.is_paused:
+            self._lease.check(check_owner(owner))
+        if self.commit is not None and self.asked is None:
+            if self.commit.switch.update is not None:
+                raise PauseConflict(
+                    f"{self.commit.switch.what} waits for the running requests, and "
+                    "new ones wait for it; abort that update to go on without it"
+                )
+            self.give_up(PauseConflict("decoding was continued before it was made"))
+        if getattr(self._core, "pending_pause", False):
+            raise PauseConflict(
+                "not every data-parallel rank has paused; continue after the reply"
+            )
+        if self._gate.lockstep.is_armed:
+            raise PauseConflict(
+                "a commit waits for the other data-parallel engines; continue after "
+                "its reply"
+            )
+        self._go_on(is_asked=True)
+        self._lease.drop()
+        self._gate.sleep.is_dozing = False
+        return self._reply(started)
+
+    def hold(self) -> bool:
+        """Have the scheduler stand as it was asked to; False if nobody has asked."""
+        mode = PauseMode.WAIT if self.asked is None and self.commit else self.asked
+        if mode is not None:
+            self._hold(mode)
+        return mode is not None
+
+    def flush(self) -> Reply:
+        """Drop every cached block nobody holds; refused while one is held."""
+        request_checks.check_flush(self._core.scheduler, PauseMode.IN_PLACE)
+        return {"dropped": pause.flush(self._core, media=True)}
+
+    def state(self) -> Reply:
+        """Whether decoding stands still, in which mode, whose it is and how long."""
+        mode = self.mode
+        return {
+            "is_paused": self.is_paused,
+            "mode": mode and mode.value,
+            "is_draining": mode is PauseMode.WAIT
+            and self._core.scheduler.inflight_is_busy(),
+            "for_commit": self.commit is not None and self.asked is None,
+            "owner": self._lease.owner,
+            "lease_left_s": self._lease.left_s,
+            "leases_expired": self._lease.num_expired,
+        }
+
+    def close(self) -> None:
+        """No lease outlives its engine."""
+        self._lease.drop()
+
+    # ------------------------------------------------------------- at a commit
+    def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
+        """Raise if a commit cannot treat requests as `mode` says, here and now."""
+        kv_connectors.check_commit(self._core.scheduler, mode)
+        self._check(mode, flush_cache, is_later=False)
+        if mode is PauseMode.WAIT and self._gate.lockstep.is_kept:
+            raise PauseConflict(
+                "engines that step together do not end their requests together, so "
+                "a commit cannot 'wait' for them; pause with 'wait' first"
+            )
+        frozen = self.mode not in (None, PauseMode.WAIT)
+        if mode is PauseMode.WAIT and frozen and self._core.scheduler.inflight_active():
+            raise PauseConflict(
+                "mode 'wait' would wait for ever: running requests are paused"
+            )
+
+    def between_requests(self, mode: PauseMode, switch: Switch) -> Any:
+        """Make `switch` now, or for `wait` once the running requests are done.
+
+        One that waits ends by the deadline of its update, or after its own longest
+        wait; `give_up` ends it as well.
+        """
+        scheduler = self._core.scheduler
+        if mode is not PauseMode.WAIT or not scheduler.inflight_is_busy():
+            return switch.make()
+
+        def after() -> Reply:
+            self.commit = None
+            try:
+                if scheduler.inflight_active() or scheduler.inflight_sent_back():
+                    raise PauseConflict(
+                        "requests were paused while it waited; " + switch.if_given_up
+                    )
+                kv_connectors.check_commit(scheduler, mode)
+                # What a sleep has saved already would come back under a new label.
+                self._gate.sleep.check_weights(is_whole=True)
+                return switch.make()
+            finally:
+                if self.asked is None:
+                    self._go_on()
+
+        answer = self._then(self._stop(PauseMode.WAIT), after)
+        if isinstance(answer, Future):
+            self.commit = waits = Waiting(switch, answer)
+            self._end_in_time(waits)
+        return answer
+
+    def give_up(self, error: InflightError, update: Update | None = None) -> None:
+        """End the wait of the commit of `update`, or of a rollback if that is None.
+
+        New requests are let in again. Whoever waits for it is told `error`. Does
+        nothing where it is something else that waits, or nothing does.
+        """
+        waits = self.commit
+        if waits is None or waits.switch.update is not update:
+            return
+        self.commit = None
+        self._settling.remove(waits.answer)
+        if update is None:
+            error.message = (
+                f"{waits.switch.what} was given up: {error.message}; "
+                f"{waits.switch.if_given_up}"
+            )
+        waits.answer.set_exception(error)
+        if self.asked is None:
+            self._go_on()
+
+    def require_no_rollback(self) -> None:
+        """Raise `UpdateBusy` while a rollback waits: it needs what would be changed."""
+        if self.commit is not None and self.commit.switch.update is None:
+            raise UpdateBusy(
+                f"{self.commit.switch.what} waits for running requests; wait for it, "
+                "or end it with POST /abort_weight_update or POST /continue_generation"
+            )
+
+    def treat(self, mode: PauseMode, *, flush_cache: bool = False) -> Reply:
+        """Do to the requests what a commit in `mode` does; returns the counts."""
+        facts: Reply = {}
+        if mode is PauseMode.RETRACT:
+            facts["num_retracted"] = self._core.scheduler.inflight_retract()
+        elif mode is PauseMode.ABORT:
+            facts |= queries.abort_requests(self._gate, {})
+        return facts | self._flushed(media=False) if flush_cache else facts
+
+    # ---------------------------------------------------------------- helpers
+    def _flushed(self, *, media: bool) -> Reply:
+        """Drop the caches where that can be told, but not be refused any more."""
+        try:
+            return {"dropped": pause.flush(self._core, media=media)}
+        except PauseConflict as error:
+            return {"dropped": None, "not_dropped": error.message}
+
+    def _check(self, mode: PauseMode, flush_cache: bool, *, is_later: bool) -> None:
+        scheduler = self._core.scheduler
+        request_checks.check(scheduler, mode, in_process=self._gate.in_process)
+        if flush_cache:
+            request_checks.check_flush(scheduler, mode, is_later=is_later)
+
+    def _stop(self, mode: PauseMode) -> Future[Any] | None:
+        """Have the scheduler stop; done when no step is in flight."""
+        if not self._gate.in_process:
+            known = {PauseMode.WAIT: "wait", PauseMode.ABORT: "abort"}
+            name = known.get(mode, "keep")
+            pending: Future[Any] | None = self._core.pause_scheduler(name, False)
+            return pending
+        before = self._core.scheduler.pause_state
+        self._hold(mode)
+        try:
+            self._gate.drain()
+            self._core.model_executor.collective_rpc("synchronize_device")
+        except BaseException:  # Ctrl-C, too: nobody would know of such a pause
+            self._core.scheduler.set_pause_state(before)
+            raise
+        return None
+
+    def _end_in_time(self, waits: Waiting) -> None:
+        """Give a switch up that waits for too long, if no update ends it."""
+        if (longest_s := waits.switch.longest_s) is None:
+            return
+
+        def end() -> None:
+            if self.commit is waits:
+                self.give_up(
+                    DeadlineExceeded(f"requests still ran after {longest_s:g} s"),
+                    waits.switch.update,
+                )
+
+        timer = threading.Timer(longest_s, lambda: self._gate.turns.submit(end))
+        timer.name, timer.daemon = "inflight-waiting", True
+        waits.answer.add_done_callback(lambda _: timer.cancel())
+        timer.start()
+
+    def _hold(self, mode: PauseMode) -> None:
+        states = upstream.PauseState
+        is_loose = mode in (PauseMode.WAIT, PauseMode.ABORT)
+        state = states.PAUSED_NEW if is_loose else states.PAUSED_ALL
+        self._core.scheduler.set_pause_state(state)
+
+    def _go_on(self, *, is_asked: bool = False) -> None:
+        if self.commit is None and self._gate.sleep.may_go_on(is_asked):
+            # First: where engines step together it may not be the time for it.
+            self._gate.lockstep.resume()
+        mode, self.asked = self.asked, None
+        seconds = self._gate.counts.resumed()
+        if mode is not None:
+            self._gate.events.continued(mode, seconds)
+        kept = None if self.commit is None else self.commit.answer
+        for pending in self._settling:
+            if pending is not kept:
+                pending.set_exception(
+                    PauseConflict("decoding went on before the pause took effect")
+                )
+        self._settling = [pending for pending in self._settling if pending is kept]
+        if self.commit is not None:
+            # Somebody's pause is over, the wait of the commit is not.
+            self._hold(PauseMode.WAIT)
+        # A loop that was idle would go on waiting for its input queue.
+        self._gate.rouse()
+
+    def _then(self, pending: Future[Any] | None, call: Callable[[], Reply]) -> Any:
+        """`call` now, or when `pending` is done, on the thread that finishes it."""
+        if pending is None:
+            return call()
+        result: Future[Reply] = Future()
+        self._settling.append(result)
+
+        def done(finished: Future[Any]) -> None:
+            if result not in self._settling:
+                return  # answered already: it was overtaken
+            self._settling.remove(result)
+            try:
+                finished.result()
+                result.set_result(call())
+            except Exception as error:
+                result.set_exception(error)
+
+        pending.add_done_callback(done)
+        return result
+
+    def _reply(self, started: float) -> Reply:
+        running, waiting = self._core.scheduler.get_request_counts()
+        mode = self.mode
+        return {
+            "paused": self.is_paused,
+            "mode": mode and mode.value,
+            "num_running": running,
+            "num_waiting": waiting,
+            "weight_version": self._gate.version.label,
+            "lease_s": self._lease.left_s,
+            "owner": self._lease.owner,
+            "seconds": round(time.perf_counter() - started, 6),
+        }
+
+
+def flush(core: Any, *, media: bool) -> dict[str, Any]:
+    """Drop every cache of an engine that holds no request's KV.
+
+    Args:
+        core: upstream's.
+        media: also what was made of pictures and sounds before any weight saw them.
+            The front end has the same under the same names, and sends the name alone
+            of what it believes to be here: it has to drop its own first.
+
+    Returns:
+        `blocks`: cached KV blocks dropped. `connector`: True if its cache was
+        dropped, False if it cannot say so, None without one. `encoder_outputs`:
+        of media, dropped.
+
+    Raises:
+        PauseConflict: blocks are in use, or the connector refused.
+
+    """
+    scheduler = core.scheduler
+    manager = scheduler.kv_cache_manager
+    num_blocks = len(manager.block_pool.cached_block_hash_to_block)
+    num_encoded = len(scheduler.encoder_cache_manager.cached)
+    if not scheduler.reset_prefix_cache():
+        raise PauseConflict(
+            "flush_cache found blocks in use; pause with 'retract' and flush again"
+        )
+    is_dropped = _flush_connector(scheduler.connector)
+    if media:
+        core.reset_mm_cache()
+    core.reset_encoder_cache()
+    return {
+        "blocks": num_blocks,
+        "connector": is_dropped,
+        "encoder_outputs": num_encoded,
+    }
+
+
+def _flush_connector(connector: Any) -> bool | None:
+    if connector is None:
+        return None
+    answer = connector.reset_cache()
+    if answer is False:
+        raise PauseConflict(
+            f"{type(connector).__name__} could not reset its cache; try again when its "
+            "transfers are over"
+        )
+    # None is upstream's "not implemented": what it holds is still there.
+    return answer is True

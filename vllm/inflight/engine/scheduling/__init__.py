@@ -1,0 +1,1 @@
+"""What the scheduler gains: versions of steps, caches and requests."""

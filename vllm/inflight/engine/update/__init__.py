@@ -1,0 +1,1 @@
+"""The updates of an engine: their phases, the ranks, commit and rollback."""

@@ -1,0 +1,304 @@
+"""The watch: a thread that reads the board while an update is under way.
+
+It moves the update along when the ranks have, ends it at its deadline, and
+answers those who wait. It runs only while there is something to wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from vllm.inflight import upstream
+from vllm.inflight.background import Background
+from vllm.inflight.engine.transaction import SPENT, Update
+from vllm.inflight.engine.update.ledger import Ledger
+from vllm.inflight.engine.update.ranks import Ranks, agree, verdict
+from vllm.inflight.errors import (
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    EngineFault,
+    InflightError,
+    WeightsMismatch,
+)
+from vllm.inflight.update import Phase
+
+POLL_S = 0.002
+MORE_S = 0.5
+"""Longest wait for what other ranks say of an update that one rank has refused."""
+
+logger = upstream.init_logger(__name__)
+
+Ready = Callable[[], dict[str, Any] | None]
+"""A result when what is waited for has come, None before; raises on failure."""
+
+
+class Watch:
+    """Watches over the active update of one engine."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        ledger: Ledger,
+        ended: Callable[[Update, InflightError], None],
+    ) -> None:
+        self._ranks = ranks
+        self._ended = ended
+        self._ledger = ledger
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Future[dict[str, Any]], Ready]] = []
+        self._update: Update | None = None
+        self._seen: list[Any] = []
+        """What the ranks had done of it when it last moved."""
+        self._refused: tuple[int, float] | None = None
+        """The update that was refused last, and when that was seen."""
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self, update: Update) -> None:
+        """Watch over `update` until it ends."""
+        with self._lock:
+            self._update = update
+            self._ensure_thread()
+
+    def when_received(self, update: Update) -> Future[dict[str, Any]]:
+        """Done when every rank has carried out the orders sent so far."""
+        num_orders = update.num_orders
+
+        def ready() -> dict[str, Any] | None:
+            notices = self._alive(update)
+            done = min(n.get("orders", 0) for n in notices) >= num_orders
+            if not done and update.phase is Phase.STAGING:
+                return None
+            return update.state() | {
+                "bytes": sum(n.get("bytes", 0) for n in notices),
+                "parameters": _added(n.get("parameters", {}) for n in notices),
+            }
+
+        return self._wait(ready)
+
+    def when_staged(self, update: Update) -> Future[dict[str, Any]]:
+        """Done when every rank has voted for what it staged."""
+
+        def ready() -> dict[str, Any] | None:
+            self._alive(update)
+            return None if update.phase is Phase.STAGING else update.vote()
+
+        return self._wait(ready)
+
+    def when_carried_out(
+        self, serial: int, deadline_s: float
+    ) -> Future[dict[str, Any]]:
+        """Done when every rank has carried out the one order of `serial`."""
+        deadline = time.monotonic() + deadline_s
+
+        def ready() -> dict[str, Any] | None:
+            notices = self._ranks.notices()
+            state = self._verdict(notices, serial)
+            if isinstance(state, InflightError):
+                raise state
+            if state is not None and all(n["orders"] for n in notices):
+                return {}
+            if all(notice.get("serial", 0) > serial for notice in notices):
+                raise Cancelled("the transport was let go before it was connected")
+            if time.monotonic() > deadline:
+                self._ranks.cancel(serial)
+                raise DeadlineExceeded(f"not done within {deadline_s:g} s")
+            return None
+
+        return self._wait(ready)
+
+    def close(self) -> None:
+        """End the thread; whoever still waits is told."""
+        self._close_soon()
+        if (thread := self._thread) is not None:
+            thread.join(timeout=1.0)
+
+    # ------------------------------------------------------------- the thread
+    def _close_soon(self) -> None:
+        self._closed = True
+
+    def _wait(self, ready: Ready) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        with self._lock:
+            self._waiting.append((future, ready))
+            self._ensure_thread()
+        return future
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = Background(
+                self._work, name="inflight-watch", end=self._close_soon
+            )
+            self._thread.start()
+
+    def _work(self) -> None:
+        while not self._closed:
+            if (update := self._update) is not None:
+                try:
+                    self._look_after(update)
+                except Exception as error:
+                    # Whoever waits for this thread would wait for ever.
+                    logger.exception("update %r", update.update_id)
+                    fault = EngineFault(f"{type(error).__name__}: {error}")
+                    try:
+                        self.end(update, fault)
+                    except Exception:
+                        # The ledger says by now that it has ended, which whoever waits
+                        # is told below.
+                        logger.exception("update %r was not ended", update.update_id)
+                with self._lock:  # the next one may have begun by now
+                    if self._update is update and not update.is_active:
+                        self._update = None
+            self._answer()
+            with self._lock:
+                if self._update is None and not self._waiting:
+                    self._thread = None
+                    return
+            time.sleep(POLL_S)
+        with self._lock:  # who comes after this finds no thread, and starts one
+            waiting, self._waiting = self._waiting, []
+            self._thread = None
+        for future, _ in waiting:
+            future.set_exception(EngineFault("the engine has been shut down"))
+
+    def _look_after(self, update: Update) -> None:
+        """Move `update` along as its ranks and the clock say."""
+        if not update.is_active:
+            return
+        if time.monotonic() > update.deadline:
+            error: InflightError = DeadlineExceeded(
+                f"update {update.update_id!r} was not committed within its deadline "
+                f"and is aborted; it was {update.phase.value}"
+            )
+            self.end(update, error)
+            return
+        if update.phase is not Phase.STAGING:
+            return
+        notices = self._ranks.notices()
+        self._note_progress(update, notices)
+        state = self._verdict(notices, update.serial)
+        if isinstance(state, WeightsMismatch) and self._may_add(notices, update):
+            return
+        if isinstance(state, InflightError):
+            self.end(update, state)
+        elif state == "staged":
+            digest = agree(notices)
+            if isinstance(digest, InflightError):
+                self.end(update, digest)
+            else:
+                update.digest, update.sent = digest, notices[0].get("sent")
+                update.num_bytes = sum(notice.get("bytes", 0) for notice in notices)
+                update.num_replayed = max(n.get("replayed", 0) for n in notices)
+                for part in SPENT:
+                    spent = [n[f"{part}_s"] for n in notices if f"{part}_s" in n]
+                    if spent:
+                        update.spent[part] = max(spent)
+                # Every rank is handed every tensor, and samples the same.
+                update.drift = notices[0].get("drift")
+                self._ledger.move(update, Phase.STAGED)
+
+    def _may_add(self, notices: list[dict[str, Any]], update: Update) -> bool:
+        """Whether a rank may have more to say of what was refused on another one.
+
+        It is waited for as long as it carries its orders out, and not for long.
+        """
+        if self._refused is None or self._refused[0] != update.serial:
+            self._refused = update.serial, time.monotonic()
+        if time.monotonic() - self._refused[1] > MORE_S:
+            return False
+        return any(
+            notice.get("serial") != update.serial
+            or (
+                notice["state"] not in ("failed", "staged")
+                and notice["orders"] < update.num_orders
+            )
+            for notice in notices
+        )
+
+    def _verdict(
+        self, notices: list[dict[str, Any]], serial: int
+    ) -> InflightError | str | None:
+        state = verdict(notices, serial)
+        if isinstance(state, Cancelled) and not self._ranks.has_given_up(serial):
+            # One rank has died, and the executor ends those that live on.
+            return EngineFault("a rank was shut down meanwhile; the engine ends")
+        return state
+
+    def _note_progress(self, update: Update, notices: list[dict[str, Any]]) -> None:
+        facts = ("serial", "orders", "bytes")
+        seen: list[Any] = [[n.get(fact) for fact in facts] for n in notices]
+        seen.append(update.num_orders)
+        if seen != self._seen:
+            self._seen, update.moved = seen, time.monotonic()
+
+    def end(self, update: Update, error: InflightError) -> None:
+        """Abort `update`, and tell those who wait for it why."""
+        failed: list[Exception] = []
+
+        def cancel() -> None:
+            try:
+                self._ranks.cancel(update.serial)
+            except Exception as failure:  # the update ends all the same
+                failed.append(failure)
+
+        if self._ledger.move(update, Phase.ABORTED, error, cancel):
+            self._ended(update, error)
+        if failed:
+            raise failed[0]
+
+    def _alive(self, update: Update) -> list[dict[str, Any]]:
+        """The notices on an update that goes on; raises what ended it."""
+        if update.phase is Phase.ABORTED:
+            update.is_told = True
+            raise update.error or Conflict(
+                f"update {update.update_id!r} was aborted",
+                phase=update.phase.value,
+                update_id=update.update_id,
+            )
+        return [
+            n if n.get("serial") == update.serial else {} for n in self._ranks.notices()
+        ]
+
+    def give_up(self, future: Future[dict[str, Any]], error: Exception) -> None:
+        """Answer who waits for `future` with `error`, unless it has its answer."""
+        with self._lock:
+            entry = next((e for e in self._waiting if e[0] is future), None)
+            if entry is None:
+                return
+            self._waiting.remove(entry)
+        with suppress(InvalidStateError):
+            future.set_exception(error)
+
+    def _answer(self) -> None:
+        with self._lock:
+            waiting = list(self._waiting)
+        for entry in waiting:
+            future, ready = entry
+            result: dict[str, Any] | Exception | None
+            try:
+                result = ready()
+            except Exception as error:
+                result = error
+            with self._lock:
+                if result is None or entry not in self._waiting:
+                    continue  # or it was given up meanwhile
+                self._waiting.remove(entry)
+            with suppress(InvalidStateError):  # whoever waited has cancelled it
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+
+
+def _added(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for part in parts:
+        sums.update(part)
+    return dict(sums)

@@ -1,0 +1,139 @@
+"""The way back: to the version before, and out of a switch others could not follow.
+
+A rollback is a commit of the set that was served before, asked for and refused like
+one. An undo is not refused over requests: two versions side by side are worse.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine import calls
+from vllm.inflight.engine.calls import watched
+from vllm.inflight.engine.pause.pause import Switch
+from vllm.inflight.engine.scheduling import kv_connectors
+from vllm.inflight.engine.step_queue import whole
+from vllm.inflight.engine.update.live_version import Live
+from vllm.inflight.errors import (
+    InflightError,
+    NothingToRollBack,
+    PauseConflict,
+    UpdateBusy,
+    VersionConflict,
+    WrongPhase,
+)
+from vllm.inflight.update import PauseMode, Phase, Version
+
+Reply = dict[str, Any]
+
+
+class Rollbacks:
+    """Those of one engine core."""
+
+    def __init__(self, core: Any, gate: Any) -> None:
+        self._core = core
+        self._gate = gate
+        self._last: tuple[Any, Version] | None = None
+        """The id of the last one, and what was served from then on."""
+
+    def roll_back(self, body: Reply, *, is_undo: bool = False) -> Any:
+        """Serve the version served before again: a commit of the old set."""
+        self._gate.updates.note_opened()
+        before = self._gate.served.before
+        to = None if before is None else before.lineage
+        label = None if before is None else before.version.label
+
+        def told(error: BaseException) -> None:
+            if isinstance(error, InflightError) and not is_undo:
+                self._gate.events.not_rolled_back(f"rollback to {label!r}", error)
+
+        return watched(
+            lambda: self._gate.where_all_meet(
+                ("rollback", to), lambda: self._roll_back(body, is_undo), None
+            ),
+            told,
+        )
+
+    def undo(self, body: Reply) -> Any:
+        """Take back a commit, or a rollback, that other engines could not follow."""
+        if (rollback_id := body.get("rollback_id")) is not None:
+            if self._last != (rollback_id, self._gate.version):
+                raise WrongPhase("this rollback is not what was switched to last")
+            return self.roll_back({}, is_undo=True)
+        update = self._gate.updates.ledger.require(
+            body.get("update_id"), Phase.COMMITTED, Phase.ROLLED_BACK
+        )
+        if update.phase is Phase.ROLLED_BACK:  # another who finished it was quicker
+            return self._gate.version.to_dict()
+        if update is not self._gate.served.update:
+            raise WrongPhase(f"update {update.update_id!r} is not what is served")
+        return self.roll_back({}, is_undo=True)
+
+    def held(self, body: Reply) -> Reply:
+        """What a rollback would return to: its `weight_version`, and its `lineage`.
+
+        Engines behind one door have to agree on both before any of them goes back.
+        """
+        del body
+        before = self._held()
+        return {"weight_version": before.version.label, "lineage": before.lineage}
+
+    def _roll_back(self, body: Reply, is_undo: bool) -> Any:
+        gate, began = self._gate, time.monotonic()
+        before = self._held()
+        gate.pauses.require_no_rollback()
+        label = before.version.label
+        if body.get("to_version") not in (None, label):
+            raise VersionConflict(
+                f"held for a rollback is {label!r}, not {body['to_version']!r}"
+            )
+        mode = calls.mode(body, kv_connectors.default_mode(self._core.scheduler))
+        try:
+            gate.pauses.check_commit(mode)
+        except PauseConflict:
+            if not is_undo:
+                raise
+            mode = PauseMode.IN_PLACE
+
+        def switch() -> Reply:
+            # Running requests were waited for: others may have come in between.
+            if self._held() is not before:
+                raise VersionConflict("another version was committed meanwhile")
+            with whole():
+                return switch_now()
+
+        def switch_now() -> Reply:
+            left, version = gate.served.update, gate.version
+            facts: Reply = gate.lockstep.together(
+                gate.served.go_back, gate.served.retreat
+            )
+            gate.updates.ledger.turn_back(left, gate.served.update)
+            self._last = body.get("rollback_id"), gate.version
+            gate.counts.switched(facts)
+            gate.counts.num_rollbacks += 1
+            facts |= gate.counts.treated(gate.pauses.treat(mode))
+            gate.events.rolled_back(
+                version, gate.version, facts["gap_ms"], time.monotonic() - began
+            )
+            return gate.version.to_dict() | facts
+
+        longest_s = InflightConfig.of(self._core.vllm_config).update_deadline_s
+        return gate.pauses.between_requests(
+            mode,
+            Switch(f"the rollback to {label!r}", switch, None, label, longest_s),
+        )
+
+    def _held(self) -> Live:
+        """What a rollback returns to; raises if it is not held now."""
+        if (active := self._gate.updates.ledger.active) is not None:
+            raise UpdateBusy(
+                f"update {active.update_id!r} is {active.phase.value}; abort it first",
+                update_id=active.update_id,
+            )
+        self._gate.updates.note_opened()
+        before: Live | None = self._gate.served.before
+        if before is None:
+            raise NothingToRollBack("the version served before is not held any more")
+        return before

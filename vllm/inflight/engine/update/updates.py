@@ -1,0 +1,359 @@
+"""The updates of an engine, from their beginning to the vote.
+
+These calls order the ranks about and return; nothing here waits for a rank, and
+nothing here touches what is served.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine import calls
+from vllm.inflight.engine.event_log import Events
+from vllm.inflight.engine.pause.lease import check_owner
+from vllm.inflight.engine.scheduling import kv_connectors
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.engine.update.ledger import Ledger
+from vllm.inflight.engine.update.live_version import Served
+from vllm.inflight.engine.update.monitor import Watch
+from vllm.inflight.engine.update.ranks import Ranks
+from vllm.inflight.errors import (
+    Conflict,
+    EngineFault,
+    InflightError,
+    Malformed,
+    NoTransport,
+    UpdateBusy,
+    WrongPhase,
+)
+from vllm.inflight.update import Phase
+
+LONGEST_S = 86400
+"""A deadline that never came would keep the second set for good."""
+
+NOT_REPORTED = "unfilled", "drift", "opened"
+"""Of a rank's notice: what is for the engine core alone."""
+
+UNDONE_BY = {
+    "init": ("shutdown", "POST /shutdown_weight_transfer_engine"),
+    "join": ("leave", "POST /destroy_weights_update_group"),
+}
+"""Orders to a transport that wait for a trainer → order and call that end that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connecting:
+    """An order to a transport, and its answer to come."""
+
+    serial: int
+    order: str
+    payload: Any
+    answer: Future[dict[str, Any]]
+
+    def is_undone_by(self, order: str, payload: Any) -> bool:
+        """Whether `order` is the opposite, and of the same group."""
+        name = self.payload.get("group_name") if self.order == "join" else payload
+        undoing = UNDONE_BY.get(self.order)
+        return undoing is not None and order == undoing[0] and payload == name
+
+
+class Updates:
+    """The updates of one engine core."""
+
+    def __init__(
+        self,
+        core: Any,
+        ranks: Ranks,
+        served: Served,
+        events: Events,
+        ended: Callable[[Update, InflightError], None],
+    ) -> None:
+        self._core = core
+        self._config = InflightConfig.of(core.vllm_config)
+        self._has_transport = core.vllm_config.weight_transfer_config is not None
+        self._ranks = ranks
+        self._served = served
+        self._events = events
+        self.ledger = Ledger(events.moved)
+        self._ended = ended
+        """Called when an update is aborted, on whatever thread that happens."""
+        self._watch = Watch(ranks, self.ledger, ended)
+        self._connecting: Connecting | None = None
+        """What a transport was ordered last."""
+        self._last: Update | None = None
+        """The update that was begun last, until it is known whether a rank has begun to
+        write over the version before."""
+
+    def begin(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Open an update; replies `{"update_id", "phase"}`.
+
+        What it expects is asked of a new one: one begun before may have changed that.
+        Its manifest is what `Manifest.packed` makes of one.
+        """
+        if (known := self.ledger.begun(body)) is not None:
+            return known.state()
+        self._ranks.require_staging()
+        kv_connectors.check(self._core.scheduler)
+        transport = body.get("transport", "configured")
+        if transport == "configured":
+            self._require_transport()
+        manifest = body.get("manifest")
+        is_drafters = manifest is not None and manifest["draft"]
+        if self._ranks.has_mtp and (is_drafters or body.get("draft_source")):
+            raise Conflict(
+                "the drafter is MTP layers of the model, and has no update of its own: "
+                "their tensors come with the model's, or as a subset of these, without "
+                "draft_path"
+            )
+        if is_drafters and not self._ranks.has_drafter:
+            raise Conflict("no draft model with weights is configured here")
+        deadline_s = body.get("deadline_s")
+        if deadline_s is None:
+            deadline_s = self._config.update_deadline_s
+        is_number = type(deadline_s) in (int, float)
+        if not is_number or not 0 < deadline_s <= LONGEST_S:
+            raise Malformed(
+                f"deadline_s must be a number up to {LONGEST_S}, got {deadline_s!r:.80}"
+            )
+        allow_nonfinite = calls.flag(body, "allow_nonfinite")
+        check_owner(body.get("owner"))
+        self._served.expect(body.get("base_version"), "base_version")
+        self.require_connected()
+        self.note_opened()
+        update, is_new = self.ledger.begin(body, float(deadline_s))
+        if not is_new:
+            return update.state()
+        update.base = self._served.lineage
+        update.is_whole = manifest is None or not (manifest["subset"] or is_drafters)
+        self._last = update
+        payload = {
+            "manifest": manifest,
+            "transport": transport,
+            "allow_nonfinite": allow_nonfinite,
+            "deadline_s": float(deadline_s),
+            "sources": {
+                "path": body.get("source"),
+                "draft": body.get("draft_source"),
+            },
+        }
+        self._watch.start(update)
+        try:
+            self._ranks.order(update.serial, "begin", payload)
+        except BaseException as error:
+            # Who began it has not heard of it, and would not give it up.
+            self.end(EngineFault(f"the ranks could not be told: {error!r}"))
+            raise
+        self._order_sent(update)
+        if not self.ledger.move(update, Phase.STAGING):
+            assert update.error is not None  # the watch has ended it meanwhile
+            raise update.error
+        self._events.began(update, transport, time.monotonic() - update.began)
+        return update.state()
+
+    def note_opened(self) -> None:
+        """Forget the version before if a rank has begun to write over it.
+
+        A rank posts that before its first write, and does not write any more for an
+        update that was cancelled (see `Job._open`). So what is read here is final once
+        the update has ended. A later order replaces the ranks' notices, so they are
+        read before one goes out. A commit has put another version there.
+        """
+        update, is_known = self._last, True
+        if update is None:
+            return
+        if update.is_active or update.phase is Phase.ABORTED:
+            has_opened = any(n.get("opened") for n in self._notices_of(update))
+            if has_opened:
+                self._served.forget_before()
+            is_known = has_opened or not update.is_active
+        if is_known:
+            self._last = None
+
+    def receive(self, body: dict[str, Any]) -> Any:
+        """Have a chunk received; the Future is done when every rank has it.
+
+        A chunk with a number is received once, however often it is asked for.
+        """
+        chunk = body.get("chunk")
+        owner = check_owner(body.get("owner"))
+        update = self.ledger.find(body.get("update_id"), owner)
+        if chunk is not None and chunk != update.num_chunks:
+            if type(chunk) is not int or not 0 <= chunk < update.num_chunks:
+                raise Malformed(
+                    f"chunk must be the next number, {update.num_chunks}, or one "
+                    f"sent before, got {chunk!r}"
+                )
+            if update.phase in (Phase.STAGED, Phase.COMMITTED):
+                return self._report(update)
+        else:
+            self.ledger.require(update.update_id, Phase.STAGING)
+            if update.sealed:
+                raise WrongPhase(f"update {update.update_id!r} is being finished")
+            self._ranks.order(update.serial, "receive", body.get("update_info"))
+            update.num_chunks += 1
+            self._order_sent(update)
+        return self._watch.when_received(update)
+
+    def seal(self, body: dict[str, Any]) -> Any:
+        """Close the stream and verify; done when every rank has voted.
+
+        Replies with the vote of this engine, see `Update.vote`. Repeating it for an
+        update that has ended needs its id.
+        """
+        update_id = body.get("update_id")
+        ended = () if update_id is None else (Phase.COMMITTED,)
+        phases = (Phase.STAGING, Phase.STAGED, *ended)
+        owner = check_owner(body.get("owner"))
+        update = self.ledger.require(update_id, *phases, owner=owner)
+        if update.phase is not Phase.STAGING:
+            return update.vote()
+        if not update.sealed:
+            update.sealed = True
+            self._ranks.order(update.serial, "seal")
+            self._order_sent(update)
+        return self._watch.when_staged(update)
+
+    def abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Give an update up; the weights served are not touched. Idempotent.
+
+        With `error` in the body it ends as that, as its engines have refused it.
+        """
+        owner = check_owner(body.get("owner"))
+        update = self.ledger.find(body.get("update_id"), owner)
+        if update.is_active:
+            refusal = body.get("error")
+            reason = None if refusal is None else InflightError.from_dict(refusal)
+            cancel = partial(self._ranks.cancel, update.serial)
+            self.ledger.move(update, Phase.ABORTED, reason, cancel)
+            aborted = WrongPhase(f"update {update.update_id!r} was aborted")
+            self._ended(update, reason or aborted)
+        update.is_told = True
+        if update.phase is not Phase.ABORTED:
+            raise WrongPhase(
+                f"update {update.update_id!r} is {update.phase.value} and cannot be "
+                "aborted; POST /rollback_weights returns to the version before",
+                phase=update.phase.value,
+                update_id=update.update_id,
+            )
+        return update.state()
+
+    def end(self, error: InflightError) -> None:
+        """Abort the update under way, if there is one, for a reason of the engine's."""
+        if (update := self.ledger.active) is not None:
+            self._watch.end(update, error)
+
+    def status(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Where an update stands; without an id, all that is remembered."""
+        if body.get("update_id") is not None:
+            return self._report(self.ledger.find(body["update_id"]))
+        active = self.ledger.active
+        return {
+            "active": None if active is None else self._report(active),
+            "outcomes": self.ledger.outcomes(),
+        }
+
+    def progress(self) -> dict[str, Any]:
+        """Of the update under way, in numbers; zeros without one."""
+        update, notices = self.ledger.active, []
+        if update is not None:
+            notices = self._notices_of(update)
+        return {
+            "updating": update is not None,
+            "update_stalled_seconds": 0.0 if update is None else update.stalled_s,
+            "update_staged_bytes": sum(n.get("bytes", 0) for n in notices),
+            "wire_window_bytes": max(
+                (n.get("window_bytes", 0) for n in notices), default=0
+            ),
+            "wire_bucket_wait_ms": max(
+                (n.get("bucket_wait_ms", 0) for n in notices), default=0
+            ),
+        }
+
+    def transport(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Connect or disconnect a transport, in the staging thread."""
+        self._ranks.require_staging()  # else nobody would carry the order out
+        if body.get("transport") not in ("groups", "local"):
+            self._require_transport()
+        if (active := self.ledger.active) is not None:
+            raise UpdateBusy(
+                f"update {active.update_id!r} is {active.phase.value}",
+                update_id=active.update_id,
+            )
+        order, payload = body["order"], body.get("init_info")
+        if order in ("init", "join") and not isinstance(payload, dict):
+            raise Malformed("init_info must be an object")
+        self.require_connected(order, payload)
+        self.note_opened()
+        serial = self.ledger.next_serial()
+        answer = self._watch.when_carried_out(serial, self._config.update_deadline_s)
+        # Noted first: what comes once a rank has heard of it is refused, and does not
+        # wait with it.
+        before = self._connecting
+        self._connecting = Connecting(serial, order, payload, answer)
+        try:
+            self._ranks.order(serial, order, payload)
+        except BaseException as error:
+            self._ranks.cancel(serial)  # some may have heard of it
+            fault = EngineFault(f"the ranks could not be told: {error!r}")
+            self._watch.give_up(answer, fault)
+            self._connecting = before
+            raise
+        return answer
+
+    def miss(self, body: dict[str, Any]) -> dict[str, Any]:
+        """An announcement was refused, and its trainer broadcasts what nobody takes.
+
+        Ranks that have not received it leave the group `group_name`.
+        """
+        self._ranks.order(0, "miss", body)
+        return {}
+
+    def close(self) -> None:
+        """End the watch over the ranks."""
+        self._watch.close()
+
+    def require_connected(self, order: str = "", payload: Any = None) -> None:
+        """Raise `UpdateBusy` while a transport waits for its trainer.
+
+        What comes meanwhile would wait with it, and its outcome would be lost. Only the
+        opposite order goes past: it ends the waiting.
+        """
+        under_way = self._connecting
+        if under_way is None or under_way.answer.done():
+            return
+        if not under_way.is_undone_by(order, payload):
+            undoing = UNDONE_BY.get(under_way.order)
+            raise UpdateBusy(
+                "a transport is being connected or let go; call again after that"
+                + (f", or end it with {undoing[1]}" if undoing else "")
+            )
+        self._ranks.cancel(under_way.serial)
+
+    def _order_sent(self, update: Update) -> None:
+        update.num_orders += 1
+
+    def _require_transport(self) -> None:
+        if not self._has_transport:
+            raise NoTransport("no weight transfer backend is configured")
+
+    def _report(self, update: Update) -> dict[str, Any]:
+        report = update.to_dict()
+        if update.is_active:
+            notices = self._notices_of(update)
+            done = [notice.get("orders", 0) for notice in notices]
+            is_behind = len(done) < self._ranks.count or min(done) < update.num_orders
+            report["waits_for"] = "ranks" if is_behind else "trainer"
+            report["ranks"] = [
+                {k: v for k, v in notice.items() if k not in NOT_REPORTED}
+                for notice in notices
+            ]
+        return report
+
+    def _notices_of(self, update: Update) -> list[dict[str, Any]]:
+        return [n for n in self._ranks.notices() if n.get("serial") == update.serial]

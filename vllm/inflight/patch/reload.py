@@ -1,0 +1,132 @@
+"""Changes around upstream's calls that write into what a worker serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.inflight.patch.record import Patch
+
+
+def _reload(original: Any) -> Any:
+    def reload_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.inflight.worker.integrity.outside_writes import overwriting
+
+        with overwriting(self):
+            original(self, *args, **kwargs)
+
+    return reload_weights
+
+
+def _reset(original: Any) -> Any:
+    def reset_weights(self: Any) -> None:
+        from vllm.inflight.worker.integrity.outside_writes import note, overwriting
+
+        with overwriting(self):
+            note(self.model_runner.get_model())
+            original(self)
+
+    return reset_weights
+
+
+def _noted(original: Any) -> Any:
+    def copy(layer: Any, info: Any) -> None:
+        from vllm.inflight.worker.integrity.outside_writes import note, note_copied
+
+        note(layer)
+        original(layer, info)
+        note_copied(layer)
+
+    return copy
+
+
+def _noted_when_aside(original: Any) -> Any:
+    def restore_layer_on_meta(layer: Any, info: Any) -> Any:
+        from vllm.inflight.worker.integrity.outside_writes import note_load
+        from vllm.inflight.yielding import break_if_due
+
+        note_load(layer)
+        restored = original(layer, info)
+        break_if_due()  # upstream goes on to the next layer
+        return restored
+
+    return restore_layer_on_meta
+
+
+def _noted_when_found(original: Any) -> Any:
+    def get_parameter_for_reload(model: Any, name: str) -> Any:
+        from vllm.inflight.worker.integrity.outside_writes import note
+
+        param = original(model, name)
+        note(model)
+        return param
+
+    return get_parameter_for_reload
+
+
+def _refused_alone(original: Any) -> Any:
+    def phase(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.inflight.worker.integrity.outside_writes import refuse
+
+        stager = getattr(self, "_inflight_stager", None)
+        if stager is not None and stager.shadow.module is not None:
+            refuse(original.__name__)
+        return original(self, *args, **kwargs)
+
+    return phase
+
+
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+
+PATCHES = [
+    Patch(
+        target=f"{_WORKER}.reload_weights",
+        expects=("self", "args", "kwargs"),
+        why="adapters stay loaded, and a step comes before it or after it",
+        remove_when="upstream's reload keeps adapters",
+        around=_reload,
+    ),
+    Patch(
+        target=f"{_WORKER}.reset_weights",
+        expects=("self",),
+        why="a step comes before it or after it",
+        remove_when="upstream's calls of workers run on the stream that computes",
+        around=_reset,
+    ),
+    Patch(
+        target=f"{_RELOAD}.layerwise:restore_layer_on_meta",
+        expects=("layer", "info"),
+        why="no step is taken on a layer without memory, whoever has taken it aside",
+        remove_when="upstream's reload tells that it is under way",
+        around=_noted_when_aside,
+    ),
+    Patch(
+        target=f"{_RELOAD}.layerwise:_copy_and_restore_kernel_tensors",
+        expects=("layer", "info"),
+        why="a write into what is served is noted, whoever makes it by a reload",
+        remove_when="upstream's reload says what it has written",
+        around=_noted,
+    ),
+    Patch(
+        target=f"{_RELOAD}.inplace:get_parameter_for_reload",
+        expects=("model", "name"),
+        why="the same, of weights in kernel format",
+        remove_when="upstream's reload says what it has written",
+        around=_noted_when_found,
+    ),
+    *(
+        Patch(
+            target=f"{_WORKER}.{name}",
+            expects=parameters,
+            why="a phase that a worker method calls on its rank alone is refused",
+            remove_when="upstream's updates are transactional",
+            around=_refused_alone,
+        )
+        for name, parameters in (
+            ("start_weight_update", ("self",)),
+            ("start_draft_weight_update", ("self",)),
+            ("update_weights", ("self", "update_info")),
+            ("finish_weight_update", ("self",)),
+        )
+    ),
+]

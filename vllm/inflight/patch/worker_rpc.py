@@ -1,0 +1,127 @@
+"""RPCs that workers get: what the engine core asks of every rank.
+
+They never raise: with several ranks one exception would leave the replies of the
+others in the queue, and every later RPC would read a stale one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.inflight.errors import ArenaTorn, InflightError
+from vllm.inflight.patch.record import Patch
+from vllm.inflight.transport.rank_numbers import rank_in_engine
+
+
+def answered(call: Callable[[], Any]) -> dict[str, Any]:
+    """The reply of an RPC: `{"ok": …}` or `{"error": …}`.
+
+    An error of ours keeps its code and its facts, as `described`.
+    """
+    try:
+        return {"ok": call()}
+    except ArenaTorn as error:
+        return {"error": str(error), "torn": True, "described": error.to_dict()}
+    except InflightError as error:
+        return {"error": str(error), "described": error.to_dict()}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def inflight_attach(self: Any, board_path: str, num_ranks: int) -> dict[str, Any]:
+    """Open the notice board; replies with what this rank can do."""
+    if getattr(self, "_inflight_stager", None) is None:
+        off = {"reason": "staging is off", "bytes": 0, "is_reversible": False}
+        return {"ok": {"rank": rank_in_engine(self.parallel_config)} | off}
+    return answered(lambda: self._inflight_stager.attach(board_path, num_ranks))
+
+
+def inflight_order(self: Any, serial: int, order: str, payload: Any) -> dict[str, Any]:
+    """Enqueue an order for the staging thread."""
+    return answered(lambda: self._inflight_stager.order(serial, order, payload))
+
+
+def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
+    """Exchange the live weights with the second set, on `ranks` or on all."""
+    if ranks is not None and rank_in_engine(self.parallel_config) not in ranks:
+        return {"ok": 0.0}
+
+    def flip() -> float:
+        seconds: float = self._inflight_stager.flip()
+        if (wire := getattr(self, "_inflight_tripwire", None)) is not None:
+            wire.changed()
+        return seconds
+
+    return answered(flip)
+
+
+def inflight_overwrite(self: Any, move: str, *args: Any) -> dict[str, Any]:
+    """Make one move about out-of-band writes; see integrity/outside_writes.py."""
+    from vllm.inflight.worker.integrity import outside_writes
+    from vllm.inflight.worker.step_tracker import between_steps
+
+    def act() -> Any:
+        with between_steps(self):
+            return outside_writes.MOVES[move](self, *args)
+
+    return answered(act)
+
+
+def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
+    """Read something of what this rank serves; see worker/verify/readback.py."""
+    from vllm.inflight.worker.step_tracker import between_steps
+    from vllm.inflight.worker.verify import readback
+
+    reads: dict[str, Callable[..., Any]] = {
+        "checksums": readback.checksums,
+        "rows": readback.rows,
+        "unused": readback.unused,
+        "names": lambda worker: worker._inflight_stager.names(),
+    }
+
+    def read() -> Any:
+        with between_steps(self):
+            return reads[what](self, *args)
+
+    return answered(read)
+
+
+def inflight_scrub(self: Any, move: str) -> dict[str, Any]:
+    """Make one move of a scrub of what this rank serves; see `Stager.scrub`."""
+    return answered(lambda: self._inflight_stager.scrub(move))
+
+
+def inflight_adapter(
+    self: Any, move: str, request: Any, needed: Any = None
+) -> dict[str, Any]:
+    """Make one move of loading an adapter; see worker/lora.py."""
+    from vllm.inflight.worker import lora
+    from vllm.inflight.worker.step_tracker import between_steps
+
+    def step() -> Any:
+        with between_steps(self):
+            return lora.step(self, move, request, needed)
+
+    return answered(step)
+
+
+def _added(function: Any, why: str) -> Patch:
+    return Patch(
+        target=f"vllm.v1.worker.worker_base:WorkerBase.{function.__name__}",
+        expects=None,
+        why=why,
+        remove_when="upstream stages weights beside the live ones",
+        around=lambda _: function,
+    )
+
+
+PATCHES = [
+    _added(inflight_attach, "ranks report through shared memory"),
+    _added(inflight_order, "orders for the staging thread return at once"),
+    _added(inflight_flip, "the one RPC of a commit"),
+    _added(inflight_overwrite, "what others write into live weights is looked for"),
+    _added(inflight_adapter, "an adapter is loaded on every rank or on none"),
+    _added(inflight_scrub, "what is served is compared with what was committed"),
+    _added(inflight_read, "weights can be compared with a trainer's, rank by rank"),
+]

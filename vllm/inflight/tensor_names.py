@@ -1,0 +1,394 @@
+"""Names of tensors: which a model knows, and which was meant by an unknown one.
+
+Pure functions over plain data. A checkpoint says `q_proj`, the engine fuses it
+into `qkv_proj`; `checkpoint_names` undoes that. A trainer says `module.norm.weight`
+where the model has `norm.weight`; `nearest` finds the one name, `renaming` the change
+that all names have in common, and `paired` a name for every tensor.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import heapq
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import takewhile
+
+from vllm.inflight.yielding import with_breaks
+
+Known = Mapping[str, tuple[Sequence[int] | None, str | None]]
+"""Name → shape and dtype; None for either that is not known."""
+
+Numbers = tuple[str, ...]
+"""Those in a name, in their order."""
+
+PLAIN = {"bfloat16", "float16", "float32", "float64"}
+"""Dtypes of one number in several lengths: what comes in one can be kept in another."""
+
+ALIKE = 0.6
+"""From this ratio of difflib's on, two names are told as similar."""
+NEXT_BEST = 0.3
+"""A name is not told that is less similar than the best one by more than this, by the
+ratios of its letters and of its dotted parts together."""
+SAMPLE = 16
+"""Kinds of unknown names that are looked at to find the change that all have in
+common."""
+
+MOST_KEPT = 4
+"""Names that a change is told to leave as they are."""
+
+_NUMBER = re.compile(r"\d+")
+
+
+def checkpoint_names(param: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
+    """The checkpoint tensors that fill `param`.
+
+    Args:
+        param: a parameter's name in the engine, like `…self_attn.qkv_proj.weight`.
+        fused: the model's `packed_modules_mapping`, like
+            `{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`.
+
+    """
+    parts = param.split(".")
+    for position, part in enumerate(parts):
+        if part in fused:
+            head, tail = parts[:position], parts[position + 1 :]
+            return [".".join([*head, shard, *tail]) for shard in fused[part]]
+    return [param]
+
+
+def matcher(patterns: Collection[str]) -> Callable[[str], bool]:
+    """Whether a name matches one of `patterns`, as in a shell: `*`, `?`, `[…]`."""
+    plain = {pattern for pattern in patterns if not set(pattern) & set("*?[")}
+    others = [fnmatch.translate(p) for p in patterns if p not in plain]
+    one_of = re.compile("|".join(others) or r"(?!)")
+    return lambda name: name in plain or one_of.match(name) is not None
+
+
+def shared_suffix(a: str, b: str) -> int:
+    """How many dotted parts two names have in common, counted from the end."""
+    return _shared(a.split(".")[::-1], b.split(".")[::-1])
+
+
+def _shared(a: Sequence[str], b: Sequence[str]) -> int:
+    pairs = zip(a, b, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+# --------------------------------------------------------------- one unknown name
+class Neighbours:
+    """The names of a model, to be asked for those that are like an unknown one.
+
+    Names that differ in nothing but their numbers are compared once: a model with a
+    hundred thousand names has some hundred kinds of them.
+
+    Args:
+        known: the names of the model, in its order.
+
+    """
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+        self._kinds: dict[str, dict[Numbers, str]] = {}
+        """What names are without their numbers → the numbers → the name."""
+        for name in with_breaks(known):
+            kind = self._kinds.setdefault(_NUMBER.sub("#", name), {})
+            kind[tuple(_NUMBER.findall(name))] = name
+
+    def nearest(
+        self,
+        name: str,
+        shape: Sequence[int] | None,
+        dtype: str | None,
+        *,
+        most: int = 3,
+    ) -> list[str]:
+        """The `most` names that are most like `name`, the most similar first.
+
+        What counts first is how alike the letters and the dotted parts are, by difflib;
+        then whether the numbers in the names, the shapes and the dtypes are equal.
+        """
+        numbers = tuple(_NUMBER.findall(name))
+
+        def facts(candidate: tuple[Numbers, str]) -> tuple[int, bool, bool]:
+            of_its, other = candidate
+            other_shape, other_dtype = self._known[other]
+            return (
+                sum(a == b for a, b in zip(numbers, of_its, strict=False)),
+                None not in (shape, other_shape)
+                and list(shape or ()) == list(other_shape or ()),
+                dtype is not None and dtype == other_dtype,
+            )
+
+        found: list[tuple[float, tuple[int, bool, bool], str]] = []
+        for kind, ratio, similarity in self._similar(_NUMBER.sub("#", name)):
+            names = self._kinds[kind]
+            if (same := names.get(numbers)) is not None:
+                best = [(numbers, same)]
+            else:
+                best = heapq.nlargest(most, with_breaks(names.items()), key=facts)
+            for candidate in best:
+                told = facts(candidate)
+                # Of another layer, none is meant where the same layer has one.
+                is_equal = told[0] == facts(best[0])[0]
+                if is_equal and _is_like(name, candidate[1], ratio, has_shape=told[1]):
+                    found.append((similarity, told, candidate[1]))
+        found.sort(key=lambda each: each[:2], reverse=True)
+        return [other for *_, other in found[:most]]
+
+    def _similar(self, kind: str) -> list[tuple[str, float, float]]:
+        """The kinds of names that are about as similar as the best.
+
+        With each, how alike the letters are, and how alike letters and words together.
+        """
+        letters, parts = SequenceMatcher(b=kind), SequenceMatcher(b=kind.split("."))
+        rated = []
+        for other in with_breaks(self._kinds):
+            letters.set_seq1(other)
+            parts.set_seq1(other.split("."))
+            ratio = letters.ratio()
+            rated.append((other, ratio, round(ratio + parts.ratio(), 2)))
+        best = max((similarity for *_, similarity in rated), default=0.0)
+        return [each for each in rated if each[2] >= best - NEXT_BEST]
+
+
+def _is_like(name: str, other: str, ratio: float, *, has_shape: bool) -> bool:
+    """Whether a person would say that one may be meant by the other."""
+    shared = shared_suffix(name, other)
+    return ratio >= ALIKE or shared > 1 or (shared > 0 and has_shape)
+
+
+def nearest(
+    name: str,
+    shape: Sequence[int] | None,
+    dtype: str | None,
+    known: Known,
+    *,
+    most: int = 3,
+) -> list[str]:
+    """The `most` known names that are most like `name`; see `Neighbours.nearest`."""
+    return Neighbours(known).nearest(name, shape, dtype, most=most)
+
+
+def describe_unknown(
+    names: Iterable[tuple[str, Sequence[int] | None, str | None]], known: Known
+) -> str:
+    """One sentence per unknown name, each with the nearest names of the model."""
+    neighbours = Neighbours(known)
+    lines = []
+    for name, shape, dtype in names:
+        near = neighbours.nearest(name, shape, dtype)
+        hint = f" (nearest: {', '.join(near)})" if near else ""
+        lines.append(f"{name}{hint}")
+    return "; ".join(lines)
+
+
+# ------------------------------------------------------ what many have in common
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """One change of names that turns unknown names into known ones.
+
+    Attributes:
+        old: whole dotted parts, joined; empty where some are only added.
+        new: what stands in their place; empty where they are only taken away.
+        where: `prefix`, `suffix`, or `middle`.
+
+    """
+
+    old: str
+    new: str
+    where: str
+
+    def __call__(self, name: str) -> str | None:
+        """`name` with that change; None if it has no such part."""
+        old, new = self._affixes
+        if self.where == "prefix":
+            return new + name.removeprefix(old) if name.startswith(old) else None
+        if self.where == "suffix":
+            return name.removesuffix(old) + new if name.endswith(old) else None
+        return name.replace(old, new) if old in name else None
+
+    def line(self, kept: Iterable[str] = ()) -> str | None:
+        """The argument of `Publisher` and of others that makes this change.
+
+        None if it cannot be said in a line.
+
+        Args:
+            kept: names that are sent as the model has them, and stay so.
+
+        """
+        old, new = map(repr, self._affixes)
+        if self.where == "middle":
+            change = f"name.replace({old}, {new})"
+        elif self.where == "prefix":
+            change = f"name.removeprefix({old})" if self.old else "name"
+            change = f"{new} + {change}" if self.new else change
+        else:
+            change = f"name.removesuffix({old})" if self.old else "name"
+            change = f"{change} + {new}" if self.new else change
+        if self.old and self.new and self.where != "middle":
+            has = "startswith" if self.where == "prefix" else "endswith"
+            change += f" if name.{has}({old}) else name"
+        spoilt = [name for name in kept if self(name) not in (None, name)]
+        if len(spoilt) > MOST_KEPT:
+            return None
+        if spoilt:
+            change = f"name if name in {tuple(sorted(spoilt))!r} else {change}"
+        return f"name_map=lambda name: {change}"
+
+    def __str__(self) -> str:
+        """The change in words, which follow `with` or `without`."""
+        old, new = map(repr, self._affixes)
+        kind = {"prefix": "prefix", "suffix": "ending", "middle": "part"}[self.where]
+        if not self.new:
+            return f"without the {kind} {old}"
+        if not self.old:
+            return f"with the {kind} {new}"
+        return f"with {new} instead of the {kind} {old}"
+
+    @property
+    def _affixes(self) -> tuple[str, str]:
+        """What is looked for and what replaces it, with the dots beside them."""
+        if self.where == "middle":
+            return f".{self.old}.", f".{self.new}." if self.new else "."
+        dotted = ((part, bool(part)) for part in (self.old, self.new))
+        if self.where == "prefix":
+            old, new = (f"{part}." if has else "" for part, has in dotted)
+        else:
+            old, new = (f".{part}" if has else "" for part, has in dotted)
+        return old, new
+
+
+def renaming(
+    unknown: Collection[str], known: Collection[str]
+) -> tuple[Renaming, list[str]] | None:
+    """The one change that makes known names of most of `unknown`, and of which.
+
+    None if there is none that does so with two names or more. Two names that would
+    become one are no such names.
+    """
+    taken = known if isinstance(known, set | dict) else set(known)
+    # Numbers are of no account: few kinds of names are left to be compared.
+    kinds = list(dict.fromkeys(_NUMBER.sub("#", name) for name in with_breaks(known)))
+    strange = list(
+        dict.fromkeys(_NUMBER.sub("#", name) for name in with_breaks(unknown))
+    )
+    step = max(1, len(strange) // SAMPLE)
+    guesses: Counter[Renaming] = Counter()
+    for kind in strange[::step][:SAMPLE]:
+        guesses.update(_changes(kind, kinds))
+    best: tuple[Renaming, list[str]] | None = None
+    for change, _ in guesses.most_common(SAMPLE):
+        renamed = {name: change(name) for name in with_breaks(unknown)}
+        counts = Counter(with_breaks(renamed.values()))
+        made = [
+            name
+            for name, new in with_breaks(renamed.items())
+            if new in taken and counts[new] == 1
+        ]
+        if len(made) > max(1, len(best[1]) if best else 0):
+            best = change, made
+        if best is not None and len(best[1]) == len(unknown):
+            break
+    return best
+
+
+def _changes(name: str, known: Iterable[str]) -> set[Renaming]:
+    """The changes that make of `name` one of the names it has most in common with."""
+    parts = name.split(".")
+    rated: list[tuple[int, int, list[str]]] = []
+    for other in with_breaks(known):
+        others = other.split(".")
+        before = _shared(parts, others)
+        behind = _shared(parts[::-1], others[::-1])
+        behind = min(behind, min(len(parts), len(others)) - before)
+        rated.append((before, behind, others))
+    most = max((before + behind for before, behind, _ in rated), default=0)
+    changes: set[Renaming] = set()
+    for before, behind, others in rated:
+        if not most or before + behind < most:
+            continue
+        old, new = parts[before : len(parts) - behind], others[before:]
+        new = new[: len(new) - behind]
+        where = "middle" if before and behind else "suffix" if before else "prefix"
+        if where == "middle" and not old:  # nothing tells where it has to be put in
+            old, new, where = parts[:before], others[:before] + new, "prefix"
+        if "#" not in old + new:
+            changes.add(Renaming(".".join(old), ".".join(new), where))
+    return changes
+
+
+# ------------------------------------------------------------ a name for every one
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Which of the model's names is meant by each name that is none of them.
+
+    Attributes:
+        name_map: from names that are sent to the model's, where they differ.
+        ambiguous: those of which several could be meant, the candidates of each; also
+            where several that are sent could mean the same one.
+        unmatched: those that nothing is meant by.
+
+    """
+
+    name_map: dict[str, str]
+    ambiguous: dict[str, list[str]]
+    unmatched: list[str]
+
+
+def paired(sent: Iterable[tuple[str, Sequence[int], str]], known: Known) -> Pairing:
+    """Find the unique nearest name of a model for every tensor that is sent.
+
+    Names that the model has are left as they are, and are nobody else's. Of the others,
+    a name is meant by the tensor that shares the longest ending of whole dotted parts
+    with it, if the shapes are equal and the dtypes are of one kind; among several, if
+    the dtypes are equal.
+
+    Args:
+        sent: name, shape and dtype (like `bfloat16`) of every tensor.
+        known: the model's names; a shape or dtype that is None fits any.
+
+    """
+    # Tuples of plain values, which collections of garbage soon leave alone.
+    specs = {name: (tuple(shape), dtype) for name, shape, dtype in with_breaks(sent)}
+    strange = {n: tuple(n.split(".")) for n in with_breaks(specs) if n not in known}
+    free = {n: tuple(n.split(".")) for n in with_breaks(known) if n not in specs}
+    name_map: dict[str, str] = {}
+    ambiguous: dict[str, list[str]] = {}
+    for length in range(max(map(len, strange.values()), default=0), 0, -1):
+        by_ending: dict[tuple[str, ...], list[str]] = {}
+        for name, parts in with_breaks(free.items()):
+            if len(parts) >= length:
+                by_ending.setdefault(parts[-length:], []).append(name)
+        claims: dict[str, list[str]] = {}
+        for name, parts in with_breaks(strange.items()):
+            ending = by_ending.get(parts[-length:], ())
+            fitting = [other for other in ending if _fits(specs[name], known[other])]
+            same = [other for other in fitting if known[other][1] == specs[name][1]]
+            if len(parts) >= length and fitting:
+                claims[name] = same or fitting
+        wanted = Counter(
+            other for claim in with_breaks(claims.values()) for other in claim
+        )
+        for name, claim in with_breaks(claims.items()):
+            del strange[name]
+            if len(claim) == 1 and wanted[claim[0]] == 1:
+                name_map[name] = claim[0]
+            else:
+                ambiguous[name] = claim
+        for other in wanted:
+            del free[other]
+    return Pairing(name_map, ambiguous, list(strange))
+
+
+def _fits(
+    spec: tuple[tuple[int, ...], str], known: tuple[Sequence[int] | None, str | None]
+) -> bool:
+    """Whether a tensor could be the one that the model knows, by shape and dtype."""
+    shape, dtype = known
+    if shape is not None and tuple(shape) != spec[0]:
+        return False
+    return dtype in (None, spec[1]) or {dtype, spec[1]} <= PLAIN

@@ -1,0 +1,329 @@
+"""A parcel: one version of the weights as a safetensors file for engines to read.
+
+It lies in shared memory (`/dev/shm`) or in a directory that the engines see too.
+The tensors are written one after another as the source yields them, so that no
+second copy of the whole is ever in memory besides the file itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import struct
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import safe_open
+
+from vllm.inflight import ops
+from vllm.inflight.errors import ConfigError, Malformed
+from vllm.inflight.trainer.sources.stream import Pair
+from vllm.inflight.update import Manifest, TensorSpec
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "vllm-inflight-parcel-"
+
+HEADER_BYTES = 4 << 20
+"""Kept free for the header, which is known last: some 30,000 tensors."""
+
+ALIGNMENT = 8
+BLOCK_BYTES = 64 << 20
+NUM_DIGEST_THREADS = 4
+BATCH_BYTES = 2 << 30
+"""Of tensors whose digests are computed in one call, which nothing interrupts."""
+
+LEFT_AFTER_S = 60.0
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes that safetensors can name and a digest can read."""
+
+
+class Parcel:
+    """The tensors of one publish, on their way to the engines."""
+
+    def __init__(self, file: Path, owner: IO[bytes], num_bytes: int) -> None:
+        self.file = file
+        self.num_bytes = num_bytes
+        """Bytes of all tensors, without the header."""
+        self._owner = owner
+        # However this process ends its use of the parcel, the file goes. A child
+        # that was forked meanwhile must not take it away from its parent.
+        self._removal = weakref.finalize(self, _remove, file, owner, os.getpid())
+
+    @classmethod
+    def pack(cls, pairs: Iterable[Pair], directory: Path | None = None) -> Parcel:
+        """Copy every tensor into a new file, in shared memory by default.
+
+        Raises:
+            Malformed: two tensors have one name, or one cannot be written.
+            OSError: there is no room for them.
+
+        """
+        folder = _existing(SHARED_MEMORY if directory is None else directory)
+        prefix = _prefix(directory)
+        handle, name = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=folder)
+        part = Path(name)
+        owner = os.fdopen(handle, "r+b", buffering=0)
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX)  # tells `sweep` that we are alive
+            num_bytes = write_tensors(owner, pairs)
+            file = part.with_suffix(".safetensors")
+            part.rename(file)
+        except BaseException as error:
+            owner.close()
+            part.unlink()
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"{folder} is too small for a snapshot of the weights; enlarge it "
+                    "(docker run --shm-size) or publish with wire='disk'",
+                ) from error
+            raise
+        return cls(file, owner, num_bytes)
+
+    @property
+    def update_info(self) -> dict[str, str]:
+        """Where it is, in the words of backend `local`."""
+        if self.file.parent == SHARED_MEMORY:
+            return {"shm": self.file.name}
+        return {"path": str(self.file)}
+
+    @property
+    def specs(self) -> list[tuple[str, list[int], str]]:
+        """Name, shape and dtype (as torch calls it) of every tensor."""
+        dtypes = {name: str(d).removeprefix("torch.") for d, name in DTYPES.items()}
+        return [
+            (name, entry["shape"], dtypes[entry["dtype"]])
+            for name, entry in self._header()[0].items()
+        ]
+
+    def rename(self, name_map: Mapping[str, str]) -> None:
+        """Give tensors other names; those that `name_map` leaves out keep theirs.
+
+        Raises:
+            Malformed: two would have one name.
+
+        """
+        header, size = self._header()
+        renamed: dict[str, Any] = {}
+        for name, entry in header.items():
+            if (to := name_map.get(name, name)) in renamed:
+                raise Malformed(f"two tensors of the source are called {to!r}")
+            renamed[to] = entry
+        _write_header(self._owner, renamed, size)
+
+    def _header(self) -> tuple[dict[str, Any], int]:
+        """What the file says of its tensors, and how many bytes that takes."""
+        self._owner.seek(0)
+        (length,) = struct.unpack("<Q", self._owner.read(8))
+        return json.loads(self._owner.read(length)), 8 + length
+
+    def manifest(
+        self,
+        *,
+        step: int | None = None,
+        digests: bool = True,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> Manifest:
+        """What is in the file, read back from it.
+
+        Args:
+            step: the trainer's step number.
+            digests: whether to compute the digest of every tensor.
+            go_on: called every few GiB; what it raises ends this.
+
+        """
+        with safe_open(self.file, framework="pt") as opened:
+            named = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+        values = list(named.values())
+        found: list[str | None] = [None] * len(values)
+        if digests:
+            found = []
+            for some in _batches(values):
+                go_on()
+                digests_of_some = ops.digest(some, num_threads=NUM_DIGEST_THREADS)
+                found += [one.hex() for one in digests_of_some]
+        return Manifest.of(
+            (
+                TensorSpec(name, tuple(t.shape), _dtype_name(t), one)
+                for (name, t), one in zip(named.items(), found, strict=True)
+            ),
+            step=step,
+        )
+
+    def remove(self) -> None:
+        """Give the memory back; who has the file open keeps what it has mapped."""
+        self._removal()
+
+
+def sweep(prefix: str | None = None, directory: Path | None = None) -> None:
+    """Remove files, by default parcels, whose owner was killed.
+
+    The lock of a living owner's file is held, whatever container it is in.
+
+    Args:
+        prefix: of their names.
+        directory: where they are; by default in shared memory. In a directory, which
+            hosts may share, only those of this host: locks of others may not be seen.
+
+    """
+    folder = SHARED_MEMORY if directory is None else directory
+    for file in folder.glob((prefix or _prefix(directory)) + "*"):
+        try:
+            with open(file, "rb", opener=_at_once) as opened:
+                # A parcel just begun is not locked yet.
+                if time.time() - file.stat().st_mtime > LEFT_AFTER_S:
+                    # Shared: on NFS an exclusive one is for who can write.
+                    fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    file.unlink()
+        except OSError:
+            continue  # held, gone, or somebody else's
+
+
+def _prefix(directory: Path | None) -> str:
+    """How the names of parcels begin there: in a directory they tell the host."""
+    if directory is None:
+        return PREFIX
+    boot = Path("/proc/sys/kernel/random/boot_id")  # of Linux
+    which = boot.read_text().strip() if boot.exists() else uuid.getnode()
+    host = f"{platform.node()} {which}".encode()
+    return f"{PREFIX}{hashlib.blake2b(host, digest_size=6).hexdigest()}-"
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open it without waiting: who else can write there may have left a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+
+
+def _remove(file: Path, owner: IO[bytes], pid: int) -> None:
+    owner.close()
+    if os.getpid() == pid:
+        file.unlink(missing_ok=True)
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no directory {folder}; publish with wire='disk' and a "
+            "directory= that the engines see under the same path"
+        )
+    return folder.resolve()
+
+
+def write_tensors(file: IO[bytes], pairs: Iterable[Pair]) -> int:
+    """Write a safetensors file, tensor by tensor; returns the bytes of all tensors."""
+    header: dict[str, dict[str, object]] = {}
+    odd: list[Pair] = []
+    end = 0
+
+    def append(name: str, tensor: torch.Tensor) -> None:
+        nonlocal end
+        flat = tensor.cpu().contiguous().resolve_neg().reshape(-1)
+        _write_all(file, flat.view(torch.uint8).numpy().data)
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+
+    names: set[str] = set()
+    file.seek(HEADER_BYTES)
+    for name, tensor in pairs:
+        _check(name, tensor, names)
+        names.add(name)
+        if tensor.nbytes % ALIGNMENT:
+            odd.append((name, tensor.clone()))  # a stream may write over it
+        else:
+            append(name, tensor)
+    # Those of odd sizes last, the widest elements first: all stay aligned.
+    for name, tensor in sorted(odd, key=lambda pair: -pair[1].element_size()):
+        append(name, tensor)
+    _write_header(file, header, HEADER_BYTES)
+    return end
+
+
+def _write_header(file: IO[bytes], header: Mapping[str, Any], room: int) -> None:
+    """Write it before the tensors, which begin at byte `room`, or move them on."""
+    text = json.dumps(header).encode()
+    size = max(room, -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT)
+    _shift(file, room, size - room)
+    file.seek(0)
+    _write_all(file, memoryview(struct.pack("<Q", size - 8) + text.ljust(size - 8)))
+
+
+def _check(name: str, tensor: torch.Tensor, names: set[str]) -> None:
+    if name in names:
+        raise Malformed(f"two tensors of the source are called {name!r}")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else tensor.layout
+        raise Malformed(f"{name!r} is a {kind} tensor and has no plain content")
+    if tensor.dtype not in DTYPES:
+        raise Malformed(f"{name!r} has dtype {tensor.dtype}, which cannot be sent")
+    if not ops.has_memory(tensor):
+        raise Malformed(
+            f"{name!r} has no memory of its own; gather it before it is sent"
+        )
+
+
+def _shift(file: IO[bytes], start: int, by: int) -> None:
+    """Move all from `start` on `by` bytes towards the end, from its last block."""
+    position = file.seek(0, os.SEEK_END) if by else start
+    while position > start:
+        block = max(start, position - BLOCK_BYTES)
+        file.seek(block)
+        moved = file.read(position - block)
+        file.seek(block + by)
+        _write_all(file, memoryview(moved))
+        position = block
+
+
+def _write_all(file: IO[bytes], data: memoryview) -> None:
+    while data:  # one write takes 2 GiB at most
+        data = data[file.write(data) :]
+
+
+def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, `BATCH_BYTES` or one at a time."""
+    batch: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        batch.append(tensor)
+        num_bytes += tensor.nbytes
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

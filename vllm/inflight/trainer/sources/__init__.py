@@ -1,0 +1,1 @@
+"""Where a trainer's tensors come from."""

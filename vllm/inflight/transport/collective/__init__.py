@@ -1,0 +1,1 @@
+"""A trainer broadcasts to all workers, over NCCL or gloo."""

@@ -1,0 +1,260 @@
+"""Backends `inflight_nccl` and `inflight_gloo`: a trainer sends to all workers at once.
+
+The trainer is rank 0; a worker's rank is `rank_offset` plus its index over data
+parallel replicas and the ranks of one. `update_info` is what upstream's dense backend
+is told: `names`, `dtype_names` and `shapes`, in the order of the bytes; and `shards`,
+where tensors come in slices (see tensor_slices.py). After a failure nothing of the
+group is left; the next `init_weight_transfer_engine` makes a new one.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.errors import EngineFault, Malformed, TransferFault
+from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.transport.buckets.receiver import Receiver
+from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.collective.connect import open_group
+from vllm.inflight.transport.collective.nccl import unpinned
+from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.group import Group, Terms
+from vllm.inflight.transport.rank_numbers import rank_in_engine, worker_index
+from vllm.inflight.transport.waiting import Watch, check_timeout
+
+
+@dataclass(kw_only=True)
+class BroadcastInitInfo(upstream.WeightTransferInitInfo):
+    """Where the trainer is, and the group it opens there."""
+
+    wire: ClassVar[str]
+
+    master_address: str
+    master_port: int
+    world_size: int
+    """The trainer and every worker of every engine."""
+    bucket_bytes: int
+    """Of the largest message; a multiple of 256."""
+    rank_offset: int = 1
+    """The rank of this engine's first worker; the trainer is rank 0."""
+    num_buckets: int = 3
+    """How many buckets a worker holds; all but one are in flight while it loads."""
+    packed: bool = True
+    timeout_s: float = 120.0
+    """Longest wait for the other ranks, and later for any one bucket."""
+    target_bucket_ms: float = 2.0
+    """A bucket that is waited for longer has one more of them begun ahead of its time,
+    up to `num_buckets`."""
+
+    def __post_init__(self) -> None:
+        whole = ("master_port", "world_size", "bucket_bytes", "rank_offset")
+        for name in (*whole, "num_buckets"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be a whole number")
+        if not 0 < self.master_port < 1 << 16:
+            raise ValueError(f"master_port must be 1 to 65535, got {self.master_port}")
+        if not isinstance(self.master_address, str) or not self.master_address:
+            raise ValueError("master_address must be the trainer's, as a string")
+        if not self.packed:
+            raise ValueError("packed=False is not offered: tensors travel in buckets")
+        if self.rank_offset < 1:
+            raise ValueError(
+                f"rank_offset must be at least 1, for the trainer is rank 0; "
+                f"got {self.rank_offset}"
+            )
+        check_timeout(self.timeout_s)
+        for name in ("num_buckets", "target_bucket_ms"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        _ = self.terms
+
+    @property
+    def terms(self) -> Terms:
+        """What the trainer must have opened; raises `ValueError`."""
+        return Terms(
+            wire=self.wire, world_size=self.world_size, bucket_bytes=self.bucket_bytes
+        )
+
+
+@dataclass(kw_only=True)
+class GlooInitInfo(BroadcastInitInfo):
+    """Of `inflight_gloo`."""
+
+    wire: ClassVar[str] = "gloo"
+
+    bucket_bytes: int = 16 << 20
+
+
+@dataclass(kw_only=True)
+class NcclInitInfo(BroadcastInitInfo):
+    """Of `inflight_nccl`."""
+
+    wire: ClassVar[str] = "nccl"
+
+    bucket_bytes: int = 256 << 20
+    max_ctas: int = 8
+    """Most thread blocks a broadcast may take from decoding."""
+
+
+@dataclass
+class BroadcastUpdateInfo(upstream.WeightTransferUpdateInfo):
+    """What is about to be sent."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    shards: list[dict[str, Any] | None] | None = None
+    announced: Announcement = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.announced = Announcement.parse(
+            self.names, self.dtype_names, self.shapes, self.shards
+        )
+
+
+class BroadcastEngine(StagedEngine):
+    """One worker's end."""
+
+    init_info_cls: type[BroadcastInitInfo]
+    update_info_cls = BroadcastUpdateInfo
+    device_type: ClassVar[str]
+
+    packed: ClassVar[bool] = True
+    """Tensors travel in buckets; see release_fields.py."""
+    timeout_s = 0.0
+    """Longest wait for any one bucket; the one of `init_info`."""
+
+    _group: Group | None = None
+    _receiver: Receiver | None = None
+
+    def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
+        """Join the trainer's group; what was joined before is left.
+
+        Raises:
+            Malformed: this worker has no place in such a group.
+            TransferFault: not everybody came within `timeout_s`.
+            EngineFault: there is no memory for the buckets.
+
+        """
+        self.shutdown()
+        if self.device.type != self.device_type:
+            raise Malformed(
+                f"inflight_{init_info.wire} receives on {self.device_type}, this "
+                f"engine runs on {self.device.type}"
+            )
+        index = worker_index(self.parallel_config)
+        watch = Watch(init_info.timeout_s, self._is_cancelled)
+        with self._environment():
+            meeting = Meeting.join(
+                init_info.terms,
+                init_info.master_address,
+                init_info.master_port,
+                init_info.rank_offset + index,
+                watch,
+            )
+            group = open_group(
+                meeting,
+                self.device,
+                watch,
+                max_ctas=getattr(init_info, "max_ctas", None),
+            )
+            try:
+                self._receiver = Receiver(
+                    group,
+                    init_info.num_buckets,
+                    watch,
+                    target_s=init_info.target_bucket_ms / 1e3,
+                )
+            except torch.OutOfMemoryError as error:
+                raise EngineFault(
+                    f"there is no memory for {init_info.num_buckets} buckets of "
+                    f"{init_info.bucket_bytes} bytes; give smaller or fewer ones"
+                ) from error
+        self._group, self.timeout_s = group, init_info.timeout_s
+
+    def start_weight_update(self) -> None:
+        """Nothing of this update was waited for yet."""
+        super().start_weight_update()
+        if self._receiver is not None:
+            self._receiver.window.total_s = 0.0
+
+    def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
+        """Load what the trainer sends.
+
+        If the model refuses a tensor, the rest is received and dropped, so that the
+        group is good for the next update.
+
+        Raises:
+            WeightsMismatch: a slice is of a rank that this engine has not.
+            TransferFault: there is no group, or it broke.
+            Cancelled: the update is not wanted any more; the group is gone.
+
+        """
+        announced = update_info.announced
+        num_ranks = self.parallel_config.tensor_parallel_size
+        announced.require_ranks(num_ranks)
+        if self._group is None:
+            raise TransferFault(
+                "this worker is in no transfer group; call "
+                "init_weight_transfer_engine first"
+            )
+        if self._receiver is None:
+            raise TransferFault(
+                f"the last transfer broke off ({self._group.ended}); call "
+                "init_weight_transfer_engine again"
+            )
+        watch = Watch(self.timeout_s, self._is_cancelled)
+        rank = rank_in_engine(self.parallel_config) % num_ranks
+        try:
+            self.load_all(self._receiver.tensors(announced, watch, rank))
+        finally:
+            if self._group.ended is not None:
+                self._receiver = None  # and its buckets
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """The window in buckets and in bytes, and what was waited for the wire."""
+        if self._group is None or self._receiver is None:
+            return {}
+        window = self._receiver.window
+        return {
+            "window": window.size,
+            "window_bytes": window.size * self._group.terms.bucket_bytes,
+            "bucket_wait_ms": round(1e3 * window.waited_s, 3),
+            "wire_s": round(window.total_s, 6),
+        }
+
+    def shutdown(self) -> None:
+        """Leave the group; its connections, threads and buckets are gone."""
+        group, self._group, self._receiver = self._group, None, None
+        if group is not None:
+            group.close()
+
+    def _is_cancelled(self) -> bool:
+        return self.cancelled()
+
+    def _environment(self) -> AbstractContextManager[None]:
+        """What the process's environment has to be while a group is opened."""
+        return nullcontext()
+
+
+class GlooEngine(BroadcastEngine):
+    """One worker's end, in a CPU engine."""
+
+    init_info_cls = GlooInitInfo
+    device_type = "cpu"
+
+
+class NcclEngine(BroadcastEngine):
+    """One worker's end, on a GPU."""
+
+    init_info_cls = NcclInitInfo
+    device_type = "cuda"
+
+    def _environment(self) -> AbstractContextManager[None]:
+        return unpinned()

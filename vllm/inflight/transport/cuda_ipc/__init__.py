@@ -1,0 +1,1 @@
+"""A trainer on the engine's host shares its GPU memory with the workers."""

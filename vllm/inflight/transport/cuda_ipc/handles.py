@@ -1,0 +1,235 @@
+"""Exports: where a trainer's tensors lie, in words another process of the host can use.
+
+A trainer writes them down (`Exports.of`), they travel as plain data in an `update_info`
+and a worker finds the tensors by them (`Mappings.find`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from vllm.inflight.errors import Malformed, TransferFault
+from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, Extent, Memory
+
+_NONCE = uuid.uuid4().hex
+
+
+def host() -> str:
+    """Of this boot of this machine; containers of one host have it in common."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def process() -> str:
+    """Of this process: a handle cannot be opened where it was made.
+
+    A fork has another one, though it inherits the nonce; containers, whose processes
+    may have the same number, have other nonces.
+    """
+    return f"{_NONCE}-{os.getpid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exports:
+    """Some tensors of one process of one host."""
+
+    host: str
+    process: str
+    handles: tuple[bytes, ...]
+    """Of the allocations they lie in."""
+    places: tuple[tuple[int, int], ...]
+    """Of each tensor: its allocation, and the first byte in that."""
+    bases: tuple[int, ...]
+    """Addresses of the allocations in the process itself."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], memory: Memory) -> Self:
+        """Export contiguous tensors; they have to live until they have been read.
+
+        Raises:
+            ValueError: their memory cannot be exported.
+
+        """
+        allocations: dict[int, int] = {}
+        handles: list[bytes] = []
+        places: list[tuple[int, int]] = []
+        for tensor in tensors:
+            if not tensor.numel():
+                places.append((0, 0))
+                continue
+            address = tensor.data_ptr()
+            try:
+                with memory.at(tensor.device):
+                    base = memory.extent(address).address
+                    if base not in allocations:
+                        allocations[base] = len(handles)
+                        handles.append(memory.export(base))
+            except TransferFault as error:
+                raise ValueError(
+                    f"the memory of a tensor on {tensor.device} cannot be given to "
+                    f"another process ({error}); unset PYTORCH_CUDA_ALLOC_CONF="
+                    "expandable_segments:True, or use inflight_nccl"
+                ) from error
+            places.append((allocations[base], address - base))
+        return cls(host(), process(), tuple(handles), tuple(places), tuple(allocations))
+
+    @classmethod
+    def parse(cls, body: Any, num_tensors: int) -> Self:
+        """Read `plain`; raises `ValueError` naming what is wrong."""
+        if not isinstance(body, dict):
+            raise ValueError("'exports' must be an object")
+        for key in ("host", "process"):
+            if not isinstance(body.get(key), str):
+                raise ValueError(f"'exports' lacks the string {key!r}")
+        handles = [_handle(text) for text in _list(body, "handles")]
+        bases = [_number(base, "bases") for base in _list(body, "bases")]
+        places = [_place(place, len(handles)) for place in _list(body, "places")]
+        if len(bases) != len(handles):
+            raise ValueError(f"{len(bases)} 'bases' for {len(handles)} 'handles'")
+        if len(places) != num_tensors:
+            raise ValueError(f"{len(places)} 'places' for {num_tensors} tensors")
+        return cls(
+            body["host"], body["process"], tuple(handles), tuple(places), tuple(bases)
+        )
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "host": self.host,
+            "process": self.process,
+            "handles": [base64.b64encode(handle).decode() for handle in self.handles],
+            "places": [list(place) for place in self.places],
+            "bases": list(self.bases),
+        }
+
+
+class Mappings:
+    """The allocations of other processes that this one has mapped.
+
+    To map one takes longer than to read it, so they stay; those that an update did not
+    name any more are dropped after it.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._mapped: dict[tuple[str, bytes], Extent] = {}
+        self._named: set[tuple[str, bytes]] = set()
+
+    def __len__(self) -> int:
+        return len(self._mapped)
+
+    def find(self, exports: Exports, sizes: Sequence[int]) -> list[int]:
+        """The address here of each tensor.
+
+        Args:
+            exports: of a process of this host.
+            sizes: bytes of each tensor.
+
+        Raises:
+            Malformed: it is another host, or a tensor lies outside its allocation.
+            TransferFault: this GPU cannot reach that memory.
+
+        """
+        if exports.host != host():
+            raise Malformed(
+                "the trainer is on another host, whose memory cannot be mapped here; "
+                "use the backend inflight_nccl"
+            )
+        extents = [
+            self._extent(exports.process, handle, base)
+            for handle, base in zip(exports.handles, exports.bases, strict=True)
+        ]
+        addresses = []
+        for (index, start), size in zip(exports.places, sizes, strict=True):
+            if not size:
+                addresses.append(0)
+                continue
+            if index >= len(extents):
+                raise Malformed(f"there is no handle {index}, only {len(extents)}")
+            extent = extents[index]
+            if start + size > extent.num_bytes:
+                raise Malformed(
+                    f"bytes {start} to {start + size} of an allocation of "
+                    f"{extent.num_bytes}"
+                )
+            addresses.append(extent.address + start)
+        return addresses
+
+    def begin(self) -> None:
+        """Nothing is asked for yet; not by an update, either, that did not finish."""
+        self._named.clear()
+
+    def drop_unnamed(self) -> None:
+        """Unmap what the update did not ask for; raises the first failure, if any."""
+        failure: TransferFault | None = None
+        for key in self._mapped.keys() - self._named:
+            try:
+                self._memory.unmap(self._mapped.pop(key).address)
+            except TransferFault as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self.begin()
+        self.drop_unnamed()
+
+    def _extent(self, owner: str, handle: bytes, base: int) -> Extent:
+        if owner == process():
+            return self._memory.extent(base)
+        key = owner, handle
+        self._named.add(key)
+        if key not in self._mapped:
+            try:
+                self._mapped[key] = self._memory.map(handle)
+            except TransferFault as error:
+                raise TransferFault(
+                    f"this GPU cannot map the trainer's memory ({error}): both must be "
+                    "visible to the engine, with peer access between them; else use "
+                    "the backend inflight_nccl"
+                ) from error
+        return self._mapped[key]
+
+
+def _list(body: dict[str, Any], key: str) -> list[Any]:
+    found = body.get(key)
+    if not isinstance(found, list):
+        raise ValueError(f"'exports' lacks the list {key!r}")
+    return found
+
+
+def _handle(text: Any) -> bytes:
+    try:
+        handle = base64.b64decode(text, validate=True)
+    except (TypeError, ValueError, binascii.Error):
+        handle = b""
+    if len(handle) != HANDLE_BYTES:
+        raise ValueError(
+            f"a handle is {HANDLE_BYTES} bytes in base64, not {text!r:.80}"
+        )
+    return handle
+
+
+def _number(value: Any, key: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.80} in {key!r} is no number of bytes")
+    return value
+
+
+def _place(place: Any, num_handles: int) -> tuple[int, int]:
+    if not isinstance(place, list) or len(place) != 2:
+        raise ValueError(f"{place!r:.80} is no place: [allocation, first byte]")
+    index, start = (_number(value, "places") for value in place)
+    if index >= max(1, num_handles):
+        raise ValueError(f"there is no handle {index}, only {num_handles}")
+    return index, start

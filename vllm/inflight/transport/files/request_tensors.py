@@ -1,0 +1,208 @@
+"""Tensors that came in a request's body, laid where every rank of this host can read.
+
+Each entry is a safetensors file, or with `flattened_bucket` one with a single tensor of
+bytes and, under the metadata key `metadata`, the JSON list of what it is made of. In
+memory they become plain safetensors files, which the backend `local` reads.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vllm.inflight.errors import EngineFault, Malformed
+from vllm.inflight.trainer.snapshot import sweep, write_tensors
+from vllm.inflight.transport.files import safe_unpickler
+from vllm.inflight.transport.files.receiver_engine import SHARED_MEMORY
+
+PREFIX = "vllm-inflight-tensors-"
+BUCKET, PARTS = "flattened_tensor", "metadata"
+
+PIECE_BYTES = 1 << 18
+"""Of what is decoded at once: less than a millisecond, for the event loop of all
+streams wants Python's lock meanwhile."""
+
+LONGEST_ESCAPE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class LongText:
+    """A string of a JSON body that was left where it is: `raw[start:end]`, escaped."""
+
+    raw: bytes | bytearray
+    start: int
+    end: int
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its UTF-8, piece by piece; raises ValueError for an escape that is none."""
+        at = self.start
+        while at < self.end:
+            stop = min(self.end, at + PIECE_BYTES)
+            piece = bytes(self.raw[at:stop])
+            if b"\\" in piece:
+                # No cut comes into an escape, nor between a backslash and another.
+                cut = piece.rfind(b"\\", -LONGEST_ESCAPE)
+                while stop < self.end and cut > 0 and piece[cut - 1 : cut] == b"\\":
+                    cut -= 1
+                if stop < self.end and cut > 0:
+                    piece = piece[:cut]
+                at += len(piece)
+                text: str = json.loads(b'"' + piece + b'"')
+                yield text.encode()
+                continue
+            at = stop
+            yield piece
+
+
+@contextmanager
+def spooled(
+    entries: Sequence[Any], load_format: str | None, *, allow_pickle: bool
+) -> Iterator[list[str]]:
+    """The names of files in shared memory, one per entry; gone at the end.
+
+    Raises:
+        Malformed: an entry is not what its format says.
+        EngineFault: shared memory has no room for them.
+
+    """
+    sweep(PREFIX)  # what a server that was killed has left
+    with ExitStack() as files:
+        names = []
+        for number, entry in enumerate(entries):
+            where = f"serialized_named_tensors[{number}]"
+            try:
+                file = files.enter_context(
+                    tempfile.NamedTemporaryFile(
+                        dir=SHARED_MEMORY, prefix=PREFIX, suffix=".safetensors"
+                    )
+                )
+                fcntl.flock(file, fcntl.LOCK_EX)  # tells `sweep` that we are alive
+                _decode(entry, file, where)
+                _lay(file, load_format, where, allow_pickle=allow_pickle)
+            except OSError as error:
+                raise EngineFault(
+                    f"{where} could not be written to {SHARED_MEMORY}: {error}"
+                ) from error
+            names.append(Path(file.name).name)
+        yield names
+
+
+def _decode(entry: Any, file: IO[bytes], where: str) -> None:
+    """Write the bytes that `entry` is in base64."""
+    carry, is_over = b"", False
+    try:
+        for piece in [entry.encode()] if isinstance(entry, str) else entry.pieces():
+            if is_over:
+                raise ValueError("it goes on behind its end")
+            piece = carry + piece
+            whole = len(piece) // 4 * 4
+            carry = piece[whole:]
+            file.write(base64.b64decode(piece[:whole], validate=True))
+            is_over = piece[:whole].endswith(b"=")
+        if carry:
+            raise ValueError("it is cut off")
+    except (AttributeError, ValueError, binascii.Error):
+        raise Malformed(f"{where} is not base64") from None
+    file.flush()
+
+
+def _lay(
+    file: IO[bytes], load_format: str | None, where: str, *, allow_pickle: bool
+) -> None:
+    """Have what was sent be a plain file; it stays the file that is locked."""
+    path = Path(file.name)
+    if _is_pickle(file):
+        if not allow_pickle:
+            raise Malformed(
+                f"{where} is a pickle, which can run anything; send a "
+                "safetensors file, or start with --inflight-pickled-tensors on"
+            )
+        whole = safe_unpickler.tensors(path.read_bytes(), where)
+        _write(file, _cut(whole, load_format, where), where)
+    else:
+        _check(file, load_format, where)
+
+
+def _is_pickle(file: IO[bytes]) -> bool:
+    """See `pickled.is_pickle`, which looks at both ends and at the length."""
+    size = file.seek(0, 2)
+    file.seek(0)
+    first = file.read(8)
+    file.seek(max(0, size - 1))
+    return safe_unpickler.is_pickle(first, file.read(1), size)
+
+
+def _check(file: IO[bytes], load_format: str | None, where: str) -> None:
+    """Open a file that was sent; a bucket is written again as what is in it."""
+    try:
+        with safe_open(file.name, framework="pt") as opened:
+            if load_format is None:
+                return
+            if list(opened.keys()) != [BUCKET]:
+                raise Malformed(f"{where}: a bucket has one tensor, {BUCKET!r}")
+            whole: dict[str, Any] = {
+                BUCKET: opened.get_tensor(BUCKET),
+                PARTS: json.loads((opened.metadata() or {}).get(PARTS, "null")),
+            }
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise Malformed(f"{where} is not a whole safetensors file: {error}") from None
+    _write(file, _cut(whole, load_format, where), where)
+
+
+def _write(file: IO[bytes], tensors: dict[str, torch.Tensor], where: str) -> None:
+    """Write tensors in the place of what the file has."""
+    file.truncate(0)
+    try:
+        write_tensors(file, tensors.items())
+    except (Malformed, ValueError) as error:
+        # Half a character in a name, or a dtype that such files do not have.
+        raise Malformed(f"{where} cannot be written: {error}") from None
+    file.flush()
+
+
+def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Tensor]:
+    """What is in a bucket, or in a list of pairs."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def add(name: str, tensor: torch.Tensor) -> None:
+        if name in tensors:
+            raise Malformed(f"{where}: {name!r:.300} comes twice")
+        tensors[name] = tensor
+
+    if load_format is None:
+        for name, tensor in whole:
+            add(name, tensor.contiguous().clone())
+        return tensors
+    bucket, parts = whole[BUCKET], whole[PARTS]
+    if bucket.dim() != 1:
+        # A row of a longer one would be counted as an element.
+        raise Malformed(f"{where}: a bucket has one dimension, got {bucket.dim()}")
+    if not isinstance(parts, list):
+        raise Malformed(f"{where}: the key {PARTS!r} must hold a list")
+    left = bucket.numel()
+    for part in parts:
+        try:
+            dtype = getattr(torch, str(part["dtype"]).removeprefix("torch."))
+            # Older buckets are of the tensors' dtype and count elements.
+            name, start, end = str(part["name"]), part["start_idx"], part["end_idx"]
+            left -= end - start
+            if not (0 <= start <= end <= bucket.numel() and left >= 0):
+                raise TypeError
+            cut = bucket[start:end].clone().view(dtype).reshape(tuple(part["shape"]))
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise Malformed(
+                f"{where}: {part!r:.300} is no part of the bucket"
+            ) from error
+        add(name, cut)
+    return tensors

@@ -1,0 +1,1 @@
+"""Groups that a trainer opens with torch.distributed alone."""

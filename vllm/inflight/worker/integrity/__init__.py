@@ -1,0 +1,1 @@
+"""Whether live weights are still those that were committed."""

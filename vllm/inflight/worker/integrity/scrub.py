@@ -1,0 +1,635 @@
+"""A scrub: whether what a rank serves is still what was committed, read back from it.
+
+What was recorded of the loaders (replay_plan.py) tells where in the parameters every
+element of a checkpoint tensor lies. So the digest of that tensor can be made of what is
+served. The parts of all ranks are added up, and compared with the digest that was
+announced and received under the label. Of a parameter that is no copy of checkpoint
+tensors (exponentials, quantised weights, halves of MLA, experts that the CPU build
+packs) a rank has the digest from when it was staged.
+
+A scrub reads in slices, between steps and on the stream that steps, so that nothing
+changes under it. A slice is small enough not to be felt, and what can be worked out
+once for all versions is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from math import prod
+from typing import Any
+
+import torch
+
+from vllm.inflight import ops, upstream
+from vllm.inflight.errors import EngineFault
+from vllm.inflight.ops.reference import page_key, row_major
+from vllm.inflight.worker.model import moe
+from vllm.inflight.worker.model.hidden_weights import PACKED
+from vllm.inflight.worker.model.layers import parameters
+from vllm.inflight.worker.replay_plan import View, are_apart, span
+from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.verify.content import Facts
+from vllm.inflight.worker.verify.readback import content
+
+SLICE_BYTES, SLICE_BYTES_OF_HOST = 256 << 20, 4 << 20
+"""Of parameters that are read between two steps, on a GPU and on the CPU build."""
+PIECE_BYTES = 16 << 20
+"""Of scratch memory, for what does not lie in one piece."""
+
+logger = upstream.init_logger(__name__)
+
+Digests = dict[str, ops.Digest]
+"""By parameter."""
+Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of checkpoint tensors."""
+Copying = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Scratch memory, a view of it, and what is copied there."""
+
+
+@dataclass(slots=True)
+class Place:
+    """A parameter, where it is served, and what it is made of."""
+
+    param: str
+    layer: torch.nn.Module
+    key: str
+    row: int
+    """Of the sums of the parameter itself, where it is no copy."""
+    parts: list[tuple[int, str, View, View]] = field(default_factory=list)
+    """Row, tensor, where in the parameter, which part of the tensor; if copies of
+    tensors and zeros are all that is in it."""
+    zeros: list[tuple[int, View]] = field(default_factory=list)
+    """Row, and where in the parameter."""
+    shape: torch.Size | None = None
+    """As its loaders know it, if it has parts."""
+
+    @property
+    def names(self) -> set[str]:
+        """The checkpoint tensors that it is made of."""
+        return {name for _, name, _, _ in self.parts}
+
+    def tensor(self) -> torch.Tensor:
+        """What is served of it.
+
+        Raises:
+            EngineFault: it is there in two forms, which are not the same.
+
+        """
+        param = self.layer._parameters[self.key]
+        assert param is not None
+        return content(self.layer, self.key, param)
+
+
+class Layout:
+    """Where one rank serves what, whatever version that is.
+
+    Args:
+        shadow: knows what was recorded of the loaders.
+
+    """
+
+    def __init__(self, shadow: Shadow) -> None:
+        self.plan_number = shadow.plan.number
+        self.device = shadow.device
+        self.num_rows = 0
+        self._shadow = shadow
+        self.places = [self._place(*each) for each in parameters(shadow.live)]
+        parts: dict[str, dict[View, list[int]]] = {}
+        for place in self.places:
+            for row, name, _, part in place.parts:
+                parts.setdefault(name, {}).setdefault(part, []).append(row)
+        # Of parts that overlap and are not the same, the sums do not add up.
+        self.names = sorted(n for n, held in parts.items() if are_apart(list(held)))
+        """Tensors that are served as copies, on this rank at least."""
+        self.forms = [_form(shadow, name) for name in self.names]
+        held = [parts[name] for name in self.names]
+        self.rows = _numbers(r for of in held for r, *_ in of.values())
+        """Of every part of every name, once."""
+        self.owners = _numbers(n for n, of in enumerate(held) for _ in of)
+        """Of these rows, the number of the name."""
+        self.twice = [
+            (name, rows)
+            for name, of in zip(self.names, held, strict=True)
+            for rows in of.values()
+            if len(rows) > 1
+        ]
+        """Names with a part that is in two places."""
+        self.covered = _numbers(sum(prod(shape) for _, shape, _ in of) for of in held)
+        """Elements of each name that this rank serves."""
+        self.numel = _numbers(prod(shape) for _, shape in self.forms)
+        """Of each name."""
+        self.holds = _numbers(_mark(of) for of in held)
+        """Equal on two ranks that serve the same parts of a name."""
+        self.counts = _signed(
+            chain.from_iterable(
+                ops.counts_of_part(shape, row_major(shape), 0, dtype.itemsize)
+                for dtype, shape in self.forms
+            )
+        )
+        """What the bytes of each tensor add to its digest, whatever they are."""
+
+        self._sliced: tuple[set[str], list[Slice]] | None = None
+        """Parameters that are copies, and the slices that were made for these."""
+        self._scratch = Scratch(self.device)
+
+    def slices(self, copied: set[str]) -> list[Slice]:
+        """What a scrub reads, a slice at a time, where these parameters are copies.
+
+        Worked out once, and by the thread that stages if there is one: to tell a GPU
+        what to read takes long.
+        """
+        made = self._sliced
+        if made and made[0] == copied and all(each.is_there() for each in made[1]):
+            return made[1]
+        forms = dict(zip(self.names, self.forms, strict=True))
+        most = SLICE_BYTES_OF_HOST if self.device.type == "cpu" else SLICE_BYTES
+        slices: list[Slice] = []
+        num_bytes = most
+        for place in self.places:
+            if num_bytes >= most:
+                slices.append(Slice(self._scratch))
+                num_bytes = 0
+            param = place.layer._parameters[place.key]
+            assert param is not None
+            num_bytes += param.nbytes
+            slices[-1].add(place, forms if place.param in copied else None)
+        for each in slices:
+            each.close()
+        # At once, and whole: another thread may ask meanwhile.
+        self._sliced = set(copied), slices
+        return slices
+
+    def _place(
+        self, name: str, layer: torch.nn.Module, key: str, param: torch.Tensor
+    ) -> Place:
+        place = Place(name, layer, key, self._row())
+        shape = self._shadow.required.get(name)
+        if shape is None or moe.is_packed(layer):
+            return place  # it is derived, or was processed out of what was loaded
+        parts, zeros = self._filled(name, param.dtype)
+        views = [*(view for _, view, _ in parts), *zeros]
+        is_all = sum(prod(size) for _, size, _ in views) == shape.numel()
+        if parts and is_all and are_apart(views):
+            place.parts = [(self._row(), *part) for part in parts]
+            place.zeros = [(self._row(), view) for view in zeros]
+            place.shape = shape
+        return place
+
+    def _filled(
+        self, param: str, dtype: torch.dtype
+    ) -> tuple[list[tuple[str, View, View]], list[View]]:
+        """The parts of a parameter, and its zeros, as far as nothing was lost."""
+        parts, zeros = [], []
+        plan = self._shadow.plan
+        for name in plan.names_of(param):
+            entry = plan.known(name)
+            if entry is None or (plan.is_replayed and not entry.is_proved):
+                continue
+            for copied in entry.copies:
+                is_kept = copied.is_exact or is_lossless(entry.dtype, dtype)
+                if copied.param == param and is_kept and not _repeats(copied.part):
+                    parts.append((name, copied.view, copied.part))
+            zeros += [zeroed.view for zeroed in entry.zeros if zeroed.param == param]
+        return parts, zeros
+
+    def _row(self) -> int:
+        self.num_rows += 1
+        return self.num_rows - 1
+
+
+def _form(shadow: Shadow, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    entry = shadow.plan.known(name)
+    assert entry is not None
+    return entry.dtype, tuple(entry.shape)
+
+
+def is_lossless(kept: torch.dtype, wider: torch.dtype) -> bool:
+    """Whether a number that was cast can be cast back to what it was."""
+    is_float = kept.is_floating_point and wider.is_floating_point
+    return is_float and torch.promote_types(kept, wider) is wider
+
+
+def _repeats(part: View) -> bool:
+    """Whether an element of a tensor is in a part of it more than once."""
+    _, shape, stride = part
+    return any(n > 1 and not step for n, step in zip(shape, stride, strict=True))
+
+
+def _mark(held: Mapping[View, object]) -> int:
+    text = "".join(map(repr, sorted(held))).encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _signed(numbers: Iterator[int]) -> torch.Tensor:
+    """Pairs of u64 as int64 [n, 2]: torch adds these, modulo 2**64."""
+    packed = array("Q", numbers)
+    if not packed:
+        return torch.zeros(0, 2, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(packed, dtype=torch.int64).view(-1, 2)
+
+
+def _numbers(values: Iterable[int]) -> torch.Tensor:
+    # The thread that stages makes tensors on its GPU where it does not say otherwise.
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")
+
+
+class Scrub:
+    """One pass over what a rank serves.
+
+    Args:
+        layout: of the rank.
+        facts: of the tensors of the version served; empty if nothing is known of them.
+        marks: digests of parameters that are no copies, from when they were staged;
+            None if nothing is known of them.
+
+    """
+
+    def __init__(
+        self, layout: Layout, facts: Mapping[str, Facts], marks: Digests | None
+    ) -> None:
+        self._layout = layout
+        self._facts = facts
+        self._marks = marks
+        self._copies = copies(layout, facts)
+        self._sums = Sums(layout.device, layout.num_rows)
+        self._slices = list(layout.slices(self._copies))
+        self._wrong: set[str] = set()
+
+    @property
+    def num_slices(self) -> int:
+        """How often `slice` has to be called."""
+        return len(self._slices)
+
+    def slice(self) -> None:
+        """Read the next slice; on a GPU, have the current stream read it."""
+        if self._slices:
+            self._wrong |= self._slices.pop(0).read(self._sums)
+
+    def result(self) -> dict[str, Any]:
+        """What was found, once every slice has been read.
+
+        Returns:
+            `names` of checkpoint tensors; of each of them in that order, as the bytes
+            of int64: `sums` (two each) of what is served of it here, `expected` of all
+            of it, `numel`, `covered` elements of it, and `holds`, which is equal on two
+            ranks that serve the same part. `wrong` are parameters that are not as they
+            were staged, and tensors with a part that is served in two forms. `unknown`
+            are parameters of which nothing is known. `num_marked` is how many were
+            compared with how they were staged, and `marks` are the digests of all
+            that are no copies.
+
+        """
+        while self._slices:
+            self.slice()
+        layout, rows = self._layout, self._sums.results()
+        marks = {
+            place.param: _digest(rows[place.row])
+            for place in layout.places
+            if place.param not in self._copies
+        }
+        unknown = [p for p in marks if self._marks is None or p not in self._marks]
+        known = {p: mark for p, mark in (self._marks or {}).items() if p in marks}
+        self._wrong.update(p for p, mark in known.items() if mark != marks[p])
+        for place in layout.places:
+            if place.param in self._copies:
+                zeros = [row for row, _ in place.zeros]
+                if zeros and rows[zeros].any():
+                    self._wrong.add(place.param)
+        for name, twice in layout.twice:
+            if (rows[twice] != rows[twice[0]]).any():
+                self._wrong.add(name)
+        sums = torch.zeros(len(layout.names), 2, dtype=torch.int64, device="cpu")
+        if layout.names:
+            sums.index_add_(0, layout.owners, rows[layout.rows])
+        found = [self._facts.get(name) for name in layout.names]
+        numbers = ((0, 0) if fact is None else fact[2] for fact in found)
+        expected = _signed(chain.from_iterable(numbers)) - layout.counts
+        # Of what the version does not have, nothing is covered.
+        is_here = _numbers(fact is not None for fact in found)
+        return {
+            "names": layout.names,
+            "sums": _bytes(sums),
+            "expected": _bytes(expected),
+            "numel": _bytes(layout.numel),
+            "covered": _bytes(layout.covered * is_here),
+            "holds": _bytes(layout.holds),
+            "wrong": sorted(self._wrong),
+            "unknown": unknown,
+            "num_marked": len(known),
+            "marks": marks,
+        }
+
+
+def copies(layout: Layout, facts: Mapping[str, Facts]) -> set[str]:
+    """The parameters that are copies of these tensors, and of nothing else."""
+    if not facts:
+        return set()
+    same = {
+        name
+        for name, (dtype, shape) in zip(layout.names, layout.forms, strict=True)
+        if (fact := facts.get(name)) is not None
+        and fact[:2] == (str(dtype).removeprefix("torch."), shape)
+    }
+    return {p.param for p in layout.places if p.parts and p.names <= same}
+
+
+def marks_of(
+    layout: Layout, module: torch.nn.Module, facts: Mapping[str, Facts]
+) -> Digests:
+    """The digests of what is no copy in a second set, which has been staged.
+
+    Of packed weights of the CPU build nothing: both sets may look into one packing, and
+    two threads must not.
+    """
+    copied = copies(layout, facts)
+    named = [
+        (name, content(layer, key, param))
+        for name, layer, key, param in parameters(module)
+        if name not in copied and not (key == "weight" and PACKED in vars(layer))
+    ]
+    sums = Sums(layout.device, len(named))
+    reading = Reading(Scratch(layout.device))
+    for row, (_, tensor) in enumerate(named):
+        reading.add_whole(row, tensor)
+    reading.close()
+    reading.run(sums)
+    rows = sums.results()
+    return {name: _digest(row) for (name, _), row in zip(named, rows, strict=True)}
+
+
+def _digest(row: torch.Tensor) -> ops.Digest:
+    return ops.Digest(*(number % 2**64 for number in row.tolist()))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.to(torch.int64).numpy().tobytes()
+
+
+class Sums:
+    """Sums of parts of tensors, row by row, without what bytes add whatever they are.
+
+    On a GPU they stay there until they are asked for, for to ask waits for the GPU.
+
+    Args:
+        device: of the engine; what lies on the host is added there.
+        num_rows: how many sums there are.
+
+    """
+
+    def __init__(self, device: torch.device, num_rows: int) -> None:
+        self._device = device
+        self._of_host = torch.zeros(num_rows, 2, dtype=torch.int64, device="cpu")
+        self._on_device: torch.Tensor | None = None
+
+    def add(self, row: int, tensor: torch.Tensor, part: View) -> None:
+        """Add a tensor of the host, which is this part of a whole tensor."""
+        offset, shape, stride = part
+        digest = ops.digest_part(tensor, stride, offset)
+        width = tensor.element_size()
+        count = ops.counts_of_part(shape, stride, offset, width)
+        self._of_host[row] += _signed(iter(digest - count))[0]
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """Those that a GPU adds to: int64 [rows, 4], two of them in use."""
+        if self._on_device is None:
+            shape = len(self._of_host), 4
+            made = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            self._on_device = made
+        return self._on_device
+
+    def results(self) -> torch.Tensor:
+        """Every row: int64 [rows, 2], on the host."""
+        if self._on_device is None:
+            return self._of_host
+        return self._of_host + self._on_device[:, :2].cpu()
+
+
+class Slice:
+    """Parameters that are read between two steps."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._reading = Reading(scratch)
+        self._of_host: list[tuple[Place, Forms | None]] = []
+        """What is asked for at each scrub: packed weights are not where they were."""
+        self._addresses: list[tuple[torch.Tensor, int]] = []
+
+    def add(self, place: Place, forms: Forms | None) -> None:
+        """Read a parameter too; part by part if it is a copy of tensors.
+
+        Args:
+            place: of the parameter.
+            forms: dtype and shape of the tensors it has parts of; None if it is none.
+
+        """
+        param = place.layer._parameters[place.key]
+        assert param is not None
+        if not param.is_cuda:
+            self._of_host.append((place, forms))
+            return
+        self._addresses.append((param, param.data_ptr()))
+        for row, tensor, part in _parts(place, param.data, forms):
+            if part is None:
+                self._reading.add_whole(row, tensor)
+            else:
+                self._reading.add(row, tensor, *part)
+
+    def close(self) -> None:
+        """That is all of them."""
+        self._reading.close()
+
+    def is_there(self) -> bool:
+        """Whether what is read lies where it did when it was added."""
+        return all(param.data_ptr() == at for param, at in self._addresses)
+
+    def read(self, sums: Sums) -> set[str]:
+        """Add all of it; returns the parameters that are in two forms, not the same."""
+        self._reading.run(sums)
+        odd = set()
+        for place, forms in self._of_host:
+            try:
+                tensor = place.tensor()
+                if forms is not None and tensor.shape != place.shape:
+                    raise EngineFault(f"{place.param} has another shape than it had")
+            except EngineFault as error:
+                logger.error("scrub: %s: %s", place.param, error)
+                odd.add(place.param)
+                continue
+            reading = Reading(self._scratch)
+            for row, each, part in _parts(place, tensor, forms):
+                if part is None:
+                    reading.add_whole(row, each)
+                else:
+                    reading.add(row, each, *part)
+            reading.run(sums)
+        return odd
+
+
+def _parts(
+    place: Place, tensor: torch.Tensor, forms: Forms | None
+) -> Iterator[tuple[int, torch.Tensor, tuple[View, torch.dtype] | None]]:
+    """(row, tensor, which part of which dtype it is) of all that is in a parameter."""
+    if forms is None:
+        yield place.row, tensor, None
+        return
+    first = int(tensor.storage_offset())
+    for row, name, (offset, shape, stride), part in place.parts:
+        held = tensor.as_strided(shape, stride, first + offset)
+        yield row, held, (part, forms[name][0])
+    for row, (offset, shape, stride) in place.zeros:
+        yield row, tensor.as_strided(shape, stride, first + offset), None
+
+
+class Reading:
+    """Reads tensors into sums, as often as it is run; prepared once.
+
+    Args:
+        scratch: of the device of the tensors.
+
+    """
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._of_host: list[tuple[int, torch.Tensor, View]] = []
+        self._steps: list[tuple[list[Copying], torch.Tensor]] = []
+        """On a GPU: what is put into scratch memory, and a table of what is read."""
+        self._places: list[tuple[int, int, int, int]] = []
+        """Address, number of chunks, number of the first, and row: not in a table."""
+
+    def add(
+        self, row: int, tensor: torch.Tensor, part: View, dtype: torch.dtype
+    ) -> None:
+        """Read `tensor` too, which is this part of a whole tensor of that dtype."""
+        if not tensor.is_cuda:
+            self._of_host.append((row, tensor.to(dtype), part))
+        elif tensor.dtype is not dtype or not self._add_dense(row, tensor, part):
+            self._add_scattered(row, tensor, part, dtype)
+
+    def add_whole(self, row: int, tensor: torch.Tensor) -> None:
+        """Read a tensor too, in the order in which it lies in memory."""
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        ordered = tensor.permute(order)
+        shape = tuple(ordered.shape)
+        self.add(row, ordered, (0, shape, tuple(row_major(shape))), tensor.dtype)
+
+    def close(self) -> None:
+        """That is all of it; needed on a GPU."""
+        self._end_step([])
+
+    def run(self, sums: Sums) -> None:
+        """Add all of it; on a GPU, have the current stream add it."""
+        for row, tensor, part in self._of_host:
+            sums.add(row, tensor, part)
+        for copying, table in self._steps:
+            from vllm.inflight.ops.triton_kernels import add_sums
+
+            for scratch, target, source in copying:
+                scratch.zero_()
+                target.copy_(source)
+            add_sums(table, sums.on_device, 0, page_key(0), 0)
+
+    def _end_step(self, copying: list[Copying]) -> None:
+        if not self._places:
+            return
+        from vllm.inflight.ops.triton_kernels import make_table
+
+        table = make_table(
+            [(*place[:2], 0) for place in self._places],
+            self._scratch.device,
+            firsts=[place[2] for place in self._places],
+            rows=[place[3] for place in self._places],
+        )
+        self._places = []
+        if table is not None:
+            self._steps.append((copying, table))
+
+    def _add_dense(self, row: int, tensor: torch.Tensor, part: View) -> bool:
+        """Whether it is one run of whole chunks here and there, and is added."""
+        offset, shape, stride = part
+        start = offset * tensor.element_size()
+        is_run = tensor.is_contiguous() and all(
+            size == 1 or step == expected
+            for size, step, expected in zip(
+                shape, stride, row_major(shape), strict=True
+            )
+        )
+        aligned = not (start % 8 or tensor.nbytes % 8 or tensor.data_ptr() % 8)
+        if is_run and aligned:
+            place = (tensor.data_ptr(), tensor.nbytes // 8, start // 8, row)
+            self._places.append(place)
+        return is_run and aligned
+
+    def _add_scattered(
+        self, row: int, tensor: torch.Tensor, part: View, dtype: torch.dtype
+    ) -> None:
+        """Add a part by way of scratch memory, in which it lies as in its tensor."""
+        self._end_step([])
+        width = dtype.itemsize
+        for piece, (offset, shape, stride) in _pieces(tensor, part, width):
+            first = offset * width // 8 * 8
+            last = (offset + span((offset, shape, stride))) * width
+            num_bytes = -(-(last - first) // 8) * 8
+            scratch = self._scratch.take(num_bytes)
+            whole = scratch.view(dtype)
+            target = whole.as_strided(shape, stride, offset - first // width)
+            place = (scratch.data_ptr(), num_bytes // 8, first // 8, row)
+            self._places.append(place)
+            # The next piece is put into the same memory: it is read before that.
+            self._end_step([(scratch, target, piece)])
+
+
+class Scratch:
+    """Memory in which parts are put as they lie in their tensors; one at a time.
+
+    Args:
+        device: where it is made, when it is needed.
+
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._data: torch.Tensor | None = None
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """So many bytes of it."""
+        if self._data is None or len(self._data) < num_bytes:
+            size = max(num_bytes, PIECE_BYTES)
+            self._data = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._data[:num_bytes]
+
+
+def _pieces(
+    tensor: torch.Tensor, part: View, width: int
+) -> Iterator[tuple[torch.Tensor, View]]:
+    """Cut a tensor, and the part that it is, so that no piece spans too much.
+
+    Args:
+        tensor: to be cut.
+        part: which it is.
+        width: bytes of an element of the whole tensor.
+
+    """
+    offset, shape, stride = part
+    if not tensor.numel():
+        return
+    steps = [step if size > 1 else 0 for size, step in zip(shape, stride, strict=True)]
+    if span(part) * width <= PIECE_BYTES or not any(steps):
+        yield tensor, part
+        return
+    dim = max(range(len(steps)), key=steps.__getitem__)
+    rest = span((offset, (*shape[:dim], 1, *shape[dim + 1 :]), stride))
+    at_once = max(1, 1 + (PIECE_BYTES // width - rest) // steps[dim])
+    if at_once >= shape[dim]:
+        yield tensor, part
+        return
+    for first in range(0, shape[dim], at_once):
+        size = min(at_once, shape[dim] - first)
+        cut = (*shape[:dim], size, *shape[dim + 1 :])
+        piece = tensor.narrow(dim, first, size)
+        yield from _pieces(piece, (offset + first * steps[dim], cut, stride), width)

@@ -1,0 +1,377 @@
+"""The tripwire of one rank: what is written into live weights, past any update.
+
+A worker extension, a function given to `collective_rpc`, or Python code in the engine's
+own process may write into live weights. The tripwire notices four signs of it:
+
+| sign | what it sees |
+|---|---|
+| a tensor goes into `load_weights` of a live model | every load, at its first tensor |
+| upstream's reload takes a layer aside, or writes it | every reload |
+| version counters and addresses of parameters | writes by torch, but for `.data` |
+| fingerprints of parameters (fingerprint.py) | what is in the memory |
+
+The first two are noted when they happen, and told on the board. The other two are
+compared when the engine core asks, with a reference that was taken before.
+
+A layer that upstream's reload has taken aside has parameters without memory until all
+of its tensors have come. A step on such a layer would end the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from vllm.inflight import upstream
+from vllm.inflight.update import DRAFT
+from vllm.inflight.worker.integrity import fingerprint
+from vllm.inflight.worker.model import layerwise_reload
+from vllm.inflight.worker.model.drafter import served_by, trees
+from vllm.inflight.worker.model.layers import layers, parameters
+from vllm.inflight.worker.model.mla import is_derived
+from vllm.inflight.worker.model.quantized import has_cache_scales
+from vllm.inflight.worker.status_board import Board
+
+logger = upstream.init_logger(__name__)
+
+MOST_NAMED = 4
+"""Parameters that a report names, of those that are missing."""
+
+State = tuple[int, int, int]
+"""Of a parameter: its object, its version counter, its address."""
+
+_wires: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Tripwire]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Layer of a live model → the tripwire of its rank; neither keeps the other alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank tells when it is asked."""
+
+    is_written: bool = False
+    """Whether something was written since the core took note of it last."""
+    is_loading: bool = False
+    """Whether layers are taken aside, by a reload that has not ended."""
+    is_asleep: bool = False
+    """Whether the memory is given back, so that nothing could be looked at."""
+    missing: list[str] = field(default_factory=list)
+    """Parameters that were made blank and are not wholly written: the first few."""
+    num_missing: int = 0
+    num_required: int = 0
+    """Parameters that were made blank; 0 if none was."""
+    thread: tuple[int, int] | None = None
+    """Process and thread that has begun the reload."""
+    displaced: list[str] = field(default_factory=list)
+    """Parameters that were put elsewhere in another form, so that they stay there."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for the reply of an RPC."""
+        return asdict(self)
+
+
+class Tripwire:
+    """The tripwire of one rank.
+
+    Args:
+        worker: of this rank; its models are loaded.
+
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._root = served_by(worker)
+        parallel = worker.vllm_config.parallel_config
+        self._moves_experts = parallel.enable_eplb
+        """Whether upstream writes into experts itself, between any two steps."""
+        self._board: Board | None = None
+        self._is_eager = False
+        self.is_asleep = False
+        """From a sleep of this worker on, until its weights are awake."""
+        self._is_written = False
+        self._may_load = False
+        """Whether a reload was begun; it may have ended since."""
+        self._thread: tuple[int, int] | None = None
+        self._reference: tuple[list[State], fingerprint.Sample] | None = None
+        self._blank: dict[str, torch.nn.Parameter] | None = None
+        """Parameters that were made blank and are not wholly written yet."""
+        self._num_blank = 0
+        self._homes: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+        """Parameters and where they lie, on a device whose graphs know the place."""
+        self._displaced: set[str] = set()
+        if worker.device.type == "cuda":
+            self.keep_places()
+        for tree in trees(self._root):
+            for layer in tree.modules():
+                _wires[layer] = weakref.ref(self)
+            if hasattr(tree, "load_weights"):
+                vars(tree)["load_weights"] = NotedLoad(tree)
+
+    def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:
+        """Open the board of the engine.
+
+        Args:
+            board_path: of its file.
+            num_ranks: of the engine.
+            is_eager: whether Python code beside the engine can reach the weights at
+                any time, so that there always has to be a reference.
+
+        """
+        self._board, self._is_eager = Board(board_path, num_ranks), is_eager
+        self.changed()
+
+    def keep_places(self) -> None:
+        """Have every parameter stay where it is from now on.
+
+        On a GPU an update exchanges the pages of these places, and graphs read them. A
+        parameter that somebody puts elsewhere is brought back when it is looked at.
+        """
+        for name, _, _, param in parameters(self._root):
+            if _has_memory(param):
+                self._homes[name] = param, param.data
+
+    # ------------------------------------------------------- what is noted
+    def note(self) -> None:
+        """Something writes into what is served, now."""
+        self._is_written = True
+        self._touch()
+
+    def note_load(self) -> None:
+        """Upstream's reload takes layers aside, now."""
+        self._may_load = True
+        self._thread = (os.getpid(), threading.get_ident())
+        self._touch()
+
+    def note_copied(self, layer: torch.nn.Module) -> None:
+        """Upstream's reload has written all of a layer.
+
+        The CPU build packs weights away, so that their parameters are empty and have
+        nothing in them that could be looked at.
+        """
+        if self._blank is not None:
+            own = {id(each) for each in layer._parameters.values() if each is not None}
+            for name, param in list(self._blank.items()):
+                if id(param) in own and not param.numel():
+                    del self._blank[name]
+
+    # ------------------------------------------------------- what is asked
+    def arm(self) -> None:
+        """Take the reference, unless there is one."""
+        if self._reference is None and not self.is_asleep and not self.is_loading():
+            self._reference = self._now()
+
+    def changed(self) -> None:
+        """An update, a reload or a sleep has changed the weights, and it is known."""
+        self._reference = self._blank = None
+        self._num_blank = 0
+        if self._is_eager:
+            self.arm()  # which never fails: a flip that was made would look undone
+
+    def look(self) -> Report:
+        """What has become of the weights since the reference was taken."""
+        if self.is_asleep:
+            return Report(is_asleep=True, is_written=self._is_written)
+        is_loading = self.is_loading()
+        if not is_loading:
+            self._bring_home()
+            self._compare()
+        missing = [] if self._blank is None else list(self._blank)
+        return Report(
+            is_written=self._is_written,
+            is_loading=is_loading,
+            missing=missing[:MOST_NAMED],
+            num_missing=len(missing),
+            num_required=self._num_blank,
+            thread=self._thread if is_loading else None,
+            displaced=sorted(self._displaced)[:MOST_NAMED],
+        )
+
+    def acknowledge(self) -> None:
+        """The engine core has taken note of what was written."""
+        self._is_written = False
+        self._reference = None
+        self.arm()
+
+    def put_back(self) -> None:
+        """Take what is served out of a reload that has not ended."""
+        for tree in trees(self._root):
+            layerwise_reload.leave(tree)
+        self._may_load = False
+
+    def put_back_for_step(self) -> None:
+        """The same if a step comes in the middle of a reload, and may not fail."""
+        if self._may_load and self.is_loading():
+            logger.error(
+                "a step came while layers were taken aside by a reload of somebody's; "
+                "they were put back, and that reload has failed"
+            )
+            self.put_back()
+            self._touch()
+
+    def make_blank(self, kept: Iterable[str] = ()) -> None:
+        """Make the weights blank: all of them have to be written from now on.
+
+        But for those of a drafter, which decide no token, and for what is computed from
+        others.
+
+        Args:
+            kept: patterns of the names of parameters that are left as they are.
+
+        """
+        patterns, blank = [*kept, DRAFT + "*"], {}
+        with torch.no_grad():
+            for name, layer, key, param in parameters(self._root):
+                is_kept = any(fnmatchcase(name, pattern) for pattern in patterns)
+                is_made = has_cache_scales(layer) or is_derived(layer, key)
+                if is_kept or is_made or not _may_be_blank(param):
+                    continue
+                if not param.numel() or fingerprint.make_blank(param.data):
+                    blank[name] = param
+        self.changed()
+        self._blank, self._num_blank = blank, len(blank)
+
+    def is_loading(self) -> bool:
+        """Whether layers are taken aside, by a reload that has not ended."""
+        if self._may_load:
+            self._may_load = any(
+                upstream.get_layerwise_info(layer).kernel_tensors is not None
+                for _, layer in layers(self._root)
+            )
+        return self._may_load
+
+    # ------------------------------------------------------------- helpers
+    def _touch(self) -> None:
+        if self._board is not None:
+            self._board.touch()
+
+    def _bring_home(self) -> None:
+        with torch.no_grad():
+            for name, layer, key, param in (
+                parameters(self._root) if self._homes else ()
+            ):
+                if name not in self._homes:
+                    continue
+                own, place = self._homes[name]
+                if param is own and param.data_ptr() == place.data_ptr():
+                    continue
+                self._is_written = True
+                if (param.shape, param.dtype) != (place.shape, place.dtype):
+                    self._displaced.add(name)
+                    continue
+                place.copy_(param.data)
+                own.data = place
+                layer._parameters[key] = own
+
+    def _compare(self) -> None:
+        now = self._now()
+        if now is not None and self._reference is not None:
+            (states, sampled), (states_now, sampled_now) = self._reference, now
+            is_same = fingerprint.is_same(sampled, sampled_now)
+            self._is_written |= states != states_now or not is_same
+        self._reference = now
+        if self._blank:
+            self._blank = {
+                name: param
+                for name, param, sampled in _with_samples(self._blank)
+                # Reading all of it is for what looks as if it were full.
+                if fingerprint.is_blank_in(sampled)
+                or not param.numel()
+                or fingerprint.has_blank(param.data)
+            }
+
+    def _now(self) -> tuple[list[State], fingerprint.Sample] | None:
+        """States and samples of all parameters; None if they could not be had."""
+        if self._moves_experts:
+            return None
+        try:
+            return self._sampled()
+        except Exception as error:  # no memory for it, or a tensor of another kind
+            logger.warning("live weights could not be sampled: %s", error)
+            return None
+
+    def _sampled(self) -> tuple[list[State], fingerprint.Sample]:
+        found = [p for *_, p in parameters(self._root) if _has_memory(p)]
+        states = [(id(p), _version(p), p.data_ptr()) for p in found]
+        return states, fingerprint.sample([p.data for p in found])
+
+    def noted(self, weights: Any) -> Any:
+        """What goes into `load_weights`, so that its first tensor is noted."""
+        # While every layer is taken aside, nothing is written but by upstream's copy
+        # of a layer that is complete, and that is noted there.
+        if self._may_load and all(p.is_meta for *_, p in parameters(self._root)):
+            return weights
+        if isinstance(weights, list | tuple | dict):
+            if weights:
+                self.note()
+            return weights
+        return self._noted_when_drawn(weights)
+
+    def _noted_when_drawn(self, weights: Iterable[Any]) -> Iterator[Any]:
+        for pair in weights:
+            self.note()
+            yield pair
+
+
+class NotedLoad:
+    """The `load_weights` of a live model, which tells the tripwire of its rank.
+
+    A copy of the model has one of its own, and is nobody's to watch.
+
+    Args:
+        model: that is loaded into.
+
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._whole = vars(model).get("load_weights")
+        """What somebody else has put there before; None for its class's own."""
+
+    def __call__(self, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load, as the model does."""
+        if (wire := wire_of(self._model)) is not None:
+            weights = wire.noted(weights)
+        if self._whole is not None:
+            return self._whole(weights, *args, **kwargs)
+        load: Callable[..., Any] = type(self._model).load_weights  # type: ignore[attr-defined]
+        return load(self._model, weights, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotedLoad:
+        return NotedLoad(memo.get(id(self._model), self._model))
+
+
+def wire_of(layer: torch.nn.Module) -> Tripwire | None:
+    """The tripwire of the rank that serves `layer`; None if none does."""
+    found = _wires.get(layer)
+    return None if found is None else found()
+
+
+def _with_samples(
+    params: dict[str, torch.nn.Parameter],
+) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+    samples = fingerprint.sample([param.data for param in params.values()])
+    for (name, param), sampled in zip(params.items(), samples, strict=True):
+        yield name, param, sampled
+
+
+def _has_memory(param: torch.Tensor) -> bool:
+    """Whether there are bytes to look at; tensors made of others have none."""
+    is_made_of_others = is_traceable_wrapper_subclass(param)
+    return bool(param.numel()) and not (param.is_meta or is_made_of_others)
+
+
+def _may_be_blank(param: torch.Tensor) -> bool:
+    """Whether it can be made blank; one that was packed away has no memory."""
+    return not param.numel() or _has_memory(param)
+
+
+def _version(param: torch.Tensor) -> int:
+    return 0 if param.is_inference() else int(param._version)

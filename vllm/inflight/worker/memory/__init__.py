@@ -1,0 +1,1 @@
+"""The memory of live and shadow weights."""

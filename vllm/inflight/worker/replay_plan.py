@@ -1,0 +1,393 @@
+"""The plan: where each checkpoint tensor goes, recorded once and replayed.
+
+A model's loader takes a tensor by its name through mappings, shards and narrow views,
+in Python, and in the end copies slices of it into slices of parameters. Where both
+sides stay where they are, as twins do, the slices are the same at every update: what
+a loader did the first time is written down, and done again without it.
+
+Only what is certainly that is recorded: copies out of the very tensor that was handed
+over, and fills with zero. Every element has to be written once: where a loader writes
+an element twice, the order decides, and a replay has no order. Anything else goes
+through the loader every time. An entry is replayed only after replay_check.py has
+proved it.
+
+The record also tells where the content of each checkpoint tensor is served, so that
+it can be read back from there; see scrub.py. The CPU build, which packs what it has
+loaded, records for that purpose alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm.inflight.ops.reference import row_major
+from vllm.inflight.transport.buckets.reassembly import Home
+
+View = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Offset, shape and strides within a tensor, in elements."""
+
+_COPY = torch.ops.aten.copy_.default
+_FILLS = {
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+}
+
+
+class Copied(NamedTuple):
+    """One copy of a part of a checkpoint tensor into a parameter."""
+
+    param: str
+    view: View
+    """Where in the parameter."""
+    part: View
+    """Which part of the checkpoint tensor."""
+    target: torch.Tensor
+    """The view as a tensor; an empty one where copies are not replayed."""
+    is_exact: bool
+    """Whether both have one dtype, so that the bits stay what they are."""
+
+
+class Zeroed(NamedTuple):
+    """A part of a parameter that is filled with zero."""
+
+    param: str
+    view: View
+    target: torch.Tensor
+    """As in `Copied`."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """What a loader does with one tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    copies: list[Copied] = field(default_factory=list)
+    zeros: list[Zeroed] = field(default_factory=list)
+    filled: list[tuple[str, View]] = field(default_factory=list)
+    """(parameter, view) of everything that is written, in order."""
+    is_whole: bool = True
+    """Whether nothing happened that cannot be replayed."""
+    is_traced: bool = True
+    """Whether all that was written is a part of the tensor, or zero."""
+    is_proved: bool = False
+    """Whether replaying it was seen to do what its loader does; see replay_check.py."""
+    home: Home | None = None
+    """Where the tensor ends up, if that is whole, row-major and in one piece."""
+
+    @property
+    def num_unread(self) -> int:
+        """Elements that are copied nowhere, where others are; 0 if nobody can tell.
+
+        Loaders cut what they get to the size of what they fill.
+        """
+        if not (self.copies and self.is_traced):
+            return 0
+        parts = {copied.part for copied in self.copies}  # overlaps count too often
+        return max(0, self.shape.numel() - sum(prod(shape) for _, shape, _ in parts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of such a tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def params(self) -> set[str]:
+        """The parameters that it writes into."""
+        return {param for param, _ in self.filled}
+
+
+class Plan:
+    """The entries of one model, by checkpoint name.
+
+    Args:
+        is_replayed: whether tensors are loaded by this record. If not, it only tells
+            where they are served, and holds none of the memory it was recorded in.
+
+    """
+
+    def __init__(self, *, is_replayed: bool = True) -> None:
+        self.is_replayed = is_replayed
+        self.number = 0
+        """Changes whenever the entries do."""
+        self._entries: dict[str, Entry] = {}
+        self._names: dict[str, set[str]] = {}
+        """Parameter → the tensors that are recorded to write into it."""
+        self._refused: set[str] = set()
+        self.lock = threading.RLock()
+        """Held while entries change, and by whoever looks at all of them."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_proved(self) -> int:
+        """How many tensors are loaded by replaying their entries."""
+        return sum(entry.is_proved for entry in self._entries.values())
+
+    def items(self) -> Iterable[tuple[str, Entry]]:
+        """(name, entry) of every tensor that is recorded."""
+        return self._entries.items()
+
+    def known(self, name: str) -> Entry | None:
+        """What was recorded for the tensor of that name, whatever its form."""
+        return self._entries.get(name)
+
+    def entry(self, name: str, tensor: torch.Tensor) -> Entry | None:
+        """What was recorded for such a tensor, if anything was."""
+        found = self._entries.get(name)
+        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            return None
+        return found if tensor.is_contiguous() else None
+
+    def place(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Home | None:
+        """Where such a tensor ends up, if that is whole and in one piece.
+
+        A transport may then receive it there: what else its loader writes is zeros in
+        other places.
+        """
+        entry = self._entries.get(name)
+        if entry is None or (entry.shape, entry.dtype) != (shape, dtype):
+            return None
+        return entry.home if entry.is_proved else None
+
+    def is_home(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether it is the very tensor that `place` told of."""
+        entry = self._entries.get(name)
+        home = None if entry is None else entry.home
+        return home is not None and home.tensor is tensor
+
+    def names_of(self, param: str) -> Iterable[str]:
+        """The tensors that are recorded to write into a parameter, in order."""
+        return sorted(self._names.get(param, ()))
+
+    def filled_by(self, name: str) -> Iterable[str]:
+        """The parameters that are written when such a tensor comes."""
+        entry = self._entries.get(name)
+        return () if entry is None else (param for param, _ in entry.filled)
+
+    def keep(self, name: str, entry: Entry) -> None:
+        """Remember an entry, if all of it can be replayed."""
+        if not entry.is_whole or not entry.filled or name in self._refused:
+            return
+        entry.filled = list(dict.fromkeys(entry.filled))  # each once, for replays
+        if overlapping(entry.filled):
+            return
+        if self.is_replayed:
+            entry.home = _home(entry)
+        else:
+            nothing = torch.empty(0, device="cpu")
+            entry.copies = [c._replace(target=nothing) for c in entry.copies]
+            entry.zeros = [z._replace(target=nothing) for z in entry.zeros]
+        with self.lock:
+            self._drop(name)
+            self.number += 1
+            self._entries[name] = entry
+            for param in entry.params:
+                self._names.setdefault(param, set()).add(name)
+
+    def prove(self, entries: Iterable[Entry]) -> None:
+        """Replay these from now on."""
+        for entry in entries:
+            entry.is_proved = True
+            self.number += 1
+
+    def refuse(self, names: Iterable[str]) -> None:
+        """Forget what was recorded of tensors, for good."""
+        with self.lock:
+            for name in names:
+                self._refused.add(name)
+                self._drop(name)
+
+    def forget(self) -> None:
+        """Forget everything, and replay nothing from now on."""
+        with self.lock:
+            self.is_replayed = False
+            self.number += 1
+            self._entries.clear()
+            self._names.clear()
+
+    def _drop(self, name: str) -> None:
+        if (entry := self._entries.pop(name, None)) is not None:
+            self.number += 1
+            for param in entry.params:
+                self._names[param].discard(name)
+
+
+def overlapping(filled: Iterable[tuple[str, View]]) -> set[str]:
+    """The parameters of which two of these views share an element."""
+    by_param: dict[str, list[View]] = {}
+    for param, view in filled:
+        by_param.setdefault(param, []).append(view)
+    return {param for param, views in by_param.items() if not are_apart(views)}
+
+
+def are_apart(views: Sequence[View]) -> bool:
+    """Whether no two views of one parameter share an element."""
+    views = [view for view in views if prod(view[1])]
+    if _apart(_spans(views)) or _apart(_columns(views)):
+        return True
+    # Rare and on the host: a GPU that serves has no memory to spare.
+    size = max((end for _, end in _spans(views)), default=0)
+    written = torch.zeros(size, dtype=torch.bool, device="cpu")
+    for offset, shape, stride in views:
+        written.as_strided(shape, stride, offset).fill_(True)
+    return int(written.sum()) == sum(prod(shape) for _, shape, _ in views)
+
+
+def _apart(ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether none of (first, end) reaches into another one."""
+    return all(end <= first for (_, end), (first, _) in pairwise(sorted(ranges)))
+
+
+def _spans(views: Sequence[View]) -> list[tuple[int, int]]:
+    """From the first element of each view to its last, whatever it leaves out."""
+    return [(view[0], view[0] + span(view)) for view in views]
+
+
+def _columns(views: Sequence[View]) -> list[tuple[int, int]]:
+    """The columns of views of the same rows; of others, ranges that are not apart."""
+    if all(len(step) == 2 and step[0] and step[1] == 1 for _, _, step in views):
+        rows = {(at // step[0], shape[0], step[0]) for at, shape, step in views}
+        if len(rows) == 1:
+            return [
+                (at % step[0], at % step[0] + shape[1]) for at, shape, step in views
+            ]
+    return [(0, 1), (0, 1)]
+
+
+def span(view: View) -> int:
+    """Elements from the first of a view to its last, those between them included."""
+    _, shape, stride = view
+    if not prod(shape):
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
+def _home(entry: Entry) -> Home | None:
+    if len(entry.copies) != 1:
+        return None
+    copied = entry.copies[0]
+    target, (offset, shape, stride) = copied.target, copied.part
+    is_whole = offset == 0 and shape == tuple(entry.shape) == tuple(target.shape)
+    # The bytes arrive row by row. A loader that turns the tensor reads them otherwise.
+    is_row_major = all(
+        step == expected
+        for size, step, expected in zip(shape, stride, row_major(shape), strict=True)
+        if size != 1
+    )
+    if is_whole and is_row_major and copied.is_exact and target.is_contiguous():
+        return Home.of(target)
+    return None
+
+
+def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
+    """Do with each tensor what its loader did with the one that was recorded."""
+    alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for entry, tensor in known:
+        first = tensor.storage_offset()
+        for copied in entry.copies:
+            if copied.target is tensor:
+                continue  # received in place
+            offset, shape, stride = copied.part
+            source = tensor.as_strided(shape, stride, first + offset)
+            # Of one call: torch 2.11 takes all targets for what the first one is.
+            kind = copied.target.dtype, source.dtype, source.device
+            targets, sources = alike.setdefault(kind, ([], []))
+            targets.append(copied.target)
+            sources.append(source)
+        for zeroed in entry.zeros:
+            zeroed.target.zero_()
+    for targets, sources in alike.values():
+        if sources[0].device == targets[0].device:
+            torch._foreach_copy_(targets, sources)
+            continue
+        # From the host, where a source may be gone as soon as this returns.
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+class Writes(TorchDispatchMode):
+    """Records the in-place writes to one parameter, while a loader has a tensor."""
+
+    def __init__(
+        self,
+        name: str,
+        param: torch.Tensor,
+        handed: torch.Tensor | None = None,
+        entry: Entry | None = None,
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._storage = param.untyped_storage()._cdata
+        # Twins share the storage of an arena: views are told from where this begins.
+        self._first = int(param.storage_offset())
+        self._handed = handed
+        self._entry = entry
+        self.views: dict[View, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # `.data` and views are made by other calls; what counts is where they lead.
+        if args and isinstance(args[0], torch.Tensor) and func._schema.is_mutable:
+            target = args[0]
+            if target.untyped_storage()._cdata == self._storage and target.numel():
+                self._note(func, target, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, target: torch.Tensor, args: Any) -> None:
+        offset, shape, stride = view_of(target)
+        view = (offset - self._first, shape, stride)
+        if func is _COPY or func in _FILLS:
+            self.views[view] = target.numel()
+        if self._entry is None:
+            return
+        filled = (self._name, view)
+        if filled in self._entry.filled:
+            # The second write decides, and which one that is a replay does not know.
+            self._entry.is_whole = False
+        self._entry.filled.append(filled)
+        if func is _COPY and (part := self._part(args[1], target)) is not None:
+            is_exact = target.dtype == args[1].dtype
+            copied = Copied(self._name, view, part, target.detach(), is_exact)
+            self._entry.copies.append(copied)
+        elif func in _FILLS and (len(args) == 1 or args[1] == 0):
+            self._entry.zeros.append(Zeroed(self._name, view, target.detach()))
+        else:
+            self._entry.is_whole = self._entry.is_traced = False
+
+    def _part(self, source: torch.Tensor, target: torch.Tensor) -> View | None:
+        """`source` as a part of the tensor handed over; None if it is not one."""
+        handed = self._handed
+        if (
+            handed is None
+            or not handed.is_contiguous()
+            or source.dtype != handed.dtype
+            or source.shape != target.shape
+            or source.untyped_storage()._cdata != handed.untyped_storage()._cdata
+        ):
+            return None
+        offset, shape, stride = view_of(source)
+        offset -= int(handed.storage_offset())
+        last = offset + sum(
+            (n - 1) * step for n, step in zip(shape, stride, strict=True)
+        )
+        # Tensors of one bucket share a storage: it has to be this one's part of it.
+        return (offset, shape, stride) if 0 <= offset <= last < handed.numel() else None
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """Where a tensor lies, within its storage."""
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())

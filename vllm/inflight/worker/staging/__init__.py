@@ -1,0 +1,1 @@
+"""How an update is received and loaded into the shadow model."""

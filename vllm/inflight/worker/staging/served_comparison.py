@@ -1,0 +1,74 @@
+"""Tensors that come when their version is served: compared, and never written.
+
+A trainer may send last what fills no parameter. Where a tensor is tied to a parameter,
+as the head of a model whose head is its embedding, it has to be what that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from vllm.inflight import ops
+from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.verify.checks import IS_TIED, refusal
+from vllm.inflight.worker.verify.content import Content, Facts
+from vllm.inflight.worker.verify.gpu_digest import Audit, Pair
+
+
+class Comparison:
+    """What came of one piece on one rank.
+
+    Args:
+        shadow: the second tree, which a transport hands its tensors to.
+        served: what is served, if that is known tensor by tensor.
+        verify: whether contents are compared.
+
+    """
+
+    def __init__(self, shadow: Shadow, served: Content | None, *, verify: bool) -> None:
+        self._shadow = shadow
+        self._served = served
+        self._verify = verify
+        self._facts: dict[str, Facts] = {}
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """While it takes the place of the tree's `load_weights`."""
+        module = self._shadow.module
+        assert module is not None
+        module.load_weights = self._take  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            vars(module).pop("load_weights", None)
+
+    def judge(self) -> None:
+        """Raise `WeightsMismatch` if a tensor is not the one that it is tied to."""
+        if self._served is None or not self._verify:
+            return
+        served = set(self._served.facts.values())
+        wrong = {
+            name: IS_TIED
+            for name, facts in self._facts.items()
+            if self._shadow.spares.is_tied(name) and facts not in served
+        }
+        if wrong:
+            raise refusal({}, wrong, [], [], {}, num_asked=0)
+
+    def _take(self, weights: Iterable[Pair]) -> None:
+        for name, tensor in weights:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            digest = self._digest(name, tensor)
+            self._facts[name] = dtype, tuple(tensor.shape), (digest.a, digest.b)
+
+    def _digest(self, name: str, tensor: torch.Tensor) -> ops.Digest:
+        if not self._verify:
+            return ops.Digest.ZERO
+        if not tensor.is_cuda:
+            return ops.digest([tensor], num_threads=self._shadow.num_threads)[0]
+        audit = Audit(tensor.device, {})
+        audit.add([(name, tensor)])
+        return audit.results()[0][1]

@@ -1,0 +1,438 @@
+"""A job: the thread that stages one update on one rank while the rank decodes.
+
+It lives as long as its update, goes at a pace that leaves decoding its speed, never
+touches the live weights, and says on the board what it does.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.background import Background
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import (
+    Cancelled,
+    EngineFault,
+    InflightError,
+    Malformed,
+    NoTransport,
+    TransferFault,
+)
+from vllm.inflight.packed import is_packed, unpack
+from vllm.inflight.release_fields import UPDATE_INFO, settled
+from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.collective.nccl import still_writes
+from vllm.inflight.transport.files.receiver_engine import LocalUpdateInfo
+from vllm.inflight.transport.rank_numbers import own_entry, worker_index
+from vllm.inflight.update import Manifest
+from vllm.inflight.worker.model.mla import derive
+from vllm.inflight.worker.model.quantized import require_same_numbers
+from vllm.inflight.worker.shadow.carry_over import beside, carry, retie
+from vllm.inflight.worker.staging.coverage import tally
+from vllm.inflight.worker.staging.loader import Intake
+from vllm.inflight.worker.staging.served_comparison import Comparison
+from vllm.inflight.worker.staging.throttle import pace_of
+from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.verify.content import Content
+from vllm.inflight.worker.verify.model_config import require_same, require_same_config
+from vllm.inflight.yielding import beside_decoding, done_with_breaks, resting_by
+
+POLL_S = 0.02
+LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave", "compare")
+
+
+logger = upstream.init_logger(__name__)
+
+
+def post_failure(board: Board, rank: int, serial: int, error: InflightError) -> None:
+    """Post that update `serial` failed on `rank`, and nothing else of it."""
+    notice = {"serial": serial, "state": "failed", "orders": 0}
+    board.post(rank, notice | {"error": error.to_dict()})
+
+
+class Job(Background):
+    """The staging of one update on one rank."""
+
+    def __init__(
+        self, stager: Any, board: Board, serial: int, *, predecessor: Job | None
+    ) -> None:
+        super().__init__(name="inflight-stage")
+        self.serial = serial
+        self._process_ends = False
+        self._stager = stager
+        self._worker = stager.worker
+        self._rank: int = stager.rank
+        self._shadow = stager.shadow
+        self._config = InflightConfig.of(self._worker.vllm_config)
+        self._board = board
+        # All of them: the last, given up while it waited itself, may have ended first.
+        self._before: list[Job] = predecessor.alive() if predecessor else []
+        self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._intake: Intake | None = None
+        self._sources: dict[str, str | None] = {}
+        """The paths that all of it is read from, if it is read from files alone."""
+        self._transport: Any = None
+        self._is_open = self._transport_open = False
+        """Whether the second set may have been written to; whether a load is under way
+        in it."""
+        self._notice: dict[str, Any] = {"serial": serial, "state": "open"}
+        self._notice |= {"orders": 0, "bytes": 0, "tensors": 0}
+        self._posted = 0.0
+        self._num_proved = 0
+        """Bytes that the proof of the plan has written; see `Shadow.prove`."""
+        self._pace = pace_of(
+            self._config,
+            self._worker.device,
+            stager.steps,
+            stager.shadow.num_threads,
+        )
+
+    def put(self, order: str, payload: Any) -> None:
+        """Have an order carried out, after those before it."""
+        self._orders.put((order, payload))
+
+    def end(self) -> None:
+        """Give the update up, because the process ends."""
+        self._process_ends = True
+
+    def ends_by(self, deadline: float) -> bool:
+        """Wait for this job and those before it; whether they end by `deadline`."""
+        for job in self.alive():
+            job.join(max(0.0, deadline - time.monotonic()))
+        return not self.alive()
+
+    def alive(self) -> list[Job]:
+        """This job and those before it, without those that have ended."""
+        return [job for job in (*self._before, self) if job.is_alive()]
+
+    def run(self) -> None:
+        """Carry orders out until the last one, an error or a cancellation."""
+        orders: dict[str, Callable[[Any], None]] = {
+            "begin": self._begin,
+            "receive": self._receive,
+            "seal": self._seal,
+            "init": self._init_transport,
+            "shutdown": self._shutdown_transport,
+            "join": lambda payload: self._init_transport(payload, "groups"),
+            "leave": lambda name: self._stager.groups.leave(name),
+            "compare": self._compare,
+        }
+        try:
+            self._wait_for_others()
+            self._post()
+            with (
+                torch.no_grad(),
+                self._stager.lane(),
+                self._pace.settled(),
+            ):
+                while not self._is_cancelled():
+                    try:
+                        order, payload = self._orders.get(timeout=POLL_S)
+                    except queue.Empty:
+                        continue
+                    with beside_decoding(), resting_by(self._take_break):
+                        orders[order](payload)
+                    self._notice["orders"] += 1
+                    self._post()
+                    if order in LAST_ORDERS:
+                        return
+            raise Cancelled("the update was aborted")
+        except InflightError as error:
+            self._leave(error)
+        except BaseException as error:
+            # A transport that calls sys.exit() ends this thread, and nothing else.
+            # Whoever waits for this rank has to hear of it all the same.
+            logger.exception("update %d failed on rank %d", self.serial, self._rank)
+            self._leave(EngineFault(f"{type(error).__name__}: {error}"))
+        finally:
+            self._intake = None  # the two hold each other, and what came
+
+    # ----------------------------------------------------------------- orders
+    def _begin(self, payload: dict[str, Any]) -> None:
+        # Half of the time for staging at leisure, half for what is then left.
+        self._pace.hurry_after(payload["deadline_s"] / 2)
+        manifest = Manifest()
+        if payload["manifest"] is not None:
+            manifest = done_with_breaks(Manifest.unpacked(payload["manifest"]))
+        if manifest.config:
+            require_same(manifest.config, self._worker.vllm_config.model_config)
+        self._transport = self._choose(payload["transport"])
+        if still_writes():
+            raise EngineFault(
+                "a broadcast of an aborted update has not ended on the GPU and may "
+                "still write; if this stays so, restart the engine"
+            )
+        self._sources = payload["sources"]
+        self._notice["state"] = "staging"
+        self._post()
+        # Of a set that a rollback can return to, this changes no byte.
+        self._shadow.prepare()
+        self._intake = Intake(
+            self._shadow,
+            manifest,
+            verify=self._config.verify != "off",
+            allow_nonfinite=payload["allow_nonfinite"],
+            cancelled=self._is_cancelled,
+            progress=self._progress,
+            first_write=self._open,
+            between_flips=lambda: self._stager.between_flips(self._is_cancelled),
+        )
+        self._intake.coverage.stand_before(self._intake.load_weights)
+        if manifest.tensors:
+            self._intake.foresee(manifest.tensors, are_all=True)
+
+    def _open(self) -> None:
+        """Before the first write: from here on nothing can be rolled back to.
+
+        All that can be looked at without a write has been by now: the manifest, the
+        path and what its files say of themselves. A transport of somebody else may
+        write whenever it receives; ours write what the intake has drawn from them.
+
+        The engine core forgets the set served before when it reads `opened`. It writes
+        a cancellation first and reads second; here it is posted first, and whether the
+        update was cancelled is asked second. So what is opened is known there whenever
+        no update is under way, and a rollback never meets a set that is written to.
+        """
+        if self._is_open:
+            return
+        assert self._intake is not None
+        self._notice["opened"] = True
+        self._post()
+        try:
+            self._stager.open(self._is_cancelled)
+        except Cancelled:
+            self._notice["opened"] = False
+            raise
+        self._is_open = True
+        self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
+        self._transport_open = True
+        self._transport.start_weight_update()
+        is_ours = isinstance(self._transport, StagedEngine)
+        self._intake.coverage.watch(self._intake.load_weights, at_once=not is_ours)
+
+    def _receive(self, payload: Any) -> None:
+        info = self._read(payload)
+        assert self._intake is not None
+        if isinstance(self._transport, StagedEngine):
+            folder = self._transport.folder_of(info)
+            if folder is not None and not self._intake.is_drafters:
+                require_same_config(folder, self._worker.vllm_config.model_config)
+            preview = self._transport.preview(info)
+        else:
+            preview = nullcontext()
+            self._open()
+        with preview as announced:
+            if announced is not None:
+                self._foresee(info, announced)
+            # Not update_weights(): that ends in a device-wide wait.
+            self._transport.receive_weights(info)
+        # Told that we have it, a trainer may write over memory that we share with it.
+        self._stager.drain()
+        self._intake.require_taken()
+        self._notice["parameters"] = tally(self._intake.coverage.fills)
+
+    def _read(self, payload: Any) -> Any:
+        """What `update_info` says to the transport; raises `Malformed`."""
+        transport = self._transport
+        if is_packed(payload):
+            payload = done_with_breaks(unpack(payload))
+        if isinstance(payload, list):
+            parallel = self._worker.vllm_config.parallel_config
+            if (index := own_entry(payload, parallel)) is None:
+                raise Malformed(
+                    f"update_info is a list of {len(payload)} entries, and has none "
+                    f"for the worker of index {worker_index(parallel)}: give one entry "
+                    "for each worker, or one object for all"
+                )
+            payload = payload[index]
+        payload = done_with_breaks(unpack(payload))
+        if isinstance(payload, dict):
+            known = getattr(transport.update_info_cls, "__dataclass_fields__", ())
+            payload = settled(
+                payload,
+                UPDATE_INFO,
+                known=frozenset(known),
+                opened_with=transport,
+            )
+        try:
+            return transport.parse_update_info(payload)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+
+    def _compare(self, payload: dict[str, Any]) -> None:
+        """Receive what fills no parameter; the second set is not written."""
+        self._transport = self._choose(payload["transport"])
+        info = self._read(payload["update_info"])
+        verify = self._config.verify != "off"
+        comparison = Comparison(self._shadow, self._stager.served, verify=verify)
+        with comparison.standing_in():
+            self._transport.receive_weights(info)
+        comparison.judge()
+
+    def _seal(self, _: Any) -> None:
+        assert self._intake is not None
+        intake, shadow = self._intake, self._shadow
+        if self._is_open and self._transport.defers_processing:
+            self._transport.drain_pending()
+        sent, begun = intake.verdict(), intake.coverage.begun
+        if not intake.coverage.is_whole:
+            shadow.release_idle()
+            shadow.behind.update(beside(shadow, begun))
+        self._transport.finish_weight_update()
+        self._transport_open = False
+        intake.require_finite()
+        require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
+        retie(shadow, begun)
+        try:
+            self._notice["carried"] = carry(shadow, begun, self._between)
+            derive(shadow.module, self._worker.model_config.dtype)
+        finally:
+            # The next update may write to the same places from another stream.
+            self._stager.drain()
+        intake.coverage.unwatch()
+        base = sent.of_target()
+        whole: Content | None = base
+        if intake.is_partial:
+            whole = base.over(self._stager.served, intake.is_spare)
+        self._notice |= {
+            "state": "staged",
+            "drift": self._stager.staged(whole),
+            "sent": (digest := sent.digest()),
+            "digest": digest if whole is sent else whole and whole.digest(),
+            "unfilled": intake.unfilled,
+            "bytes": intake.num_bytes,
+            "replayed": shadow.plan.num_proved,
+            "in_place": intake.num_in_place,
+        }
+
+    def _foresee(self, info: LocalUpdateInfo, announced: Announcement) -> None:
+        """Judge what the headers of files say, before their tensors are read."""
+        assert self._intake is not None
+        is_drafters = self._intake.is_drafters
+        source = self._sources["draft" if info.draft else "path"]
+        are_all = info.path is not None and info.path == source
+        self._intake.foresee_files(
+            announced,
+            are_all=are_all and info.draft == is_drafters,
+            is_open=self._is_open,
+        )
+
+    def _between(self, num_carried: int) -> None:
+        """Between two tensors that are carried over; their bytes so far."""
+        self._rest(num_carried)
+
+    def _between_proofs(self, num_bytes: int) -> None:
+        """Between two batches of a proof; the bytes that it has written so far."""
+        self._num_proved = num_bytes
+        self._rest()
+
+    def _init_transport(self, payload: Any, name: str = "configured") -> None:
+        transport = self._choose(name)
+        try:
+            info = transport.parse_init_info(payload)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+        transport.init_transfer_engine(info)
+        if getattr(getattr(transport, "model_update_group", None), "disabled", False):
+            # Upstream's communicator then does nothing at all where it should receive,
+            # and whatever the memory held before would be served.
+            transport.shutdown()
+            raise TransferFault(
+                "upstream's NCCL communicator has disabled itself, so no weight would "
+                "arrive: vLLM could not load NCCL, lacks a function of it (it wants "
+                "2.29.7 or newer), or was told VLLM_DISABLE_PYNCCL=1; mend that, or "
+                "use the backend inflight_nccl"
+            )
+
+    def _shutdown_transport(self, _: Any) -> None:
+        self._choose("configured").shutdown()
+
+    # ---------------------------------------------------------------- helpers
+    def _choose(self, name: str) -> Any:
+        if name in ("groups", "local"):
+            transport = getattr(self._stager, name)
+            transport.cancelled = self._is_cancelled
+            return transport
+        if self._worker.weight_transfer_engine is None:
+            raise NoTransport("no weight transfer backend is configured")
+        transport = self._worker.weight_transfer_engine
+        if isinstance(transport, StagedEngine):
+            transport.cancelled = self._is_cancelled
+        return transport
+
+    def _take_break(self) -> None:
+        """Rest from a slice of Python: decoding shares the interpreter's lock."""
+        if self._is_cancelled():
+            raise Cancelled("the update was aborted")
+        self._pace.take_break()
+
+    def _rest(self, num_carried: int = 0) -> None:
+        """Rest from the bytes that were proved, received and carried over so far."""
+        if self._is_cancelled():
+            raise Cancelled("the update was aborted")
+        num_received = 0 if self._intake is None else self._intake.num_bytes
+        self._pace.rest(self._num_proved + num_received + num_carried)
+
+    def _wait_for_others(self) -> None:
+        """A transport that cannot be interrupted may still write its last bytes."""
+        while self._before:
+            if self._is_cancelled():
+                raise Cancelled("the transfer before this one has not let go")
+            self._before[0].join(POLL_S)
+            self._before = [job for job in self._before if job.is_alive()]
+
+    def _leave(self, error: InflightError) -> None:
+        """Clean up after a failure, then tell; the live weights were never touched."""
+        intake = self._intake
+        try:
+            if intake is not None:
+                intake.coverage.unwatch()
+                if self._is_open and not isinstance(self._transport, StagedEngine):
+                    # It may have written past the door, where nobody watches.
+                    self._shadow.behind.update(self._shadow.required)
+            if self._transport_open:
+                with suppress(Exception):
+                    # Not part of upstream's contract; a transport may offer it.
+                    getattr(self._transport, "abort_weight_update", lambda: None)()
+                self._shadow.reset()
+        except BaseException:
+            logger.exception("cleaning up after update %d failed", self.serial)
+        self._notice |= {"state": "failed", "error": error.to_dict()}
+        # All names: an error has only the first, and every rank may have others.
+        self._notice["named"] = getattr(error, "named", {})
+        self._notice["unfilled"] = [] if intake is None else intake.unfilled
+        try:
+            try:
+                self._post()
+            except ValueError:  # there are so many names that they do not fit
+                del self._notice["named"], self._notice["unfilled"]
+                self._post()
+        except BaseException:
+            # The rest of the notice cannot be posted; that the update failed has to be.
+            logger.exception("the notice on update %d was not posted", self.serial)
+            post_failure(self._board, self._rank, self.serial, error)
+
+    def _is_cancelled(self) -> bool:
+        return self._process_ends or self._board.cancelled() >= self.serial
+
+    def _progress(self, num_bytes: int, num_tensors: int) -> None:
+        is_first = not self._notice["bytes"]  # what follows may be long in coming
+        self._notice |= {"bytes": num_bytes, "tensors": num_tensors}
+        if is_first or time.monotonic() - self._posted > POLL_S:
+            self._post()
+        self._pace.rest(self._num_proved + num_bytes)
+
+    def _post(self) -> None:
+        self._posted = time.monotonic()
+        if isinstance(self._transport, StagedEngine):
+            self._notice |= self._transport.gauges
+        self._notice["cpu_s"] = time.thread_time()  # the thread is this update's alone
+        self._board.post(self._rank, self._notice)

@@ -1,0 +1,359 @@
+"""One rank's side of staging: orders come in, a thread of its own carries them out.
+
+Orders come from the engine core as RPCs that only enqueue; what becomes of them
+is posted on the board. The stager lives as long as its worker and holds the
+second set of weights; each update has a job (thread.py) that fills it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.errors import Cancelled, EngineFault
+from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.transport.collective.nccl import still_writes
+from vllm.inflight.transport.files.receiver_engine import LocalEngine
+from vllm.inflight.transport.rank_numbers import rank_in_engine
+from vllm.inflight.transport.torch_groups.receiver_engine import GroupsEngine
+from vllm.inflight.transport.waiting import never
+from vllm.inflight.worker.catalogue import catalogue
+from vllm.inflight.worker.integrity.scrub import (
+    Digests,
+    Layout,
+    Scrub,
+    copies,
+    marks_of,
+)
+from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.staging.thread import Job, post_failure
+from vllm.inflight.worker.staging.throttle import undirected
+from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.step_tracker import Steps
+from vllm.inflight.worker.verify.content import Content, Facts
+from vllm.inflight.worker.verify.drift import drift
+
+logger = upstream.init_logger(__name__)
+
+Flip = Callable[[], float]
+Made = TypeVar("Made", bound=StagedEngine)
+
+LET_GO_S = 10.0
+"""Time that is left to a transfer that has been told to end."""
+
+
+class Stager:
+    """The second set of weights of one rank, and the job that fills it."""
+
+    def __init__(
+        self,
+        worker: Any,
+        shadow: Shadow,
+        pair: Callable[[Shadow], Flip],
+    ) -> None:
+        self.worker = worker
+        self.shadow = shadow
+        self.steps = Steps(shadow.device)
+        self._pair = pair
+        """Makes the call that exchanges what the two trees hold."""
+        self._flip: Flip | None = None
+        """None while the second set is no version: before the first one is staged, and
+        from the first write of an update until it is whole."""
+        self._turn = threading.Lock()
+        """Of the thread that flips, and the one that begins to write."""
+        self._contents: list[Content | None] = [None, None]
+        """Of what is served, and of the other set; None where it is not known."""
+        self._marks: list[Digests | None] = [None, None]
+        """Of both, the digests of parameters that are no copies; see scrub.py."""
+        self._scrub: Scrub | None = None
+        self._laying = threading.Lock()
+        """Of the thread that works `_layout` out: one that stages, or that decodes."""
+        self._layout: Layout | None = None
+        """Where what is served, if that was asked or a version was staged."""
+        self._board: Board | None = None
+        self._job: Job | None = None
+        self._num_kept = 0
+        self._catalogue: dict[str, Any] | None = None
+        """What a trainer may send, packed; None before the ranks are attached."""
+        self._stream: torch.cuda.Stream | None = None
+        if worker.device.type == "cuda":
+            # A thread begins on the default stream, which waits for all others.
+            self._stream = torch.cuda.Stream(worker.device)
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """The number of this rank within its engine, from 0; its place on the board."""
+        return rank_in_engine(self.worker.vllm_config.parallel_config)
+
+    @functools.cached_property
+    def groups(self) -> GroupsEngine:
+        """The groups that trainers of other frameworks have opened."""
+        return self._made(GroupsEngine, "groups")
+
+    @functools.cached_property
+    def local(self) -> LocalEngine:
+        """What reads files: the configured transport, if that is what it does."""
+        configured = self.worker.weight_transfer_engine
+        if isinstance(configured, LocalEngine):
+            return configured
+        return self._made(LocalEngine, "local")
+
+    def _made(self, kind: type[Made], backend: str) -> Made:
+        config = upstream.WeightTransferConfig(backend=backend)
+        worker = self.worker
+        return kind(config, worker.vllm_config, worker.device, self.shadow.module)
+
+    def names(self) -> dict[str, Any] | None:
+        """What a trainer may send; see catalogue.py."""
+        return self._catalogue
+
+    @contextmanager
+    def lane(self) -> Iterator[None]:
+        """The device and the stream of the staging thread."""
+        with torch.device(self.worker.device):
+            if self._stream is None:
+                yield
+            else:
+                with (
+                    torch.cuda.device(self.worker.device),
+                    torch.cuda.stream(self._stream),
+                ):
+                    yield
+
+    def drain(self) -> None:
+        """Return when all that the staging thread has enqueued is done."""
+        if self._stream is not None:
+            written = torch.cuda.Event(blocking=True)
+            written.record(self._stream)
+            written.synchronize()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an update is being staged, or has not let go yet."""
+        return self._job is not None and bool(self._job.alive())
+
+    def attach(self, board_path: str, num_ranks: int) -> dict[str, Any]:
+        """Open the board; tell what this rank can do."""
+        if self.rank >= num_ranks:
+            raise ValueError(
+                f"it has {num_ranks} ranks, and this is number {self.rank}"
+            )
+        self._board = Board(board_path, num_ranks)
+        if self.shadow.reason is None:
+            parallel = self.worker.vllm_config.parallel_config
+            is_cut = parallel.tensor_parallel_size > 1
+            self._catalogue = catalogue(self.shadow, is_cut=is_cut)
+        return {
+            "rank": self.rank,
+            "reason": self.shadow.reason,
+            "bytes": self.shadow.nbytes,
+            "is_reversible": self.shadow.is_reversible,
+            "has_drafter": self.shadow.has_drafter,
+            "has_mtp": getattr(self.shadow.live, "is_mtp", False),
+        }
+
+    def order(self, serial: int, order: str, payload: Any) -> None:
+        """Enqueue one order of update `serial`; the outcome is posted."""
+        assert self._board is not None
+        if order == "miss":  # of no update: it was refused, maybe beside another one
+            if "groups" in vars(self):
+                self.groups.miss(**payload)
+            return
+        if self._job is None or self._job.serial < serial:
+            try:
+                job = Job(self, self._board, serial, predecessor=self._job)
+                job.start()
+            except Exception as error:  # the host has no room for a thread, say
+                # Nobody reads the reply to an order; what is waited for is a notice.
+                logger.exception("update %d did not begin", serial)
+                fault = EngineFault(f"no thread to stage in: {error}")
+                post_failure(self._board, self.rank, serial, fault)
+                return
+            self._job = job
+        if self._job.serial == serial:
+            self._job.put(order, payload)
+
+    def open(self, is_cancelled: Callable[[], bool] = never) -> None:
+        """The second set is about to be written over: there is no way back.
+
+        Args:
+            is_cancelled: whether the update that would write is not wanted any more.
+
+        Raises:
+            Cancelled: it is not.
+
+        """
+        with self.between_flips(is_cancelled):
+            self._flip = None
+            self._contents[1] = self._marks[1] = None
+
+    @contextmanager
+    def between_flips(self, is_cancelled: Callable[[], bool]) -> Iterator[None]:
+        """While no flip can come, for whoever changes the second tree.
+
+        Never in the middle of a flip, nor after one of a rollback: that comes when the
+        update has been cancelled, and then nothing is changed any more.
+
+        Args:
+            is_cancelled: whether the update that would do so is not wanted any more.
+
+        Raises:
+            Cancelled: it is not.
+
+        """
+        with self._turn:
+            if is_cancelled():
+                raise Cancelled("the update was aborted")
+            yield
+
+    def forget(self, *, served: bool) -> None:
+        """The second set is given back, and with `served` what is served as well."""
+        self.open()
+        if served:
+            self._contents[0] = self._marks[0] = self._scrub = None
+
+    def let_go(self) -> None:
+        """Return when nothing is at work on the second set.
+
+        Raises:
+            EngineFault: something goes on for more than `LET_GO_S`.
+
+        """
+        has_ended = self._job is None or self._job.ends_by(time.monotonic() + LET_GO_S)
+        if not has_ended or still_writes():
+            raise EngineFault(
+                "a transfer, or what connects one, has not let go of the second set of "
+                "weights, so nothing may change under it; try again later"
+            )
+
+    @property
+    def served(self) -> Content | None:
+        """What is served, tensor by tensor, if that is known."""
+        return self._contents[0]
+
+    def staged(self, content: Content | None) -> dict[str, object] | None:
+        """The second set is whole: a flip may exchange it with the live one.
+
+        Returns its drift from what is served.
+        """
+        flip = self._pair(self.shadow)
+        module = self.shadow.module
+        assert module is not None
+        facts = self._facts(content)
+        with self._laying, undirected():
+            layout = self._where()
+            self._marks[1] = marks_of(layout, module, facts)
+            layout.slices(copies(layout, facts))  # decoding would wait for it later
+        self._contents[1], self._flip = content, flip
+        self._settle_garbage()
+        if self.served is None or content is None:
+            return None
+        with undirected():
+            return drift(self.served.samples, content.samples)
+
+    def _settle_garbage(self) -> None:
+        """Keep what is remembered for good out of the collections of garbage.
+
+        What a plan is made of stays as long as the engine. With ten thousand tensors a
+        collection that looks through it stops decoding for 60 ms.
+        """
+        num_kept = len(self.shadow.plan) + len(self.shadow.views)
+        if num_kept != self._num_kept:
+            self._num_kept = num_kept
+            gc.collect(1)  # the younger garbage; all of it would be such a stop
+            gc.freeze()
+
+    def flip(self) -> float:
+        """Exchange live and shadow; returns the seconds it took."""
+        with self._turn:
+            if self._flip is None:
+                raise RuntimeError("nothing is staged on this rank")
+            flip = self._flip
+            if not self.shadow.is_reversible:
+                self._flip = None
+            with self.steps.between():
+                seconds = flip()
+            if not self.shadow.is_reversible:
+                self.shadow.behind.clear()  # the one set was copied over the other
+            self._contents.reverse()
+            self._marks.reverse()
+            self._scrub = None
+        return seconds
+
+    def scrub(self, move: str) -> Any:
+        """One move of a scrub of what is served, between two steps; see scrub.py.
+
+        Args:
+            move: `begin` replies with the number of slices, or None while the thread
+                that stages works out where things are; `slice` reads one; `result`
+                replies with what was found, or None if what is served has changed.
+
+        """
+        with torch.cuda.stream(self.steps.stream):  # of None: the current one
+            if move == "begin":
+                self._scrub = None
+                # Decoding does not wait for it: whoever scrubs asks again.
+                if not self._laying.acquire(blocking=False):
+                    return None
+                try:
+                    facts = self._facts(self._contents[0])
+                    layout = self._where(may_change=not self.is_busy)
+                    self._scrub = Scrub(layout, facts, self._marks[0])
+                finally:
+                    self._laying.release()
+                return self._scrub.num_slices
+            if self._scrub is None:
+                return None
+            if move == "slice":
+                return self._scrub.slice()
+            found = self._scrub.result()
+            marks = found.pop("marks")
+            if self._marks[0] is None:
+                self._marks[0] = marks  # of the start: what comes later is compared
+            self._scrub = None
+            return found
+
+    def _where(self, *, may_change: bool = True) -> Layout:
+        """Where what is served; worked out again when the plan has changed.
+
+        Args:
+            may_change: whether it is; not by a thread that decodes, while another one
+                still records what loaders do.
+
+        """
+        plan, layout = self.shadow.plan, self._layout
+        is_old = layout is None or (may_change and layout.plan_number != plan.number)
+        if layout is None or is_old:
+            with plan.lock:
+                layout = self._layout = Layout(self.shadow)
+        return layout
+
+    def _facts(self, content: Content | None) -> Mapping[str, Facts]:
+        """Of a version; none if its tensors were not digested."""
+        config = InflightConfig.of(self.worker.vllm_config)
+        if content is None or config.verify == "off":
+            return {}
+        return content.facts
+
+    def close(self) -> None:
+        """End the job and let the board go."""
+        if self._board is None:
+            return
+        if self._job is not None:
+            self._board.cancel(self._job.serial)
+            self._job.join(timeout=1.0)
+        for made in {"groups", "local"} & vars(self).keys():
+            getattr(self, made).shutdown()
+        # A job that cannot be interrupted may still post: leave it its memory.
+        if not self.is_busy:
+            self._board.close()
+        self._board = None

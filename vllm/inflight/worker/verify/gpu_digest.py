@@ -1,0 +1,180 @@
+"""The audit of an update on a GPU: digests and non-finite values, read back once.
+
+Asking a GPU for a number waits for it. So the sums of every tensor stay where they are
+computed until the verdict, and one copy brings them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm.inflight import ops
+from vllm.inflight.ops.reference import COUNT, PLACE, page_key
+from vllm.inflight.worker.replay_plan import Plan
+
+AT_ONCE_BYTES = 2 << 30
+"""Of tensors that stay where they are: a launch costs a thread more than the GPU."""
+ROWS = 1024
+PAGE_BYTES = 2**35
+MAX_TABLES = 4096
+NUM_BAD = 2
+"""Where the kernel counts non-finite values in a row."""
+
+Pair = tuple[str, torch.Tensor]
+Tables = dict[tuple[tuple[int, int, int], ...], torch.Tensor | None]
+"""By the places of tensors, and what counts as not finite there. A transport uses its
+memory over and over."""
+
+
+class Audit:
+    """Sums of tensors on one device.
+
+    Args:
+        device: of the tensors.
+        tables: of audits before; filled by this one.
+        plan: knows which tensors stay where they are.
+        served_as: the dtype that a tensor is served in, by its name and its own dtype;
+            what is an infinity there is counted.
+
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        tables: Tables,
+        plan: Plan | None = None,
+        served_as: Callable[[str, torch.dtype], torch.dtype | None] | None = None,
+    ) -> None:
+        self._device = device
+        self._served_as = served_as or (lambda name, dtype: None)
+        self._tables = tables
+        self._plan = plan
+        self._pages: list[torch.Tensor] = []
+        self._num_rows = 0
+        """Used, of the last page."""
+        self._stream: torch.cuda.Stream | None = None
+        """The one that was added on last."""
+        self._added: list[tuple[str, int, int, int]] = []
+        """(name, bytes, page, row)."""
+        self._staying: list[Pair] = []
+        self._staying_bytes = 0
+
+    def add(self, pairs: Sequence[Pair]) -> None:
+        """Have the sums of these tensors made on the current stream.
+
+        They may be written over as soon as the stream has read them, but for those that
+        were received where they stay: their turn comes when there are enough of them,
+        and at the latest when the results are asked for.
+        """
+        plan = self._plan
+        passing: list[Pair] = []
+        for pair in pairs:
+            if plan is None or not plan.is_home(*pair):
+                passing.append(pair)
+                continue
+            self._staying.append(pair)
+            self._staying_bytes += pair[1].nbytes
+        if passing:
+            self._enqueue(passing)
+        if self._staying_bytes >= AT_ONCE_BYTES:
+            self._enqueue_staying()
+
+    def _enqueue_staying(self) -> None:
+        self._enqueue(self._staying)
+        self._staying, self._staying_bytes = [], 0
+
+    def _enqueue(self, pairs: Sequence[Pair]) -> None:
+        self._follow()
+        by_width: dict[int, list[Pair]] = {}
+        for name, tensor in pairs:
+            if tensor.nbytes > PAGE_BYTES:
+                raise ValueError(
+                    f"{name} has {tensor.nbytes} bytes; the digest of a GPU tensor is "
+                    f"defined up to {PAGE_BYTES}"
+                )
+            width = nonfinite_width(tensor.dtype)
+            by_width.setdefault(width, []).append((name, tensor))
+        for width, group in by_width.items():
+            for start in range(0, len(group), ROWS):
+                self._add(width, group[start : start + ROWS])
+
+    def _follow(self) -> None:
+        """Come after what was added before, be it on another stream.
+
+        A transport may load each of its buffers on a stream of its own.
+        """
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _add(self, width: int, pairs: list[Pair]) -> None:
+        from vllm.inflight.ops.triton_kernels import ROW, add_sums, make_table
+
+        if not self._pages or self._num_rows + len(pairs) > ROWS:
+            page = torch.zeros(ROWS, ROW, dtype=torch.int64, device=self._device)
+            self._pages.append(page)
+            self._num_rows = 0
+        chunked = [_chunked(tensor) for _, tensor in pairs]
+        limits = (
+            ops.nonfinite_limit(t.dtype, self._served_as(name, t.dtype))
+            for name, t in pairs
+        )
+        places = tuple(
+            (t.data_ptr(), t.nbytes // 8, limit)
+            for t, limit in zip(chunked, limits, strict=True)
+        )
+        if places not in self._tables:
+            if len(self._tables) >= MAX_TABLES:
+                self._tables.clear()
+            self._tables[places] = make_table(places, self._device)
+        if (table := self._tables[places]) is not None:
+            if self._stream is not None:
+                # They may be another stream's, and given up before this one is there.
+                for memory in (table, self._pages[-1]):
+                    memory.record_stream(self._stream)
+            add_sums(table, self._pages[-1], self._num_rows, page_key(0), width)
+        for row, (name, tensor) in enumerate(pairs, self._num_rows):
+            if tensor.dtype in ops.NAN_BYTES:  # as rare as small: scales of MX formats
+                self._pages[-1][row, NUM_BAD] += ops.nan_bytes(tensor)
+            self._added.append((name, tensor.nbytes, len(self._pages) - 1, row))
+        self._num_rows += len(pairs)
+
+    def results(self) -> list[tuple[str, ops.Digest, int]]:
+        """(name, digest, number of non-finite values) of every tensor."""
+        self._enqueue_staying()
+        pages = [page.tolist() for page in self._pages]
+        results = []
+        for name, size, page, row in self._added:
+            a, b, bad, _ = pages[page][row]
+            # What every byte adds, whatever it is, has a closed form.
+            a, b = a + COUNT * size, b + PLACE * size * size
+            results.append((name, ops.Digest(a % 2**64, b % 2**64), bad))
+        return results
+
+
+def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
+    """Compile the kernels for `dtypes` now rather than beside decoding."""
+    audit = Audit(device, {})
+    dtypes = dtypes | {torch.uint8}  # of a scrub, which looks for nothing but sums
+    audit.add([(str(d), torch.zeros(8, device=device).to(d)) for d in dtypes])
+    audit.results()
+
+
+def nonfinite_width(dtype: torch.dtype) -> int:
+    """Bytes of an element that the kernel looks at; 0 if it counts none of a dtype."""
+    return dtype.itemsize if dtype in ops.NONFINITE else 0
+
+
+def _chunked(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as whole chunks of 8 bytes: itself, or a copy with zeros behind."""
+    if tensor.is_contiguous() and not (tensor.nbytes % 8 or tensor.data_ptr() % 8):
+        return tensor
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
+    padded[: flat.numel()] = flat
+    return padded

@@ -1,0 +1,265 @@
+"""Reading what one rank serves: digests of its parameters, and their first rows.
+
+The CPU build takes the weights of a linear layer out of their parameter and packs them
+for its GEMM. They are read back through that GEMM, by multiplying with the unit matrix:
+what is read is what decoding uses. (Each result is one product and many zeros, which is
+exact, but for the sign of a zero.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from vllm.inflight import ops, upstream
+from vllm.inflight.errors import EngineFault
+from vllm.inflight.tensor_names import checkpoint_names
+from vllm.inflight.transport.rank_numbers import rank_in_engine
+from vllm.inflight.update import DRAFT
+from vllm.inflight.worker.model.cpu_packing import UNPACKED
+from vllm.inflight.worker.model.drafter import sent_names, served_by
+from vllm.inflight.worker.model.hidden_weights import PACKED
+from vllm.inflight.worker.model.layers import layers, parameters
+from vllm.inflight.worker.model.mla import is_derived
+from vllm.inflight.worker.model.moe import checkpoint_names as expert_names
+from vllm.inflight.worker.model.moe import is_experts
+from vllm.inflight.worker.model.quantized import is_quantised
+from vllm.inflight.worker.verify.gpu_digest import Audit
+
+SLAB = 1024
+"""Columns of a packed weight that are read at a time."""
+MOST_NUMBERS = 1 << 22
+"""That a rank is asked for at once: as Python's they are many times as large."""
+CHECKSUMS = "checksums tell whether two engines have the same"
+"""What is left to who is refused."""
+
+Pair = tuple[str, torch.Tensor]
+
+
+def checksums(
+    worker: Any, skipped: Sequence[str], is_target: bool = False
+) -> dict[str, Any]:
+    """The digest of every parameter of this rank, in its own shard and layout.
+
+    Args:
+        worker: of this rank.
+        skipped: parts of names that are left out.
+        is_target: leave the drafter out, whose parameters are under `draft.`.
+
+    """
+    found: dict[str, ops.Digest] = {}
+    with torch.no_grad():
+        for name, tensor in served(served_by(worker)):
+            if is_target and name.startswith(DRAFT):
+                continue
+            if any(part in name for part in skipped):
+                continue
+            if tensor.is_cuda:
+                audit = Audit(tensor.device, {})
+                audit.add([(name, tensor)])
+                found[name] = audit.results()[0][1]
+            else:
+                found[name] = ops.digest([tensor])[0]
+    # Over names as well, so that two parameters cannot change places unseen.
+    whole = ops.manifest_digest((n, "", (), d) for n, d in found.items())
+    parallel = worker.vllm_config.parallel_config
+    rank = rank_in_engine(parallel)
+    return {
+        "checksums": {name: digest.hex() for name, digest in found.items()},
+        "per_gpu_checksum": whole,
+        "parallelism_info": {
+            "tp_rank": rank % parallel.tensor_parallel_size,
+            "tp_size": parallel.tensor_parallel_size,
+            "dp_rank": parallel.data_parallel_index,
+            "dp_size": parallel.data_parallel_size,
+            "pp_rank": _stage(worker),
+            "pp_size": parallel.pipeline_parallel_size,
+            "rank": rank,
+            "size": parallel.world_size,
+        },
+    }
+
+
+def unused(worker: Any, names: Sequence[str]) -> dict[str, list[str]]:
+    """Of tensors that a whole update may have, those that fill no parameter here.
+
+    Args:
+        worker: of this rank.
+        names: as a checkpoint has them.
+
+    Returns:
+        `unused`, and those of them that are `tied`: the same as a parameter.
+
+    """
+    spares = worker._inflight_stager.shadow.spares
+    found = [n for n in names if n in spares or spares.has_left_out(n)]
+    return {"unused": found, "tied": [n for n in found if spares.is_tied(n)]}
+
+
+def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
+    """This rank's part of the first rows of a tensor; None if it has no part of it.
+
+    Args:
+        worker: of this rank.
+        name: as the checkpoint calls it, or as the engine does; a drafter's begins
+            with `draft.`.
+        num_rows: how many are wanted of the whole tensor.
+
+    Returns:
+        Where they cannot be had as they are in a checkpoint, only why they are
+        `refused`. Else `rows`, and the dimension along which the parts of a `stage`'s
+        ranks lie side by side: 0, 1, or None where every rank has the whole.
+
+    """
+    model = served_by(worker)
+    fused = getattr(model, "packed_modules_mapping", {}) or {}
+    layer: Any
+    for path, layer in layers(model):
+        if is_quantised(layer):
+            # Of its weights there may be no parameter left that has the name.
+            shards = [path, *checkpoint_names(f"{path}.weight", fused)]
+            if name.rpartition(".")[0] in (s.removesuffix(".weight") for s in shards):
+                return {
+                    "refused": f"{name!r} is of a quantised layer, which holds its "
+                    f"weights as a kernel wants them; {CHECKSUMS}"
+                }
+        for key, param in layer._parameters.items():
+            param_name = f"{path}.{key}" if path else key
+            if name in sent_names(model, expert_names(layer, path, key) or []):
+                return {
+                    "refused": f"{name!r} is a part of {param_name!r}, in which the "
+                    "experts of its layer are stacked as a kernel wants them; "
+                    f"ask for that on one rank, or {CHECKSUMS}"
+                }
+            shards = sent_names(model, checkpoint_names(param_name, fused))
+            if param is None or name not in (param_name, *shards):
+                continue
+            is_one = len(shards) > 1 and name in shards
+            number = shards.index(name) if is_one else None
+            whole = content(layer, key, param)
+            dim = _dimension(layer, whole, worker)
+            if _is_cut_apart(layer, key, dim, worker, is_one=is_one):
+                return {
+                    "refused": f"{name!r} is cut over the ranks in another way than "
+                    f"into parts side by side, which is not undone here; {CHECKSUMS}"
+                }
+            if number is not None:
+                sizes = list(layer.output_partition_sizes)
+                start, size = sum(sizes[:number]), sizes[number]
+            else:
+                start, size = 0, None
+            part = whole[start:] if size is None else whole[start : start + size]
+            part = part[:num_rows]
+            if part.numel() > MOST_NUMBERS:
+                return {
+                    "refused": f"{num_rows} rows of {name!r} are {part.numel()} "
+                    f"numbers on one rank, and at most {MOST_NUMBERS} are read at "
+                    "once; ask for fewer rows"
+                }
+            return {
+                "rows": part.float().tolist(),
+                "stage": _stage(worker),
+                "dim": dim,
+                "is_copy": _is_copy(layer, number, worker),
+            }
+    return None
+
+
+def served(model: torch.nn.Module) -> Iterator[Pair]:
+    """Every parameter under its name, once, as decoding uses it."""
+    for name, layer, key, param in parameters(model):
+        if not is_derived(layer, key):
+            yield name, content(layer, key, param)
+
+
+def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tensor:
+    """What `param` holds, wherever the build keeps it."""
+    if key == "weight" and (unpacked := vars(layer).get(UNPACKED)) is not None:
+        return unpacked.unsqueeze(1)
+    multiply = vars(layer).get(PACKED)
+    if key != "weight" or multiply is None:
+        return param.data
+    # A head is there twice: it is looked up in one form and multiplied with in one.
+    is_twice = param.numel() > 0
+    parts: Any = getattr(layer, "input_size_per_partition", None) or layer.input_size
+    width: Any = param.shape[1] if is_twice else parts
+    columns = []
+    for start in range(0, width, SLAB):
+        unit = torch.zeros(min(SLAB, width - start), width, dtype=param.dtype)
+        unit.diagonal(start).fill_(1)
+        columns.append(multiply(unit, param, None).t())
+    packed = torch.cat(columns, dim=1).contiguous()
+    if not is_twice:
+        return packed
+    # Zero times Inf is NaN: one such number hides all others of its row.
+    is_plain, is_read = (t.isfinite().all(dim=1) for t in (param.data, packed))
+    same = torch.equal(packed[is_read], param.data[is_read])
+    if not (same and torch.equal(is_plain, is_read)):
+        raise EngineFault("a weight and its packed form are of two versions")
+    return packed if is_plain.all() else param.data
+
+
+def _stage(worker: Any) -> int:
+    parallel = worker.vllm_config.parallel_config
+    stage = rank_in_engine(parallel) // parallel.tensor_parallel_size
+    return stage % int(parallel.pipeline_parallel_size)
+
+
+def _dimension(layer: Any, whole: torch.Tensor, worker: Any) -> int | None:
+    # Of the tensor as it is decoded with: of one that is packed the parameter is empty.
+    if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
+        return None
+    if "Row" in type(layer).__name__ and whole.dim() < 2:
+        return None  # the bias of a row-parallel layer is whole
+    for dim, attribute in (
+        (0, "output_size_per_partition"),
+        (0, "num_embeddings_per_partition"),
+        (1, "input_size_per_partition"),
+    ):
+        full = attribute.replace("_per_partition", "")
+        part = getattr(layer, attribute, None)  # a layer that is on every rank has none
+        if part is not None and part != getattr(layer, full, part):
+            return dim
+    return None
+
+
+def _is_cut_apart(
+    layer: Any, key: str, dim: int | None, worker: Any, *, is_one: bool
+) -> bool:
+    """Whether ranks may have other parts of a parameter than `dim` says.
+
+    Experts and layers with a state cut theirs by loaders of their own, and of several
+    tensors in one each is cut for itself.
+
+    Args:
+        is_one: whether one of these is asked for.
+
+    """
+    if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
+        return False
+    if is_experts(getattr(layer, "quant_method", None)) or UNPACKED in vars(layer):
+        return True
+    # A parameter that was packed away has lost its loader; upstream keeps a note of it.
+    noted = upstream.get_layerwise_info(layer).restore_metadata[0]
+    param = noted.get(key, layer._parameters[key])
+    loader = getattr(param, "weight_loader", upstream.default_weight_loader)
+    own = getattr(type(layer), getattr(loader, "__name__", ""), None)
+    if loader is not upstream.default_weight_loader and not (
+        any(hasattr(layer, size) for size in ("input_size", "num_embeddings"))
+        and own is getattr(loader, "__func__", loader)
+    ):
+        return True
+    is_joint = dim == 0 and len(getattr(layer, "output_partition_sizes", ())) > 1
+    return is_joint and not is_one
+
+
+def _is_copy(layer: Any, number: int | None, worker: Any) -> bool:
+    """Whether the rank before has the same part: a KV head that is on several."""
+    replicas = getattr(layer, "num_kv_head_replicas", 1)
+    if number not in (1, 2) or replicas == 1:
+        return False
+    parallel = worker.vllm_config.parallel_config
+    tp_rank = rank_in_engine(parallel) % parallel.tensor_parallel_size
+    return bool(tp_rank % replicas)
