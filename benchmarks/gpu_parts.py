@@ -58,31 +58,34 @@ def leave_out(worker: Any, name: str) -> None:
     kept = vars(gpu_digest).setdefault(
         "_kept_by_benchmark",
         {
-            "add": gpu_digest.Audit.add,
-            "results": gpu_digest.Audit.results,
+            "add": gpu_digest.GpuDigest.add,
+            "results": gpu_digest.GpuDigest.results,
             "copy": CudaMemory.copy,
             "sample": drift.Sampler.add,
             "samples": drift.Sampler.samples,
             "bytes": gpu_digest.AT_ONCE_BYTES,
-            "rest": throttle.DevicePace.rest,
-            "pace": throttle.DevicePace.__init__,
+            "rest": throttle.DeviceThrottle.rest,
+            "pace": throttle.DeviceThrottle.__init__,
         },
     )
-    gpu_digest.Audit.add, gpu_digest.Audit.results = kept["add"], kept["results"]
+    gpu_digest.GpuDigest.add, gpu_digest.GpuDigest.results = (
+        kept["add"],
+        kept["results"],
+    )
     CudaMemory.copy = kept["copy"]
     drift.Sampler.add, drift.Sampler.samples = kept["sample"], kept["samples"]
     gpu_digest.AT_ONCE_BYTES = kept["bytes"]
-    throttle.DevicePace.rest = kept["rest"]
-    throttle.DevicePace.__init__ = kept["pace"]
+    throttle.DeviceThrottle.rest = kept["rest"]
+    throttle.DeviceThrottle.__init__ = kept["pace"]
     if name == "no pace":
-        throttle.DevicePace.rest = lambda self, num_bytes: None
+        throttle.DeviceThrottle.rest = lambda self, num_bytes: None
     if name == "80 GB/s":
         usual = kept["pace"]
-        throttle.DevicePace.__init__ = lambda self, gb_per_s: usual(self, 80.0)
+        throttle.DeviceThrottle.__init__ = lambda self, gb_per_s: usual(self, 80.0)
     is_bare = name == "nothing but Python"
     if is_bare or name == "no digest":
-        gpu_digest.Audit.add = lambda self, pairs: None
-        gpu_digest.Audit.results = lambda self: []
+        gpu_digest.GpuDigest.add = lambda self, pairs: None
+        gpu_digest.GpuDigest.results = lambda self: []
     if is_bare or name == "no copies":
         CudaMemory.copy = lambda self, *arguments: None
     if is_bare or name == "no samples":

@@ -14,14 +14,14 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.inflight.update import Manifest
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.replay_plan import Plan
-from vllm.inflight.worker.shadow.carry_over import carry
-from vllm.inflight.worker.shadow.parameters import make_copy, put_twins
-from vllm.inflight.worker.shadow.shadow_model import Shadow
-from vllm.inflight.worker.staging.loader import Intake
-from vllm.inflight.worker.staging.worker import Stager
-from vllm.inflight.worker.verify.ignored_tensors import Spares
-from vllm.inflight.worker.verify.parameter_map import Places
-from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.worker.shadow.carry_over import copy_unsent
+from vllm.inflight.worker.shadow.parameters import make_copy, mirror_parameters
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.staging.loader import UpdateLoader
+from vllm.inflight.worker.staging.worker import StagingWorker
+from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
+from vllm.inflight.worker.verify.parameter_map import ParameterMap
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
 HIDDEN, VOCABULARY, PADDED = 16, 10, 12
 SHARDS = {"q": 0, "k": 1, "v": 2}
@@ -135,7 +135,7 @@ class Batches(InPlace):
 
 
 def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
-    """What an update asks of a `Shadow`, for two trees of the host's."""
+    """What an update asks of a `ShadowModel`, for two trees of the host's."""
     return SimpleNamespace(
         live=live,
         module=second,
@@ -144,12 +144,14 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         known_names={},
         asks_loader=True,
         classifier=None,
-        spares=Spares(),
-        origin=Origin({}),
+        spares=IgnoredTensors(),
+        origin=StartCheckpoint({}),
         may_idle=lambda name: False,
         has_all=True,
         dtypes={},
-        places=Places.of(second, dict(second.named_parameters()), Origin({})),
+        places=ParameterMap.of(
+            second, dict(second.named_parameters()), StartCheckpoint({})
+        ),
         is_alone=True,
         num_threads=1,
         is_reversible=True,
@@ -196,7 +198,9 @@ class Sets:
                 setattr(self.live, name, Wrapper(getattr(self.live, name)))
         with torch.device("meta"):
             self.second = kind(torch.empty)
-        put_twins(self.live, self.second, arena.twin if is_reversible else make_copy)
+        mirror_parameters(
+            self.live, self.second, arena.twin if is_reversible else make_copy
+        )
         self.shadow = shadow_of(self.live, self.second)
         self.shadow.is_reversible = is_reversible
         self.shadow.asks_loader = False
@@ -209,15 +213,15 @@ class Sets:
             vllm_config=SimpleNamespace(additional_config={}),
         )
         flip = arena.flip if is_reversible else self._copy
-        self.stager = Stager(worker, self.shadow, lambda shadow: flip)
+        self.stager = StagingWorker(worker, self.shadow, lambda shadow: flip)
 
     def stage(self, weights: Any, subset: Sequence[str] = ()) -> int:
         """Fill the second set; returns how many parameters were carried over."""
         self.stager.open()
         if self.shadow.is_reversible:
             self.arena.settle()
-        Shadow.prove(self.shadow, self.between)
-        intake = Intake(
+        ShadowModel.prove(self.shadow, self.between)
+        intake = UpdateLoader(
             self.shadow,
             Manifest(subset=tuple(subset)),
             verify=True,
@@ -230,7 +234,7 @@ class Sets:
             self.second.load_weights(weights)
             sent = intake.verdict()
             with torch.no_grad():
-                carried = carry(self.shadow, intake.coverage.begun, self.between)
+                carried = copy_unsent(self.shadow, intake.coverage.begun, self.between)
         finally:
             intake.coverage.unwatch()
         self.stager.staged(sent.over(self.stager.served) if subset else sent)

@@ -22,7 +22,7 @@ from vllm.inflight.api.server.flags import GROUP, add_flags
 from vllm.inflight.api.server.metrics import exposition
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine.counters import Counts
+from vllm.inflight.engine.counters import Counters
 from vllm.inflight.errors import BY_CODE
 from vllm.inflight.patch import api as patched_api
 from vllm.inflight.update import PAUSE_MOVES, Phase
@@ -30,7 +30,7 @@ from vllm.inflight.update import PAUSE_MOVES, Phase
 FILE = Path(__file__).with_name("public_surface.json")
 PACKAGE = Path(patch.__file__).parents[1]
 
-METRICS_REPLY = Counts().to_dict() | {
+METRICS_REPLY = Counters().to_dict() | {
     **{"weight_version": "v", "digest": "d", "drift": 0.5, "epoch": 1},
     **{"paused": False, "weights_differ": False, "updating": False},
     **{"update_staged_bytes": 0, "update_stalled_seconds": 0},

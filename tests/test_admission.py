@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from tests.door import Engine, served
 from vllm.inflight.api.server.admission import GENERATING, admit
 from vllm.inflight.errors import EnginePaused
-from vllm.inflight.outputs.headers import Seen, record
+from vllm.inflight.outputs.headers import ReplyVersions, record
 from vllm.inflight.outputs.spans import VersionSpan
 from vllm.inflight.patch.api import _admitted
 
@@ -139,7 +139,7 @@ def result(*spans: tuple[str, int], name: str = "r") -> Any:
 
 @pytest.mark.parametrize("label", ["step-7", "ü %", 'a"b', "\n", "100%", "日"])
 def test_a_header_can_hold_any_label(label: str):
-    seen = Seen()
+    seen = ReplyVersions()
     seen.note(result((label, 3)))
     headers = dict(seen.headers())
     value = headers[b"x-weight-version"].decode("ascii")
@@ -149,7 +149,7 @@ def test_a_header_can_hold_any_label(label: str):
 
 
 def test_headers_name_the_newest_version_and_the_range_of_epochs():
-    seen = Seen()
+    seen = ReplyVersions()
     seen.note(result(("a", 1)))
     seen.note(result(("a", 1), ("b", 2), ("c", 3)))
     seen.note(result(("b", 2), name="other"))
@@ -161,8 +161,8 @@ def test_headers_name_the_newest_version_and_the_range_of_epochs():
 
 
 def test_nothing_seen_is_no_header():
-    assert Seen().headers() == []
-    assert Seen().last is None
+    assert ReplyVersions().headers() == []
+    assert ReplyVersions().last is None
 
 
 def test_a_reply_is_marked_with_what_was_seen_in_its_context():

@@ -143,6 +143,15 @@ def test_no_module_and_no_package_imports_itself_by_way_of_others(of):
     assert circles(arrows) == []
 
 
+def test_no_public_class_has_the_name_of_another():
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(ids(file))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_only_the_two_doors_name_modules_of_upstream():
     strangers = [
         f"{ids(file)}:{line} imports {module}"

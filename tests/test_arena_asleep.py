@@ -18,7 +18,7 @@ from tests.test_arena import (
     twins,
 )
 from vllm.inflight.worker.memory import arena as native
-from vllm.inflight.worker.memory.host_copy import Backup, beside, everything
+from vllm.inflight.worker.memory.host_copy import HostCopy, beside, everything
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def arena():
 
 def asleep(arena, tensors, places=everything):
     """A suspended arena, and what has been kept of it."""
-    backup = Backup(arena, places(arena))
+    backup = HostCopy(arena, places(arena))
     arena.unpair()
     arena.suspend()
     return backup
@@ -75,7 +75,7 @@ def test_what_lies_beside_the_weights_outlives_a_sleep_without_them(arena):
 def test_an_arena_that_is_still_loading_can_be_suspended(arena):
     tensors = loaded(arena)
     before = copies(tensors)
-    backup = Backup(arena, everything(arena))
+    backup = HostCopy(arena, everything(arena))
     arena.suspend()
     tensors.pop(), before.pop()
     assert num_files() == 0
@@ -110,7 +110,7 @@ def test_a_sleep_that_fails_changes_nothing_and_can_be_repeated(
     arena, step, call, skip
 ):
     tensors = paired(arena)
-    before, backup = copies(tensors), Backup(arena, everything(arena))
+    before, backup = copies(tensors), HostCopy(arena, everything(arena))
     arena.unpair()
     for each in ("suspend", "resume"):
         limit(arena, call=call, skip=skip, times=each == step)

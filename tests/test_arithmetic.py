@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm.inflight.worker.staging.rounding import HOST, Arithmetic
+from vllm.inflight.worker.staging.rounding import HOST, LoaderRounding
 
 ELSEWHERE = torch.device("meta")
 """Stands for the other device: what is computed there can be told."""
@@ -13,7 +13,7 @@ def seen(loader, *places):
     param = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
     loaded = torch.randn(3, 2, dtype=torch.bfloat16)
     made = []
-    with Arithmetic(*zip((param, loaded), places, strict=True)):
+    with LoaderRounding(*zip((param, loaded), places, strict=True)):
         loader(param, loaded, made.append)
     return [each.device for each in made]
 
@@ -39,11 +39,11 @@ def test_what_is_rounded_goes_where_its_origin_is_in_a_fresh_engine():
 
 
 def test_memory_of_what_a_loader_made_is_freed_as_it_is_without():
-    with Arithmetic((torch.ones(4), HOST)) as arithmetic:
+    with LoaderRounding((torch.ones(4), HOST)) as arithmetic:
         kept = [torch.exp(torch.ones(4)) for _ in range(3)]
     assert len(arithmetic._places) == 1
     loaded = torch.ones(4)
-    with Arithmetic((loaded, HOST)) as arithmetic:
+    with LoaderRounding((loaded, HOST)) as arithmetic:
         for _ in range(3):
             kept.append(loaded.double())
         alive = {ref.expired() for ref in arithmetic._places}

@@ -11,7 +11,7 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.worker.verify import gpu_digest as audit_module
-from vllm.inflight.worker.verify.gpu_digest import ROWS, Audit, nonfinite_width
+from vllm.inflight.worker.verify.gpu_digest import ROWS, GpuDigest, nonfinite_width
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -41,7 +41,7 @@ def content(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def check() -> None:
     """Runs where TRITON_INTERPRET was set before Triton was imported."""
-    audit = Audit(torch.device("cpu"), {})
+    audit = GpuDigest(torch.device("cpu"), {})
     tensors = {
         f"{dtype}{shape}": content(dtype, *shape)
         for dtype in DTYPES
@@ -61,7 +61,7 @@ def check() -> None:
     num_passing = sum("int" in name for name, _ in pairs)
     for at_once, are_some_early in ((1000, True), (1 << 30, False)):
         audit_module.AT_ONCE_BYTES = at_once
-        later = Audit(torch.device("cpu"), {}, plan)
+        later = GpuDigest(torch.device("cpu"), {}, plan)
         for pair in pairs:
             later.add([pair])
         assert (len(later._added) > num_passing) == are_some_early
@@ -86,7 +86,7 @@ def check_converted() -> None:
             values = about.to(ops.INTEGERS[dtype.itemsize]).view(dtype)
             both = torch.cat([values, -values, torch.randn(999).to(dtype)])
             found[f"{dtype} {served_as}"] = both, served_as
-    audit = Audit(torch.device("cpu"), {}, None, lambda name, dtype: found[name][1])
+    audit = GpuDigest(torch.device("cpu"), {}, None, lambda name, dtype: found[name][1])
     audit.add([(name, tensor) for name, (tensor, _) in found.items()])
     for name, _, bad in audit.results():
         tensor, served_as = found[name]
@@ -105,11 +105,11 @@ def test_digests_and_counts_are_those_of_the_cpu():
 
 
 def test_an_audit_of_nothing_says_nothing():
-    assert Audit(torch.device("cpu"), {}).results() == []
+    assert GpuDigest(torch.device("cpu"), {}).results() == []
 
 
 def test_sums_have_rows_enough_for_every_tensor():
-    audit = Audit(torch.device("cpu"), {})
+    audit = GpuDigest(torch.device("cpu"), {})
     empty = torch.empty(0, dtype=torch.int8)
     audit.add([(str(number), empty) for number in range(ROWS - 2)])
     audit.add([(str(number), empty) for number in range(ROWS - 2, 3 * ROWS)])
@@ -144,7 +144,7 @@ def test_what_a_kernel_uses_is_not_given_out_again_before_its_stream_is_there(
     triton_module = "vllm.inflight.ops.triton_kernels"
     monkeypatch.setattr(f"{triton_module}.make_table", lambda *_: table)
     monkeypatch.setattr(f"{triton_module}.add_sums", lambda *_: None)
-    audit: Any = Audit(torch.device("cpu"), {})
+    audit: Any = GpuDigest(torch.device("cpu"), {})
     audit._stream, audit._pages = "a stream", [page]
     audit.add([("a", torch.ones(8))])
     assert users == ["a stream"] * 2

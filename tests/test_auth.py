@@ -53,7 +53,7 @@ def request(
 
 @pytest.mark.parametrize("peer", [HERE, "::1", "::ffff:127.0.0.1"])
 def test_without_a_key_a_caller_on_this_host_is_let_in(peer):
-    auth.check(request(peer))
+    auth.authorize(request(peer))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_without_a_key_a_caller_on_this_host_is_let_in(peer):
 )
 def test_without_a_key_anybody_else_is_refused(peer):
     with pytest.raises(Forbidden, match="--inflight-admin-key"):
-        auth.check(request(peer))
+        auth.authorize(request(peer))
 
 
 CLIENTS = {
@@ -108,7 +108,7 @@ CLIENTS = {
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_an_ordinary_client_needs_no_key_on_this_host(name):
-    auth.check(request(HERE, **CLIENTS[name], host="localhost:8000"))
+    auth.authorize(request(HERE, **CLIENTS[name], host="localhost:8000"))
 
 
 PROXIES = [
@@ -138,31 +138,31 @@ PROXIES = [
 @pytest.mark.parametrize("header", PROXIES)
 def test_a_request_that_came_through_a_proxy_is_refused_without_a_key(header):
     with pytest.raises(Forbidden, match=f"{header}'.*leave it out.*--inflight-admin-k"):
-        auth.check(request(HERE, **{header: HERE}))
+        auth.authorize(request(HERE, **{header: HERE}))
 
 
 def test_a_header_that_is_not_known_is_refused_without_a_key():
     for number in range(200):
         name = "".join(random.Random(number).choices(string.ascii_lowercase, k=9))
         with pytest.raises(Forbidden, match=name):
-            auth.check(request(HERE, **CLIENTS["curl"], **{name: "1"}))
+            auth.authorize(request(HERE, **CLIENTS["curl"], **{name: "1"}))
 
 
 def test_a_long_header_does_not_make_a_long_refusal():
     with pytest.raises(Forbidden) as refusal:
-        auth.check(request(HERE, **{"x" * 100_000: "1"}))
+        auth.authorize(request(HERE, **{"x" * 100_000: "1"}))
     assert len(refusal.value.message) < 500
 
 
 def test_a_forwarded_header_does_not_make_anybody_local():
     with pytest.raises(Forbidden):
-        auth.check(request(ELSEWHERE, **{"x-forwarded-for": HERE}))
+        auth.authorize(request(ELSEWHERE, **{"x-forwarded-for": HERE}))
 
 
 def test_a_request_in_the_http_of_proxies_is_refused_without_a_key():
     with pytest.raises(Forbidden, match=r"HTTP/1\.0"):
-        auth.check(request(HERE, http_version="1.0"))
-    auth.check(request(HERE, http_version="1.1"))
+        auth.authorize(request(HERE, http_version="1.0"))
+    auth.authorize(request(HERE, http_version="1.1"))
 
 
 FIREFOX = {
@@ -189,10 +189,10 @@ FIREFOX = {
 )
 def test_a_page_in_a_browser_on_this_host_is_refused_without_a_key(more):
     with pytest.raises(Forbidden, match="browser"):
-        auth.check(request(HERE, **FIREFOX, **more))
+        auth.authorize(request(HERE, **FIREFOX, **more))
     if more:  # whatever it says it is
         with pytest.raises(Forbidden, match="browser"):
-            auth.check(request(HERE, **more))
+            auth.authorize(request(HERE, **more))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_page_in_a_browser_on_this_host_is_refused_without_a_key(more):
 )
 def test_a_name_that_may_lead_here_from_elsewhere_is_refused_without_a_key(host):
     with pytest.raises(Forbidden, match="--inflight-admin-key"):
-        auth.check(request(HERE, host=host))
+        auth.authorize(request(HERE, host=host))
 
 
 @pytest.mark.parametrize(
@@ -223,60 +223,62 @@ def test_a_name_that_may_lead_here_from_elsewhere_is_refused_without_a_key(host)
     ],
 )
 def test_names_of_this_host_are_let_in(host):
-    auth.check(request(HERE, host=host))
+    auth.authorize(request(HERE, host=host))
 
 
 def test_every_host_header_is_looked_at():
     two = request(HERE, host="localhost")
     two.scope["headers"].append((b"host", b"rebound.example"))
     with pytest.raises(Forbidden, match="rebound"):
-        auth.check(two)
+        auth.authorize(two)
 
 
 def test_this_host_may_be_called_by_its_own_name(monkeypatch):
     monkeypatch.setattr(auth.socket, "gethostname", lambda: "Trainer.example.org")
-    auth.check(request(HERE, host="trainer.Example.org:8000"))
+    auth.authorize(request(HERE, host="trainer.Example.org:8000"))
 
 
 # With keys: whoever has the right one, from anywhere
 
 
 def test_the_api_key_opens_the_routes_while_there_is_no_other():
-    auth.check(request(ELSEWHERE, api_key=["a", "b"], authorization="Bearer b"))
-    auth.check(request(ELSEWHERE, api_key=["a"], authorization="bearer a"))
-    auth.check(request(ELSEWHERE, api_key=["a"], authorization="Bearer a", via="x"))
-    auth.check(request(HERE, api_key=["a"], authorization="Bearer a", host="a.example"))
+    auth.authorize(request(ELSEWHERE, api_key=["a", "b"], authorization="Bearer b"))
+    auth.authorize(request(ELSEWHERE, api_key=["a"], authorization="bearer a"))
+    auth.authorize(request(ELSEWHERE, api_key=["a"], authorization="Bearer a", via="x"))
+    auth.authorize(
+        request(HERE, api_key=["a"], authorization="Bearer a", host="a.example")
+    )
 
 
 def test_the_api_key_of_the_environment_counts(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "env")
-    auth.check(request(ELSEWHERE, authorization="Bearer env"))
+    auth.authorize(request(ELSEWHERE, authorization="Bearer env"))
     with pytest.raises(Unauthorized):
-        auth.check(request(HERE))
+        auth.authorize(request(HERE))
 
 
 def test_with_an_admin_key_the_api_key_opens_nothing(monkeypatch):
     monkeypatch.setenv(ADMIN_KEY_ENV, "admin")
-    auth.check(request(ELSEWHERE, api_key=["api"], authorization="Bearer admin"))
+    auth.authorize(request(ELSEWHERE, api_key=["api"], authorization="Bearer admin"))
     with pytest.raises(Forbidden, match="does not open"):
-        auth.check(request(HERE, api_key=["api"], authorization="Bearer api"))
+        auth.authorize(request(HERE, api_key=["api"], authorization="Bearer api"))
 
 
 @pytest.mark.parametrize("sent", ["", "Bearer", "Bearer ", "Basic key", "key"])
 def test_with_a_key_set_a_call_without_one_is_not_authorised(sent):
     with pytest.raises(Unauthorized):
-        auth.check(request(HERE, api_key=["key"], authorization=sent))
+        auth.authorize(request(HERE, api_key=["key"], authorization=sent))
 
 
 def test_with_a_key_set_this_host_needs_it_too():
     with pytest.raises(Unauthorized):
-        auth.check(request(HERE, api_key=["key"]))
+        auth.authorize(request(HERE, api_key=["key"]))
 
 
 @pytest.mark.parametrize("sent", ["KEY", "key2", "ke", " key", "key "])
 def test_a_wrong_key_is_forbidden(sent):
     with pytest.raises(Forbidden):
-        auth.check(request(HERE, api_key=["key"], authorization=f"Bearer {sent}"))
+        auth.authorize(request(HERE, api_key=["key"], authorization=f"Bearer {sent}"))
 
 
 def test_a_blank_key_opens_nothing(monkeypatch):
@@ -284,15 +286,15 @@ def test_a_blank_key_opens_nothing(monkeypatch):
         with pytest.raises(ConfigError, match=r"--api-key .* blank"):
             served(Engine(), api_key=["key", blank])
     with pytest.raises(Unauthorized):  # and would not, if it came this far
-        auth.check(request(HERE, api_key=[" "], authorization="Bearer  "))
+        auth.authorize(request(HERE, api_key=[" "], authorization="Bearer  "))
 
 
 def test_a_key_may_have_any_bytes(monkeypatch):
     monkeypatch.setenv(ADMIN_KEY_ENV, "schlüssel")
-    auth.check(request(ELSEWHERE, authorization="Bearer schlüssel"))
+    auth.authorize(request(ELSEWHERE, authorization="Bearer schlüssel"))
     monkeypatch.setenv(ADMIN_KEY_ENV, os.fsdecode(b"\xff"))
     with pytest.raises(Forbidden, match="does not open"):
-        auth.check(request(ELSEWHERE, authorization="Bearer schlüssel"))
+        auth.authorize(request(ELSEWHERE, authorization="Bearer schlüssel"))
 
 
 # Over HTTP, through the routes as the server attaches them

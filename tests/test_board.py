@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.shared_memory import names, nothing_came
 from tests.waiting import until
 from vllm.inflight.worker import status_board as module
-from vllm.inflight.worker.status_board import PAGE_BYTES, Board, board_bytes
+from vllm.inflight.worker.status_board import PAGE_BYTES, StatusBoard, board_bytes
 
 WRITER = """if True:
     import runpy, sys
@@ -37,8 +37,8 @@ WRITER = """if True:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board.create(2)
+def board() -> Iterator[StatusBoard]:
+    made = StatusBoard.create(2)
     yield made
     made.close()
     with contextlib.suppress(FileNotFoundError):
@@ -46,7 +46,7 @@ def board() -> Iterator[Board]:
 
 
 @contextlib.contextmanager
-def writer(board: Board) -> Iterator[subprocess.Popen[str]]:
+def writer(board: StatusBoard) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, module.__file__, board.path],
         stdout=subprocess.PIPE,
@@ -90,7 +90,7 @@ def test_a_stamp_changes_with_every_post_of_anybody(board):
 
 
 def test_a_cancelled_update_stays_cancelled(board):
-    other = Board(board.path, 2)
+    other = StatusBoard(board.path, 2)
     board.cancel(7)
     board.cancel(3)
     assert other.cancelled() == 7
@@ -133,7 +133,7 @@ def test_a_notice_that_does_not_fit_is_refused_and_the_last_one_stays(board):
     )
 )
 def test_whatever_is_posted_is_what_is_read(posts):
-    made = Board.create(2)
+    made = StatusBoard.create(2)
     made.unlink()
     last = [{}, {}]
     for rank, notice in posts:
@@ -212,12 +212,12 @@ def test_a_board_without_room_is_refused_before_a_rank_dies_of_it(monkeypatch):
     known = names()
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="no space left"):
-        Board.create(2)
+        StatusBoard.create(2)
     nothing_came(known)
 
 
 def test_a_board_has_the_size_it_says():
-    made = Board.create(3)
+    made = StatusBoard.create(3)
     assert os.path.getsize(made.path) == board_bytes(3) == len(made._map)
     made.unlink()
     made.close()
@@ -236,7 +236,7 @@ def beside(once: Callable[[], None]) -> Callable[[], None]:
 
 
 def test_a_cancellation_is_never_taken_back_by_another_thread(board, monkeypatch):
-    read = Board.cancelled
+    read = StatusBoard.cancelled
     other = beside(lambda: board.cancel(9))
 
     def cancelled(self):
@@ -244,13 +244,13 @@ def test_a_cancellation_is_never_taken_back_by_another_thread(board, monkeypatch
         other()
         return found
 
-    monkeypatch.setattr(Board, "cancelled", cancelled)
+    monkeypatch.setattr(StatusBoard, "cancelled", cancelled)
     board.cancel(5)
     until(lambda: read(board) == 9, "it was lost")
 
 
 def test_two_threads_of_a_rank_never_write_the_same_page(board, monkeypatch):
-    sequence = Board._sequence
+    sequence = StatusBoard._sequence
     other = beside(lambda: board.post(0, {"by": "the other"}))
 
     def read(self, rank):
@@ -258,7 +258,7 @@ def test_two_threads_of_a_rank_never_write_the_same_page(board, monkeypatch):
         other()
         return found
 
-    monkeypatch.setattr(Board, "_sequence", read)
+    monkeypatch.setattr(StatusBoard, "_sequence", read)
     board.post(0, {"by": "this one"})
     until(lambda: board.stamp()[0] == 2, "both wrote to one page")
     assert board.read(0) == {"by": "the other"}

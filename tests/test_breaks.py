@@ -13,10 +13,10 @@ from vllm.inflight.errors import Cause
 from vllm.inflight.packed import SLICE_S
 from vllm.inflight.tensor_names import nearest, paired, renaming
 from vllm.inflight.update import Manifest, TensorSpec
-from vllm.inflight.worker.verify.checks import MAX_TOLD, MOST_PAIRED, Inspection
-from vllm.inflight.worker.verify.ignored_tensors import Spares
-from vllm.inflight.worker.verify.parameter_map import Places
-from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.worker.verify.checks import MAX_TOLD, MOST_PAIRED, TensorChecks
+from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
+from vllm.inflight.worker.verify.parameter_map import ParameterMap
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 from vllm.inflight.yielding import (
     SHORT_S,
     beside_decoding,
@@ -81,13 +81,20 @@ def tensors(change: Callable[[str], str] = str) -> dict[str, TensorSpec]:
     return {name: TensorSpec(name, (32, 64), "bfloat16") for name in names}
 
 
-def inspection(manifest: Manifest) -> tuple[Inspection, Places]:
+def inspection(manifest: Manifest) -> tuple[TensorChecks, ParameterMap]:
     known = dict.fromkeys(NAMES, ((32, 64), "bfloat16"))
-    origin = Origin(dict.fromkeys(NAMES, (32, 64)), dict.fromkeys(NAMES, "bfloat16"))
-    made = Inspection(
-        manifest, known, Spares(), origin, asks_loader=False, allow_nonfinite=False
+    origin = StartCheckpoint(
+        dict.fromkeys(NAMES, (32, 64)), dict.fromkeys(NAMES, "bfloat16")
     )
-    return made, Places({name: [name] for name in NAMES}, origin)
+    made = TensorChecks(
+        manifest,
+        known,
+        IgnoredTensors(),
+        origin,
+        asks_loader=False,
+        allow_nonfinite=False,
+    )
+    return made, ParameterMap({name: [name] for name in NAMES}, origin)
 
 
 def test_a_loop_rests_after_every_slice_and_gives_all_entries():

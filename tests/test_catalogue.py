@@ -5,15 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.inflight.worker import catalogue
-from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
 
-def shadow(origin: Origin, known: Any) -> Any:
+def shadow(origin: StartCheckpoint, known: Any) -> Any:
     return SimpleNamespace(origin=origin, known_names=known)
 
 
 def test_it_is_that_of_the_checkpoint_that_the_engine_started_from():
-    origin = Origin({"a": (2, 3), "b": None}, {"a": "bfloat16"})
+    origin = StartCheckpoint({"a": (2, 3), "b": None}, {"a": "bfloat16"})
     found = catalogue.catalogue(shadow(origin, {"c": ([1], "int8")}), is_cut=True)
     assert catalogue.unpacked([found]) == {
         "of": "checkpoint",
@@ -26,8 +26,8 @@ def test_it_is_that_of_the_checkpoint_that_the_engine_started_from():
 
 
 def test_where_nothing_is_known_of_one_it_is_the_models_own_of_all_ranks():
-    first = shadow(Origin({}), {"a": ([4], "float32"), "b": (None, "float32")})
-    second = shadow(Origin({}), {"b": (None, "float32"), "c": ([2], "int8")})
+    first = shadow(StartCheckpoint({}), {"a": ([4], "float32"), "b": (None, "float32")})
+    second = shadow(StartCheckpoint({}), {"b": (None, "float32"), "c": ([2], "int8")})
     whole = [catalogue.catalogue(each, is_cut=False) for each in (first, second)]
     told = catalogue.unpacked(whole)
     assert (told["of"], told["num_tensors"]) == ("model", 3)

@@ -212,7 +212,7 @@ def test_a_key_that_no_client_can_send_is_reported(monkeypatch, variable):
 def test_a_server_cannot_speak_to_the_terminal(monkeypatch, capsys):
     obeyed = Finding("version", "\x1b]0;owned\x07 [red]v1", State.WRONG, "\x9b2J so")
     monkeypatch.setattr(
-        "vllm.inflight.cli.server_check.visit", lambda *_: [obeyed]
+        "vllm.inflight.cli.server_check.check_server", lambda *_: [obeyed]
     )
     assert main.main(["doctor", "--url", "http://127.0.0.1:1"]) == 1
     told = capsys.readouterr().out

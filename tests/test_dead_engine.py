@@ -38,7 +38,9 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_call_does_not_wait_for_an_engine_that_has_ended() -> None:
     client = Client()
-    calling = asyncio.create_task(core_client.AsyncDoor(client).call("commit", {}))
+    calling = asyncio.create_task(
+        core_client.AsyncCoreClient(client).call("commit", {})
+    )
     await asyncio.sleep(0.1)
     assert not calling.done()
     client.is_dead = True
@@ -50,7 +52,9 @@ async def test_a_call_does_not_wait_for_an_engine_that_has_ended() -> None:
 
 async def test_a_call_waits_for_an_engine_that_takes_its_time() -> None:
     client = Client()
-    calling = asyncio.create_task(core_client.AsyncDoor(client).call("commit", {}))
+    calling = asyncio.create_task(
+        core_client.AsyncCoreClient(client).call("commit", {})
+    )
     await asyncio.sleep(0.1)
     client.answer.set()
     assert await asyncio.wait_for(calling, 30) == [{"ok": {}}]
@@ -58,7 +62,9 @@ async def test_a_call_waits_for_an_engine_that_takes_its_time() -> None:
 
 async def test_a_caller_that_is_gone_is_not_waited_for() -> None:
     client = Client()
-    calling = asyncio.create_task(core_client.AsyncDoor(client).call("commit", {}))
+    calling = asyncio.create_task(
+        core_client.AsyncCoreClient(client).call("commit", {})
+    )
     await asyncio.sleep(0.1)
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -86,16 +92,16 @@ class Blocking:
 def test_a_call_that_blocks_does_not_wait_for_an_engine_that_has_ended() -> None:
     client = Blocking(is_dead=True)
     with pytest.raises(upstream.EngineDeadError):
-        core_client.run_sync(core_client.SyncDoor(client).call("commit", {}))
+        core_client.run_sync(core_client.SyncCoreClient(client).call("commit", {}))
     client.answer.set()
 
 
 def test_a_call_that_blocks_waits_for_an_engine_that_takes_its_time() -> None:
     client = Blocking()
     threading.Timer(0.1, client.answer.set).start()
-    assert core_client.run_sync(core_client.SyncDoor(client).call("commit", {})) == [
-        {"ok": {}}
-    ]
+    assert core_client.run_sync(
+        core_client.SyncCoreClient(client).call("commit", {})
+    ) == [{"ok": {}}]
 
 
 def test_an_error_of_a_call_that_blocks_is_its_callers() -> None:
@@ -104,4 +110,4 @@ def test_an_error_of_a_call_that_blocks_is_its_callers() -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        core_client.run_sync(core_client.SyncDoor(Failing()).call("commit", {}))
+        core_client.run_sync(core_client.SyncCoreClient(Failing()).call("commit", {}))

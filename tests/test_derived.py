@@ -11,7 +11,7 @@ from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model import mla
 from vllm.inflight.worker.model.support import difference
 from vllm.inflight.worker.shadow.flip import Exchange
-from vllm.inflight.worker.shadow.parameters import put_twins
+from vllm.inflight.worker.shadow.parameters import mirror_parameters
 
 RANK, WIDTH = 4, 6
 
@@ -61,7 +61,7 @@ def test_halves_are_of_the_version_that_is_served(memory):
         if memory == "arena":
             arena.consolidate()
             arena.pair()
-            put_twins(live, second, arena.twin)
+            mirror_parameters(live, second, arena.twin)
             flip = arena.flip
         else:
             flip = Exchange(live, second)

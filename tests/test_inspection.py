@@ -15,9 +15,9 @@ from vllm.inflight.ops import Digest
 from vllm.inflight.update import Manifest
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.staging import loader
-from vllm.inflight.worker.verify.checks import MOST_ASKED, Inspection
-from vllm.inflight.worker.verify.ignored_tensors import Spares
-from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.worker.verify.checks import MOST_ASKED, TensorChecks
+from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
 STRANGE = "a bias by another name"
 FUSED = "attention.qkv"
@@ -160,11 +160,16 @@ def test_what_is_on_the_host_is_looked_into_by_as_many_as_may(
 def test_a_name_is_looked_up_among_spares_only_if_it_does_not_fit(monkeypatch):
     """To map one takes microseconds, and there are thousands."""
     asked = []
-    monkeypatch.setattr(Inspection, "is_spare", lambda _, name: asked.append(name))
+    monkeypatch.setattr(TensorChecks, "is_spare", lambda _, name: asked.append(name))
     known = {name: (None, "float32") for name in ("one", "two")}
-    origin = Origin({"one": (2,), "two": (2,)})
-    inspection = Inspection(
-        Manifest(), known, Spares(), origin, asks_loader=False, allow_nonfinite=False
+    origin = StartCheckpoint({"one": (2,), "two": (2,)})
+    inspection = TensorChecks(
+        Manifest(),
+        known,
+        IgnoredTensors(),
+        origin,
+        asks_loader=False,
+        allow_nonfinite=False,
     )
     assert inspection.admits("one", torch.ones(2, 1))
     assert not inspection.admits("two", torch.ones(1, 2))
@@ -176,11 +181,11 @@ def test_what_is_announced_and_may_yet_come_is_not_called_missing(sets):
         {"name": name, "shape": list(tensor.shape), "dtype": "float32"}
         for name, tensor in version(1).items()
     ]
-    inspection = Inspection(
+    inspection = TensorChecks(
         Manifest.parse({"format": 1, "tensors": announced}),
         sets.shadow.known_names,
-        Spares(),
-        Origin({}),
+        IgnoredTensors(),
+        StartCheckpoint({}),
         asks_loader=False,
         allow_nonfinite=False,
     )
@@ -193,15 +198,20 @@ def test_what_is_announced_and_may_yet_come_is_not_called_missing(sets):
 
 
 def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):
-    sets.shadow.spares = Spares(endings=("head.weight",))
+    sets.shadow.spares = IgnoredTensors(endings=("head.weight",))
     with pytest.raises(WeightsMismatch, match="nothing was sent of the subset"):
         sets.stage([("head.weight", torch.ones(2))], ("head.*",))
 
 
 def test_what_is_kept_of_a_tensor_is_nothing_to_a_collection_of_garbage():
     named = version(1)
-    inspection = Inspection(
-        Manifest(), {}, Spares(), Origin({}), asks_loader=True, allow_nonfinite=False
+    inspection = TensorChecks(
+        Manifest(),
+        {},
+        IgnoredTensors(),
+        StartCheckpoint({}),
+        asks_loader=True,
+        allow_nonfinite=False,
     )
     for name, tensor in named.items():
         assert inspection.admits(name, tensor)

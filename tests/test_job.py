@@ -17,11 +17,11 @@ from tests.waiting import until
 from vllm.inflight.engine.update.ranks import verdict
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.transport.base import StagedEngine
-from vllm.inflight.worker.shadow.shadow_model import Shadow
-from vllm.inflight.worker.staging.thread import Job
-from vllm.inflight.worker.staging.worker import Stager
-from vllm.inflight.worker.status_board import Board
-from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.staging.thread import StagingThread
+from vllm.inflight.worker.staging.worker import StagingWorker
+from vllm.inflight.worker.status_board import StatusBoard
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 from vllm.inflight.yielding import with_breaks
 
 RANK, NUM_RANKS = 1, 2
@@ -56,8 +56,8 @@ class Transport(StagedEngine):
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board.create(NUM_RANKS)
+def board() -> Iterator[StatusBoard]:
+    made = StatusBoard.create(NUM_RANKS)
     yield made
     made.close()
     with suppress(FileNotFoundError):
@@ -70,7 +70,7 @@ def transport() -> Transport:
 
 
 @pytest.fixture
-def stager(board: Board, transport: Transport) -> Iterator[Stager]:
+def stager(board: StatusBoard, transport: Transport) -> Iterator[StagingWorker]:
     """The second rank of two, by a launcher that has started five before it."""
     parallel = SimpleNamespace(
         rank=6 + RANK,
@@ -83,20 +83,20 @@ def stager(board: Board, transport: Transport) -> Iterator[Stager]:
         vllm_config=SimpleNamespace(additional_config={}, parallel_config=parallel),
         weight_transfer_engine=transport,
     )
-    shadow: Any = Shadow.__new__(Shadow)
+    shadow: Any = ShadowModel.__new__(ShadowModel)
     vars(shadow).update(
         device=worker.device, live=None, module=None, reason=None, num_threads=1
     )
     shadow.arenas = ()
-    shadow.origin = Origin({"norm.weight": (4,)})
-    made = Stager(worker, shadow, lambda _: lambda: 0.0)
+    shadow.origin = StartCheckpoint({"norm.weight": (4,)})
+    made = StagingWorker(worker, shadow, lambda _: lambda: 0.0)
     made.attach(board.path, NUM_RANKS)
     made.lane = nullcontext  # type: ignore[method-assign]
     yield made
     made.close()
 
 
-def told(board: Board, serial: int = 1) -> Any:
+def told(board: StatusBoard, serial: int = 1) -> Any:
     """What the rank posts in the end of an update."""
     until(
         lambda: board.read(RANK).get("state") in ("failed", "staged"),
@@ -109,7 +109,10 @@ def told(board: Board, serial: int = 1) -> Any:
 
 @pytest.mark.parametrize("fault", [SystemExit(3), KeyboardInterrupt(), OSError("no")])
 def test_a_transport_that_raises_whatever_it_likes_fails_its_update(
-    stager: Stager, board: Board, transport: Transport, fault: BaseException
+    stager: StagingWorker,
+    board: StatusBoard,
+    transport: Transport,
+    fault: BaseException,
 ) -> None:
     transport.fault = fault
     stager.order(1, "shutdown", None)
@@ -119,18 +122,20 @@ def test_a_transport_that_raises_whatever_it_likes_fails_its_update(
 
 
 def test_long_loops_of_a_job_have_breaks(
-    stager: Stager, transport: Transport, monkeypatch: pytest.MonkeyPatch
+    stager: StagingWorker, transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    breaks: list[Job] = []
-    monkeypatch.setattr(Job, "_take_break", lambda job: breaks.append(job))
+    breaks: list[StagingThread] = []
+    monkeypatch.setattr(StagingThread, "_take_break", lambda job: breaks.append(job))
     monkeypatch.setattr(transport, "shutdown", lambda: list(with_breaks(range(10**6))))
     stager.order(1, "shutdown", None)
     until(lambda: len(breaks) > 10, "it takes no breaks")
     until(lambda: not stager.is_busy, "it never ends")
 
 
-def test_the_first_bytes_are_told_at_once(stager: Stager, board: Board) -> None:
-    job = Job(stager, board, 1, predecessor=None)
+def test_the_first_bytes_are_told_at_once(
+    stager: StagingWorker, board: StatusBoard
+) -> None:
+    job = StagingThread(stager, board, 1, predecessor=None)
     job._post()
     job._posted = math.inf  # whatever was told a moment ago
     job._progress(5, 1)
@@ -138,7 +143,7 @@ def test_the_first_bytes_are_told_at_once(stager: Stager, board: Board) -> None:
 
 
 def test_a_job_works_beside_decoding_until_its_order_is_carried_out(
-    stager: Stager, transport: Transport, monkeypatch: pytest.MonkeyPatch
+    stager: StagingWorker, transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, seen = sys.getswitchinterval(), list[float]()
     monkeypatch.setattr(
@@ -163,7 +168,7 @@ def too_long() -> str:
     "measured", [RuntimeError("no gauge"), of_no_use(), too_long()]
 )
 def test_a_notice_that_cannot_be_posted_still_says_that_the_update_failed(
-    stager: Stager, board: Board, transport: Transport, measured: object
+    stager: StagingWorker, board: StatusBoard, transport: Transport, measured: object
 ) -> None:
     transport.measured = measured
     transport.fault = OSError("the wire is gone")
@@ -174,7 +179,7 @@ def test_a_notice_that_cannot_be_posted_still_says_that_the_update_failed(
 
 
 def test_a_job_that_cannot_be_made_is_told_of(
-    stager: Stager, board: Board, monkeypatch: pytest.MonkeyPatch
+    stager: StagingWorker, board: StatusBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stager.worker.vllm_config, "additional_config", None)
     stager.order(1, "begin", {})
@@ -183,7 +188,7 @@ def test_a_job_that_cannot_be_made_is_told_of(
 
 
 def test_a_rank_posts_where_its_engine_reads_whatever_a_launcher_calls_it(
-    stager: Stager, board: Board
+    stager: StagingWorker, board: StatusBoard
 ) -> None:
     assert stager.rank == RANK
     stager.order(1, "shutdown", None)
@@ -192,7 +197,7 @@ def test_a_rank_posts_where_its_engine_reads_whatever_a_launcher_calls_it(
 
 
 def test_a_rank_that_its_engine_has_no_place_for_is_refused_when_it_attaches(
-    stager: Stager, board: Board
+    stager: StagingWorker, board: StatusBoard
 ) -> None:
     with pytest.raises(ValueError, match="it has 1 ranks, and this is number 1"):
         stager.attach(board.path, 1)

@@ -14,7 +14,7 @@ from vllm.v1.pool.late_interaction import build_late_interaction_doc_params
 from vllm.v1.request import Request
 
 from vllm.inflight.engine.scheduling import encoder_cache
-from vllm.inflight.engine.scheduling.prefix_cache import Policy, Root
+from vllm.inflight.engine.scheduling.prefix_cache import CacheNamespace, NamespacePolicy
 from vllm.inflight.errors import PauseConflict
 from vllm.inflight.patch.scheduler import _hash_once
 
@@ -56,14 +56,14 @@ def encode(manager: EncoderCacheManager, request: Request) -> bool:
 
 
 def test_names_are_of_a_root_and_equal_upstreams_at_the_first():
-    policy, request = Policy(), asking("cat", "dog")
-    policy.plant(request, Root(0))
+    policy, request = NamespacePolicy(), asking("cat", "dog")
+    policy.plant(request, CacheNamespace(0))
     assert names(request) == ["cat", "dog"]
-    policy.plant(request, Root(1))
+    policy.plant(request, CacheNamespace(1))
     of_first = names(request)
-    policy.plant(request, Root(2))
+    policy.plant(request, CacheNamespace(2))
     assert set(of_first).isdisjoint(names(request))
-    policy.plant(request, Root(0))
+    policy.plant(request, CacheNamespace(0))
     assert names(request) == ["cat", "dog"]
     assert [item.mm_hash for item in request.mm_features] == ["cat", "dog"]
 
@@ -71,16 +71,16 @@ def test_names_are_of_a_root_and_equal_upstreams_at_the_first():
 def test_the_samples_of_one_prompt_do_not_rename_each_others_items():
     first, second = asking("cat"), asking("cat")
     second.mm_features = first.mm_features
-    Policy().plant(first, Root(1))
+    NamespacePolicy().plant(first, CacheNamespace(1))
     assert names(second) == ["cat"] != names(first)
 
 
 def test_a_request_that_resumes_has_names_that_its_worker_is_told():
     request, plain = asking("cat", "dog"), asking()
-    Policy().plant(request, Root(1))
+    NamespacePolicy().plant(request, CacheNamespace(1))
     known = SimpleNamespace(mm_features=request.mm_features)
     request.num_preemptions = 1
-    Policy().plant(request, Root(2))
+    NamespacePolicy().plant(request, CacheNamespace(2))
     assert set(names(request)).isdisjoint(names(known))
     resumed = SimpleNamespace(resumed_req_ids={"cat-dog", "text"})
     output = SimpleNamespace(scheduled_cached_reqs=resumed)
@@ -102,7 +102,7 @@ def test_a_step_in_which_nothing_resumes_tells_no_names():
 def test_what_an_older_request_still_reads_is_not_shared_with_a_newer_one(manager):
     older, newer = asking("cat"), asking("cat")
     assert not encode(manager, older)
-    Policy().plant(newer, Root(1))
+    NamespacePolicy().plant(newer, CacheNamespace(1))
     assert encoder_cache.drop_idle(manager) == 0
     assert not encode(manager, newer)
     assert encode(manager, older)
@@ -130,7 +130,9 @@ def test_a_request_has_the_names_of_its_root_when_it_is_hashed():
     item = asking("cat").mm_features[0]
     adapters = SimpleNamespace(load_of=lambda _: 0)
     scheduler = SimpleNamespace(
-        inflight_policy=Policy(), inflight_adapters=adapters, inflight_cache_epoch=1
+        inflight_policy=NamespacePolicy(),
+        inflight_adapters=adapters,
+        inflight_cache_epoch=1,
     )
     hashed = []
 
@@ -151,11 +153,11 @@ def test_a_request_has_the_names_of_its_root_when_it_is_hashed():
     )
     added, _ = _hash_once(original)(SimpleNamespace(scheduler=scheduler), sent)
     fresh = asking("cat")
-    Policy().plant(fresh, Root(1))
+    NamespacePolicy().plant(fresh, CacheNamespace(1))
     assert names(added) == names(fresh) == [one.identifier for one in hashed]
     assert (item.identifier, hashed[0].mm_hash) == ("cat", "cat")
-    Policy().plant(added, Root(2))
-    Policy().plant(fresh, Root(2))
+    NamespacePolicy().plant(added, CacheNamespace(2))
+    NamespacePolicy().plant(fresh, CacheNamespace(2))
     assert names(added) == names(fresh) != [one.identifier for one in hashed]
 
 
@@ -167,11 +169,11 @@ def test_who_needs_what_would_be_dropped_is_named(manager: EncoderCacheManager) 
     )
     known = {r.request_id: r for r in (looks, plain)}
     scheduler = SimpleNamespace(requests=known, encoder_cache_manager=manager)
-    encoder_cache.check(scheduler)
+    encoder_cache.check_retractable(scheduler)
     manager.allocate(looks, 0)
     with pytest.raises(PauseConflict, match=r"'a'.*streaming session"):
-        encoder_cache.check(scheduler)
+        encoder_cache.check_retractable(scheduler)
     manager.free(looks)
     known["b"] = scores
     with pytest.raises(PauseConflict, match=r"'b'.*late interaction"):
-        encoder_cache.check(scheduler)
+        encoder_cache.check_retractable(scheduler)

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from tests.door import Engine, served
 from vllm.inflight.api.server import metrics as route
 from vllm.inflight.api.server.metrics import exposition
-from vllm.inflight.engine.counters import Counts
+from vllm.inflight.engine.counters import Counters
 from vllm.inflight.update import PauseMode
 
 REST = {
@@ -51,18 +51,18 @@ def samples(text):
 
 def test_the_page_names_every_metric():
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
-    told = exposition({0: Counts().to_dict() | REST}).decode()
+    told = exposition({0: Counters().to_dict() | REST}).decode()
     families = {family.name for family in text_string_to_metric_families(told)}
     assert len(families) > 10
     assert [name for name in families if name not in page] == []
 
 
 def test_every_engine_tells_its_own():
-    counts = Counts()
+    counts = Counters()
     for gap_ms, treated in ((0.4, {"num_retracted": 5}), (7.0, {"num_aborted": 2})):
         counts.switched({"gap_ms": gap_ms})
         counts.treated(treated)
-    seen = values([counts.to_dict() | REST, Counts().to_dict() | REST])
+    seen = values([counts.to_dict() | REST, Counters().to_dict() | REST])
     assert seen["epoch", "0"] == seen["epoch", "1"] == 3
     assert seen["requests_total", "0", "retracted"] == 5
     assert seen["requests_total", "0", "aborted"] == 2
@@ -78,7 +78,7 @@ def test_every_engine_tells_its_own():
 
 
 def test_an_unknown_drift_is_left_out():
-    assert ("drift", "0") not in values([Counts().to_dict() | REST | {"drift": None}])
+    assert ("drift", "0") not in values([Counters().to_dict() | REST | {"drift": None}])
 
 
 def test_engines_that_hang_or_fail_are_left_out(monkeypatch):
@@ -94,7 +94,7 @@ def test_engines_that_hang_or_fail_are_left_out(monkeypatch):
         return {"error": {"code": "engine_fault", "message": "torn"}}
 
     async def well():
-        return {"ok": Counts().to_dict() | REST}
+        return {"ok": Counters().to_dict() | REST}
 
     class Four(Engine):
         def call_utility_each(self, name, method, body):
@@ -122,7 +122,7 @@ class Slow(Engine):
         async def answer():
             self.num_asked += 1
             await self.let.wait()
-            return {"ok": Counts().to_dict() | REST}
+            return {"ok": Counters().to_dict() | REST}
 
         return [answer()]
 
@@ -167,7 +167,7 @@ def test_a_scrape_that_failed_is_not_told_again():
 def test_a_pause_counts_in_the_mode_it_ends_in(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    counts = Counts()
+    counts = Counters()
     counts.resumed()  # nothing was paused
     counts.paused(PauseMode.IN_PLACE)
     now[0] += 2

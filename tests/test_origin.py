@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm.inflight.worker.shadow.shadow_model import Shadow
-from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
 
 def origin(
@@ -17,12 +17,12 @@ def origin(
     draft: str | None = None,
     load_format: str = "auto",
     hf_overrides: Any = None,
-) -> Origin:
+) -> StartCheckpoint:
     def config(path: str) -> SimpleNamespace:
         return SimpleNamespace(model=path, revision=None, hf_overrides=hf_overrides)
 
     drafting = draft and SimpleNamespace(draft_model_config=config(draft))
-    return Origin.of(
+    return StartCheckpoint.of(
         SimpleNamespace(
             load_config=SimpleNamespace(download_dir=None, load_format=load_format),
             model_config=config(model),
@@ -94,6 +94,8 @@ def test_it_is_what_was_there_at_the_start(tmp_path: Path):
 
 @pytest.mark.parametrize("has_some", [False, True])
 def test_where_ranks_hold_parts_nothing_is_known_to_be_of_no_use(has_some: bool):
-    shadow: Any = SimpleNamespace(origin=Origin({"a": (1,)}), _has_some=has_some)
-    assert Shadow.may_idle(shadow, "a") is not has_some
-    assert not Shadow.may_idle(shadow, "b")
+    shadow: Any = SimpleNamespace(
+        origin=StartCheckpoint({"a": (1,)}), _has_some=has_some
+    )
+    assert ShadowModel.may_idle(shadow, "a") is not has_some
+    assert not ShadowModel.may_idle(shadow, "b")

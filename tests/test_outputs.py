@@ -27,7 +27,7 @@ from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.outputs import WeightVersionSpan
 
 from vllm.inflight.engine.scheduling.version_stamp import Stamp
-from vllm.inflight.outputs.openai import Ledger, labelled, watched
+from vllm.inflight.outputs.openai import ReplySpans, labelled, watched
 from vllm.inflight.outputs.spans import VersionSpan, as_dicts, decoded
 
 OLD = {"version": "old", "epoch": 1, "start": 0, "end": 3}
@@ -39,8 +39,8 @@ def output(*spans: dict[str, Any], index: int = 0) -> Any:
     return SimpleNamespace(index=index, weight_versions=made)
 
 
-def ledger(*outputs: Any, role_first: bool = False) -> Ledger:
-    made = Ledger(role_first=role_first)
+def ledger(*outputs: Any, role_first: bool = False) -> ReplySpans:
+    made = ReplySpans(role_first=role_first)
     made.note_all(SimpleNamespace(outputs=outputs))
     return made
 
@@ -139,7 +139,7 @@ def test_a_line_gets_the_spans_of_its_own_choice():
 
 
 def test_the_choices_of_a_later_prompt_are_counted_from_the_end_of_the_earlier():
-    noted = Ledger()
+    noted = ReplySpans()
     noted.note_all(SimpleNamespace(outputs=[output(OLD, index=1)]), 2)
     assert spans_of(noted.write(completion("a", first=3))) == [[OLD]]
 
@@ -251,7 +251,7 @@ def growing(length: int) -> list[Any]:
 
 
 async def test_a_line_knows_exactly_the_results_that_went_into_it():
-    book, closed = Ledger(), []
+    book, closed = ReplySpans(), []
     source, write = stream(growing(5), closed), lambda results: writer(results, closed)
     lines = [x async for x in labelled(source, book.note_all, write, book)]
     ends = [spans_of(line)[0][0]["end"] for line in lines[:-1]]
@@ -260,7 +260,7 @@ async def test_a_line_knows_exactly_the_results_that_went_into_it():
 
 
 async def test_a_client_that_leaves_ends_the_request():
-    book, closed = Ledger(), []
+    book, closed = ReplySpans(), []
     source, write = stream(growing(5), closed), lambda results: writer(results, closed)
     lines = labelled(source, book.note_all, write, book)
     await anext(lines)

@@ -18,12 +18,12 @@ from vllm.inflight.worker.staging.throttle import (
     BREAK_S,
     IDLE_S,
     LONGEST_REST_S,
-    DevicePace,
-    Pace,
+    DeviceThrottle,
+    Throttle,
     free_cores,
     pace_of,
 )
-from vllm.inflight.worker.step_tracker import Steps
+from vllm.inflight.worker.step_tracker import StepTracker
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def work_and_rest(pace: Pace) -> None:
+def work_and_rest(pace: Throttle) -> None:
     """Work for so long that the longest rest is owed at a share of 1 %."""
     begun = time.thread_time()
     while time.thread_time() - begun < LONGEST_REST_S / 99:
@@ -42,8 +42,8 @@ def work_and_rest(pace: Pace) -> None:
     pace.rest(0)
 
 
-def settled(share: float, steps: Steps) -> Pace:
-    pace = Pace(share, steps)
+def settled(share: float, steps: StepTracker) -> Throttle:
+    pace = Throttle(share, steps)
     with pace.settled():
         return pace  # the thread ends with all that was settled
 
@@ -55,30 +55,30 @@ def in_a_thread(work: Callable[[], None]) -> None:
     thread.join()
 
 
-def in_the_middle(steps: Steps, pace: Pace) -> None:
+def in_the_middle(steps: StepTracker, pace: Throttle) -> None:
     with steps.running():
         work_and_rest(pace)
 
 
-def in_one_begun_before(steps: Steps, pace: Pace) -> None:
+def in_one_begun_before(steps: StepTracker, pace: Throttle) -> None:
     with steps.running():
         pace.rest(0)
         work_and_rest(pace)
 
 
-def around_one(steps: Steps, pace: Pace) -> None:
+def around_one(steps: StepTracker, pace: Throttle) -> None:
     with steps.running():
         pass
     work_and_rest(pace)
 
 
-def until_one_ends(steps: Steps, pace: Pace) -> None:
+def until_one_ends(steps: StepTracker, pace: Throttle) -> None:
     with steps.running():
         pace.rest(0)
     work_and_rest(pace)
 
 
-def around_one_that_fails(steps: Steps, pace: Pace) -> None:
+def around_one_that_fails(steps: StepTracker, pace: Throttle) -> None:
     with suppress(ZeroDivisionError), steps.running():
         raise ZeroDivisionError
     work_and_rest(pace)
@@ -95,7 +95,7 @@ def around_one_that_fails(steps: Steps, pace: Pace) -> None:
     ],
 )
 def test_it_rests_from_work_beside_a_step(work: Any, naps: list[float]) -> None:
-    steps = Steps()
+    steps = StepTracker()
     in_a_thread(lambda: work(steps, settled(0.01, steps)))
     assert naps[-1] == LONGEST_REST_S
 
@@ -103,7 +103,7 @@ def test_it_rests_from_work_beside_a_step(work: Any, naps: list[float]) -> None:
 def test_it_does_not_rest_between_steps_however_busy_the_process_is(
     naps: list[float],
 ) -> None:
-    steps = Steps()
+    steps = StepTracker()
     with steps.running():
         pass
 
@@ -124,7 +124,7 @@ def test_it_does_not_rest_between_steps_however_busy_the_process_is(
 def test_what_it_owes_from_between_two_steps_it_rests_beside_the_next(
     naps: list[float],
 ) -> None:
-    steps = Steps()
+    steps = StepTracker()
 
     def work() -> None:
         pace = settled(0.01, steps)
@@ -140,7 +140,7 @@ def test_what_it_owes_from_between_two_steps_it_rests_beside_the_next(
 def test_at_full_share_or_late_it_never_rests(
     share: float, hurry_s: float, naps: list[float]
 ) -> None:
-    steps = Steps()
+    steps = StepTracker()
 
     def work() -> None:
         pace = settled(share, steps)
@@ -156,14 +156,14 @@ def test_staging_has_a_core_to_run_on():
     assert free_cores() <= set(range(os.cpu_count() or 1))
 
 
-PACES = [lambda steps: DevicePace(100.0, steps), lambda steps: Pace(0.5, steps)]
+PACES = [lambda steps: DeviceThrottle(100.0, steps), lambda steps: Throttle(0.5, steps)]
 
 
 @pytest.mark.parametrize("make", PACES, ids=["device", "CPU"])
 def test_a_slice_of_python_is_followed_by_a_break_unless_it_is_late(
-    make: Callable[[Steps], Any], naps: list[float]
+    make: Callable[[StepTracker], Any], naps: list[float]
 ) -> None:
-    steps = Steps()
+    steps = StepTracker()
     pace = make(steps)
     with steps.running():
         pace.take_break()
@@ -175,11 +175,13 @@ def test_a_slice_of_python_is_followed_by_a_break_unless_it_is_late(
 
 @pytest.mark.parametrize("make", PACES, ids=["device", "CPU"])
 def test_there_are_breaks_while_steps_follow_each_other_and_none_on_an_idle_engine(
-    make: Callable[[Steps], Any], naps: list[float], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[StepTracker], Any],
+    naps: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
     monkeypatch.setattr(paces.time, "monotonic", lambda: now)
-    steps = Steps()
+    steps = StepTracker()
     pace = make(steps)
     pace.take_break()
     assert not naps  # nothing has been decoded yet
@@ -202,7 +204,7 @@ def test_what_is_staged_on_a_gpus_host_is_copied_by_several(
     staging: str, expected: int
 ) -> None:
     config = InflightConfig(staging=staging)
-    pace = pace_of(config, torch.device("cuda"), Steps(), 3)
+    pace = pace_of(config, torch.device("cuda"), StepTracker(), 3)
     seen: list[int] = []
 
     def stage() -> None:

@@ -41,7 +41,7 @@ def test_every_field_of_vllms_is_tried_or_indifferent_or_refused():
 
 
 def test_an_engine_of_one_rank_and_engines_of_several_are_updated():
-    assert parallelism.obstacle(ParallelConfig()) is None
+    assert parallelism.parallelism_obstacle(ParallelConfig()) is None
     shared = {"data_parallel_size": 2, "enable_expert_parallel": True}
     for fields in (
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "world_size": 4},
@@ -51,7 +51,7 @@ def test_an_engine_of_one_rank_and_engines_of_several_are_updated():
         {"is_moe_model": False, "enable_batch_sharded_sampling": False},
         {"dcp_comm_backend": "ag_rs", "dcp_q_replicate": False},
     ):
-        assert parallelism.obstacle(configured(**fields)) is None
+        assert parallelism.parallelism_obstacle(configured(**fields)) is None
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_an_engine_of_one_rank_and_engines_of_several_are_updated():
     ],
 )
 def test_what_was_not_tried_is_refused_by_name(fields):
-    reason = parallelism.obstacle(configured(**fields))
+    reason = parallelism.parallelism_obstacle(configured(**fields))
     name, value = list(fields.items())[-1]
     assert reason is not None
     assert reason.endswith(f"configuration yet: {name}={value!r}")
@@ -77,9 +77,9 @@ def test_what_was_not_tried_is_refused_by_name(fields):
 
 def test_how_experts_are_shared_out_matters_where_they_are():
     fields = {"expert_placement_strategy": "round_robin", "all2all_backend": "nixl_ep"}
-    assert parallelism.obstacle(configured(**fields)) is None
+    assert parallelism.parallelism_obstacle(configured(**fields)) is None
 
 
 def test_experts_that_move_by_themselves_are_refused_by_their_flag():
-    reason = parallelism.obstacle(configured(enable_eplb=True))
+    reason = parallelism.parallelism_obstacle(configured(enable_eplb=True))
     assert reason == "expert load balancing is enabled (--enable-eplb)"

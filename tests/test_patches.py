@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from vllm.inflight import patch
-from vllm.inflight.engine.controller import Gate
+from vllm.inflight.engine.controller import Controller
 from vllm.inflight.engine.scheduling import scheduler
 from vllm.inflight.errors import UpstreamChanged
-from vllm.inflight.patch.record import MARK, Patch, apply, check, plain
+from vllm.inflight.patch.record import MARK, Patch, apply, plain, problem_with
 
 PATCHES = patch.all_patches()
 
@@ -196,7 +196,7 @@ def test_a_patch_wraps_a_callable_of_any_kind_once(engine, change, call):
     apply(change)
     apply(change)
     assert eval(call, vars(engine)) == ["ours", *before]
-    assert check(change) is None
+    assert problem_with(change) is None
 
 
 def test_what_ray_adds_to_the_methods_of_its_actors_is_no_change(engine):
@@ -302,7 +302,7 @@ def test_vllm_does_not_start_in_an_untested_release():
 def test_a_gate_that_is_hung_before_there_is_a_scheduler_says_so():
     """The step of the constructor that it is hung on may move, and still fit."""
     with pytest.raises(UpstreamChanged, match="before it has made its scheduler"):
-        Gate(SimpleNamespace(vllm_config=None, model_executor=None))
+        Controller(SimpleNamespace(vllm_config=None, model_executor=None))
 
 
 def test_what_the_scheduler_is_given_has_no_name_of_upstreams():

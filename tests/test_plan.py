@@ -5,14 +5,20 @@ import math
 import pytest
 import torch
 
-from vllm.inflight.worker.replay_plan import Entry, Plan, Writes, replay, view_of
+from vllm.inflight.worker.replay_plan import (
+    Entry,
+    Plan,
+    RecordedWrites,
+    replay,
+    view_of,
+)
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
 
 
 def recorded(loader, param, tensor):
     """The entry of one call of `loader`."""
     entry = Entry(tensor.shape, tensor.dtype)
-    with Writes("p", param, tensor, entry):
+    with RecordedWrites("p", param, tensor, entry):
         loader(param, tensor)
     return entry
 
@@ -84,7 +90,7 @@ def test_another_tensor_of_the_same_bucket_is_not_this_one():
     param = torch.nn.Parameter(torch.zeros(8, 3), requires_grad=False)
     bucket = torch.randn(2, 8, 3)
     entry = Entry(bucket[0].shape, bucket.dtype)
-    with Writes("p", param, bucket[0], entry):
+    with RecordedWrites("p", param, bucket[0], entry):
         whole(param, bucket[1])
     assert not entry.is_whole
 

@@ -13,9 +13,13 @@ from vllm.inflight.errors import Cancelled, WeightsMismatch
 from vllm.inflight.patch.reload import _noted_when_aside
 from vllm.inflight.patch.worker import _load_straight
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.model.quantized import PROVED, obstacle, require_same_numbers
+from vllm.inflight.worker.model.quantized import (
+    PROVED,
+    quantized_obstacle,
+    require_same_numbers,
+)
 from vllm.inflight.worker.replay_plan import Entry, Plan
-from vllm.inflight.worker.shadow.parameters import put_twins
+from vllm.inflight.worker.shadow.parameters import mirror_parameters
 from vllm.inflight.worker.staging.coverage import Coverage
 
 SIZE = 8
@@ -90,7 +94,7 @@ def second_of(live: Any, arena: Arena, of: type[Any] = Model) -> Any:
         record_metadata_for_reloading(second)
     for layer in second.modules():
         upstream.get_layerwise_info(layer).restore_device = torch.device("cpu")
-    put_twins(live, second, arena.twin)
+    mirror_parameters(live, second, arena.twin)
     return second
 
 
@@ -285,9 +289,11 @@ def test_a_bias_that_its_kernel_would_move_out_of_its_place_is_refused(
     layer = processed(0).linear
     layer.quant_method.kernel = MarlinLinearKernel()
     monkeypatch.setitem(PROVED, "cuda", {("Rounded", "MarlinLinearKernel")})
-    assert obstacle(layer, "cuda", 1) is None
+    assert quantized_obstacle(layer, "cuda", 1) is None
     layer.bias = torch.nn.Parameter(torch.zeros(SIZE), requires_grad=False)
-    assert "has a bias that MarlinLinearKernel permutes" in obstacle(layer, "cuda", 1)
+    assert "has a bias that MarlinLinearKernel permutes" in quantized_obstacle(
+        layer, "cuda", 1
+    )
 
 
 def test_a_number_that_graphs_are_compiled_with_may_not_change() -> None:

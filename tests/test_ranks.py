@@ -23,7 +23,7 @@ from vllm.inflight.errors import (
 from vllm.inflight.patch import worker
 from vllm.inflight.patch.sleep import inflight_drowse
 from vllm.inflight.patch.worker_rpc import inflight_attach, inflight_flip
-from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.verify.checks import refusal
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
@@ -132,7 +132,7 @@ def test_a_rank_on_another_host_keeps_updates_out_and_not_the_engine(tmp_path):
             ]
 
     def attach(path, num_ranks):
-        Board(path, num_ranks).close()
+        StatusBoard(path, num_ranks).close()
         return ATTACHED["ok"]
 
     stager = SimpleNamespace(attach=attach)

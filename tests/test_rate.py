@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.door import Engine, caller, served
-from vllm.inflight.api.request.rate_limit import MOST_CALLERS, Rate
+from vllm.inflight.api.request.rate_limit import MOST_CALLERS, RateLimit
 from vllm.inflight.errors import TooManyUpdates
 
 LIMITED = {"inflight": {"begin_rate": 2}}
@@ -18,7 +18,7 @@ LIMITED = {"inflight": {"begin_rate": 2}}
 
 def test_a_minutes_worth_at_once_and_then_at_the_rate():
     now = [0.0]
-    rate = Rate(2, lambda: now[0])
+    rate = RateLimit(2, lambda: now[0])
     rate.spend("a")
     rate.spend("a")
     with pytest.raises(TooManyUpdates) as refusal:
@@ -33,14 +33,14 @@ def test_a_minutes_worth_at_once_and_then_at_the_rate():
 
 
 def test_no_rate_is_no_limit():
-    rate = Rate(0)
+    rate = RateLimit(0)
     for _ in range(10_000):
         rate.spend("a")
 
 
 def test_callers_that_are_quiet_are_forgotten():
     now = [0.0]
-    rate = Rate(1, lambda: now[0])
+    rate = RateLimit(1, lambda: now[0])
     for number in range(3 * MOST_CALLERS):
         now[0] += 1
         rate.spend(str(number))

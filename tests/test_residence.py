@@ -31,15 +31,15 @@ def config(staging):
 
 
 def test_auto_loads_the_model_all_the_same_and_knows_why():
-    model = placement.settle_in(torch.nn.Identity, config("auto"))
-    found = placement.residence_of(model)
+    model = placement.load_into_arena(torch.nn.Identity, config("auto"))
+    found = placement.placement_of(model)
     assert found.arena is None
     assert "take expandable_segments:True out of" in found.reason
 
 
 def test_what_was_asked_for_by_name_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"staging device cannot.*out of PYTORCH"):
-        placement.settle_in(torch.nn.Identity, config("device"))
+        placement.load_into_arena(torch.nn.Identity, config("device"))
 
 
 def test_an_arena_that_was_torn_at_the_start_gives_its_memory_back(monkeypatch):
@@ -55,7 +55,7 @@ def test_an_arena_that_was_torn_at_the_start_gives_its_memory_back(monkeypatch):
         monkeypatch.setattr(placement.Arena, "open", lambda device: arena)
         monkeypatch.setattr(placement.swappable, "obstacle", lambda *_: None)
         with pytest.raises(ArenaTorn):
-            placement.settle_in(load, config("auto"))
+            placement.load_into_arena(load, config("auto"))
         assert (arena.phase, num_files()) == ("closed", 0)
 
 
@@ -63,7 +63,7 @@ def test_an_arena_that_was_torn_at_the_start_gives_its_memory_back(monkeypatch):
 def test_a_worker_that_ends_takes_no_memory_away_under_what_is_staged(is_busy):
     with open_arena(torch.device("cpu")) as arena:
         model = torch.nn.Identity()
-        placement._residences[model] = placement.Residence(arena, None)
+        placement._residences[model] = placement.Placement(arena, None)
         stager = SimpleNamespace(
             is_busy=is_busy, close=lambda: None, shadow=SimpleNamespace(live=model)
         )

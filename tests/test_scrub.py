@@ -162,7 +162,7 @@ def test_who_asks_while_another_thread_makes_slices_reads_all_of_them(monkeypatc
     """The thread that stages makes them, and the one that decodes may ask then."""
     is_making, goes_on = threading.Event(), threading.Event()
 
-    class Slow(scrub.Slice):
+    class Slow(scrub.ScrubSlice):
         def add(self, *args: Any) -> None:
             if threading.current_thread() is not threading.main_thread():
                 is_making.set()

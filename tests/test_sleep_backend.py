@@ -16,7 +16,7 @@ from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError
 from vllm.inflight.worker.integrity.outside_writes import overwritten
 from vllm.inflight.worker.memory import placement
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.sleep import SleepBackend, backend_of
 
 BUFFER = torch.arange(300, dtype=torch.float32)
@@ -46,7 +46,7 @@ class Worker:
         self.sets = Sets(arena)
         shadow = self.sets.shadow
         shadow.arenas = (arena,)
-        shadow.pair = lambda: Shadow.pair(shadow)
+        shadow.pair = lambda: ShadowModel.pair(shadow)
         self.backend = SleepBackend(self.sets.stager, arena)
 
     def publish(self, seed: int) -> None:
@@ -269,5 +269,5 @@ def test_weights_outside_of_both_are_refused_at_the_start(
         backend_of(stager)
     monkeypatch.setattr("vllm.inflight.worker.sleep.is_wanted", lambda _: False)
     assert backend_of(stager) is None  # upstream's own
-    placement._residences[stager.shadow.live] = placement.Residence(worker.arena, "no")
+    placement._residences[stager.shadow.live] = placement.Placement(worker.arena, "no")
     assert isinstance(backend_of(stager), SleepBackend)  # no updates, but sleep

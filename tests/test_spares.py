@@ -6,8 +6,8 @@ import pytest
 import torch
 from vllm.model_executor.models.utils import StageMissingLayer, WeightsMapper
 
-from vllm.inflight.worker.model.drafter import Tandem
-from vllm.inflight.worker.verify.ignored_tensors import Spares
+from vllm.inflight.worker.model.drafter import ModelWithDrafter
+from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 
 
 def spares_of(
@@ -16,14 +16,14 @@ def spares_of(
     *,
     pools: bool = False,
     **text: int,
-) -> Spares:
+) -> IgnoredTensors:
     config = SimpleNamespace(
         hf_config=SimpleNamespace(**(hf or {})),
         hf_text_config=SimpleNamespace(**text),
         runner_type="pooling" if pools else "generate",
         word_embeddings_untied_by_checkpoint=False,
     )
-    return Spares.of(model, config)
+    return IgnoredTensors.of(model, config)
 
 
 def test_tensors_of_a_tower_that_was_not_built_are_known_by_their_checkpoints_names():
@@ -83,7 +83,9 @@ def test_a_drafter_may_have_a_head_though_its_models_is_tied(has_own: bool):
     draft.lm_head = torch.nn.Linear(2, 4, bias=False)
     if not has_own:
         draft.lm_head.weight = target.embed_tokens.weight
-    spares = spares_of(Tandem(target, draft), hf={"tie_word_embeddings": True})
+    spares = spares_of(
+        ModelWithDrafter(target, draft), hf={"tie_word_embeddings": True}
+    )
     assert "lm_head.weight" in spares and spares.is_tied("lm_head.weight")
     assert ("draft.lm_head.weight" in spares) != has_own
     assert not spares.is_tied("draft.lm_head.weight")

@@ -13,7 +13,7 @@ from tests.second_set import Sets, version
 from vllm.inflight.patch.worker_rpc import inflight_adapter, inflight_read
 from vllm.inflight.worker.integrity.outside_writes import overwriting
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.step_tracker import Steps
+from vllm.inflight.worker.step_tracker import StepTracker
 
 
 class Stream:
@@ -47,9 +47,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> threading.local:
 
 
 @pytest.fixture
-def steps(current: threading.local) -> Steps:
+def steps(current: threading.local) -> StepTracker:
     """Of a worker that another thread has made a step of; `steps.stream` is its own."""
-    steps = Steps(torch.device("cuda"))
+    steps = StepTracker(torch.device("cuda"))
 
     def step() -> None:
         with steps.running():
@@ -62,7 +62,7 @@ def steps(current: threading.local) -> Steps:
 
 
 def test_weights_are_exchanged_on_the_stream_that_steps_in_another_thread(
-    current: threading.local, steps: Steps, monkeypatch: pytest.MonkeyPatch
+    current: threading.local, steps: StepTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Arena.open(torch.device("cpu"), 1 << 26) as arena:
         sets = Sets(arena)
@@ -88,7 +88,10 @@ def test_weights_are_exchanged_on_the_stream_that_steps_in_another_thread(
     ],
 )
 def test_so_are_adapters_and_what_upstream_writes_and_reads(
-    current: threading.local, steps: Steps, call: Any, monkeypatch: pytest.MonkeyPatch
+    current: threading.local,
+    steps: StepTracker,
+    call: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Any] = []
 
@@ -114,7 +117,7 @@ def test_so_are_adapters_and_what_upstream_writes_and_reads(
 
 
 def test_what_fails_is_over_before_the_next_step_too(
-    current: threading.local, steps: Steps
+    current: threading.local, steps: StepTracker
 ) -> None:
     with pytest.raises(ValueError, match="of a test"), steps.between():
         raise ValueError("of a test")
@@ -124,7 +127,7 @@ def test_what_fails_is_over_before_the_next_step_too(
 def test_before_the_first_step_it_is_the_stream_of_whoever_calls(
     current: threading.local,
 ) -> None:
-    steps = Steps(torch.device("cuda"))
+    steps = StepTracker(torch.device("cuda"))
     current.stream = Stream()
     with steps.between():
         assert not current.stream.num_waits

@@ -16,7 +16,7 @@ from vllm.inflight.worker.model import layers, mla, support
 def reason(layer: torch.nn.Module, **config: object) -> str | None:
     """Why a model with this layer is refused."""
     model = torch.nn.ModuleDict({"it": layer})
-    return support.obstacle(model, SimpleNamespace(**CONFIG | config))
+    return support.support_obstacle(model, SimpleNamespace(**CONFIG | config))
 
 
 def layer_with(**attributes: object) -> torch.nn.Module:
@@ -121,7 +121,7 @@ def test_a_loader_that_writes_into_what_it_is_handed_is_refused_on_several_ranks
     for world_size, is_refused in (1, False), (2, True):
         parallel = SimpleNamespace(enable_eplb=False, world_size=world_size)
         config = SimpleNamespace(**CONFIG | {"parallel_config": parallel})
-        found = support.obstacle(GptOssForCausalLM(), config)
+        found = support.support_obstacle(GptOssForCausalLM(), config)
         assert (found is not None and "several ranks (2)" in found) == is_refused
 
 
@@ -138,7 +138,7 @@ def test_latent_attention_is_refused_over_quantised_weights(monkeypatch):
     layer = Latent()
     assert reason(layer) is None
     monkeypatch.setattr(layer.kv_b_proj, "quant_method", object(), raising=False)
-    assert "over quantised weights" in mla.obstacle(layer)
+    assert "over quantised weights" in mla.derived_obstacle(layer)
 
 
 def test_a_parameter_that_its_loader_made_is_refused_by_name():

@@ -15,11 +15,11 @@ from tests.second_set import Model, Sets, shadow_of, shows, version
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.update import drafters
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.model.drafter import Tandem, share
+from vllm.inflight.worker.model.drafter import ModelWithDrafter, share
 from vllm.inflight.worker.model.support import difference
 from vllm.inflight.worker.shadow.flip import flip_all
-from vllm.inflight.worker.shadow.parameters import put_twins
-from vllm.inflight.worker.staging.worker import Stager
+from vllm.inflight.worker.shadow.parameters import mirror_parameters
+from vllm.inflight.worker.staging.worker import StagingWorker
 
 MTP = "mtp."
 
@@ -53,12 +53,12 @@ class Tandems(Sets):
             arena.pair()
         self.target, self.draft = models
         self.draft.embed, self.draft.head = self.target.embed, self.target.head
-        self.live = Tandem(self.target, self.draft, is_mtp=is_mtp)
+        self.live = ModelWithDrafter(self.target, self.draft, is_mtp=is_mtp)
         with torch.device("meta"):
             second = [kind(torch.empty) for kind in kinds]
         share(self.live, *second)
-        self.second = Tandem(*second, is_mtp=is_mtp)
-        put_twins(
+        self.second = ModelWithDrafter(*second, is_mtp=is_mtp)
+        mirror_parameters(
             self.live,
             self.second,
             lambda t: next(a for a in arenas if a.contains(t)).twin(t),
@@ -71,7 +71,9 @@ class Tandems(Sets):
             device=self.shadow.device,
             vllm_config=SimpleNamespace(additional_config={}),
         )
-        self.stager = Stager(worker, self.shadow, lambda _: lambda: flip_all(arenas))
+        self.stager = StagingWorker(
+            worker, self.shadow, lambda _: lambda: flip_all(arenas)
+        )
 
     def shows(self, model: int, draft: int) -> bool:
         """Whether they hold these versions; what is shared is the model's."""
@@ -165,7 +167,7 @@ def test_a_block_in_an_mtp_layer_has_the_names_of_its_checkpoint():
     class Draft(torch.nn.Module):
         """Its loader renames by itself."""
 
-    both = Tandem(torch.nn.Module(), Draft(), is_mtp=True)
+    both = ModelWithDrafter(torch.nn.Module(), Draft(), is_mtp=True)
     for inside, sent in (
         ("layers.2.mtp_block.mlp.weight", "layers.2.mlp.weight"),
         ("layers.2.enorm.weight", "layers.2.enorm.weight"),
@@ -182,7 +184,7 @@ def test_a_block_that_its_checkpoint_has_as_well_keeps_its_name():
             orig_to_new_substr={"model.mtp_block.0.": "model.layers.2.mtp_block."}
         )
 
-    both = Tandem(torch.nn.Module(), Draft(), is_mtp=True)
+    both = ModelWithDrafter(torch.nn.Module(), Draft(), is_mtp=True)
     inside = "draft.model.layers.2.mtp_block.mlp.weight"
     assert both.sent_name(inside) == "model.mtp_block.0.mlp.weight"
 
@@ -194,7 +196,7 @@ def test_an_mtp_module_that_its_checkpoint_has_as_well_keeps_its_name():
         def is_unused_checkpoint_weight(self, name: str) -> bool:
             return not name.startswith("mtp.") and "lm_head" not in name
 
-    both = Tandem(torch.nn.Module(), Draft(), is_mtp=True)
+    both = ModelWithDrafter(torch.nn.Module(), Draft(), is_mtp=True)
     assert both.sent_name("draft.model.fc.weight") == "mtp.fc.weight"
     inside = "draft.model.layers.0.mlp.gate.weight"
     assert both.sent_name(inside) == "mtp.layers.0.mlp.gate.weight"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm.inflight.worker.integrity.tripwire import Tripwire, wire_of
-from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.status_board import StatusBoard
 
 NAMES = "up.weight", "down.weight"
 
@@ -199,7 +199,7 @@ def test_an_update_is_no_write(worker: Worker) -> None:
 def test_between_an_update_and_the_next_call_an_eager_one_sees_what_comes(
     worker: Worker,
 ) -> None:
-    board = Board.create(1)
+    board = StatusBoard.create(1)
     for is_eager in (False, True):
         worker.wire.attach(board.path, 1, is_eager)
         worker.wire.changed()
@@ -211,7 +211,7 @@ def test_between_an_update_and_the_next_call_an_eager_one_sees_what_comes(
 
 
 def test_the_board_tells_of_a_load_and_not_of_an_update(worker: Worker) -> None:
-    board = Board.create(1)
+    board = StatusBoard.create(1)
     worker.wire.attach(board.path, 1, False)
     worker.wire.changed()
     assert not board.is_touched()

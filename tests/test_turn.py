@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.waiting import until
-from vllm.inflight.engine.step_queue import Turns, waiting, whole
+from vllm.inflight.engine.step_queue import StepQueue, waiting, whole
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def interrupted() -> Iterator[None]:
 
 
 def test_the_end_of_an_engine_ends_whoever_steps_and_whoever_asks():
-    turns = Turns()
+    turns = StepQueue()
 
     def stop() -> None:
         raise SystemExit("of no version")
@@ -35,7 +35,7 @@ def test_the_end_of_an_engine_ends_whoever_steps_and_whoever_asks():
 
 
 def test_what_fails_is_the_askers_and_the_steps_go_on():
-    turns = Turns()
+    turns = StepQueue()
     with pytest.raises(ZeroDivisionError):
         turns.run(lambda: 1 // 0)
     future = turns.submit(lambda: 1 // 0)
@@ -44,7 +44,7 @@ def test_what_fails_is_the_askers_and_the_steps_go_on():
 
 
 def test_ctrl_c_comes_after_a_turn_and_not_into_the_middle_of_it():
-    turns, done = Turns(), []
+    turns, done = StepQueue(), []
 
     def switch() -> str:
         signal.raise_signal(signal.SIGINT)
@@ -61,7 +61,7 @@ def test_ctrl_c_comes_after_a_turn_and_not_into_the_middle_of_it():
 
 
 def test_a_second_ctrl_c_ends_a_turn_that_does_not_end():
-    turns = Turns()
+    turns = StepQueue()
 
     def stand() -> None:
         for _ in range(2):
@@ -75,7 +75,7 @@ def test_a_second_ctrl_c_ends_a_turn_that_does_not_end():
 
 
 def test_a_thread_acts_itself_between_two_steps_of_one_that_never_pauses():
-    turns, steps, is_over = Turns(), [0], threading.Event()
+    turns, steps, is_over = StepQueue(), [0], threading.Event()
     acted: list[tuple[int, int]] = []
 
     def step_on() -> None:
@@ -102,7 +102,7 @@ def test_a_thread_acts_itself_between_two_steps_of_one_that_never_pauses():
 
 
 def test_a_thread_acts_itself_where_nobody_steps_and_inside_a_turn():
-    turns, done = Turns(), []
+    turns, done = StepQueue(), []
 
     def nested() -> None:
         with turns.between():
@@ -117,7 +117,7 @@ def test_a_thread_acts_itself_where_nobody_steps_and_inside_a_turn():
 
 
 def test_what_a_thread_raises_between_two_steps_is_its_own():
-    turns = Turns()
+    turns = StepQueue()
     with pytest.raises(ZeroDivisionError), turns.between():
         raise ZeroDivisionError
     turns.run(lambda: None)
@@ -129,7 +129,7 @@ def twice() -> None:
 
 
 def test_no_ctrl_c_comes_into_what_has_to_happen_whole():
-    turns, done = Turns(), []
+    turns, done = StepQueue(), []
 
     def switch() -> str:
         with whole():
@@ -148,7 +148,7 @@ def test_no_ctrl_c_comes_into_what_has_to_happen_whole():
 
 
 def test_a_second_ctrl_c_ends_a_wait_inside_of_it():
-    turns = Turns()
+    turns = StepQueue()
 
     def switch() -> None:
         with whole():
@@ -164,7 +164,7 @@ def test_a_second_ctrl_c_ends_a_wait_inside_of_it():
 
 
 def test_ctrl_c_comes_after_what_another_call_does_between_two_steps():
-    turns, done = Turns(), []
+    turns, done = StepQueue(), []
     with pytest.raises(KeyboardInterrupt), turns.between():
         signal.raise_signal(signal.SIGINT)
         done.append("to its end")

@@ -14,7 +14,7 @@ from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model.layers import layers
 from vllm.inflight.worker.model.support import difference
 from vllm.inflight.worker.shadow.flip import Copy
-from vllm.inflight.worker.shadow.parameters import is_twinned, make_copy
+from vllm.inflight.worker.shadow.parameters import is_mirrored, make_copy
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def sets(arena) -> Sets:
 
 
 def test_twins_keep_what_upstream_made_of_a_parameter(sets):
-    assert is_twinned(sets.second) and not is_twinned(sets.live)
+    assert is_mirrored(sets.second) and not is_mirrored(sets.live)
     assert sets.second.head.weight is sets.second.embed.weight
     assert sets.second.embed.weight.weight_loader == Model._load_embedding
     assert sets.second.attention.qkv.shape == sets.live.attention.qkv.shape

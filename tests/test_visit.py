@@ -10,7 +10,7 @@ import pytest
 
 from vllm.inflight.cli import main
 from vllm.inflight.cli.finding import Finding, State
-from vllm.inflight.cli.server_check import Look, judge, look
+from vllm.inflight.cli.server_check import Probe, diagnose, probe
 from vllm.inflight.errors import EngineUnreachable, WeightsMismatch
 
 METRICS = """
@@ -44,7 +44,7 @@ def ok(body: Any) -> dict[str, Any]:
     return {"status": 200, "body": body}
 
 
-def healthy(*, num_engines: int = 1, **parts: dict[str, Any]) -> Look:
+def healthy(*, num_engines: int = 1, **parts: dict[str, Any]) -> Probe:
     """A look at a server with nothing wrong, but for `parts` of each engine."""
     facts = {
         "weight_info": SERVED,
@@ -62,15 +62,15 @@ def healthy(*, num_engines: int = 1, **parts: dict[str, Any]) -> Look:
     }
 
 
-def found(first: Look, second: Look | None = None) -> dict[str, Finding]:
-    return {f.name: f for f in judge(first, second or first, 2.0)}
+def found(first: Probe, second: Probe | None = None) -> dict[str, Finding]:
+    return {f.name: f for f in diagnose(first, second or first, 2.0)}
 
 
 def wrong(findings: dict[str, Finding]) -> list[str]:
     return [name for name, f in findings.items() if f.state is State.WRONG]
 
 
-def updating(**changes: Any) -> Look:
+def updating(**changes: Any) -> Probe:
     return healthy(weight_update={"active": STAGING | changes, "outcomes": []})
 
 
@@ -246,7 +246,7 @@ def test_a_server_that_came_back_with_more_engines_is_judged_as_it_is_now():
 def test_nobody_at_the_address_is_2_and_no_traceback(capsys):
     url = "http://127.0.0.1:1"
     with httpx.Client(base_url=url) as client, pytest.raises(EngineUnreachable):
-        look(client)
+        probe(client)
     assert main.main(["doctor", "--url", url]) == 2
     told = capsys.readouterr().err
     assert "cannot be reached" in told

@@ -10,7 +10,7 @@ from tests.waiting import until
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update import monitor as watch_module
 from vllm.inflight.engine.update.ledger import Ledger
-from vllm.inflight.engine.update.monitor import Watch
+from vllm.inflight.engine.update.monitor import UpdateMonitor
 from vllm.inflight.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -29,7 +29,7 @@ def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
     ranks, monkeypatch
 ):
     ended, ledger = [], Ledger()
-    watch = Watch(ranks, ledger, lambda _, error: ended.append(error))
+    watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
     first, _ = ledger.begin({"update_id": "first"}, 60.0)
     ledger.move(first, Phase.STAGING)
     is_active = Update.is_active.fget
@@ -43,7 +43,7 @@ def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
 
     def read(self):
         found = is_active(self)
-        lets_go = sys._getframe(1).f_code is Watch._work.__code__
+        lets_go = sys._getframe(1).f_code is UpdateMonitor._work.__code__
         if self is first and not found and lets_go and beginning.ident is None:
             beginning.start()
             beginning.join(0.2)  # unless it waits for what is going on here
@@ -66,7 +66,7 @@ def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
     ranks.has_given_up = lambda serial: is_given_up
     expected = Cancelled if is_given_up else EngineFault
     ended, ledger = [], Ledger()
-    watch = Watch(ranks, ledger, lambda _, error: ended.append(error))
+    watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
     update, _ = ledger.begin({"update_id": "one"}, 60.0)
     ledger.move(update, Phase.STAGING)
     watch.start(update)
@@ -78,7 +78,7 @@ def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
 
 def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
     ledger = Ledger()
-    watch = Watch(ranks, ledger, lambda *_: None)
+    watch = UpdateMonitor(ranks, ledger, lambda *_: None)
     update, _ = ledger.begin({"update_id": "one"}, 60.0)
     ledger.move(update, Phase.STAGING)
     answer = watch.when_staged(update)
@@ -103,7 +103,7 @@ def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks, monkey
         posted = [notice("a"), {"serial": 1, "state": "staging", "orders": 0}]
         ranks.notices = lambda posted=posted: posted
         ledger = Ledger()
-        watch = Watch(ranks, ledger, lambda *_: None)
+        watch = UpdateMonitor(ranks, ledger, lambda *_: None)
         update, _ = ledger.begin({"update_id": "one"}, 60.0)
         update.num_orders = 1
         ledger.move(update, Phase.STAGING)
@@ -121,7 +121,7 @@ def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks, monkey
 
 def test_a_waiter_that_has_cancelled_keeps_nobody_else_waiting(ranks):
     ledger = Ledger()
-    watch = Watch(ranks, ledger, lambda *_: None)
+    watch = UpdateMonitor(ranks, ledger, lambda *_: None)
     update, _ = ledger.begin({"update_id": "one"}, 60.0)
     ledger.move(update, Phase.STAGING)
     left, stays = watch.when_staged(update), watch.when_staged(update)
@@ -138,7 +138,7 @@ def test_an_update_whose_ranks_cannot_be_told_has_ended_for_whoever_waits(ranks)
 
     ended, ledger = [], Ledger()
     ranks.cancel = fail
-    watch = Watch(ranks, ledger, lambda _, error: ended.append(error))
+    watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
     update, _ = ledger.begin({"update_id": "one"}, 0.1)
     ledger.move(update, Phase.STAGING)
     watch.start(update)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from vllm.inflight.transport.buckets.sender import Sender
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.connect import open_group
 from vllm.inflight.transport.collective.receiver_engine import GlooInitInfo
-from vllm.inflight.transport.collective.rendezvous import Meeting
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.collective.rendezvous import Rendezvous
+from vllm.inflight.transport.waiting import WaitLimit
 
-PATIENT = Watch(60.0)
+PATIENT = WaitLimit(60.0)
 
 
 class Endpoint:
@@ -33,7 +33,7 @@ class Endpoint:
 def open_endpoint(init_info: dict[str, Any]) -> Endpoint:
     """In place of vLLM's `trainer_init`."""
     info = GlooInitInfo(**init_info)
-    meeting = Meeting.host(info.terms, info.master_address, info.master_port)
+    meeting = Rendezvous.host(info.terms, info.master_address, info.master_port)
     group = open_group(meeting, torch.device("cpu"), PATIENT)
     return Endpoint(Sender(group, info.num_buckets, PATIENT))
 
@@ -43,4 +43,4 @@ def send_packed(
 ) -> None:
     """In place of vLLM's `packed_nccl_broadcast_producer`."""
     pairs = [(name, tensor.detach()) for name, tensor in iterator]
-    group.sender.send(Announcement.of(pairs), pairs, PATIENT)
+    group.sender.send(TensorList.of(pairs), pairs, PATIENT)

@@ -38,21 +38,21 @@ from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.files.bucket_reader import FileReader
 from vllm.inflight.transport.files.receiver_engine import checkpoint_files
 from vllm.inflight.transport.files.safetensors_files import TensorFiles
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.waiting import WaitLimit
 from vllm.inflight.update import Manifest
 from vllm.inflight.worker import replay_check
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model import layers
 from vllm.inflight.worker.model.layers import parameters
 from vllm.inflight.worker.model.mla import is_derived
-from vllm.inflight.worker.shadow.build import Blueprint
-from vllm.inflight.worker.shadow.carry_over import carry
-from vllm.inflight.worker.shadow.parameters import put_twins
-from vllm.inflight.worker.shadow.shadow_model import Shadow
-from vllm.inflight.worker.staging.loader import Intake
-from vllm.inflight.worker.staging.worker import Stager
-from vllm.inflight.worker.verify.ignored_tensors import Spares
-from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.worker.shadow.build import BuildInputs
+from vllm.inflight.worker.shadow.carry_over import copy_unsent
+from vllm.inflight.worker.shadow.parameters import mirror_parameters
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.staging.loader import UpdateLoader
+from vllm.inflight.worker.staging.worker import StagingWorker
+from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
 HOST = torch.device("cpu")
 RESULTS = "results.jsonl"
@@ -79,12 +79,12 @@ class Player:
         self.live = self.fresh(folder)
         self._move_in()
         with set_current_vllm_config(self.config):
-            blueprint = Blueprint(self.config, self.config.model_config)
+            blueprint = BuildInputs(self.config, self.config.model_config)
             self.second = blueprint.build(self.live, torch.device("meta"))
-        put_twins(self.live, self.second, arena.twin)
+        mirror_parameters(self.live, self.second, arena.twin)
         self.shadow = self._shadow()
         worker: Any = SimpleNamespace(device=HOST, vllm_config=self.config)
-        self.stager = Stager(worker, self.shadow, lambda _: arena.flip)
+        self.stager = StagingWorker(worker, self.shadow, lambda _: arena.flip)
         self.reader = EveryTensorAlone(HOST, 1 << 20)
         self.placed: set[str] = set()
 
@@ -111,8 +111,8 @@ class Player:
         shadow = self.shadow
         self.stager.open()
         self.arena.settle()
-        Shadow.prove(shadow, lambda num_bytes: None)
-        intake = Intake(
+        ShadowModel.prove(shadow, lambda num_bytes: None)
+        intake = UpdateLoader(
             shadow,
             Manifest(subset=subset),
             verify=True,
@@ -121,7 +121,7 @@ class Player:
             progress=lambda num_bytes, num_tensors: None,
         )
         intake.coverage.watch(intake.load_weights, at_once=False)
-        watch = Watch(60, lambda: False)
+        watch = WaitLimit(60, lambda: False)
         try:
             with TensorFiles(checkpoint_files(folder)) as files:
                 receiver = Receiver(self.reader, 2, watch)
@@ -132,7 +132,7 @@ class Player:
                 finally:
                     self.reader.close()
             sent = intake.verdict()
-            carry(shadow, intake.coverage.begun, lambda num_bytes: None)
+            copy_unsent(shadow, intake.coverage.begun, lambda num_bytes: None)
         finally:
             intake.coverage.unwatch()
         self.stager.staged(sent.over(self.stager.served) if subset else sent)
@@ -164,11 +164,11 @@ class Player:
             name: str(param.dtype).removeprefix("torch.")
             for name, *_, param in parameters(self.second)
         }
-        shadow.known_names = Shadow.known_names.func(shadow)
-        shadow.asks_loader = Shadow.asks_loader.fget(shadow)
-        shadow.spares = Spares.of(self.live, self.config.model_config)
-        shadow.origin = Origin.of(self.config)
-        shadow.may_idle = lambda name: Shadow.may_idle(shadow, name)
+        shadow.known_names = ShadowModel.known_names.func(shadow)
+        shadow.asks_loader = ShadowModel.asks_loader.fget(shadow)
+        shadow.spares = IgnoredTensors.of(self.live, self.config.model_config)
+        shadow.origin = StartCheckpoint.of(self.config)
+        shadow.may_idle = lambda name: ShadowModel.may_idle(shadow, name)
         return shadow
 
 

@@ -15,7 +15,7 @@ from tests.engine.script import OPTIONS, tell
 from tests.engine.sync_client import gloo_trainer
 from tests.sliced_source import SlicedSource
 from vllm.inflight.errors import InflightError
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 
 MISSING = "model.layers.1.mlp.down_proj.weight"
@@ -72,7 +72,7 @@ def main(old: Path, new: Path) -> None:
         (name, tensor.dtype, tuple(tensor.shape), s)
         for name, tensor, s in whole.entries
     ]
-    told = Announcement(*map(tuple, zip(*facts, strict=True))).update_info
+    told = TensorList(*map(tuple, zip(*facts, strict=True))).update_info
     at = whole.entries.index(next(e for e in whole.entries if e[0] == MISSING))
     missing = {key: [*some[:at], *some[at + 1 :]] for key, some in told.items()}
     seen["engine refuses"] = refusal(lambda: announce(llm, missing))

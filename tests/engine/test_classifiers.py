@@ -224,8 +224,12 @@ def test_what_was_not_tried_of_such_a_classifier_is_refused_by_name() -> None:
     config = SimpleNamespace(
         model_config=model, parallel_config=SimpleNamespace(world_size=1)
     )
-    assert "(of_tomorrow), by a method" in str(classifier.obstacle(live, config))
+    assert "(of_tomorrow), by a method" in str(
+        classifier.classifier_obstacle(live, config)
+    )
     text.method = "no_post_processing"
-    assert classifier.obstacle(live, config) is None
+    assert classifier.classifier_obstacle(live, config) is None
     config.parallel_config.world_size = 2
-    assert "was not tried on 2 ranks" in str(classifier.obstacle(live, config))
+    assert "was not tried on 2 ranks" in str(
+        classifier.classifier_obstacle(live, config)
+    )

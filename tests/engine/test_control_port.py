@@ -11,7 +11,7 @@ from tests.serving import Server
 from tests.waiting import until
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.cli.finding import State
-from vllm.inflight.cli.server_check import visit
+from vllm.inflight.cli.server_check import check_server
 
 pytestmark = pytest.mark.engine
 
@@ -74,10 +74,12 @@ def test_the_servers_own_port_has_no_control_route(
 
 
 def test_the_doctor_says_which_port_to_ask(server: Server) -> None:
-    findings = visit(server.url, KEY, 0.1)
+    findings = check_server(server.url, KEY, 0.1)
     (finding,) = (each for each in findings if each.name == "control routes")
     assert "of their own" in finding.found
-    assert {each.state for each in visit(server.control, KEY, 0.1)} == {State.GOOD}
+    assert {each.state for each in check_server(server.control, KEY, 0.1)} == {
+        State.GOOD
+    }
 
 
 def test_the_control_port_does_not_generate(control: httpx.Client) -> None:

@@ -18,9 +18,9 @@ from tests.engine.reference import Reference
 from tests.waiting import until
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
 from vllm.inflight.worker.shadow.flip import Exchange
-from vllm.inflight.worker.shadow.shadow_model import Shadow
-from vllm.inflight.worker.staging.loader import Intake
-from vllm.inflight.worker.staging.throttle import Pace
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.staging.loader import UpdateLoader
+from vllm.inflight.worker.staging.throttle import Throttle
 
 pytestmark = pytest.mark.engine
 
@@ -207,14 +207,14 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, told, seen = threading.Event(), threading.Event(), []
-    prepare, receive = Shadow.prepare, LocalEngine.receive_weights
-    settled = Pace.settled
+    prepare, receive = ShadowModel.prepare, LocalEngine.receive_weights
+    settled = Throttle.settled
 
-    def settle_and_note(self: Pace) -> Any:
+    def settle_and_note(self: Throttle) -> Any:
         seen.append("settles")
         return settled(self)
 
-    def prepare_and_note(self: Shadow) -> None:
+    def prepare_and_note(self: ShadowModel) -> None:
         seen.append("begins")
         prepare(self)
 
@@ -224,8 +224,8 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
         seen.append("lets go")
         receive(self, info)
 
-    monkeypatch.setattr(Pace, "settled", settle_and_note)
-    monkeypatch.setattr(Shadow, "prepare", prepare_and_note)
+    monkeypatch.setattr(Throttle, "settled", settle_and_note)
+    monkeypatch.setattr(ShadowModel, "prepare", prepare_and_note)
     monkeypatch.setattr(LocalEngine, "receive_weights", receive_and_stand)
     call(core, "begin", transport="local")
     core.inflight("receive", {"update_info": {"path": str(folders["old"])}})
@@ -251,20 +251,20 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
 def test_a_failure_that_would_not_fit_the_board_is_told_and_not_waited_for(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict = Intake.verdict
+    verdict = UpdateLoader.verdict
 
-    def verdict_of_a_stage(self: Intake) -> Any:
+    def verdict_of_a_stage(self: UpdateLoader) -> Any:
         # As of a stage of a model whose other tensors have nothing in common.
         content = verdict(self)
         self.unfilled += [os.urandom(48).hex() for _ in range(9216)]
         return content
 
-    monkeypatch.setattr(Intake, "verdict", verdict_of_a_stage)
+    monkeypatch.setattr(UpdateLoader, "verdict", verdict_of_a_stage)
     call(core, "begin", transport="local", deadline_s=600)
     call(core, "receive", update_info={"path": str(folders["new"])})
     sealing = core.inflight("seal", {})
     refused = sealing.result(timeout=30)
     assert refused["error"]["code"] == "engine_fault"
     assert "does not fit the board" in refused["error"]["message"]
-    monkeypatch.setattr(Intake, "verdict", verdict)
+    monkeypatch.setattr(UpdateLoader, "verdict", verdict)
     publish(core, folders["new"], "new")

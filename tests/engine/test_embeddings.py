@@ -16,7 +16,7 @@ from vllm.config import PoolerConfig
 from tests.engine.probe import prompts
 from tests.serving import Server
 from vllm.inflight.cli.finding import State
-from vllm.inflight.cli.server_check import visit
+from vllm.inflight.cli.server_check import check_server
 from vllm.inflight.errors import StagingUnavailable, WeightsMismatch
 
 pytestmark = pytest.mark.engine
@@ -186,7 +186,7 @@ def test_a_server_that_embeds_is_updated_and_paused_over_http(
         (after,) = server.post("/v1/embeddings", body)["data"]
         assert after["embedding"] == output.outputs.embedding
         assert headers(server, body) == dict.fromkeys(OF_POOLING, ("new", "1"))
-        findings = visit(server.url, None, 0.1)
+        findings = check_server(server.url, None, 0.1)
         assert {finding.state for finding in findings} == {State.GOOD}
         server.post("/rollback_weights")
         assert server.post("/v1/embeddings", body)["data"] == [before]

@@ -17,7 +17,7 @@ from tests.waiting import until
 from tests.wire.peers import open_things
 from vllm.inflight.errors import InflightError, Malformed
 from vllm.inflight.transport.buckets import buffers
-from vllm.inflight.transport.buckets.buffers import Slots
+from vllm.inflight.transport.buckets.buffers import Buffers
 from vllm.inflight.transport.files import receiver_engine
 from vllm.inflight.transport.files.bucket_reader import FileReader
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
@@ -93,7 +93,7 @@ def test_a_file_cut_short_in_the_middle_leaves_what_is_served(
     file.write_bytes((new / "model.safetensors").read_bytes())
     kept: list[Any] = []
 
-    class Noted(Slots):
+    class Noted(Buffers):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             kept.append(weakref.ref(self))

@@ -17,7 +17,7 @@ from tests.serving import Server
 from tests.waiting import until
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.request import rate_limit
-from vllm.inflight.api.request.rate_limit import Rate
+from vllm.inflight.api.request.rate_limit import RateLimit
 from vllm.inflight.errors import (
     Conflict,
     TooManyUpdates,
@@ -126,7 +126,7 @@ def test_what_took_several_updates_is_had_again_as_one_at_any_rate(
     llm.update_weights_from_disk(mlp, "mixed", subset=MLP)
     before = served(llm)
     llm = restart()
-    one_a_minute = partial(Rate(1).spend, "caller")
+    one_a_minute = partial(RateLimit(1).spend, "caller")
 
     def ask() -> Any:
         rate_limit.allowance.set(one_a_minute)  # as a route does

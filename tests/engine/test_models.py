@@ -110,7 +110,7 @@ CONFIG = {
 
 def test_a_layer_that_hides_weights_is_named() -> None:
     model = torch.nn.Sequential(torch.nn.Identity(), Hoarder())
-    reason = support.obstacle(model, SimpleNamespace(**CONFIG))
+    reason = support.support_obstacle(model, SimpleNamespace(**CONFIG))
     assert reason is not None
     assert "layer 1 (Hoarder)" in reason
     assert "'packed[0]'" in reason

@@ -116,7 +116,9 @@ def test_kv_that_could_come_back_from_outside_refuses_a_reload_as_an_update(
     def refuse(_: Any) -> None:
         raise Conflict("a connector of a test")
 
-    monkeypatch.setattr("vllm.inflight.engine.scheduling.kv_connectors.check", refuse)
+    monkeypatch.setattr(
+        "vllm.inflight.engine.scheduling.kv_connectors.check_connectors", refuse
+    )
     with pytest.raises(Conflict, match="a connector of a test"):
         reload(core, folders["new"])
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.bare_core import Streams, add, call, prompt, publish, request
-from vllm.inflight.engine.scheduling.prefix_cache import Policy, Root
+from vllm.inflight.engine.scheduling.prefix_cache import CacheNamespace, NamespacePolicy
 
 pytestmark = pytest.mark.engine
 
@@ -54,7 +54,7 @@ def test_kv_of_other_weights_is_never_read(
 def test_without_our_salt_the_same_sequence_reads_stale_kv(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core.scheduler, "inflight_policy", Policy(None))
+    monkeypatch.setattr(core.scheduler, "inflight_policy", NamespacePolicy(None))
     assert hit_tokens(core, "first", prompt(32, 100)) == 0
     publish(core, folders["new"], "new")
     assert hit_tokens(core, "second", prompt(32, 100)) == 96
@@ -84,9 +84,9 @@ def test_blocks_filled_across_a_commit_are_out_of_reach(
 
 
 def test_a_salt_of_the_user_still_separates(core: EngineCore) -> None:
-    salted = Policy().salted
-    assert salted("x", Root(0)) == "x"
-    roots = [Root(epoch, load) for epoch in range(3) for load in range(3)]
+    salted = NamespacePolicy().salted
+    assert salted("x", CacheNamespace(0)) == "x"
+    roots = [CacheNamespace(epoch, load) for epoch in range(3) for load in range(3)]
     users = (None, "x", "w1\x1f", "w1\x1fx", "w0a1\x1fx")
     assert len({salted(user, root) for user in users for root in roots}) == 5 * 9
 
@@ -94,7 +94,7 @@ def test_a_salt_of_the_user_still_separates(core: EngineCore) -> None:
 @pytest.fixture
 def by_drift(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     """The core where KV may be read until the weights have moved by 5 %."""
-    policy = Policy.parse("versioned:auto", drift=0.05)
+    policy = NamespacePolicy.parse("versioned:auto", drift=0.05)
     monkeypatch.setattr(core.scheduler, "inflight_policy", policy)
     return core
 

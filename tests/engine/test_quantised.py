@@ -133,13 +133,13 @@ def test_on_several_ranks_are_refused_schemes_that_meet_and_those_not_seen_there
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = first_quantised(start(folder(0, None), **ONLINE))
-    assert quantized.obstacle(layer, "cpu", 1) is None
-    assert "agree on their scales" in str(quantized.obstacle(layer, "cpu", 2))
+    assert quantized.quantized_obstacle(layer, "cpu", 1) is None
+    assert "agree on their scales" in str(quantized.quantized_obstacle(layer, "cpu", 2))
     layer = first_quantised(start(folder(0, "int8")))
-    assert quantized.obstacle(layer, "cpu", 2) is None
+    assert quantized.quantized_obstacle(layer, "cpu", 2) is None
     monkeypatch.setitem(quantized.PROVED_ON_RANKS, "cpu", set())
-    assert quantized.obstacle(layer, "cpu", 1) is None
-    assert "engine of 2 ranks" in str(quantized.obstacle(layer, "cpu", 2))
+    assert quantized.quantized_obstacle(layer, "cpu", 1) is None
+    assert "engine of 2 ranks" in str(quantized.quantized_obstacle(layer, "cpu", 2))
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_bits", 8), ("symmetric", False)])
@@ -152,9 +152,9 @@ def test_of_packed_weights_only_symmetric_int4_is_let_through(
     layer = SimpleNamespace(scheme=scheme, quant_method=SimpleNamespace())
     pair = type(scheme).__name__, type(kernel).__name__
     monkeypatch.setitem(PROVED, "cuda", {pair})
-    assert quantized.obstacle(layer, "cuda", 1) is None
+    assert quantized.quantized_obstacle(layer, "cuda", 1) is None
     setattr(scheme, name, value)
-    assert f"has {name}={value}" in str(quantized.obstacle(layer, "cuda", 1))
+    assert f"has {name}={value}" in str(quantized.quantized_obstacle(layer, "cuda", 1))
 
 
 def first_quantised(llm: Any) -> torch.nn.Module:
@@ -213,7 +213,7 @@ def test_what_a_quantised_model_cannot_be_served_with_is_named(
         "parallel_config": SimpleNamespace(enable_eplb=False, world_size=num_ranks),
         "cache_config": SimpleNamespace(cache_dtype=cache),
     }
-    found = support.obstacle(model, SimpleNamespace(**config))
+    found = support.support_obstacle(model, SimpleNamespace(**config))
     assert found is reason or re.search(reason, found)
 
 

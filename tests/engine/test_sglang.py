@@ -8,7 +8,7 @@ import pytest
 from tests.engine.bare_core import Streams, add, call, prompt
 from tests.engine.core_door import Door, said
 from tests.engine.mixtures import MLP, mixed, part
-from vllm.inflight.engine.compat.queries import matching
+from vllm.inflight.engine.scheduling.abort import matching
 
 pytestmark = pytest.mark.engine
 

@@ -257,11 +257,11 @@ def test_a_lease_that_runs_out_does_not_wake_anything(sleeper: EngineCore) -> No
 def test_nothing_is_given_back_under_a_transfer_that_does_not_let_go(
     sleeper: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.inflight.worker.staging.thread import Job
+    from vllm.inflight.worker.staging.thread import StagingThread
 
     before = says(sleeper, "before")
     call(sleeper, "begin", transport="local")
-    monkeypatch.setattr(Job, "ends_by", lambda *_: False)
+    monkeypatch.setattr(StagingThread, "ends_by", lambda *_: False)
     with pytest.raises(Exception, match="has not let go"):
         sleeper.sleep(1)
     assert not sleeper.is_sleeping() and says(sleeper, "after") == before

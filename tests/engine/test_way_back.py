@@ -19,7 +19,7 @@ from tests.engine.bare_core import call, publish, stage
 from tests.engine.core_door import Door, said
 from tests.waiting import until
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
-from vllm.inflight.worker.staging.worker import Stager
+from vllm.inflight.worker.staging.worker import StagingWorker
 
 pytestmark = pytest.mark.engine
 
@@ -193,14 +193,14 @@ def test_what_begins_to_write_as_its_update_is_aborted_does_not(
 ) -> None:
     """The rank is told between its first tensor and its first write."""
     opens, aborted = threading.Event(), threading.Event()
-    opening = Stager.open
+    opening = StagingWorker.open
 
-    def open_late(self: Stager, *args: Any) -> None:
+    def open_late(self: StagingWorker, *args: Any) -> None:
         opens.set()
         assert aborted.wait(30)
         opening(self, *args)
 
-    monkeypatch.setattr(Stager, "open", open_late)
+    monkeypatch.setattr(StagingWorker, "open", open_late)
     call(served_new, "begin", transport="local")
     served_new.inflight("receive", {"update_info": {"path": str(folders["old"])}})
     assert opens.wait(30)

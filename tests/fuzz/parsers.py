@@ -183,7 +183,7 @@ def shown(given: Any) -> None:
         client=None,
         app=SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=["k"]))),
     )
-    auth.check(request)
+    auth.authorize(request)
 
 
 def pickles() -> list[bytes]:

@@ -8,7 +8,7 @@ import torch
 
 from vllm.inflight.errors import ConfigError, OutOfDeviceMemory
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.memory.host_copy import Backup, everything
+from vllm.inflight.worker.memory.host_copy import HostCopy, everything
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,7 +118,7 @@ def test_a_captured_graph_computes_with_the_same_set_after_a_sleep(arena):
     with_old = graph()
     twins = [arena.twin(w) for w in weights]
     one, free = sum(n for _, n in arena.runs()), torch.cuda.mem_get_info()[0]
-    backup = Backup(arena, everything(arena))
+    backup = HostCopy(arena, everything(arena))
     arena.unpair()
     arena.suspend()
     assert abs(torch.cuda.mem_get_info()[0] - free - 2 * one) <= 4 * MIB

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.worker.verify.gpu_digest import Audit
+from vllm.inflight.worker.verify.gpu_digest import GpuDigest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ DTYPES = [
 
 
 def test_digests_and_counts_are_those_of_the_cpu():
-    audit = Audit(torch.device("cuda"), {})
+    audit = GpuDigest(torch.device("cuda"), {})
     tensors = []
     for dtype in DTYPES:
         for shape in ((), (1,), (3,), (8,), (33, 7), (1000, 1001)):
@@ -52,7 +52,7 @@ def test_what_is_infinite_in_the_dtype_it_is_served_in_is_counted(served_as):
         values = about.to(ops.INTEGERS[dtype.itemsize]).view(dtype)
         both = torch.cat([values, -values, torch.randn(100_000).to(dtype)])
         tensors[str(dtype)] = both.cuda()
-    audit = Audit(torch.device("cuda"), {}, None, lambda name, dtype: served_as)
+    audit = GpuDigest(torch.device("cuda"), {}, None, lambda name, dtype: served_as)
     audit.add(list(tensors.items()))
     for name, _, bad in audit.results():
         # As the GPU converts them, which is what is served.
@@ -61,7 +61,7 @@ def test_what_is_infinite_in_the_dtype_it_is_served_in_is_counted(served_as):
 
 def test_its_speed_is_printed():
     tensor = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
-    audit = Audit(torch.device("cuda"), {})
+    audit = GpuDigest(torch.device("cuda"), {})
     audit.add([("warm", tensor)])
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

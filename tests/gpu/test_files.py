@@ -15,7 +15,7 @@ from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.files import bucket_reader, receiver_engine
 from vllm.inflight.transport.files.bucket_reader import FileReader
 from vllm.inflight.transport.files.safetensors_files import TensorFiles
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.waiting import WaitLimit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,7 +89,7 @@ def test_a_file_cut_short_leaves_what_is_served(
 
 def test_every_byte_arrives_while_the_gpu_lags_behind(tmp_path: Path) -> None:
     """Neither a bucket nor a host buffer is used again before the GPU is done."""
-    device, watch = torch.device("cuda", 0), Watch(60.0)
+    device, watch = torch.device("cuda", 0), WaitLimit(60.0)
     named = {str(n): torch.full((1 << 18,), float(n)) for n in range(64)}
     save_file(named, tmp_path / "model.safetensors")
     reader = FileReader(device, 1 << 20)

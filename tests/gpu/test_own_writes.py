@@ -36,7 +36,7 @@ from tests.engine.test_own_writes import (  # noqa: F401 (tests, run here on a G
 )
 from tests.engine.test_sleep import says
 from tests.engine.user_extension import tensors_of
-from vllm.inflight.worker.memory.placement import residence_of
+from vllm.inflight.worker.memory.placement import placement_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +82,7 @@ def test_a_parameter_that_is_put_elsewhere_comes_back_into_the_arena(
     publish(core, third, "third")
     expected = says(core, "expected")
     publish(core, folders["new"], "new")
-    arena = residence_of(model).arena
+    arena = placement_of(model).arena
     places = {name: param.data_ptr() for name, param in model.named_parameters()}
     rpc(core, "tests_copy", str(third), "data =")
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == places

@@ -14,7 +14,7 @@ from tests.engine.probe import greedy, prompts
 from tests.engine.script import run_script
 from tests.engine.test_examples import LEARNED, run
 from vllm.inflight.errors import EngineAsleep, OutOfDeviceMemory
-from vllm.inflight.worker.memory.placement import residence_of
+from vllm.inflight.worker.memory.placement import placement_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +81,7 @@ def core_of(llm: Any) -> Any:
 
 def arena_of(llm: Any) -> Any:
     worker = llm.llm_engine.model_executor.driver_worker
-    return residence_of(worker.get_model()).arena
+    return placement_of(worker.get_model()).arena
 
 
 def free_bytes() -> int:

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from vllm.inflight.worker.step_tracker import Steps
+from vllm.inflight.worker.step_tracker import StepTracker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ CYCLES = 1_000_000_000
 
 def test_who_flips_waits_for_the_step_of_another_thread() -> None:
     device = torch.device("cuda:0")
-    steps = Steps(device)
+    steps = StepTracker(device)
     ended = torch.cuda.Event()
 
     def step() -> None:

@@ -12,11 +12,11 @@ from tests.wire.peers import HOST, digests, process, tensors
 from tests.wire.peers_on_gpu import GPU_BUCKET_BYTES, large, trainer
 from vllm.inflight.errors import Cancelled, TransferFault
 from vllm.inflight.transport.buckets.receiver import Receiver
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.connect import open_group
-from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.collective.rendezvous import Rendezvous
 from vllm.inflight.transport.group import Terms
-from vllm.inflight.transport.waiting import Watch, in_background
+from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ pytestmark = [
     ),
 ]
 
-WATCH = Watch(60.0)
+WATCH = WaitLimit(60.0)
 NUM_GIB = 4
 
 
@@ -38,19 +38,19 @@ def gpu():
 
 def join(port: int, device: torch.device) -> Receiver:
     terms = Terms(wire="nccl", world_size=2, bucket_bytes=GPU_BUCKET_BYTES)
-    meeting = Meeting.join(terms, HOST, port, 1, WATCH)
+    meeting = Rendezvous.join(terms, HOST, port, 1, WATCH)
     return Receiver(open_group(meeting, device, WATCH), 3, WATCH)
 
 
-def announced() -> Announcement:
-    return Announcement.of(large(torch.device("meta"), NUM_GIB))
+def announced() -> TensorList:
+    return TensorList.of(large(torch.device("meta"), NUM_GIB))
 
 
 def receive_all(device: torch.device) -> None:
     """A whole group, from its opening to its end."""
     with process(trainer, "small") as child:
         receiver = join(child.pipe.recv(), device)
-        named = receiver.tensors(Announcement.of(tensors().items()), WATCH)
+        named = receiver.tensors(TensorList.of(tensors().items()), WATCH)
         arrived = [(name, tensor.cpu()) for name, tensor in named]
         assert digests(arrived) == digests(tensors().items())
         child.pipe.send("arrived")
@@ -150,7 +150,7 @@ def test_a_cancelled_update_lets_go_and_a_new_group_works(gpu, decoding):
 
         def receive() -> None:
             with torch.cuda.device(gpu), torch.cuda.stream(torch.cuda.Stream()):
-                watch = Watch(60.0, cancelled.is_set)
+                watch = WaitLimit(60.0, cancelled.is_set)
                 for _ in receiver.tensors(announced(), watch):
                     pass
 

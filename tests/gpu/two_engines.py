@@ -50,12 +50,12 @@ async def main(way: str, a: str, b: str, num_commits: str) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if way == "apart":
-        from vllm.inflight.engine.update.dp_commit import Lockstep
+        from vllm.inflight.engine.update.dp_commit import DpCommit
 
         # Nobody meets. The engines, which are forked off this process, inherit it.
-        Lockstep.is_kept = property(lambda self: False)  # type: ignore[method-assign,assignment]
-        Lockstep.meet = lambda self: False  # type: ignore[method-assign]
-        Lockstep.together = lambda self, flip, take_back: flip()  # type: ignore[method-assign]
+        DpCommit.is_kept = property(lambda self: False)  # type: ignore[method-assign,assignment]
+        DpCommit.meet = lambda self: False  # type: ignore[method-assign]
+        DpCommit.together = lambda self, flip, take_back: flip()  # type: ignore[method-assign]
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=a,

@@ -157,22 +157,22 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """
     from vllm.inflight.engine.pause.pause import Pauses
     from vllm.inflight.engine.update import live_version, monitor, ranks
-    from vllm.inflight.worker.staging.loader import Intake
-    from vllm.inflight.worker.staging.thread import Job
-    from vllm.inflight.worker.staging.worker import Stager
+    from vllm.inflight.worker.staging.loader import UpdateLoader
+    from vllm.inflight.worker.staging.thread import StagingThread
+    from vllm.inflight.worker.staging.worker import StagingWorker
 
     global _put
-    if hasattr(Job.run, "tests_are_here"):
+    if hasattr(StagingThread.run, "tests_are_here"):
         return
     _put = put
-    run = Job.run
+    run = StagingThread.run
 
     @wraps(run)
     def marked(self: Any) -> None:
         run(self)
 
     marked.tests_are_here = True
-    put(Job, "run", marked)
+    put(StagingThread, "run", marked)
 
     def at(owner: Any, name: str, point: str, places: Callable[..., set[str]]) -> None:
         original = getattr(owner, name)
@@ -196,15 +196,15 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     def of_served(it: Any, *_: Any) -> set[str]:
         return _names(it._core.vllm_config, None)
 
-    at(Job, "_begin", "begin", of_job)
-    at(Job, "_seal", "verify", of_job)
-    at(Stager, "staged", "vote", of_stager)
-    at(Stager, "flip", "before the flip", of_stager)
-    at(live_version.Served, "advance", "before the flip", of_served)
-    at(live_version.Served, "_take_on", "after the flip", of_served)
+    at(StagingThread, "_begin", "begin", of_job)
+    at(StagingThread, "_seal", "verify", of_job)
+    at(StagingWorker, "staged", "vote", of_stager)
+    at(StagingWorker, "flip", "before the flip", of_stager)
+    at(live_version.LiveVersion, "advance", "before the flip", of_served)
+    at(live_version.LiveVersion, "_take_on", "after the flip", of_served)
     at(Pauses, "treat", "reply", of_served)
-    _in_stream(Intake)
-    _around_flip(Stager, of_stager)
+    _in_stream(UpdateLoader)
+    _around_flip(StagingWorker, of_stager)
     _in_core(ranks.Ranks, monitor)
 
 

@@ -9,7 +9,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 
 from tests.engine.bare_core import Streams, call
 from tests.simulated.worker import BLOCK, SimulatedExecutor
-from vllm.inflight.engine.scheduling.aborted_sessions import Aborted
+from vllm.inflight.engine.scheduling.aborted_sessions import AbortedSessions
 
 NUM_BLOCKS = 48
 
@@ -92,7 +92,9 @@ def emptied(core: EngineCore) -> EngineCore:
     call(core, "receive", update_info={"weights": 0})  # and so there is no way back
     call(core, "abort")
     assert core.reset_prefix_cache()
-    core.scheduler._inflight_aborted = Aborted()  # the next one's session has its name
+    core.scheduler._inflight_aborted = (
+        AbortedSessions()
+    )  # the next one's session has its name
     worker.sampled.clear()
     worker.rows.clear()
     return core

@@ -9,7 +9,7 @@ from tests.engine.bare_core import call
 from tests.simulated.doors import Door, publish, served
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.errors import InflightError, VersionConflict, WeightsMismatch
-from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.status_board import StatusBoard
 
 pytestmark = pytest.mark.engine
 
@@ -36,14 +36,16 @@ class Apart(Door):
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests of whole versions are not known, as of a subset on top of the start."""
-    post = Board.post
+    post = StatusBoard.post
 
-    def post_what_was_sent(self: Board, rank: int, notice: dict[str, Any]) -> None:
+    def post_what_was_sent(
+        self: StatusBoard, rank: int, notice: dict[str, Any]
+    ) -> None:
         if notice["state"] == "staged":
             notice = notice | {"sent": notice["digest"], "digest": None}
         post(self, rank, notice)
 
-    monkeypatch.setattr(Board, "post", post_what_was_sent)
+    monkeypatch.setattr(StatusBoard, "post", post_what_was_sent)
 
 
 def prepare(control: Control) -> Any:
@@ -126,15 +128,15 @@ def test_weights_that_others_have_put_there_are_no_known_base(
 def test_a_digest_that_one_engine_knows_is_not_that_of_another(
     cores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    post = Board.post
+    post = StatusBoard.post
     second = cores[1].model_executor.board
 
-    def post_less(self: Board, rank: int, notice: dict[str, Any]) -> None:
+    def post_less(self: StatusBoard, rank: int, notice: dict[str, Any]) -> None:
         if self is second and notice["state"] == "staged":
             notice = notice | {"digest": None}
         post(self, rank, notice)
 
-    monkeypatch.setattr(Board, "post", post_less)
+    monkeypatch.setattr(StatusBoard, "post", post_less)
     told = refused(Control(Apart(cores, 1, 1)))
     assert f"engine 0 has digest {1:032x}" in told
     assert "engine 1 has no known digest" in told

@@ -12,7 +12,7 @@ from tests.simulated.graph import Queued
 from tests.simulated.load import LABELS, answered, ask, code, started
 from tests.simulated.test_sessions import TEXT, Told, heard, say
 from vllm.inflight.engine.scheduling import kv_connectors
-from vllm.inflight.engine.scheduling.prefix_cache import Policy
+from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
 
 pytestmark = pytest.mark.engine
 
@@ -148,7 +148,7 @@ def test_where_nothing_runs_or_kv_is_shared_it_is_a_commit_as_any_other(
     stage_weights(core, 1)
     assert switched(core, "commit")[1] == [0]
     streams = started(core)
-    core.scheduler.inflight_policy = Policy.parse("shared")
+    core.scheduler.inflight_policy = NamespacePolicy.parse("shared")
     stage_weights(core, 2)
     reply, num_to_come = switched(core, "commit", weight_version="two")
     assert (reply["ok"]["weight_version"], num_to_come) == ("two", [])

@@ -15,20 +15,20 @@ from tests.engine.bare_core import Streams, add, call, prompt, request
 from tests.simulated.core import publish_weights
 from tests.simulated.load import KINDS, ask
 from vllm.inflight.engine.scheduling.kv_provenance import trail_of
-from vllm.inflight.engine.scheduling.prefix_cache import Policy, Root
+from vllm.inflight.engine.scheduling.prefix_cache import CacheNamespace, NamespacePolicy
 
 pytestmark = pytest.mark.engine
 
 TEXT = prompt(1, 90)
 
 
-class Unsalted(Policy):
+class Unsalted(NamespacePolicy):
     """Upstream's prefix cache, which knows nothing of weights."""
 
     def roots(
         self, epoch: int, load: int = 0, *, is_retracted: bool = False
-    ) -> tuple[Root]:
-        return (Root(0),)
+    ) -> tuple[CacheNamespace]:
+        return (CacheNamespace(0),)
 
 
 @pytest.fixture(params=["one group", "two groups, sliding window", "async"])
@@ -158,7 +158,7 @@ def test_without_our_salt_the_same_way_reads_stale_kv(
 def test_shared_is_upstreams_behaviour(
     core: EngineCore, way: Callable[[EngineCore], None]
 ) -> None:
-    core.scheduler.inflight_policy = Policy.parse("shared")
+    core.scheduler.inflight_policy = NamespacePolicy.parse("shared")
     way(core)
     assert 0 in read_by(core, "probe")
 
@@ -167,7 +167,7 @@ def test_shared_is_upstreams_behaviour(
 def test_shared_recomputes_what_was_retracted_all_the_same(
     core: EngineCore, way: Callable[[EngineCore], None]
 ) -> None:
-    core.scheduler.inflight_policy = Policy.parse("shared")
+    core.scheduler.inflight_policy = NamespacePolicy.parse("shared")
     way(core)
     assert read_by(core, "probe") == {1}
 
@@ -194,7 +194,7 @@ def test_two_users_and_two_adapters_stay_apart_across_a_commit(
 def test_kv_up_to_k_updates_old_may_be_read(
     core: EngineCore, commits: int, reads: set[int]
 ) -> None:
-    core.scheduler.inflight_policy = Policy.parse("versioned:2")
+    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:2")
     run(core, "first", TEXT)
     for weights in range(1, commits + 1):
         publish_weights(core, weights, f"v{weights}")
@@ -203,7 +203,7 @@ def test_kv_up_to_k_updates_old_may_be_read(
 
 
 def test_kv_more_than_k_updates_old_may_not(core: EngineCore) -> None:
-    core.scheduler.inflight_policy = Policy.parse("versioned:2")
+    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:2")
     run(core, "first", TEXT)
     for weights in (1, 2, 3):
         publish_weights(core, weights, f"v{weights}")
@@ -213,7 +213,7 @@ def test_kv_more_than_k_updates_old_may_not(core: EngineCore) -> None:
 
 def test_a_chain_is_as_old_as_its_root_whoever_filled_it_up(core: EngineCore) -> None:
     """Blocks that a long request filled lately hang under the root it began with."""
-    core.scheduler.inflight_policy = Policy.parse("versioned:1")
+    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:1")
     add(core, "long", TEXT, max_tokens=100)
     streams = Streams(core).step(8)
     publish_weights(core, 1, "one")
@@ -227,12 +227,12 @@ def test_a_chain_is_as_old_as_its_root_whoever_filled_it_up(core: EngineCore) ->
 
 
 def test_of_several_roots_the_longest_hit_is_taken(core: EngineCore) -> None:
-    core.scheduler.inflight_policy = Policy.parse("versioned:2")
+    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:2")
     run(core, "first", TEXT)
     publish_weights(core, 1, "one")
-    core.scheduler.inflight_policy = Policy.parse("versioned")
+    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned")
     run(core, "second", TEXT[:40])
-    core.scheduler.inflight_policy = Policy.parse("versioned:2")
+    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:2")
     run(core, "probe", TEXT)
     assert read_by(core, "probe") == {0, 1}
     first = core.model_executor.sampled["probe"][0].kv
@@ -242,14 +242,14 @@ def test_of_several_roots_the_longest_hit_is_taken(core: EngineCore) -> None:
 def test_what_was_retracted_reads_no_old_kv_however_many_updates_are_allowed(
     core: EngineCore,
 ) -> None:
-    core.scheduler.inflight_policy = Policy.parse("versioned:8")
+    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:8")
     retracted_by_the_commit(core)
     assert read_by(core, "probe") == {1}
 
 
 def test_engines_that_share_a_tier_have_salts_of_their_own() -> None:
-    ours, theirs = Policy(0, ".a"), Policy(0, ".b")
-    first, later = Root(0), Root(3)
+    ours, theirs = NamespacePolicy(0, ".a"), NamespacePolicy(0, ".b")
+    first, later = CacheNamespace(0), CacheNamespace(3)
     assert ours.salted("user", first) == theirs.salted("user", first) == "user"
     assert ours.salted("user", later) != theirs.salted("user", later)
 

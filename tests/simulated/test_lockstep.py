@@ -15,7 +15,7 @@ from tests.simulated.lockstep import Together, together
 from tests.waiting import until
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.engine.update import dp_commit
-from vllm.inflight.engine.update.dp_commit import Lockstep
+from vllm.inflight.engine.update.dp_commit import DpCommit
 from vllm.inflight.errors import Conflict, EngineFault, PauseConflict, UpdateBusy
 
 pytestmark = pytest.mark.engine
@@ -52,8 +52,8 @@ def test_both_commit_at_the_same_step_and_nobody_stops(both: Together) -> None:
 def test_without_it_they_mix_versions_in_a_step(
     both: Together, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Lockstep, "is_kept", False)
-    monkeypatch.setattr(Lockstep, "together", lambda self, flip, back: flip())
+    monkeypatch.setattr(DpCommit, "is_kept", False)
+    monkeypatch.setattr(DpCommit, "together", lambda self, flip, back: flip())
     both.start(3, 1)
     both.stage(1)
     both.control_apart("commit", weight_version="one")
@@ -263,13 +263,13 @@ def test_where_one_cannot_be_updated_nobody_needs_to_meet(
     both: Together, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met = []
-    extent = Lockstep._extent
+    extent = DpCommit._extent
 
-    def counted(self: Lockstep, value: int) -> Any:
+    def counted(self: DpCommit, value: int) -> Any:
         met.append(value)
         return extent(self, value)
 
-    monkeypatch.setattr(Lockstep, "_extent", counted)
+    monkeypatch.setattr(DpCommit, "_extent", counted)
     both.cores[1].inflight_gate.ranks.reason = "the test says so"
     both.start(1, 1)
     both.ask(0, lambda core: core.inflight_gate.lockstep.arm("anything", dict)).result(

@@ -15,7 +15,7 @@ from tests.simulated.load import KINDS
 from vllm.inflight.engine.scheduling import scheduler
 from vllm.inflight.engine.scheduling.aborted_sessions import (
     NUM_REMEMBERED,
-    Aborted,
+    AbortedSessions,
     mark,
 )
 from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD, Stamp
@@ -167,7 +167,7 @@ def test_a_session_that_has_ended_by_itself_is_not_remembered(core: EngineCore) 
 
 
 def test_the_last_thousand_sessions_that_were_aborted_are_remembered() -> None:
-    aborted = Aborted()
+    aborted = AbortedSessions()
 
     def chunk(number: int) -> Any:
         params = SimpleNamespace(extra_args=None)

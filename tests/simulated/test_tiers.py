@@ -11,7 +11,7 @@ from tests.engine.bare_core import Streams, add, call, prompt
 from tests.simulated.core import Loop, publish_weights, simulated_core, stage_weights
 from tests.simulated.load import answered, ask, code
 from tests.simulated.tiered import Tiered, offloading
-from vllm.inflight.engine.scheduling.prefix_cache import Policy
+from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
 
 pytestmark = pytest.mark.engine
 
@@ -155,7 +155,7 @@ def by_a_pause_before_the_commit(core: EngineCore, streams: Streams) -> int:
 def test_what_was_loaded_and_had_no_turn_is_retracted(
     loop: EngineCore, way: Callable[[EngineCore, Streams], int], policy: str
 ) -> None:
-    loop.scheduler.inflight_policy = Policy.parse(policy)
+    loop.scheduler.inflight_policy = NamespacePolicy.parse(policy)
     streams = loaded_without_a_turn(loop)
     assert way(loop, streams) == 2
     assert [r.request_id for r in loop.scheduler.waiting] == ["neighbour", "probe"]

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.status_board import StatusBoard
 
 BLOCK = 16
 WINDOW = 40
@@ -74,7 +74,7 @@ class SimulatedExecutor(UniProcExecutor):
         self.rows: dict[str, Row] = {}
         self.sampled: dict[str, list[Sampled]] = {}
         self.memories = [Memory(None), Memory(WINDOW)][: 1 + self.windowed]
-        self.board: Board | None = None
+        self.board: StatusBoard | None = None
         self.is_written = self.is_loading = False
         self.displaced: list[str] = []
         """What its tripwire has noticed of writes past any update."""
@@ -219,7 +219,7 @@ class SimulatedExecutor(UniProcExecutor):
         return CompilationTimes(0.0, 0.0)
 
     def _inflight_attach(self, path: str, num_ranks: int) -> Any:
-        self.board = Board(path, num_ranks)
+        self.board = StatusBoard(path, num_ranks)
         return {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 
     def _inflight_overwrite(self, move: str, *_: Any) -> Any:

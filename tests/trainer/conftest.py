@@ -15,7 +15,7 @@ import pytest
 from tests.trainer.stand_in import StandIn
 from tests.waiting import until
 from vllm.inflight.trainer import retry, snapshot
-from vllm.inflight.trainer.publish_queue import Queue
+from vllm.inflight.trainer.publish_queue import PublishQueue
 from vllm.inflight.trainer.snapshot import SHARED_MEMORY
 
 
@@ -65,7 +65,8 @@ def noted(
 
 
 def stopped_at_once(looks: list[SimpleNamespace], least_s: float) -> bool:
-    """Whether nobody looked at `Patience.overdue_s` again, once it was above `least_s`.
+    """Whether nobody looked at `RetryBudget.overdue_s` again, once it was above
+    `least_s`.
 
     Whoever waits looks every moment, so it ended then, however slow the machine is.
     """
@@ -78,12 +79,12 @@ def leaping(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Whenever a publisher waits to try again, its clock leaps instead: the leaps."""
     leaps: list[float] = []
 
-    def leap(_: Queue, seconds: float) -> bool:
+    def leap(_: PublishQueue, seconds: float) -> bool:
         leaps.append(seconds)
         return False
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(leaps))
-    monkeypatch.setattr(Queue, "give_way", leap)
+    monkeypatch.setattr(PublishQueue, "give_way", leap)
     monkeypatch.setattr(retry, "time", clock)
     return leaps
 

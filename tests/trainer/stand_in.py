@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from vllm.inflight.api.request.rate_limit import Rate
+from vllm.inflight.api.request.rate_limit import RateLimit
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.ledger import Ledger
 from vllm.inflight.errors import (
@@ -85,7 +85,7 @@ class StandIn:
         self.trickles: set[str] = set()
         self.known: set[str] | None = None
         self.names = weights()
-        self.rate = Rate(0)
+        self.rate = RateLimit(0)
         self.served: dict[str, torch.Tensor] = {}
         self.digest: str | None = "0" * 32
         self.base = "start"

@@ -30,7 +30,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.trainer import ServerClient
 from vllm.inflight.trainer.http_client import HttpEngine
-from vllm.inflight.trainer.retry import Patience
+from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.trainer.sync_client import CLOSING_S
 
 INIT = "/init_weight_transfer_engine"
@@ -115,7 +115,7 @@ def test_a_commit_whose_reply_never_came_is_found_out_about(
     client.announce("step-7")
     engine.faults[FINISH] = [LOSE]
     with monkeypatch.context() as hurried:
-        hurried.setattr(Patience, "pause", lambda *_: False)
+        hurried.setattr(RetryBudget, "pause", lambda *_: False)
         with pytest.raises(EngineUnreachable):
             send(client)
     assert client.committed is None and engine.version["weight_version"] == "step-7"

@@ -37,7 +37,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.trainer import Publisher, coordinator, http_client
 from vllm.inflight.trainer.http_client import HttpEngine
-from vllm.inflight.trainer.retry import Patience
+from vllm.inflight.trainer.retry import RetryBudget
 
 
 @pytest.mark.parametrize("fault", [DROP, LOSE, STARTING])
@@ -152,7 +152,7 @@ def test_a_reply_that_trickles_does_not_last_longer_than_the_patience(
 ):
     """Each byte is in time, and all of them together are not."""
     engine.trickles = {UPDATE}
-    looks = noted(monkeypatch, Patience, "overdue_s")
+    looks = noted(monkeypatch, RetryBudget, "overdue_s")
     seconds, _ = lasted(publisher(engine, timeout_s=1), EngineUnreachable)
     assert stopped_at_once(looks, 0.5)
     assert seconds < 9  # it trickles for ten

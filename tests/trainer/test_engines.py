@@ -19,8 +19,8 @@ from vllm.inflight.errors import (
     NoTransport,
 )
 from vllm.inflight.trainer import Publisher, coordinator
-from vllm.inflight.trainer.engine_clients import LocalEngine
-from vllm.inflight.trainer.retry import Patience
+from vllm.inflight.trainer.engine_clients import InProcessEngine
+from vllm.inflight.trainer.retry import RetryBudget
 
 
 class Sync:
@@ -134,9 +134,11 @@ async def test_a_finish_that_is_not_waited_for_goes_on_to_its_end(monkeypatch):
             aborted.set()
             return self.inner.abort_weight_update(update_id)
 
-    finish = LocalEngine.finish
+    finish = InProcessEngine.finish
     monkeypatch.setattr(
-        LocalEngine, "finish", lambda self, body, _: finish(self, body, Patience(0.1))
+        InProcessEngine,
+        "finish",
+        lambda self, body, _: finish(self, body, RetryBudget(0.1)),
     )
     with (
         Publisher(Slow(), weights(), timeout_s=20) as to,
@@ -205,7 +207,7 @@ async def test_an_exception_on_the_engines_loop_gives_up_without_blocking_it():
 
 
 def test_an_llm_that_does_not_come_back_is_not_waited_for_longer_than_said(monkeypatch):
-    looks = noted(monkeypatch, Patience, "overdue_s")
+    looks = noted(monkeypatch, RetryBudget, "overdue_s")
     release = threading.Event()
 
     class Stuck(Sync):

@@ -21,7 +21,7 @@ from vllm.inflight import ops
 from vllm.inflight.errors import ConfigError, Malformed
 from vllm.inflight.trainer import Publisher
 from vllm.inflight.trainer import snapshot as room
-from vllm.inflight.trainer.snapshot import DTYPES, SHARED_MEMORY, Parcel, sweep
+from vllm.inflight.trainer.snapshot import DTYPES, SHARED_MEMORY, Snapshot, sweep
 from vllm.inflight.transport.waiting import in_background
 
 
@@ -50,7 +50,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_the_file_holds_every_tensor_whatever_its_dtype_and_size(tmp_path):
-    parcel = Parcel.pack(mixed().items(), tmp_path)
+    parcel = Snapshot.pack(mixed().items(), tmp_path)
     assert equal(load_file(parcel.file), mixed())
     assert parcel.update_info == {"path": str(parcel.file)}
     assert parcel.num_bytes == sum(tensor.nbytes for tensor in mixed().values())
@@ -59,12 +59,12 @@ def test_the_file_holds_every_tensor_whatever_its_dtype_and_size(tmp_path):
 def test_a_header_longer_than_its_place_moves_the_tensors(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "HEADER_BYTES", 64)
     monkeypatch.setattr(room, "BLOCK_BYTES", 1000)
-    parcel = Parcel.pack(mixed().items(), tmp_path)
+    parcel = Snapshot.pack(mixed().items(), tmp_path)
     assert equal(load_file(parcel.file), mixed())
 
 
 def test_in_shared_memory_it_is_known_by_its_name():
-    parcel = Parcel.pack([("a", torch.ones(3))])
+    parcel = Snapshot.pack([("a", torch.ones(3))])
     assert parcel.update_info == {"shm": parcel.file.name}
     assert parcel.file.parent == SHARED_MEMORY
     parcel.remove()
@@ -78,14 +78,14 @@ def test_a_stream_may_use_its_memory_again_for_the_next_tensor(tmp_path):
         for value in range(3):
             yield str(value), memory.fill_(value)
 
-    parcel = Parcel.pack(stream(), tmp_path)
+    parcel = Snapshot.pack(stream(), tmp_path)
     found = load_file(parcel.file)
     assert [int(found[str(value)][0]) for value in range(3)] == [0, 1, 2]
 
 
 def test_the_manifest_tells_shape_dtype_and_digest_of_every_tensor(tmp_path):
     source = {"a": torch.randn(2, 3, dtype=torch.bfloat16), "b": torch.arange(5)}
-    manifest = Parcel.pack(source.items(), tmp_path).manifest(step=7)
+    manifest = Snapshot.pack(source.items(), tmp_path).manifest(step=7)
     assert manifest.step == 7
     told = {n: (s.shape, s.dtype, s.digest) for n, s in manifest.tensors.items()}
     digests = [digest.hex() for digest in ops.digest(list(source.values()))]
@@ -96,7 +96,7 @@ def test_the_manifest_tells_shape_dtype_and_digest_of_every_tensor(tmp_path):
 
 
 def test_without_digests_the_manifest_has_none(tmp_path):
-    manifest = Parcel.pack([("a", torch.ones(2))], tmp_path).manifest(digests=False)
+    manifest = Snapshot.pack([("a", torch.ones(2))], tmp_path).manifest(digests=False)
     assert manifest.tensors["a"].digest is None
 
 
@@ -112,7 +112,7 @@ def test_without_digests_the_manifest_has_none(tmp_path):
 )
 def test_what_cannot_be_sent_is_named_and_leaves_no_file(tmp_path, pairs, named):
     with pytest.raises(Malformed, match=named):
-        Parcel.pack(pairs, tmp_path)
+        Snapshot.pack(pairs, tmp_path)
     assert parcels(tmp_path) == set()
 
 
@@ -122,7 +122,7 @@ def test_a_source_that_fails_leaves_no_file(tmp_path):
         raise RuntimeError("the gather failed")
 
     with pytest.raises(RuntimeError, match="the gather failed"):
-        Parcel.pack(stream(), tmp_path)
+        Snapshot.pack(stream(), tmp_path)
     assert parcels(tmp_path) == set()
 
 
@@ -132,17 +132,17 @@ def test_without_room_the_error_says_what_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr(room, "_write_all", full)
     with pytest.raises(OSError, match="--shm-size"):
-        Parcel.pack([("a", torch.ones(2))], tmp_path)
+        Snapshot.pack([("a", torch.ones(2))], tmp_path)
     assert parcels(tmp_path) == set()
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match="elsewhere"):
-        Parcel.pack([], tmp_path / "elsewhere")
+        Snapshot.pack([], tmp_path / "elsewhere")
 
 
 def test_a_parcel_that_nobody_holds_is_removed(tmp_path):
-    parcel = Parcel.pack([("a", torch.ones(2))], tmp_path)
+    parcel = Snapshot.pack([("a", torch.ones(2))], tmp_path)
     del parcel
     gc.collect()
     assert parcels(tmp_path) == set()
@@ -184,7 +184,7 @@ def test_a_trainer_that_ends_takes_its_parcel_with_it():
 def test_the_parcel_of_a_killed_trainer_is_swept_and_that_of_a_living_one_is_not():
     left = left_by("kill")
     assert left.exists()
-    alive = Parcel.pack([("a", torch.ones(2))])
+    alive = Snapshot.pack([("a", torch.ones(2))])
     sweep()
     assert left.exists(), "it may be one that was begun this very moment"
     ages_ago = time.time() - 2 * room.LEFT_AFTER_S
@@ -198,7 +198,7 @@ def test_the_parcel_of_a_killed_trainer_is_swept_and_that_of_a_living_one_is_not
 
 def test_in_a_directory_only_what_this_host_has_left_is_swept(tmp_path):
     left = left_by("kill", str(tmp_path))
-    alive = Parcel.pack([("a", torch.ones(2))], tmp_path)
+    alive = Snapshot.pack([("a", torch.ones(2))], tmp_path)
     elsewhere = tmp_path / f"{room.PREFIX}{'0' * 12}-abc.safetensors"
     elsewhere.touch()
     ages_ago = time.time() - 2 * room.LEFT_AFTER_S
@@ -222,7 +222,7 @@ def test_a_pipe_that_somebody_left_there_is_not_waited_for():
 def test_tensors_of_a_parcel_are_given_other_names(monkeypatch, room_bytes):
     monkeypatch.setattr(room, "HEADER_BYTES", room_bytes)
     pairs = [(f"t{n}", torch.full((3, n + 1), float(n))) for n in range(20)]
-    parcel = Parcel.pack(pairs)
+    parcel = Snapshot.pack(pairs)
     try:
         told = [(n, list(t.shape), "float32") for n, t in pairs]
         assert sorted(parcel.specs) == sorted(told)

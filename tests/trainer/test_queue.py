@@ -17,11 +17,11 @@ from tests.trainer.stand_in import (
     weights,
 )
 from tests.waiting import until
-from vllm.inflight.api.request.rate_limit import Rate
+from vllm.inflight.api.request.rate_limit import RateLimit
 from vllm.inflight.background import Background
 from vllm.inflight.errors import TooManyUpdates, UpdateBusy, WeightsMismatch
 from vllm.inflight.trainer import Outcome
-from vllm.inflight.trainer.snapshot import Parcel
+from vllm.inflight.trainer.snapshot import Snapshot
 from vllm.inflight.transport.waiting import in_background
 
 
@@ -43,9 +43,9 @@ def test_waiting_for_a_busy_engine_ends_with_the_patience(engine, leaping):
     assert 3 < len(engine.bodies(START)) < 12
 
 
-def limited(left: int) -> Rate:
+def limited(left: int) -> RateLimit:
     """One update a second, after `left` at once."""
-    rate = Rate(60)
+    rate = RateLimit(60)
     for _ in range(60 - left):
         rate.spend("trainer")
     return rate
@@ -88,7 +88,7 @@ def test_what_comes_too_late_by_the_rate_is_not_waited_for(engine):
 def test_a_snapshot_that_cannot_be_removed_fails_its_publish_and_no_other(
     engine, monkeypatch
 ):
-    remove = Parcel.remove
+    remove = Snapshot.remove
 
     def fail(parcel):
         remove(parcel)
@@ -96,7 +96,7 @@ def test_a_snapshot_that_cannot_be_removed_fails_its_publish_and_no_other(
 
     with publisher(engine) as to:
         with monkeypatch.context() as broken:
-            broken.setattr(Parcel, "remove", fail)
+            broken.setattr(Snapshot, "remove", fail)
             with pytest.raises(OSError, match="no"):
                 to.publish("v1", block=False).result(timeout=60)
         assert to.publish("v2").version == "v2"
@@ -280,16 +280,16 @@ def test_a_snapshot_that_is_not_removed_ends_no_thread(engine, monkeypatch, capl
         remove(parcel)
         raise OSError("it is busy")
 
-    remove = Parcel.remove
+    remove = Snapshot.remove
     engine.held[START] = held = threading.Event()
     with publisher(engine) as to:
         first = to.publish("first", block=False)
         second = to.publish("second", block=False)
         assert second.cancel()
-        monkeypatch.setattr(Parcel, "remove", fail)
+        monkeypatch.setattr(Snapshot, "remove", fail)
         held.set()
         with pytest.raises(OSError, match="it is busy"):
             first.result()
         until(lambda: "a snapshot was not removed: it is busy" in caplog.text)
-        monkeypatch.setattr(Parcel, "remove", remove)
+        monkeypatch.setattr(Snapshot, "remove", remove)
         assert to.publish("third").version == "third"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vllm.inflight.errors import ConfigError, Malformed
-from vllm.inflight.trainer.sources.stream import check, tensors
+from vllm.inflight.trainer.sources.stream import check_source, tensors
 
 
 class Model(nn.Module):
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def names(source: Any) -> list[str]:
-    check(source)
+    check_source(source)
     return sorted(name for name, _ in tensors(source))
 
 
@@ -47,7 +47,7 @@ def stream() -> Iterator[tuple[str, torch.Tensor]]:
     ids=["dict", "list", "tuple", "generator", "callable-dict", "callable-list"],
 )
 def test_every_kind_of_source_is_the_same_stream_again_and_again(source):
-    check(source)
+    check_source(source)
     for _ in range(2):
         found = list(tensors(source))
         assert [name for name, _ in found] == ["a", "b"]
@@ -117,6 +117,6 @@ def test_extra_state_is_left_out_and_other_strangers_are_refused():
 
 def test_a_source_that_can_be_read_only_once_is_refused():
     with pytest.raises(ConfigError, match="give the callable"):
-        check(stream())
+        check_source(stream())
     with pytest.raises(ConfigError, match="got int"):
-        check(3)
+        check_source(3)

@@ -17,15 +17,15 @@ import torch
 
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.sender import Sender
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.connect import open_group
-from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.collective.rendezvous import Rendezvous
 from vllm.inflight.transport.group import Terms
-from vllm.inflight.transport.waiting import Watch, in_background
+from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 HOST = "127.0.0.1"
 BUCKET_BYTES = 4096
-PATIENT = Watch(60.0)
+PATIENT = WaitLimit(60.0)
 CPU = torch.device("cpu")
 
 spawn = multiprocessing.get_context("spawn")
@@ -102,12 +102,12 @@ def init_info(port: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def host(world_size: int = 2, bucket_bytes: int = BUCKET_BYTES) -> Meeting:
+def host(world_size: int = 2, bucket_bytes: int = BUCKET_BYTES) -> Rendezvous:
     terms = Terms(wire="gloo", world_size=world_size, bucket_bytes=bucket_bytes)
-    return Meeting.host(terms, HOST)
+    return Rendezvous.host(terms, HOST)
 
 
-def open_sender(meeting: Meeting, watch: Watch = PATIENT) -> Sender:
+def open_sender(meeting: Rendezvous, watch: WaitLimit = PATIENT) -> Sender:
     return Sender(open_group(meeting, CPU, watch), 3, watch)
 
 
@@ -123,12 +123,12 @@ def connect(engine: Any, **changes: Any) -> Sender:
 
 def update(engine: Any, named: dict[str, torch.Tensor]) -> None:
     """Receive what `named` announces."""
-    announced = Announcement.of(named.items())
+    announced = TensorList.of(named.items())
     engine.receive_weights(engine.parse_update_info(announced.update_info))
 
 
 def send(sender: Sender, named: dict[str, torch.Tensor], **announce: Any) -> None:
-    announced = Announcement.of((announce or named).items())
+    announced = TensorList.of((announce or named).items())
     sender.send(announced, named.items(), PATIENT)
 
 
@@ -179,10 +179,10 @@ def receiving(
 ) -> None:
     """A worker that receives one update per seed, and tells the digests of each."""
     terms = Terms(wire="gloo", world_size=world_size, bucket_bytes=BUCKET_BYTES)
-    meeting = Meeting.join(terms, HOST, port, rank, PATIENT)
+    meeting = Rendezvous.join(terms, HOST, port, rank, PATIENT)
     receiver = Receiver(open_group(meeting, CPU, PATIENT), 3, PATIENT)
     for seed in seeds:
-        announced = Announcement.of(tensors(seed).items())
+        announced = TensorList.of(tensors(seed).items())
         pipe.send(digests(receiver.tensors(announced, PATIENT)))
     pipe.recv()
 
@@ -199,4 +199,4 @@ def stopping(pipe: Any) -> None:
         pipe.send("half")
         time.sleep(1000)
 
-    sender.send(Announcement.of(tensors().items()), half(), PATIENT)
+    sender.send(TensorList.of(tensors().items()), half(), PATIENT)

@@ -10,9 +10,9 @@ import torch
 
 from tests.wire.peers import HOST, PATIENT, tensors
 from vllm.inflight.transport.buckets.sender import Sender
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.connect import open_group
-from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.collective.rendezvous import Rendezvous
 from vllm.inflight.transport.group import Terms
 
 GPU_BUCKET_BYTES = 256 << 20
@@ -33,15 +33,15 @@ def trainer(pipe: Any, what: str, num_gib: int = 0) -> None:
     gpu = torch.device("cuda", 0)
     torch.cuda.set_device(gpu)
     terms = Terms(wire="nccl", world_size=2, bucket_bytes=GPU_BUCKET_BYTES)
-    meeting = Meeting.host(terms, HOST)
+    meeting = Rendezvous.host(terms, HOST)
     pipe.send(meeting.port)
     sender = Sender(open_group(meeting, gpu, PATIENT), 3, PATIENT)
     if what == "small":
         named = {name: tensor.to(gpu) for name, tensor in tensors().items()}
-        sender.send(Announcement.of(named.items()), named.items(), PATIENT)
+        sender.send(TensorList.of(named.items()), named.items(), PATIENT)
     else:
         named = dict(large(gpu, num_gib))
-        announced = Announcement.of(named.items())
+        announced = TensorList.of(named.items())
         if what == "half":
             sender.send(announced, _half(pipe, named.items()), PATIENT)
         for _ in range(3):

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from tests.wire.peers import tensors
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 
 
 def test_it_comes_back_from_the_words_of_upstream():
-    announced = Announcement.of(tensors().items())
-    assert Announcement.parse(**announced.update_info) == announced
+    announced = TensorList.of(tensors().items())
+    assert TensorList.parse(**announced.update_info) == announced
 
 
 def test_nothing_can_be_announced():
-    assert Announcement.of([]).sizes == []
+    assert TensorList.of([]).sizes == []
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_nothing_can_be_announced():
 )
 def test_what_cannot_be_is_refused_by_name(info, named):
     with pytest.raises(ValueError, match=named):
-        Announcement.parse(*info)
+        TensorList.parse(*info)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,6 @@ def test_what_cannot_be_is_refused_by_name(info, named):
     ],
 )
 def test_what_differs_from_it_is_not_sent(sent, named):
-    announced = Announcement.of([("a", torch.zeros(2)), ("b", torch.zeros(3))])
+    announced = TensorList.of([("a", torch.zeros(2)), ("b", torch.zeros(3))])
     with pytest.raises(ValueError, match=named):
         list(announced.checked(sent))

@@ -83,7 +83,7 @@ OF_TESTS = {"other"}
 def test_a_registered_backend_is_known_to_hand_whole_tensors_or_refused_by_name(
     backend,
 ):
-    reason = transports.obstacle(backend)
+    reason = transports.transport_obstacle(backend)
     if backend in READ | BACKENDS.keys() | OF_TESTS:
         assert reason is None
     else:
@@ -170,7 +170,7 @@ def test_a_backend_of_somebody_elses_is_taken_at_its_word_and_not_by_its_name(
 ):
     factory = upstream.WeightTransferEngineFactory
     monkeypatch.setattr(factory, "_registry", {"verl_delta_ipc": lambda: kind})
-    reason = transports.obstacle("verl_delta_ipc")
+    reason = transports.transport_obstacle("verl_delta_ipc")
     assert (reason is not None) is is_refused
     if is_refused:
         assert f"'verl_delta_ipc' ({__name__}.{kind.__name__})" in reason
@@ -185,8 +185,10 @@ def test_a_backend_that_is_not_installed_is_a_reason_and_one_unknown_is_vllms_to
 
     factory = upstream.WeightTransferEngineFactory
     monkeypatch.setattr(factory, "_registry", {"it": missing})
-    assert "'it' cannot be loaded: no module named it" in str(transports.obstacle("it"))
-    assert transports.obstacle("nobody's") is None
+    assert "'it' cannot be loaded: no module named it" in str(
+        transports.transport_obstacle("it")
+    )
+    assert transports.transport_obstacle("nobody's") is None
 
 
 class Client:

@@ -16,15 +16,15 @@ from torch.distributed import HashStore
 from vllm.inflight import upstream
 from vllm.inflight.transport.collective.nccl import unpinned
 from vllm.inflight.transport.collective.nccl_api import UniqueId
-from vllm.inflight.transport.liveness import Lifeline
+from vllm.inflight.transport.liveness import Liveness
 from vllm.inflight.transport.torch_groups import rendezvous
 from vllm.inflight.transport.torch_groups.receiver_engine import GroupsEngine
 from vllm.inflight.transport.torch_groups.rendezvous import (
     FIRST_COMMUNICATOR,
-    Rendezvous,
+    TorchRendezvous,
     _PlainNccl,
 )
-from vllm.inflight.transport.waiting import Watch, in_background
+from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 NAME = bytes(range(128))
 
@@ -49,9 +49,9 @@ def test_a_torch_group_waits_for_its_trainer_with_upstreams_and_opens_without(
 ) -> None:
     class Told(_PlainNccl):
         def __init__(self, store: Any) -> None:
-            self._meeting = SimpleNamespace(store=store, lifeline=Lifeline())
+            self._meeting = SimpleNamespace(store=store, lifeline=Liveness())
 
-        def _agree(self, watch: Watch) -> bytes:
+        def _agree(self, watch: WaitLimit) -> bytes:
             name = super()._agree(watch)
             seen.append("agreed")
             return name
@@ -62,7 +62,7 @@ def test_a_torch_group_waits_for_its_trainer_with_upstreams_and_opens_without(
 
     store = HashStore()
     store.set(FIRST_COMMUNICATOR, NAME)
-    Told(store)._connect(Watch(5.0), None)
+    Told(store)._connect(WaitLimit(5.0), None)
     assert seen == ["agreed", "taken away", "opened", "brought back"]
 
 
@@ -72,18 +72,18 @@ def test_a_torch_group_waits_long_for_its_trainer_and_not_for_the_connection(
     store, short_s, opened = HashStore(), 0.05, []
 
     class Told(_PlainNccl):
-        def __init__(self, meeting: Any, _: Any, watch: Watch, **__: Any) -> None:
+        def __init__(self, meeting: Any, _: Any, watch: WaitLimit, **__: Any) -> None:
             self._meeting = meeting
             self._connect(watch, None)
 
-        def _open(self, unique: UniqueId, watch: Watch, _: Any) -> None:
+        def _open(self, unique: UniqueId, watch: WaitLimit, _: Any) -> None:
             assert bytes(unique) == NAME
             opened.append(watch.timeout_s)
 
     terms = SimpleNamespace(wire="nccl")
-    meeting = SimpleNamespace(store=store, terms=terms, lifeline=Lifeline())
+    meeting = SimpleNamespace(store=store, terms=terms, lifeline=Liveness())
     monkeypatch.setattr(rendezvous, "_PlainNccl", Told)
-    monkeypatch.setattr(Rendezvous, "join", lambda *_: meeting)
+    monkeypatch.setattr(TorchRendezvous, "join", lambda *_: meeting)
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
     config = SimpleNamespace(parallel_config=parallel, model_config=None)
     worker = GroupsEngine(None, config, torch.device("meta"), None)

@@ -26,14 +26,14 @@ from tests.wire.peers import (
     update,
 )
 from vllm.inflight.errors import Cancelled, EngineFault, TransferFault, WeightsMismatch
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.waiting import in_background
 from vllm.inflight.update import Manifest
 from vllm.inflight.worker.replay_plan import Plan
-from vllm.inflight.worker.staging.loader import Intake
-from vllm.inflight.worker.verify.ignored_tensors import Spares
-from vllm.inflight.worker.verify.parameter_map import Places
-from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.worker.staging.loader import UpdateLoader
+from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
+from vllm.inflight.worker.verify.parameter_map import ParameterMap
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
 SOON_S = 10.0
 """Far below the minutes of a default, and patient with a busy machine."""
@@ -166,17 +166,17 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         known_names={n: (list(t.shape), "float32") for n, t in named.items()},
         asks_loader=False,
         classifier=None,
-        spares=Spares(),
+        spares=IgnoredTensors(),
         plan=Plan(is_replayed=False),
         tables={},
         views={},
         behind=set(),
         quantised=set(),
-        origin=Origin({}),
+        origin=StartCheckpoint({}),
         may_idle=lambda name: False,
         has_all=True,
         dtypes={},
-        places=Places.of(module, named, Origin({})),
+        places=ParameterMap.of(module, named, StartCheckpoint({})),
         is_alone=True,
         num_threads=1,
     )
@@ -184,7 +184,7 @@ def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(wo
         {"name": n, "shape": list(t.shape), "dtype": "float32"}
         for n, t in named.items()
     ]
-    intake = Intake(
+    intake = UpdateLoader(
         shadow,
         Manifest.parse({"format": 1, "tensors": entries}),
         verify=False,
@@ -218,5 +218,5 @@ def test_an_announcement_of_less_is_what_arrives(worker):
     named = tensors(2)
     less = {name: named[name] for name in ("embedding", "last")}
     transfer(worker, sender, less)
-    assert Announcement.of(less.items()).names == tuple(worker.model.loaded)
+    assert TensorList.of(less.items()).names == tuple(worker.model.loaded)
     sender.group.close()

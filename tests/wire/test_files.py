@@ -28,13 +28,13 @@ from tests.wire.peers import (
     open_things,
 )
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
-from vllm.inflight.transport.buckets.reassembly import Home
+from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.receiver import Incoming, Receiver
 from vllm.inflight.transport.files import bucket_reader, receiver_engine
 from vllm.inflight.transport.files.bucket_reader import FileReader
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
 from vllm.inflight.transport.files.safetensors_files import TensorFiles
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.waiting import WaitLimit
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> FileReader:
 
 @contextmanager
 def incoming(
-    reader: FileReader, files: list[Path], watch: Watch = PATIENT
+    reader: FileReader, files: list[Path], watch: WaitLimit = PATIENT
 ) -> Iterator[Incoming]:
     """What an engine would be handed of these files."""
     with TensorFiles(files) as opened:
@@ -74,7 +74,7 @@ def test_every_byte_is_read(reader: FileReader, tmp_path: Path, num_files: int) 
 def test_large_tensors_are_read_into_their_places(tmp_path: Path) -> None:
     named = {"large": torch.randn(1 << 19), "small": torch.randn(5)}
     target = torch.zeros(1 << 19)
-    home = Home.of(target)
+    home = Destination.of(target)
     reader = FileReader(CPU, 1 << 20)
     with incoming(reader, written(tmp_path, named)) as pairs:
         pairs.into(lambda name, *_: home if name == "large" else None)
@@ -187,7 +187,7 @@ def test_an_update_that_is_cancelled_waits_for_no_more_than_is_being_read(
         return real(*args)
 
     monkeypatch.setattr(os, "preadv", waiting)
-    watch = Watch(60.0, lambda: bool(reads))
+    watch = WaitLimit(60.0, lambda: bool(reads))
     with pytest.raises(Cancelled), incoming(reader, files, watch) as pairs:
         list(pairs)
     assert len(reads) <= bucket_reader.NUM_THREADS
@@ -221,7 +221,7 @@ class LateReader(FileReader):
 
 
 class Late:
-    """Implements `Copied`."""
+    """Implements `CopyEvent`."""
 
     def __init__(self, copy: Callable[[], Any]) -> None:
         self.copy = copy

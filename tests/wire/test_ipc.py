@@ -17,8 +17,8 @@ from tests.wire.host_memory import HostMemory
 from tests.wire.peers import BUCKET_BYTES, CPU, Recorder, digests, tensors
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
-from vllm.inflight.transport.buckets.reassembly import Home
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.reassembly import Destination
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.cuda_ipc import handles
 from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, CudaMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exports, Mappings
@@ -46,7 +46,7 @@ def lent(named: dict[str, torch.Tensor], memory: HostMemory) -> dict[str, Any]:
     named.update(held)
     memory.show(held)
     plain = Exports.of(list(held.values()), memory).plain | {"process": ANOTHER}
-    info = Announcement.of(held.items()).update_info | {"exports": plain}
+    info = TensorList.of(held.items()).update_info | {"exports": plain}
     told: dict[str, Any] = json.loads(json.dumps(info))
     return told
 
@@ -82,7 +82,7 @@ def test_large_tensors_are_read_into_their_places(memory: HostMemory) -> None:
 
     class Placing(Recorder):
         def load_weights(self, weights: Any) -> None:
-            home = Home.of(target)
+            home = Destination.of(target)
             weights.into(lambda name, *_: home if name == "large" else None)
             super().load_weights(weights)
 

@@ -32,12 +32,12 @@ from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.sender import Sender
 from vllm.inflight.transport.collective.connect import open_group
 from vllm.inflight.transport.collective.nccl import NcclGroup
-from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.collective.rendezvous import Rendezvous
 from vllm.inflight.transport.group import Terms
-from vllm.inflight.transport.liveness import Lifeline
+from vllm.inflight.transport.liveness import Liveness
 from vllm.inflight.transport.torch_groups import rendezvous as plain
-from vllm.inflight.transport.torch_groups.rendezvous import Rendezvous, _PlainNccl
-from vllm.inflight.transport.waiting import Watch, in_background
+from vllm.inflight.transport.torch_groups.rendezvous import TorchRendezvous, _PlainNccl
+from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 SOON_S = 10.0
 
@@ -136,7 +136,7 @@ def test_a_trainer_that_is_stopped_keeps_nobody_for_longer_than_its_time(
 def test_workers_who_do_not_come_are_waited_for_only_so_long():
     began = time.monotonic()
     with pytest.raises(TransferFault, match="waited 1 s for 1 workers to join"):
-        open_sender(host(), Watch(1.0))
+        open_sender(host(), WaitLimit(1.0))
     assert time.monotonic() - began < SOON_S
 
 
@@ -146,7 +146,7 @@ def test_two_workers_cannot_have_one_rank():
     terms = Terms(wire="gloo", world_size=3, bucket_bytes=BUCKET_BYTES)
 
     def join_as(rank):
-        joined = Meeting.join(terms, HOST, meeting.port, rank, PATIENT)
+        joined = Rendezvous.join(terms, HOST, meeting.port, rank, PATIENT)
         return Receiver(open_group(joined, CPU, PATIENT), 3, PATIENT)
 
     both = [in_background(lambda: join_as(1)) for _ in range(2)]
@@ -163,9 +163,11 @@ def test_two_workers_cannot_have_one_rank():
 
 
 def test_there_is_no_third_wire():
-    meeting = Meeting.host(Terms(wire="pigeon", world_size=2, bucket_bytes=256), HOST)
+    meeting = Rendezvous.host(
+        Terms(wire="pigeon", world_size=2, bucket_bytes=256), HOST
+    )
     terms = meeting.terms
-    joined = Meeting.join(terms, HOST, meeting.port, 1, PATIENT)
+    joined = Rendezvous.join(terms, HOST, meeting.port, 1, PATIENT)
     joining = in_background(lambda: open_group(joined, CPU, PATIENT))
     with pytest.raises(Malformed, match="there is no wire 'pigeon'"):
         open_group(meeting, CPU, PATIENT)
@@ -187,7 +189,7 @@ class WithoutGpu:
 
     _connect: Any
 
-    def __init__(self, meeting: Any, _: Any, watch: Watch, **__: Any) -> None:
+    def __init__(self, meeting: Any, _: Any, watch: WaitLimit, **__: Any) -> None:
         self._meeting = meeting
         self.terms = meeting.terms
         self._connect(watch, None)
@@ -208,11 +210,11 @@ def test_a_trainer_that_dies_before_its_group_of_torchs_is_open_fails_the_transf
     monkeypatch.setattr(plain, "_PlainNccl", TorchsWithoutGpu)
     with process(storing) as trainer:
         address = f"tcp://{HOST}:{trainer.pipe.recv()}"
-        meeting = Rendezvous.join(wire, address, 1, 2, "trainers", PATIENT)
+        meeting = TorchRendezvous.join(wire, address, 1, 2, "trainers", PATIENT)
         trainer.kill()
         trainer.join()
         with pytest.raises(TransferFault, match="the trainer was lost"):
-            plain.open_plain(meeting, CPU, PATIENT)
+            plain.join_torch_group(meeting, CPU, PATIENT)
 
 
 @pytest.mark.parametrize("wire", ["gloo", "nccl"])
@@ -223,8 +225,8 @@ def test_a_trainer_that_gives_up_while_the_transport_connects_is_heard(
     monkeypatch.setattr(
         "vllm.inflight.transport.collective.connect.NcclGroup", OursWithoutGpu
     )
-    meeting = Meeting.host(Terms(wire=wire, world_size=2, bucket_bytes=256), HOST)
-    joined = Meeting.join(meeting.terms, HOST, meeting.port, 1, PATIENT)
+    meeting = Rendezvous.host(Terms(wire=wire, world_size=2, bucket_bytes=256), HOST)
+    joined = Rendezvous.join(meeting.terms, HOST, meeting.port, 1, PATIENT)
     joining = in_background(lambda: open_group(joined, CPU, PATIENT))
     meeting.gather(PATIENT)
     meeting.end("has no memory for a bucket")
@@ -239,7 +241,7 @@ def test_what_nccl_reports_of_a_peer_that_left_is_what_the_peer_said() -> None:
 
     group = OursWithoutGpu.__new__(OursWithoutGpu)
     group._nccl, group._comm, group._lock = Library(), object(), threading.Lock()
-    group._meeting = SimpleNamespace(lifeline=Lifeline())
+    group._meeting = SimpleNamespace(lifeline=Liveness())
     with pytest.raises(TransferFault, match="remote process exited"):
         group._is_idle()
     ours, theirs = socket.socketpair()

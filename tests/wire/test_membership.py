@@ -22,9 +22,9 @@ from tests.wire.peers import (
     host,
 )
 from vllm.inflight.errors import Cancelled, TransferFault
-from vllm.inflight.transport.buckets.buffers import Slots
+from vllm.inflight.transport.buckets.buffers import Buffers
 from vllm.inflight.transport.collective.connect import open_group
-from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.collective.rendezvous import Rendezvous
 from vllm.inflight.transport.group import Group, Terms
 from vllm.inflight.transport.torch_groups import receiver_engine
 from vllm.inflight.transport.torch_groups.membership import Membership
@@ -40,7 +40,7 @@ def ends() -> Iterator[tuple[Group, Group]]:
     meeting = host()
     opening = in_background(lambda: open_group(meeting, CPU, PATIENT))
     terms = Terms(wire="gloo", world_size=2, bucket_bytes=BUCKET_BYTES)
-    joined = Meeting.join(terms, HOST, meeting.port, 1, PATIENT)
+    joined = Rendezvous.join(terms, HOST, meeting.port, 1, PATIENT)
     worker = open_group(joined, CPU, PATIENT)
     trainer = opening.result(timeout=60)
     yield trainer, worker
@@ -60,7 +60,7 @@ def engine(opening: Future[Group]) -> Any:
     made = GroupsEngine(None, config, CPU, Recorder())
     left = threading.Event()
     since = time.monotonic()
-    made.joined[NAME] = Membership(NAME, since, opening, left, 20.0, Slots(0, 0, CPU))
+    made.joined[NAME] = Membership(NAME, since, opening, left, 20.0, Buffers(0, 0, CPU))
     return made
 
 

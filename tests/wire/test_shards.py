@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from tests.sliced_source import Entry, slices
 from tests.wire.peers import CPU, PATIENT, Recorder, connect, digests, engine
 from vllm.inflight.errors import WeightsMismatch
-from vllm.inflight.transport.buckets.buffers import Slots
+from vllm.inflight.transport.buckets.buffers import Buffers
 from vllm.inflight.transport.buckets.plan import plan
-from vllm.inflight.transport.buckets.reassembly import Assembly, Home
+from vllm.inflight.transport.buckets.reassembly import Destination, Reassembly
 from vllm.inflight.transport.buckets.sender import Sender
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 from vllm.inflight.transport.waiting import in_background
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
 
 
-def announced(entries: list[Entry]) -> Announcement:
-    return Announcement(
+def announced(entries: list[Entry]) -> TensorList:
+    return TensorList(
         tuple(name for name, _, _ in entries),
         tuple(tensor.dtype for _, tensor, _ in entries),
         tuple(tuple(tensor.shape) for _, tensor, _ in entries),
@@ -52,10 +52,10 @@ def assembled(
     """What a worker makes of entries, and which of it is in its place."""
     told = announced(entries)
     buckets = plan(told.sizes, bucket_bytes, large=large)
-    assembly = Assembly(told, buckets, Slots(0, 0, CPU), rank)
+    assembly = Reassembly(told, buckets, Buffers(0, 0, CPU), rank)
     if places is not None:
         known = places
-        assembly.into(lambda name, shape, dtype: Home.of(known[name]))
+        assembly.into(lambda name, shape, dtype: Destination.of(known[name]))
     assembly.make_room()
     sent = [tensor.reshape(-1).view(torch.uint8) for _, tensor, _ in entries]
     found: dict[str, torch.Tensor] = {}
@@ -123,7 +123,7 @@ def test_any_cut_makes_the_tensor_in_its_place(cut, bucket_bytes, large):
 def test_it_comes_back_from_plain_data(cut):
     _, entries = cut
     told = announced(entries)
-    again = Announcement.parse(**told.update_info)
+    again = TensorList.parse(**told.update_info)
     assert again.wholes() == told.wholes()
 
 
@@ -180,7 +180,7 @@ def test_what_is_for_another_rank_is_not_looked_at():
         ]
     )
     buckets = plan(told.sizes, 512)
-    assembly = Assembly(told, buckets, Slots(0, 0, CPU), rank=1)
+    assembly = Reassembly(told, buckets, Buffers(0, 0, CPU), rank=1)
     assembly.make_room()
     buffer = torch.empty(512, dtype=torch.uint8)
     [[(_, data)]] = assembly.complete(buckets[0], buffer)
@@ -211,14 +211,14 @@ def shard(start: int, **changes: int) -> dict[str, int]:
 )
 def test_slices_that_are_not_a_tensor_are_refused_by_name(shapes, shards, named):
     with pytest.raises(WeightsMismatch, match=named) as refused:
-        Announcement.parse(["up", "up"], ["float32"] * 2, shapes, shards)
+        TensorList.parse(["up", "up"], ["float32"] * 2, shapes, shards)
     assert refused.value.tensors == ["up"]
     assert "'up'" in str(refused.value)
 
 
 def test_slices_of_several_dtypes_are_refused_by_name():
     with pytest.raises(WeightsMismatch, match=r"'up'.*bfloat16.*float32"):
-        Announcement.parse(
+        TensorList.parse(
             ["up", "up"], ["float32", "bfloat16"], [[2], [2]], [shard(0), shard(2)]
         )
 
@@ -227,7 +227,7 @@ def test_slices_with_something_between_are_refused_by_name():
     names = ["up", "down", "up"]
     told = [shard(0), None, shard(2)]
     with pytest.raises(WeightsMismatch, match=r"'up'.*do not follow one another"):
-        Announcement.parse(names, ["float32"] * 3, [[2], [9], [2]], told)
+        TensorList.parse(names, ["float32"] * 3, [[2], [9], [2]], told)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_slices_with_something_between_are_refused_by_name():
 )
 def test_what_cannot_be_read_is_refused_by_name(given_shards, named):
     with pytest.raises(ValueError, match=named):
-        Announcement.parse(["up"], ["float32"], [[4]], given_shards)
+        TensorList.parse(["up"], ["float32"], [[4]], given_shards)
 
 
 def test_a_rank_that_the_engine_has_not_is_refused_by_name_before_anything_comes():
@@ -269,7 +269,7 @@ def test_a_worker_receives_slices_over_gloo():
 
 
 def test_who_holds_small_tensors_holds_no_more_than_them():
-    scratch = Slots(2, 4096, CPU)
+    scratch = Buffers(2, 4096, CPU)
     held = [scratch.take(number, 16)[:16] for number in range(6)]
     whole = {h.untyped_storage().data_ptr(): h.untyped_storage().nbytes() for h in held}
     assert sorted(whole.values()) == [16] * 4 + [4096] * 2

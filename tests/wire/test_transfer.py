@@ -22,7 +22,7 @@ from tests.wire.peers import (
     update,
 )
 from vllm.inflight.errors import Malformed
-from vllm.inflight.transport.buckets.reassembly import Home
+from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.waiting import in_background
 
 
@@ -155,7 +155,7 @@ class InPlace(Recorder):
         self.in_place: set[str] = set()
 
     def load_weights(self, weights):
-        weights.into(lambda name, shape, dtype: Home.of(self.places[name]))
+        weights.into(lambda name, shape, dtype: Destination.of(self.places[name]))
         for name, tensor in weights:
             if tensor.data_ptr() == self.places[name].data_ptr():
                 self.in_place.add(name)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.wire.peers import connect, engine, send, tensors, update
-from vllm.inflight.transport.buckets.receiver import Window
-from vllm.inflight.transport.waiting import Watch, in_background
+from vllm.inflight.transport.buckets.receiver import BucketWindow
+from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 
-def sizes(window: Window, *waits: float) -> list[int]:
+def sizes(window: BucketWindow, *waits: float) -> list[int]:
     """Its size after each wait."""
     seen = []
     for waited_s in waits:
@@ -23,33 +23,33 @@ def sizes(window: Window, *waits: float) -> list[int]:
 
 
 def test_buckets_that_are_there_already_make_it_smaller_down_to_two():
-    assert sizes(Window(4, 0.002), 0.0, 0.0, 0.0, 0.0) == [3, 2, 2, 2]
+    assert sizes(BucketWindow(4, 0.002), 0.0, 0.0, 0.0, 0.0) == [3, 2, 2, 2]
 
 
 def test_buckets_that_are_waited_for_make_it_larger_up_to_what_fits():
-    window = Window(4, 0.002)
+    window = BucketWindow(4, 0.002)
     window.size = 2
     assert sizes(window, 0.003, 0.1, 0.1) == [3, 4, 4]
     assert window.total_s == 0.003 + 0.1 + 0.1
 
 
 def test_a_short_wait_changes_nothing():
-    window = Window(4, 0.002)
+    window = BucketWindow(4, 0.002)
     window.size = 3
     assert sizes(window, 0.001, 0.002) == [3, 3]
 
 
 def test_with_memory_for_one_bucket_it_is_one():
-    assert sizes(Window(1, 0.002), 0.0, 1.0, 0.0) == [1, 1, 1]
+    assert sizes(BucketWindow(1, 0.002), 0.0, 1.0, 0.0) == [1, 1, 1]
 
 
 def test_an_engine_tells_its_window(monkeypatch: pytest.MonkeyPatch):
     worker, named = engine(), tensors(1)
     assert worker.gauges == {}
     sender = connect(worker, num_buckets=5)
-    asked, until = threading.Event(), Watch.until
+    asked, until = threading.Event(), WaitLimit.until
 
-    def noted(self: Watch, ready: Callable[[], bool], *args: Any, **options: Any):
+    def noted(self: WaitLimit, ready: Callable[[], bool], *args: Any, **options: Any):
         def looked() -> bool:
             is_ready = ready()
             if not is_ready and threading.current_thread() is receiver:
@@ -63,7 +63,7 @@ def test_an_engine_tells_its_window(monkeypatch: pytest.MonkeyPatch):
         send(sender, named)
 
     receiver = threading.current_thread()
-    monkeypatch.setattr(Watch, "until", noted)
+    monkeypatch.setattr(WaitLimit, "until", noted)
     sending = in_background(late)  # so that the first bucket is waited for
     update(worker, named)
     sending.result(timeout=60)

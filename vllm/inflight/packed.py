@@ -42,7 +42,7 @@ PLAIN = (str, int, float, bool, type(None), list, dict)
 """What entries may be; others, as of a caller in the same process, stay as they are."""
 
 
-class Slice:
+class TimeSlice:
     """The time of one slice of some work."""
 
     def __init__(self) -> None:

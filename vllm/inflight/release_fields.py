@@ -15,7 +15,7 @@ from vllm.inflight.errors import Malformed
 
 
 @dataclass(frozen=True, slots=True)
-class Older:
+class ReleaseField:
     """One field of a call.
 
     Attributes:
@@ -38,24 +38,30 @@ _AS_SAVED = "send the tensors as the checkpoint has them"
 _WHOLE = "send whole tensors"
 _AT_INIT = "give it in init_info, which is where vLLM 0.28 and later take it"
 
-START: Mapping[str, Older] = {
-    "is_checkpoint_format": Older("0.21 to 0.24", _CHECKPOINT, (True,), _AS_SAVED),
+START: Mapping[str, ReleaseField] = {
+    "is_checkpoint_format": ReleaseField(
+        "0.21 to 0.24", _CHECKPOINT, (True,), _AS_SAVED
+    ),
 }
 """Of `start_weight_update`."""
 
-UPDATE_INFO: Mapping[str, Older] = {
-    "is_checkpoint_format": Older("0.16 to 0.20", _CHECKPOINT, (True,), _AS_SAVED),
-    "update_kind": Older(
+UPDATE_INFO: Mapping[str, ReleaseField] = {
+    "is_checkpoint_format": ReleaseField(
+        "0.16 to 0.20", _CHECKPOINT, (True,), _AS_SAVED
+    ),
+    "update_kind": ReleaseField(
         "0.23, 0.24", "whether tensors are whole or sparse", ("dense",), _WHOLE
     ),
-    "num_updates_list": Older(
+    "num_updates_list": ReleaseField(
         "0.23, 0.24", "how many elements of each tensor are sent", (), _WHOLE
     ),
-    "packed": Older("0.16 to 0.27", "whether tensors travel in buckets", (), _AT_INIT),
-    "packed_buffer_size_bytes": Older(
+    "packed": ReleaseField(
+        "0.16 to 0.27", "whether tensors travel in buckets", (), _AT_INIT
+    ),
+    "packed_buffer_size_bytes": ReleaseField(
         "0.16 to 0.27", "how large a bucket is", (), _AT_INIT
     ),
-    "packed_num_buffers": Older(
+    "packed_num_buffers": ReleaseField(
         "0.16 to 0.27", "how many buckets there are", (), _AT_INIT
     ),
 }
@@ -68,7 +74,7 @@ that it was opened with.
 
 def settled(
     body: Mapping[str, Any],
-    table: Mapping[str, Older],
+    table: Mapping[str, ReleaseField],
     *,
     known: frozenset[str] = frozenset(),
     opened_with: Any = None,

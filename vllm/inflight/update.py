@@ -18,7 +18,7 @@ import msgspec
 from vllm.inflight.errors import Malformed
 from vllm.inflight.packed import (
     Packer,
-    Slice,
+    TimeSlice,
     Work,
     at_once,
     blocks,
@@ -394,7 +394,7 @@ def _packed_tensors(entries: Any, is_drafters: bool) -> Work[dict[str, Any]]:
         raise Malformed(f"manifest field 'tensors' must list up to {MAX_TENSORS}")
     # Several sets, since one of 100,000 names takes milliseconds to grow.
     names = [set[str]() for _ in range(64)]
-    packer, slice_, position = Packer(), Slice(), 0
+    packer, slice_, position = Packer(), TimeSlice(), 0
     for block in blocks(entries):
         for entry in block:
             name, *facts = _checked(position, entry)
@@ -414,7 +414,7 @@ def _packed_names(name_map: Any) -> Work[dict[str, Any]]:
     is_map = isinstance(name_map, dict)
     if is_packed(name_map):
         is_map = name_map["kind"] == "dict"
-    packer, models, slice_ = Packer(dict), set[str](), Slice()
+    packer, models, slice_ = Packer(dict), set[str](), TimeSlice()
     for block in blocks(name_map) if is_map else ():
         for sent, name in block:
             is_map &= isinstance(sent, str) and isinstance(name, str)

@@ -26,7 +26,7 @@ from vllm.inflight.config import (
 )
 from vllm.inflight.errors import ConfigError, UpstreamChanged
 from vllm.inflight.patch import api as doors
-from vllm.inflight.patch.record import Patch, check
+from vllm.inflight.patch.record import Patch, problem_with
 
 ENTRY_POINT = "inflight"
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -90,7 +90,7 @@ def _patch_state(record: Patch) -> PatchState | None:
     try:
         if not record.is_meant():
             return None
-        problem = check(record)
+        problem = problem_with(record)
     except Exception as error:
         # A broken installation fails in any way at all while it is imported.
         problem = f"{record.target}: {type(error).__name__}: {error}"

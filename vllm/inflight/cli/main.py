@@ -49,12 +49,12 @@ def doctor(args: argparse.Namespace) -> int:
 def _visit(args: argparse.Namespace) -> int:
     """0 if nothing is wrong with the server, 1 if something is, 2 if nobody answers."""
     from vllm.inflight.cli.finding import State
-    from vllm.inflight.cli.server_check import visit
+    from vllm.inflight.cli.server_check import check_server
     from vllm.inflight.errors import ConfigError, EngineUnreachable
 
     key = args.key or admin_key() or os.environ.get("VLLM_API_KEY")
     try:
-        findings = visit(args.url, key, args.watch)
+        findings = check_server(args.url, key, args.watch)
     except ConfigError as error:
         print(f"{_plain(str(error))}.", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ from vllm.inflight.cli.finding import Finding, State
 from vllm.inflight.connection import connect
 from vllm.inflight.errors import EngineAsleep, EngineUnreachable, InflightError
 
-Look = dict[str, dict[str, Any]]
+Probe = dict[str, dict[str, Any]]
 Facts = dict[str, Any]
 
 PATHS = ("/health", "/version", "/metrics")
@@ -52,7 +52,7 @@ ELSEWHERE = (
 """Where the routes are not, and the metrics of updates are."""
 
 
-def visit(url: str, key: str | None, apart_s: float) -> list[Finding]:
+def check_server(url: str, key: str | None, apart_s: float) -> list[Finding]:
     """Look at a server twice, `apart_s` seconds apart.
 
     Raises:
@@ -61,14 +61,14 @@ def visit(url: str, key: str | None, apart_s: float) -> list[Finding]:
 
     """
     with connect(url, key, timeout=PATIENCE_S) as client:
-        first = look(client)
+        first = probe(client)
         if not is_updating(first):
-            return judge(first, first, 0.0)
+            return diagnose(first, first, 0.0)
         time.sleep(apart_s)
-        return judge(first, look(client), apart_s)
+        return diagnose(first, probe(client), apart_s)
 
 
-def look(client: httpx.Client) -> Look:
+def probe(client: httpx.Client) -> Probe:
     """Ask everything once."""
     found = {path: _asked(client, path) for path in PATHS}
     if "problem" in found["/health"] and "problem" in found["/version"]:
@@ -90,13 +90,13 @@ def _asked(client: httpx.Client, path: str) -> dict[str, Any]:
     return {"status": reply.status_code, "body": body}
 
 
-def is_updating(found: Look) -> bool:
+def is_updating(found: Probe) -> bool:
     """Whether a second look tells more than the first."""
     return any(engine.get("active") for engine in _engines(found, "/weight_update"))
 
 
 # ------------------------------------------------------------- the judgement
-def judge(first: Look, second: Look, apart_s: float) -> list[Finding]:
+def diagnose(first: Probe, second: Probe, apart_s: float) -> list[Finding]:
     """What two looks amount to, the newer one counting."""
     findings = [_server(second), _release(second)]
     obstacles = [f for path in CONTROL if (f := _obstacle(second, path)) is not None]
@@ -117,7 +117,7 @@ def judge(first: Look, second: Look, apart_s: float) -> list[Finding]:
     return findings
 
 
-def _server(found: Look) -> Finding:
+def _server(found: Probe) -> Finding:
     health = found["/health"]
     if "problem" in health:
         return Finding("server", f"/health {health['problem']}", State.WRONG, RESTART)
@@ -127,13 +127,13 @@ def _server(found: Look) -> Finding:
     return Finding("server", "it answers")
 
 
-def _release(found: Look) -> Finding:
+def _release(found: Probe) -> Finding:
     body = found["/version"].get("body")
     told = body.get("version") if isinstance(body, dict) else None
     return Finding("vLLM", str(told or "its version is not told"))
 
 
-def _obstacle(found: Look, path: str) -> Finding | None:
+def _obstacle(found: Probe, path: str) -> Finding | None:
     reply, name = found[path], "control routes"
     if "problem" in reply:
         hung = f"{path} {reply['problem']}: the engine core hangs"
@@ -249,7 +249,7 @@ def _pause(name: str, pause: Facts, requests: tuple[int, int]) -> Finding:
     )
 
 
-def _requests(found: Look, engine: int) -> tuple[int, int]:
+def _requests(found: Probe, engine: int) -> tuple[int, int]:
     """How many run and wait, from the metrics; zeros where they say nothing."""
     told = found["/metrics"]
     text = told.get("body") if told.get("status") == 200 else ""
@@ -268,7 +268,7 @@ def _samples(text: str) -> Iterator[Any]:
         yield from family.samples
 
 
-def _engines(found: Look, path: str) -> list[Facts]:
+def _engines(found: Probe, path: str) -> list[Facts]:
     """The facts of every engine of a data-parallel server; none if it said none."""
     body = found[path].get("body")
     if found[path].get("status") != 200 or not isinstance(body, dict):

@@ -14,7 +14,7 @@ from vllm.inflight.errors import EngineFault, InflightError, Malformed
 from vllm.inflight.update import PauseMode
 
 
-def flag(body: dict[str, Any], name: str) -> bool:
+def read_flag(body: dict[str, Any], name: str) -> bool:
     """Whether `name` is asked for; raises `Malformed` unless it is a bool, or None."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
@@ -22,7 +22,7 @@ def flag(body: dict[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def mode(body: dict[str, Any], default: str) -> PauseMode:
+def read_mode(body: dict[str, Any], default: str) -> PauseMode:
     """Its `mode`; `default` where there is none, which `""` or 0 is not."""
     value = body.get("mode")
     return PauseMode.parse(default if value is None else value)

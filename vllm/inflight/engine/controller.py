@@ -17,17 +17,17 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import calls, counters
 from vllm.inflight.engine.calls import enveloped, watched
 from vllm.inflight.engine.compat import queries
-from vllm.inflight.engine.event_log import Events
-from vllm.inflight.engine.integrity.outside_writes import Overwrites
+from vllm.inflight.engine.event_log import EventLog
+from vllm.inflight.engine.integrity.outside_writes import OutsideWrites
 from vllm.inflight.engine.integrity.scrubs import Scrubs
 from vllm.inflight.engine.parent_watchdog import end_with_parent
 from vllm.inflight.engine.pause.pause import Pauses, Switch
 from vllm.inflight.engine.pause.sleep import Sleep
 from vllm.inflight.engine.scheduling import kv_connectors
-from vllm.inflight.engine.step_queue import Turns, whole
+from vllm.inflight.engine.step_queue import StepQueue, whole
 from vllm.inflight.engine.transaction import Update
-from vllm.inflight.engine.update.dp_commit import Lockstep
-from vllm.inflight.engine.update.live_version import Served
+from vllm.inflight.engine.update.dp_commit import DpCommit
+from vllm.inflight.engine.update.live_version import LiveVersion
 from vllm.inflight.engine.update.ranks import Ranks
 from vllm.inflight.engine.update.rollback import Rollbacks
 from vllm.inflight.engine.update.updates import Updates
@@ -51,7 +51,7 @@ from vllm.inflight.update import (
 logger = upstream.init_logger(__name__)
 
 
-class Gate:
+class Controller:
     """Control of one engine core."""
 
     def __init__(self, core: Any) -> None:
@@ -65,8 +65,8 @@ class Gate:
         self._config = InflightConfig.of(config)
         self.num_ranks = config.parallel_config.world_size
         self.ranks = Ranks.of(core)
-        self.served = Served(core, self.ranks)
-        self.events = Events(config)
+        self.served = LiveVersion(core, self.ranks)
+        self.events = EventLog(config)
         self.updates = Updates(core, self.ranks, self.served, self.events, self._ended)
         self.in_process = not hasattr(core, "input_queue")
         """Whether the engine steps in its caller's process, without a loop."""
@@ -78,14 +78,14 @@ class Gate:
         """Last outputs of requests, in an engine without an output queue."""
         self.leftovers: list[Any] = []
         """Outputs of steps that a pause waited for, in an engine without one."""
-        self.counts = counters.Counts()
-        self.lockstep = Lockstep(core, lambda: self.ranks.reason is None)
-        self.turns = Turns(self.rouse)
+        self.counts = counters.Counters()
+        self.lockstep = DpCommit(core, lambda: self.ranks.reason is None)
+        self.turns = StepQueue(self.rouse)
         self.sleep = Sleep(core, self)
         self.rollbacks = Rollbacks(core, self)
         self.scrubs = Scrubs(core, self)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
-        self.overwrites = Overwrites(core, self)
+        self.overwrites = OutsideWrites(core, self)
         if self.lockstep.is_kept and not self.ranks.is_reversible:
             self.ranks.reason = "engines that step together need a way back"
         if (reason := self.ranks.reason) is not None:
@@ -198,10 +198,10 @@ class Gate:
             return update.pending
         self.served.expect(body.get("expect_version"), "expect_version")
         update.expect(body.get("expect_digest"))
-        flush_cache = calls.flag(body, "flush_cache")
+        flush_cache = calls.read_flag(body, "flush_cache")
         # What stays in place keeps its KV, so a flush that names no mode retracts.
         usual = kv_connectors.default_mode(self._core.scheduler)
-        mode = calls.mode(body, "retract" if flush_cache else usual)
+        mode = calls.read_mode(body, "retract" if flush_cache else usual)
         self.pauses.check_commit(mode, flush_cache=flush_cache)
 
         def switch() -> dict[str, Any]:
@@ -269,8 +269,8 @@ class Gate:
     def pause(self, body: dict[str, Any]) -> Any:
         """Pause in one of the modes of pause.py."""
         return self.pauses.pause(
-            calls.mode(body, "abort"),
-            flush_cache=calls.flag(body, "flush_cache"),
+            calls.read_mode(body, "abort"),
+            flush_cache=calls.read_flag(body, "flush_cache"),
             lease_s=body.get("lease_s"),
             owner=body.get("owner"),
             is_trial=bool(body.get("is_trial")),
@@ -338,22 +338,22 @@ class Gate:
 
 
 _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
-    "may_begin": Gate.may_begin,
+    "may_begin": Controller.may_begin,
     "was_begun": lambda gate, body: {
         "was_begun": gate.updates.ledger.was_begun(**body)
     },
-    "begin": Gate.begin,
+    "begin": Controller.begin,
     "receive": lambda gate, body: gate.updates.receive(body),
     "seal": lambda gate, body: gate.updates.seal(body),
-    "commit": Gate.commit,
+    "commit": Controller.commit,
     "rollback": lambda gate, body: gate.rollbacks.roll_back(body),
     "held": lambda gate, body: gate.rollbacks.held(body),
-    "abort": Gate.abort,
-    "status": Gate.status,
-    "info": Gate.info,
-    "rename": Gate.rename,
+    "abort": Controller.abort,
+    "status": Controller.status,
+    "info": Controller.info,
+    "rename": Controller.rename,
     "transport": lambda gate, body: gate.updates.transport(body),
-    "pause": Gate.pause,
+    "pause": Controller.pause,
     "resume": lambda gate, body: gate.pauses.resume(body.get("owner")),
     "paused": lambda gate, body: (
         gate.pauses.state() | {"weights_detail": gate.sleep.detail}

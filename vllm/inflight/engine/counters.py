@@ -13,7 +13,7 @@ from vllm.inflight.update import PauseMode
 GAP_EDGES_MS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
-class Counts:
+class Counters:
     """Of one engine core; changed between two steps only."""
 
     def __init__(self) -> None:

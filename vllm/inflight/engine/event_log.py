@@ -39,7 +39,7 @@ MOST_CHARS = 1000
 logger = upstream.init_logger(__name__)
 
 
-class Events:
+class EventLog:
     """The lines of one engine core."""
 
     def __init__(self, vllm_config: Any) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 POLL_S = 0.001
 
 
-class Turns:
+class StepQueue:
     """The turns of one engine core."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:

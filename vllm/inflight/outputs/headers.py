@@ -19,11 +19,11 @@ from vllm.inflight.outputs.spans import VersionSpan
 
 PRINTABLE = "".join(chr(code) for code in range(33, 127) if chr(code) != "%")
 
-record: ContextVar[Seen | None] = ContextVar("inflight_seen", default=None)
+record: ContextVar[ReplyVersions | None] = ContextVar("inflight_seen", default=None)
 """Of the HTTP request that is being answered."""
 
 
-class Seen:
+class ReplyVersions:
     """The versions that made one reply, so far: its tokens, or what was pooled."""
 
     def __init__(self) -> None:

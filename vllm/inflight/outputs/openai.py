@@ -53,18 +53,18 @@ def wants_spans(serving: Any, request: Any) -> bool:
 
 def ledger_for(
     serving: Any, request: Any, *, role_first: bool = False
-) -> Ledger | None:
+) -> ReplySpans | None:
     """What one of OpenAI's replies is to say beside what they have; None: nothing.
 
     Whose KV was read it says if it is asked, or if all are and it has not been asked
     to leave the spans out.
     """
     if wants_spans(serving, request):
-        return Ledger(role_first=role_first)
+        return ReplySpans(role_first=role_first)
     asked = _asked(request)
     config = InflightConfig.of(serving.engine_client.vllm_config)
     by_default = config.kv_versions == "on" and FIELD not in asked
-    return Ledger(kv_only=True) if asked.get(KV_FIELD, by_default) else None
+    return ReplySpans(kv_only=True) if asked.get(KV_FIELD, by_default) else None
 
 
 def _asked(request: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def wants_kv(serving: Any, request: Any) -> bool:
     return bool(asked) or config.kv_versions == "on"
 
 
-class Ledger:
+class ReplySpans:
     """The newest spans of every choice of one reply.
 
     Args:
@@ -166,7 +166,7 @@ async def labelled(
     source: AsyncGenerator[Item, None],
     note: Callable[[Item], None],
     write: Callable[[AsyncGenerator[Item, None]], AsyncGenerator[str, None]],
-    ledger: Ledger,
+    ledger: ReplySpans,
 ) -> AsyncGenerator[str, None]:
     """The lines that upstream writes of `source`, each with what the ledger knows.
 

@@ -9,11 +9,11 @@ from vllm.inflight.patch.record import Patch
 
 def _with_gate(original: Any) -> Any:
     def _initialize_effective_attention_block_size(self: Any) -> None:
-        from vllm.inflight.engine.controller import Gate
+        from vllm.inflight.engine.controller import Controller
 
         original(self)
         # Called once by the constructor, right after the scheduler is built.
-        self.inflight_gate = Gate(self)
+        self.inflight_gate = Controller(self)
 
     return _initialize_effective_attention_block_size
 
@@ -104,8 +104,8 @@ def _redirect_phases(original: Any) -> Any:
         gate = getattr(self, "inflight_gate", None)  # none yet during start-up
         if gate is None:
             return original(self, method, timeout, args, kwargs)
-        if worker_calls.takes(gate, method, args):
-            return worker_calls.carry_out(gate, method, args, kwargs)
+        if worker_calls.intercepts(gate, method, args):
+            return worker_calls.execute(gate, method, args, kwargs)
         return gate.overwrites.call(
             method, lambda: original(self, method, timeout, args, kwargs)
         )

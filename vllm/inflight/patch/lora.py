@@ -22,10 +22,10 @@ def _load_everywhere(original: Any) -> Any:
 
 def _load_before(original: Any) -> Any:
     def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
-        from vllm.inflight.engine.scheduling import last_outputs, lora
+        from vllm.inflight.engine.scheduling import abort, lora
 
         if (why := lora.admit(self, request)) is not None:
-            last_outputs.refuse(self, request, why)
+            abort.end_with_error(self, request, why)
             return
         original(self, request, request_wave)
 

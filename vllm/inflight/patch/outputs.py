@@ -185,7 +185,7 @@ def _whose_kv(original: Any) -> Any:
 
         if not openai.wants_kv(self, request):
             return await original(self, request, result_generator, *args, **kwargs)
-        ledger = openai.Ledger(kv_only=True)
+        ledger = openai.ReplySpans(kv_only=True)
         watched = openai.watched(result_generator, ledger.note_all)
         async with aclosing(watched) as results:
             response = await original(self, request, results, *args, **kwargs)
@@ -205,7 +205,7 @@ def _whose_kv_by_chunk(original: Any) -> Any:
 
         if not openai.wants_kv(self, request):
             return lines(result_generator)
-        ledger = openai.Ledger(kv_only=True)
+        ledger = openai.ReplySpans(kv_only=True)
         return openai.labelled(result_generator, ledger.note_all, lines, ledger)
 
     return serve_tokens_stream_generator

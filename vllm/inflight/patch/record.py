@@ -77,7 +77,7 @@ def plain(function: Any) -> Any:
     return getattr(function, "__func__", function)
 
 
-def check(patch: Patch) -> str | None:
+def problem_with(patch: Patch) -> str | None:
     """What is wrong with a patch on this vLLM; None if it fits."""
     from vllm.version import __version__ as release
 
@@ -102,7 +102,7 @@ def check(patch: Patch) -> str | None:
 
 def apply(patch: Patch) -> None:
     """Put a patch in place, once; raises `UpstreamChanged` if it does not fit."""
-    wrong = check(patch)
+    wrong = problem_with(patch)
     if wrong is not None:
         raise UpstreamChanged(f"vllm-inflight cannot start: {wrong}")
     owner, name, found = locate(patch.target)

@@ -38,15 +38,15 @@ def _load_into_arena(original: Any) -> Any:
     ) -> Any:
         def load() -> Any:
             model = original(self, vllm_config, model_config, prefix)
-            note(model, Blueprint(vllm_config, model_config, prefix))
+            note(model, BuildInputs(vllm_config, model_config, prefix))
             return model
 
         if not _is_on(vllm_config):
             return original(self, vllm_config, model_config, prefix)
-        from vllm.inflight.worker.memory.placement import settle_in
-        from vllm.inflight.worker.shadow.build import Blueprint, note
+        from vllm.inflight.worker.memory.placement import load_into_arena
+        from vllm.inflight.worker.shadow.build import BuildInputs, note
 
-        return settle_in(load, vllm_config)
+        return load_into_arena(load, vllm_config)
 
     return load_model
 
@@ -108,7 +108,7 @@ def _load_with_shadow(original: Any) -> Any:
         from vllm.inflight.worker.model import layerwise_reload
         from vllm.inflight.worker.shadow.flip import flip_of
         from vllm.inflight.worker.shadow.shadow_model import shadow_of
-        from vllm.inflight.worker.staging.worker import Stager
+        from vllm.inflight.worker.staging.worker import StagingWorker
 
         with upstream.set_current_vllm_config(self.vllm_config):
             shadow = shadow_of(self, self.model_runner.get_model())
@@ -117,7 +117,7 @@ def _load_with_shadow(original: Any) -> Any:
             raise ConfigError(
                 f"--inflight-staging {staging} cannot be had: {shadow.reason}"
             )
-        self._inflight_stager = Stager(self, shadow, flip_of)
+        self._inflight_stager = StagingWorker(self, shadow, flip_of)
         both = shadow.live, shadow.module
         layerwise_reload.forget_with(self, [tree for tree in both if tree is not None])
         if shadow.module is not None:
@@ -197,13 +197,13 @@ def _shutdown(original: Any) -> Any:
         original(self)
         if stager is not None and self.device.type == "cuda":
             from vllm.inflight.transport.collective.nccl import still_writes
-            from vllm.inflight.worker.memory.placement import move_out
+            from vllm.inflight.worker.memory.placement import release
             from vllm.inflight.worker.model.drafter import trees
 
             if stager.is_busy or still_writes():
                 return  # memory that is written to is given back with the process
             for model in trees(stager.shadow.live):
-                move_out(model)
+                release(model)
 
     return shutdown
 

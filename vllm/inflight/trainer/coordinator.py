@@ -27,8 +27,8 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.trainer.engine_clients import Engine, blamed, retold
 from vllm.inflight.trainer.http_client import NotReached, Reply
-from vllm.inflight.trainer.retry import FIRST_DELAY_S, Patience
-from vllm.inflight.trainer.snapshot import Parcel
+from vllm.inflight.trainer.retry import FIRST_DELAY_S, RetryBudget
+from vllm.inflight.trainer.snapshot import Snapshot
 from vllm.inflight.update import Manifest, Phase, difference
 
 Progress = Callable[[str, int, int], None]
@@ -50,13 +50,13 @@ GIVE_UP_S = 3.0
 T = TypeVar("T")
 
 
-class Delivery:
+class Coordinator:
     """One update of several engines, under one id."""
 
     def __init__(
         self,
         engines: Sequence[Engine],
-        patience: Patience,
+        patience: RetryBudget,
         progress: Progress | None = None,
     ) -> None:
         self.update_id = uuid.uuid4().hex
@@ -72,7 +72,7 @@ class Delivery:
 
     def stage(
         self,
-        parcel: Parcel,
+        parcel: Snapshot,
         manifest: Manifest,
         *,
         version: str | None,
@@ -96,7 +96,7 @@ class Delivery:
             # First: those that have switched already would lose their way back, and
             # need it if one of the others, which this one would refuse, cannot switch.
             self._all(self._require_free)
-        with _Retreat(self):
+        with _Rollback(self):
             self._all(lambda engine: engine.start(opening, self._patience))
             self.is_begun = True
             self._all(
@@ -119,7 +119,7 @@ class Delivery:
         """
         body: Reply = {"update_id": self.update_id}
         body |= {} if mode is None else {"mode": mode}
-        with _Retreat(self):
+        with _Rollback(self):
             if len(self._engines) > 1:
                 self._prepare()
             return self._all(
@@ -138,11 +138,11 @@ class Delivery:
         self._patience.end()
         whole_s = self._patience.timeout_s
         is_given_up = self._patience.given_up is not None
-        patience = Patience(min(GIVE_UP_S if is_given_up else RETREAT_S, whole_s))
+        patience = RetryBudget(min(GIVE_UP_S if is_given_up else RETREAT_S, whole_s))
         # The one try that is left for them must not cost the whole patience again.
         short = patience.at_most(whole_s / 4)
 
-        def of(engine: Engine) -> Patience:
+        def of(engine: Engine) -> RetryBudget:
             return short if engine.name in self._silent else patience
 
         def step_back(engine: Engine) -> str | None:
@@ -174,7 +174,7 @@ class Delivery:
             left += _each(some, step_back, patience, late=_silent)
         return [sentence for sentence in left if sentence]
 
-    def _step_back(self, engine: Engine, patience: Patience) -> None:
+    def _step_back(self, engine: Engine, patience: RetryBudget) -> None:
         try:
             engine.abort(self.update_id, patience)
         except (UnknownUpdate, Unauthorized, Forbidden):
@@ -206,7 +206,7 @@ class Delivery:
                 )
         return reply
 
-    def _has_switched(self, engine: Engine, patience: Patience) -> bool:
+    def _has_switched(self, engine: Engine, patience: RetryBudget) -> bool:
         """Whether it serves the update, as far as it tells."""
         with suppress(InflightError):
             report = engine.status(self.update_id, patience.at_most(GRACE_S))
@@ -259,7 +259,7 @@ class Delivery:
 def asked(
     engines: Sequence[Engine],
     call: Callable[[Engine], Reply],
-    patience: Patience,
+    patience: RetryBudget,
     *,
     meanwhile: Callable[[], None] | None = None,
     noted: Callable[[Sequence[Future[Reply]]], None] | None = None,
@@ -316,10 +316,10 @@ def asked(
     return [future.result() for future in futures]
 
 
-class _Retreat:
+class _Rollback:
     """Around what must happen on all engines or on none."""
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, delivery: Coordinator) -> None:
         self._delivery = delivery
 
     def __enter__(self) -> None:
@@ -342,7 +342,7 @@ def _begin(call: Callable[[Engine], T], engine: Engine) -> Future[T]:
 def _each(
     engines: Sequence[Engine],
     call: Callable[[Engine], T],
-    patience: Patience,
+    patience: RetryBudget,
     *,
     late: Callable[[Engine], T],
 ) -> list[T]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from vllm.inflight.errors import ConfigError, EngineUnreachable, InflightError
 from vllm.inflight.trainer.http_client import HttpEngine, Reply, control_key
-from vllm.inflight.trainer.retry import Patience
+from vllm.inflight.trainer.retry import RetryBudget
 
 
 class Engine(Protocol):
@@ -25,39 +25,39 @@ class Engine(Protocol):
     name: str
     """As errors and outcomes call it."""
 
-    def start(self, body: Reply, patience: Patience) -> Reply:
+    def start(self, body: Reply, patience: RetryBudget) -> Reply:
         """`POST /start_weight_update`."""
         ...
 
-    def update(self, body: Reply, patience: Patience) -> Reply:
+    def update(self, body: Reply, patience: RetryBudget) -> Reply:
         """`POST /update_weights`; returns when every rank has the chunk."""
         ...
 
-    def prepare(self, update_id: str, patience: Patience) -> Reply:
+    def prepare(self, update_id: str, patience: RetryBudget) -> Reply:
         """`POST /prepare_weight_update`; returns when every rank has voted."""
         ...
 
-    def finish(self, body: Reply, patience: Patience) -> Reply:
+    def finish(self, body: Reply, patience: RetryBudget) -> Reply:
         """`POST /finish_weight_update`."""
         ...
 
-    def abort(self, update_id: str, patience: Patience) -> Reply:
+    def abort(self, update_id: str, patience: RetryBudget) -> Reply:
         """`POST /abort_weight_update`."""
         ...
 
-    def rollback(self, to_version: str | None, patience: Patience) -> Reply:
+    def rollback(self, to_version: str | None, patience: RetryBudget) -> Reply:
         """`POST /rollback_weights`, once: made twice it goes forth again."""
         ...
 
-    def status(self, update_id: str | None, patience: Patience) -> Reply:
+    def status(self, update_id: str | None, patience: RetryBudget) -> Reply:
         """`GET /weight_update/{update_id}`, or of all that is known."""
         ...
 
-    def info(self, patience: Patience) -> Reply:
+    def info(self, patience: RetryBudget) -> Reply:
         """`GET /weight_info`."""
         ...
 
-    def names(self, patience: Patience) -> Reply:
+    def names(self, patience: RetryBudget) -> Reply:
         """`GET /weight_names`."""
         ...
 
@@ -66,7 +66,7 @@ class Engine(Protocol):
         ...
 
 
-class LocalEngine:
+class InProcessEngine:
     """An `LLM` or an `AsyncLLM` of this process.
 
     The methods of an `AsyncLLM` run on its event loop, so that loop has to be
@@ -97,21 +97,21 @@ class LocalEngine:
                     "give it that loop with loop="
                 ) from None
 
-    def start(self, body: Reply, patience: Patience) -> Reply:
+    def start(self, body: Reply, patience: RetryBudget) -> Reply:
         """Open an update."""
         return self._run(patience, self._engine.start_weight_update, **body)
 
-    def update(self, body: Reply, patience: Patience) -> Reply:
+    def update(self, body: Reply, patience: RetryBudget) -> Reply:
         """Have a chunk received."""
         info = {"update_info": body["update_info"]}
         ids = {"update_id": body["update_id"], "chunk": body["chunk"]}
         return self._run(patience, self._engine.update_weights, info, **ids)
 
-    def prepare(self, update_id: str, patience: Patience) -> Reply:
+    def prepare(self, update_id: str, patience: RetryBudget) -> Reply:
         """Verify and vote."""
         return self._run(patience, self._engine.prepare_weight_update, update_id)
 
-    def finish(self, body: Reply, patience: Patience) -> Reply:
+    def finish(self, body: Reply, patience: RetryBudget) -> Reply:
         """Verify and commit.
 
         It goes on when it is not waited for any longer: several engines behind one
@@ -120,23 +120,23 @@ class LocalEngine:
         finish = self._engine.finish_weight_update
         return self._run(patience, finish, is_given_up=False, **body)
 
-    def abort(self, update_id: str, patience: Patience) -> Reply:
+    def abort(self, update_id: str, patience: RetryBudget) -> Reply:
         """Give an update up."""
         return self._run(patience, self._engine.abort_weight_update, update_id)
 
-    def rollback(self, to_version: str | None, patience: Patience) -> Reply:
+    def rollback(self, to_version: str | None, patience: RetryBudget) -> Reply:
         """Serve the version before again."""
         return self._run(patience, self._engine.rollback_weights, to_version)
 
-    def status(self, update_id: str | None, patience: Patience) -> Reply:
+    def status(self, update_id: str | None, patience: RetryBudget) -> Reply:
         """Where an update stands, or all that is known."""
         return self._run(patience, self._engine.weight_update_status, update_id)
 
-    def info(self, patience: Patience) -> Reply:
+    def info(self, patience: RetryBudget) -> Reply:
         """What is served."""
         return self._run(patience, self._engine.weight_info)
 
-    def names(self, patience: Patience) -> Reply:
+    def names(self, patience: RetryBudget) -> Reply:
         """Name, shape and dtype of every tensor that an update may bring."""
         return self._run(patience, self._engine.weight_names)
 
@@ -145,7 +145,7 @@ class LocalEngine:
 
     def _run(
         self,
-        patience: Patience,
+        patience: RetryBudget,
         method: Callable[..., Any],
         *args: Any,
         is_given_up: bool = True,
@@ -188,7 +188,7 @@ def connect(
             found.append(HttpEngine(one, key))
         else:
             number = f" {index}" if len(given) > 1 else ""
-            found.append(LocalEngine(one, type(one).__name__ + number, loop))
+            found.append(InProcessEngine(one, type(one).__name__ + number, loop))
     names = [engine.name for engine in found]
     for name in names:
         if names.count(name) > 1:

@@ -10,7 +10,7 @@ import httpx
 from vllm.inflight.config import admin_key
 from vllm.inflight.connection import connect
 from vllm.inflight.errors import EngineFault, EngineUnreachable, InflightError
-from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, Patience
+from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 
 Reply = dict[str, Any]
 
@@ -35,60 +35,60 @@ class HttpEngine:
         self.name = url.rstrip("/")
         self._client = connect(self.name, key)
 
-    def start(self, body: Reply, patience: Patience) -> Reply:
+    def start(self, body: Reply, patience: RetryBudget) -> Reply:
         """Open an update."""
         return self._ask("POST", "/start_weight_update", patience, body)
 
-    def update(self, body: Reply, patience: Patience) -> Reply:
+    def update(self, body: Reply, patience: RetryBudget) -> Reply:
         """Have a chunk received."""
         return self._ask("POST", "/update_weights", patience, body)
 
-    def prepare(self, update_id: str, patience: Patience) -> Reply:
+    def prepare(self, update_id: str, patience: RetryBudget) -> Reply:
         """Verify and vote; the reply takes as long as it takes to verify."""
         body = {"update_id": update_id}
         return self._ask("POST", "/prepare_weight_update", patience, body)
 
-    def finish(self, body: Reply, patience: Patience) -> Reply:
+    def finish(self, body: Reply, patience: RetryBudget) -> Reply:
         """Verify and commit; with mode `wait` the reply may take long."""
         return self._ask(
             "POST", "/finish_weight_update", patience, body, patience.timeout_s
         )
 
-    def abort(self, update_id: str | None, patience: Patience) -> Reply:
+    def abort(self, update_id: str | None, patience: RetryBudget) -> Reply:
         """Give an update up; None: whichever is under way."""
         body = {"update_id": update_id}
         return self._ask("POST", "/abort_weight_update", patience, body)
 
-    def rollback(self, to_version: str | None, patience: Patience) -> Reply:
+    def rollback(self, to_version: str | None, patience: RetryBudget) -> Reply:
         """Serve the version before again."""
         body = {"to_version": to_version}
         return self._ask("POST", "/rollback_weights", patience, body, is_repeated=False)
 
-    def status(self, update_id: str | None, patience: Patience) -> Reply:
+    def status(self, update_id: str | None, patience: RetryBudget) -> Reply:
         """Where an update stands, or all that is known."""
         one = "" if update_id is None else f"/{update_id}"
         return self._ask("GET", f"/weight_update{one}", patience)
 
-    def info(self, patience: Patience) -> Reply:
+    def info(self, patience: RetryBudget) -> Reply:
         """What is served."""
         return self._ask("GET", "/weight_info", patience)
 
-    def names(self, patience: Patience) -> Reply:
+    def names(self, patience: RetryBudget) -> Reply:
         """Name, shape and dtype of every tensor that an update may bring."""
         return self._ask("GET", "/weight_names", patience)
 
-    def init_transport(self, init_info: Reply, patience: Patience) -> Reply:
+    def init_transport(self, init_info: Reply, patience: RetryBudget) -> Reply:
         """Connect the configured backend, once: made twice it is refused as busy."""
         path, body = "/init_weight_transfer_engine", {"init_info": init_info}
         return self._ask(
             "POST", path, patience, body, patience.timeout_s, is_repeated=False
         )
 
-    def shutdown_transport(self, patience: Patience) -> Reply:
+    def shutdown_transport(self, patience: RetryBudget) -> Reply:
         """Let the backend's connection go."""
         return self._ask("POST", "/shutdown_weight_transfer_engine", patience, {})
 
-    def world_size(self, patience: Patience) -> Reply:
+    def world_size(self, patience: RetryBudget) -> Reply:
         """How many workers there are."""
         return self._ask("GET", "/get_world_size", patience)
 
@@ -100,7 +100,7 @@ class HttpEngine:
         self,
         method: str,
         path: str,
-        patience: Patience,
+        patience: RetryBudget,
         body: Reply | None = None,
         reply_s: float | None = None,
         *,

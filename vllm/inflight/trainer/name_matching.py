@@ -14,7 +14,7 @@ from vllm.inflight.tensor_names import Known, paired
 from vllm.inflight.trainer.coordinator import asked
 from vllm.inflight.trainer.engine_clients import Engine
 from vllm.inflight.trainer.http_client import Reply
-from vllm.inflight.trainer.retry import Patience
+from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.trainer.sources.modules import is_head
 
 AUTO = "auto"
@@ -33,7 +33,7 @@ def _known(reply: Reply) -> Known:
     }
 
 
-class Naming:
+class NameMatching:
     """The pairs that were found so far; the engines are asked for more when needed."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -49,7 +49,7 @@ class Naming:
         """The name of the model that was found for one of the source."""
         return self._found.get(name, name)
 
-    def find(self, sent: Iterable[Sent], patience: Patience) -> dict[str, str]:
+    def find(self, sent: Iterable[Sent], patience: RetryBudget) -> dict[str, str]:
         """Pair these tensors' names; returns those that differ from the model's.
 
         Raises:

@@ -23,8 +23,8 @@ from vllm.inflight.background import Background
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.trainer.coordinator import GIVE_UP_S, SLACK_S
 from vllm.inflight.trainer.outcome import Outcome
-from vllm.inflight.trainer.retry import Patience
-from vllm.inflight.trainer.snapshot import Parcel
+from vllm.inflight.trainer.retry import RetryBudget
+from vllm.inflight.trainer.snapshot import Snapshot
 
 ON_BUSY = ("wait", "skip", "latest")
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class QueuedPublish:
     """One publish, from its snapshot to its outcome."""
 
     version: str | None
@@ -49,12 +49,12 @@ class Job:
     base_version: str | None
     asked: float
     """When publish was called, on the monotonic clock, in seconds."""
-    parcel: Parcel = field(init=False)
+    parcel: Snapshot = field(init=False)
     snapshot_s: float = 0.0
     mapped: dict[str, str] = field(default_factory=dict)
     """From names of the source to those of the model, as `auto` has found them."""
     future: Future[Outcome] = field(default_factory=Future)
-    patience: Patience = field(default_factory=lambda: Patience(0.0))
+    patience: RetryBudget = field(default_factory=lambda: RetryBudget(0.0))
     """Made when its turn comes; whoever gives the job up, gives this up."""
 
     def skipped(self) -> Outcome:
@@ -62,19 +62,22 @@ class Job:
         return Outcome(version=self.version, step=self.step, skipped=True)
 
 
-class Queue:
+class PublishQueue:
     """Runs jobs one after another in a thread that lives while there are any."""
 
     def __init__(
-        self, on_busy: str, timeout_s: float, deliver: Callable[[Job], Outcome]
+        self,
+        on_busy: str,
+        timeout_s: float,
+        deliver: Callable[[QueuedPublish], Outcome],
     ) -> None:
         self._on_busy = on_busy
         self._timeout_s = timeout_s
         self._deliver = deliver
         self._changed = threading.Condition()
         # Guarded by the condition:
-        self._current: Job | None = None
-        self._waiting: Job | None = None
+        self._current: QueuedPublish | None = None
+        self._waiting: QueuedPublish | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         self._given_up: Cancelled | None = None
@@ -117,7 +120,7 @@ class Queue:
                 replaced.future.set_result(replaced.skipped())
         return True
 
-    def put(self, job: Job) -> None:
+    def put(self, job: QueuedPublish) -> None:
         """Have `job` delivered after the one under way; raises as `make_room` does."""
         with self._changed:
             self._require_open()  # during the snapshot it may have been closed
@@ -129,7 +132,7 @@ class Queue:
             self._waiting = job
             self._changed.notify_all()
 
-    def result(self, job: Job) -> Outcome:
+    def result(self, job: QueuedPublish) -> Outcome:
         """What becomes of `job`; tells what it waits for, if that takes long.
 
         Who is interrupted here wants it no longer: it is given up.
@@ -264,7 +267,7 @@ class Queue:
             elif outcome is not None:
                 job.future.set_result(outcome)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> QueuedPublish | None:
         """The job that waits is the one under way now; without one, the thread ends."""
         with self._changed:
             self._current, self._waiting = self._waiting, None
@@ -272,7 +275,7 @@ class Queue:
             if self._current is None:
                 self._thread = None
             else:
-                self._current.patience = Patience(self._timeout_s)
+                self._current.patience = RetryBudget(self._timeout_s)
             return self._current
 
 
@@ -283,7 +286,7 @@ class _Telling:
         self._beginning = beginning
         self._told, self._told_at = "", float("-inf")
 
-    def __call__(self, job: Job | None) -> None:
+    def __call__(self, job: QueuedPublish | None) -> None:
         waits_for = "" if job is None else job.patience.waits_for
         now = time.monotonic()
         is_new = waits_for != self._told or now - self._told_at > NOTE_S
@@ -292,11 +295,11 @@ class _Telling:
             logger.warning("%s %r: %s", self._beginning, job.version, waits_for)
 
 
-_unclosed: weakref.WeakSet[Queue] = weakref.WeakSet()
+_unclosed: weakref.WeakSet[PublishQueue] = weakref.WeakSet()
 """Those that have had a thread; empty as long as nothing runs at exit."""
 
 
-def _leave_at_exit(queue: Queue) -> None:
+def _leave_at_exit(queue: PublishQueue) -> None:
     # Not when this module is imported. Hooks run in the reverse order of their
     # registration, and those that remove parcels and end threads are registered by now.
     if not _unclosed:

@@ -27,13 +27,13 @@ from vllm.inflight.errors import (
     UpdateBusy,
 )
 from vllm.inflight.tensor_names import matcher
-from vllm.inflight.trainer.coordinator import Delivery, Progress
-from vllm.inflight.trainer.engine_clients import LocalEngine, connect
-from vllm.inflight.trainer.name_matching import AUTO, Naming
+from vllm.inflight.trainer.coordinator import Coordinator, Progress
+from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
+from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_failure, note_unheard
-from vllm.inflight.trainer.publish_queue import ON_BUSY, Job, Queue
+from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S
-from vllm.inflight.trainer.snapshot import Parcel, sweep
+from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
 from vllm.inflight.update import PauseMode, check_label, check_subset, renamer
 
@@ -111,7 +111,7 @@ class Publisher:
                 raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
         if (wire == "disk") == (directory is None):
             raise ConfigError("directory= belongs to wire='disk', and that needs it")
-        sources.check(source)
+        sources.check_source(source)
         self._source = source
         self._directory = None if directory is None else Path(directory)
         self._digests = digests
@@ -120,17 +120,17 @@ class Publisher:
         self._deadline_s = deadline_s
         self._progress = progress
         self._engines = connect(engines, api_key=api_key, loop=loop)
-        self._naming: Naming | None = None
+        self._naming: NameMatching | None = None
         if isinstance(name_map, str):
             if name_map != AUTO:
                 raise ConfigError(
                     f"name_map must be a dict, a function or {AUTO!r}, got {name_map!r}"
                 )
-            self._naming = Naming(self._engines)
+            self._naming = NameMatching(self._engines)
         self._rename = self._naming or renamer(
             None if isinstance(name_map, str) else name_map
         )
-        self._queue = Queue(on_busy, timeout_s, self._deliver)
+        self._queue = PublishQueue(on_busy, timeout_s, self._deliver)
         self._calls = threading.Lock()
         self._committed = float("-inf")
         for one in {None, self._directory}:
@@ -214,7 +214,9 @@ class Publisher:
                 "subset= has the names of the model, and name_map='auto' knows them "
                 "only when a whole version has been published"
             )
-        job = Job(version, mode, step, patterns, base_version, time.monotonic())
+        job = QueuedPublish(
+            version, mode, step, patterns, base_version, time.monotonic()
+        )
         with self._turn(may_wait):
             has_place = self._queue.make_room(may_wait=may_wait)
             if has_place:
@@ -270,7 +272,7 @@ class Publisher:
         finally:
             self._calls.release()
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: QueuedPublish) -> None:
         """Take the snapshot, and have it delivered."""
         is_declared = matcher(job.subset)
         with sources.gathering(sources.tensors(self._source)) as pairs:
@@ -281,7 +283,7 @@ class Publisher:
                 for name, renamed, tensor in named
                 if not job.subset or is_declared(renamed)
             )
-            job.parcel = parcel = Parcel.pack(sent, self._directory)
+            job.parcel = parcel = Snapshot.pack(sent, self._directory)
         job.snapshot_s = time.monotonic() - job.asked
         try:
             self._tell("snapshot", parcel)
@@ -290,7 +292,7 @@ class Publisher:
             parcel.remove()  # whoever keeps the error would keep it
             raise
 
-    def _deliver(self, job: Job) -> Outcome:
+    def _deliver(self, job: QueuedPublish) -> Outcome:
         """One publish, in the queue's thread."""
         pace_s = self._committed + self._min_interval_s - time.monotonic()
         if pace_s > 0 and self._queue.give_way(pace_s):
@@ -334,7 +336,7 @@ class Publisher:
             mapped=job.mapped,
         )
 
-    def _stage(self, job: Job) -> Delivery | None:
+    def _stage(self, job: QueuedPublish) -> Coordinator | None:
         """The delivery, staged on every engine; None if it gave way."""
         patience = job.patience
         if self._naming is not None:
@@ -348,7 +350,7 @@ class Publisher:
         refused: UpdateBusy | TooManyUpdates | None = None
         while True:
             # Each try under an id of its own: the one before was aborted.
-            delivery = Delivery(self._engines, patience.shared(), self._progress)
+            delivery = Coordinator(self._engines, patience.shared(), self._progress)
             left_s = patience.left()
             try:
                 delivery.stage(
@@ -384,7 +386,7 @@ class Publisher:
                     raise
             delay = min(2 * delay, LAST_DELAY_S)
 
-    def _tell(self, phase: str, parcel: Parcel) -> None:
+    def _tell(self, phase: str, parcel: Snapshot) -> None:
         if self._progress is not None:
             self._progress(phase, parcel.num_bytes, parcel.num_bytes)
 
@@ -395,5 +397,5 @@ class Publisher:
         except RuntimeError:
             return False
         return any(
-            isinstance(e, LocalEngine) and e.loop is running for e in self._engines
+            isinstance(e, InProcessEngine) and e.loop is running for e in self._engines
         )

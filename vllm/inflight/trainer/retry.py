@@ -19,7 +19,7 @@ LONGEST_S = 86400.0
 """Of one wait: sockets and locks know no longer ones, and patience may have no end."""
 
 
-class Patience:
+class RetryBudget:
     """How long to go on trying, and whether to."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -30,25 +30,25 @@ class Patience:
         """Why nobody wants it any more; None while somebody does."""
         self._until = time.monotonic() + timeout_s
         self._over = threading.Event()
-        self._parts: weakref.WeakSet[Patience] = weakref.WeakSet()
-        self._whole: Patience | None = None
+        self._parts: weakref.WeakSet[RetryBudget] = weakref.WeakSet()
+        self._whole: RetryBudget | None = None
 
     def begin(self) -> None:
         """Count its time from now on."""
         self._until = time.monotonic() + self.timeout_s
 
-    def shared(self) -> Patience:
+    def shared(self) -> RetryBudget:
         """One that runs out when this does, and may be ended without it."""
-        part = Patience(self.timeout_s)
+        part = RetryBudget(self.timeout_s)
         part._until, part._whole = self._until, self
         self._parts.add(part)
         if self.given_up is not None:  # after it was added, so that none is missed
             part.give_up(self.given_up)
         return part
 
-    def at_most(self, seconds: float) -> Patience:
+    def at_most(self, seconds: float) -> RetryBudget:
         """Another one, which does not last longer than this."""
-        return Patience(min(seconds, self.left()))
+        return RetryBudget(min(seconds, self.left()))
 
     def overdue_s(self) -> float:
         """Seconds since its time was over; 0 before that."""

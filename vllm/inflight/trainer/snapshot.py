@@ -66,7 +66,7 @@ DTYPES = {
 """The dtypes that safetensors can name and a digest can read."""
 
 
-class Parcel:
+class Snapshot:
     """The tensors of one publish, on their way to the engines."""
 
     def __init__(self, file: Path, owner: IO[bytes], num_bytes: int) -> None:
@@ -79,7 +79,7 @@ class Parcel:
         self._removal = weakref.finalize(self, _remove, file, owner, os.getpid())
 
     @classmethod
-    def pack(cls, pairs: Iterable[Pair], directory: Path | None = None) -> Parcel:
+    def pack(cls, pairs: Iterable[Pair], directory: Path | None = None) -> Snapshot:
         """Copy every tensor into a new file, in shared memory by default.
 
         Raises:

@@ -20,7 +20,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.trainer.engine_clients import blamed
 from vllm.inflight.trainer.http_client import HttpEngine, NotReached, Reply, control_key
-from vllm.inflight.trainer.retry import Patience
+from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.update import PauseMode, check_label, check_subset
 
 CLOSING_S = 5.0
@@ -209,7 +209,7 @@ class ServerClient:
             InflightError: whatever else the server refused.
 
         """
-        self._abort(Patience(self._timeout_s))
+        self._abort(RetryBudget(self._timeout_s))
 
     def get_world_size(self) -> int:
         """Count the workers that a group has beside the trainer.
@@ -244,7 +244,7 @@ class ServerClient:
         if self._is_open:
             self._is_open = False
             with suppress(InflightError):
-                self._engine.abort(self._update_id, Patience(CLOSING_S))
+                self._engine.abort(self._update_id, RetryBudget(CLOSING_S))
         self._engine.close()
 
     def __enter__(self) -> ServerClient:
@@ -255,16 +255,16 @@ class ServerClient:
         """Close it, and end what is open."""
         self.close()
 
-    def _abort(self, patience: Patience) -> None:
+    def _abort(self, patience: RetryBudget) -> None:
         self._ask(self._engine.abort, self._update_id, patience=patience)
         self._is_open = False
 
-    def _end_what_failed(self) -> Patience:
+    def _end_what_failed(self) -> RetryBudget:
         """An update whose trainer gave up would keep the next one out as busy.
 
         Returns the patience of the whole call, of which this is the beginning.
         """
-        patience = Patience(self._timeout_s)
+        patience = RetryBudget(self._timeout_s)
         if self._is_open:
             with suppress(UnknownUpdate):
                 try:
@@ -287,10 +287,10 @@ class ServerClient:
         self,
         call: Callable[..., Reply],
         *arguments: Any,
-        patience: Patience | None = None,
+        patience: RetryBudget | None = None,
     ) -> Reply:
         try:
-            return call(*arguments, patience or Patience(self._timeout_s))
+            return call(*arguments, patience or RetryBudget(self._timeout_s))
         except InflightError as error:
             blamed(error, self._engine)
             raise

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled, TransferFault
-from vllm.inflight.transport.buckets.tensor_list import Announcement, Pair
+from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.waiting import never
 
 USABLE = "nccl, ipc, local, inflight_nccl, inflight_ipc or inflight_gloo"
 
 
-def obstacle(backend: str) -> str | None:
+def transport_obstacle(backend: str) -> str | None:
     """Why a backend of upstream's register may not receive here; None if it may.
 
     Args:
@@ -93,7 +93,7 @@ class StagedEngine(upstream.WeightTransferEngine):
         del update_info
         return None
 
-    def preview(self, update_info: Any) -> AbstractContextManager[Announcement | None]:
+    def preview(self, update_info: Any) -> AbstractContextManager[TensorList | None]:
         """Around the receipt of a chunk: what can be read of it before is, on entry.
 
         It enters into the announcement of the chunk if that was read and not sent, as

@@ -15,8 +15,8 @@ import torch.distributed
 from torch.distributed import DistError
 
 from vllm.inflight.errors import TransferFault
-from vllm.inflight.transport.liveness import Lifeline
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.liveness import Liveness
+from vllm.inflight.transport.waiting import WaitLimit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Group(Protocol):
     large: int
     """Bytes from which a tensor is a message of its own; the same at both ends."""
 
-    def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
+    def broadcast(self, buffers: Sequence[torch.Tensor], watch: WaitLimit) -> Pending:
         """Begin to send the trainer's `buffers` into everybody's, all at once.
 
         It comes after all that the current stream was given so far, and after the
@@ -90,7 +90,7 @@ class Group(Protocol):
 
 
 @contextmanager
-def told_why(lifeline: Lifeline) -> Iterator[None]:
+def told_why(lifeline: Liveness) -> Iterator[None]:
     """Around calls of the transport: a peer's own reason replaces their error.
 
     A peer that leaves says why before its connections close. What the transport then
@@ -114,7 +114,7 @@ def lost(reason: str) -> TransferFault:
     return TransferFault(f"the transfer group has ended: {reason}; connect again")
 
 
-class Fetcher:
+class CopyGroup:
     """What those have in common that implement `Group` by copies on a stream.
 
     Args:

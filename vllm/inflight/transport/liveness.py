@@ -12,7 +12,7 @@ import struct
 from contextlib import suppress
 
 from vllm.inflight.errors import TransferFault
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.waiting import WaitLimit
 
 RANK = struct.Struct("!I")
 GO = b"+"
@@ -21,7 +21,7 @@ MOST_BYTES = 1000
 """Of a last word; it fits into any socket's buffer, so sending it cannot block."""
 
 
-class Lifeline:
+class Liveness:
     """The sockets of one rank: the trainer has one per worker, a worker has one."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Lifeline:
             line.close()
         self._lines.clear()
 
-    def hold(self, address: str, port: int, rank: int, watch: Watch) -> None:
+    def hold(self, address: str, port: int, rank: int, watch: WaitLimit) -> None:
         """As a worker: take hold of the trainer's end, until all ranks have."""
         with suppress(OSError):
             line = socket.create_connection((address, port), timeout=CONNECT_S)
@@ -71,7 +71,9 @@ class Lifeline:
 
         watch.until(all_there, "the other workers to join")
 
-    def gather(self, listener: socket.socket, world_size: int, watch: Watch) -> None:
+    def gather(
+        self, listener: socket.socket, world_size: int, watch: WaitLimit
+    ) -> None:
         """As the trainer: hand an end to each worker, then let all of them go on."""
         listener.setblocking(False)
         strangers: list[socket.socket] = []

@@ -38,16 +38,16 @@ def check_timeout(timeout_s: Any) -> None:
         )
 
 
-class Watch:
+class WaitLimit:
     """How long one wait may last, and who may end it."""
 
     def __init__(self, timeout_s: float, cancelled: Callable[[], bool] = never) -> None:
         self.timeout_s = timeout_s
         self._cancelled = cancelled
 
-    def lasting(self, timeout_s: float) -> Watch:
+    def lasting(self, timeout_s: float) -> WaitLimit:
         """One that lasts for another time, and that the same may end."""
-        return Watch(timeout_s, self._cancelled)
+        return WaitLimit(timeout_s, self._cancelled)
 
     def until(
         self,

@@ -37,7 +37,7 @@ class Weights(upstream.WeightSource):
             ConfigError: the source can be read only once, or not at all.
 
         """
-        sources.check(source)
+        sources.check_source(source)
         self._source = source
         self._rename = renamer(name_map)
 

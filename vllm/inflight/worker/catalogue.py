@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.inflight.tensor_names import Known
-from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 
 PIECE = 1024
 """Names in a piece."""
@@ -28,7 +28,7 @@ Entry = dict[str, Any]
 """`{"name", "shape", "dtype"}`; a shape is null where it is not known."""
 
 
-def catalogue(shadow: Shadow, *, is_cut: bool) -> dict[str, Any]:
+def catalogue(shadow: ShadowModel, *, is_cut: bool) -> dict[str, Any]:
     """`{"of", "pieces"}`: what the names are of, and they, packed.
 
     Args:

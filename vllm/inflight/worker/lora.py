@@ -26,7 +26,7 @@ Key = tuple[str, int]
 """Name and number of an adapter."""
 
 
-class Proposal:
+class AdapterProposal:
     """An adapter that a rank has read and does not use yet."""
 
     def __init__(self, manager: Any, request: Any) -> None:
@@ -99,8 +99,8 @@ def step(
         worker._inflight_proposal = None
         if not _is_there(manager, request):
             judged = allowed(request, worker.vllm_config)
-            worker._inflight_proposal = Proposal(manager, judged)
-    proposal: Proposal | None = getattr(worker, "_inflight_proposal", None)
+            worker._inflight_proposal = AdapterProposal(manager, judged)
+    proposal: AdapterProposal | None = getattr(worker, "_inflight_proposal", None)
     if proposal is None:
         return False
     if move == "take":

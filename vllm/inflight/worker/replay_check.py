@@ -39,7 +39,7 @@ Known = list[tuple[str, Entry]]
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
-class Proof:
+class ReplayCheck:
     """The proof of what a plan has recorded and nobody has proved yet.
 
     Args:

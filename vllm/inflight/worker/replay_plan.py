@@ -29,7 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm.inflight.ops.reference import row_major
-from vllm.inflight.transport.buckets.reassembly import Home
+from vllm.inflight.transport.buckets.reassembly import Destination
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, shape and strides within a tensor, in elements."""
@@ -81,7 +81,7 @@ class Entry:
     """Whether all that was written is a part of the tensor, or zero."""
     is_proved: bool = False
     """Whether replaying it was seen to do what its loader does; see replay_check.py."""
-    home: Home | None = None
+    home: Destination | None = None
     """Where the tensor ends up, if that is whole, row-major and in one piece."""
 
     @property
@@ -151,7 +151,7 @@ class Plan:
 
     def place(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Home | None:
+    ) -> Destination | None:
         """Where such a tensor ends up, if that is whole and in one piece.
 
         A transport may then receive it there: what else its loader writes is zeros in
@@ -275,7 +275,7 @@ def span(view: View) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
-def _home(entry: Entry) -> Home | None:
+def _home(entry: Entry) -> Destination | None:
     if len(entry.copies) != 1:
         return None
     copied = entry.copies[0]
@@ -288,7 +288,7 @@ def _home(entry: Entry) -> Home | None:
         if size != 1
     )
     if is_whole and is_row_major and copied.is_exact and target.is_contiguous():
-        return Home.of(target)
+        return Destination.of(target)
     return None
 
 
@@ -318,7 +318,7 @@ def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
             target.copy_(source)
 
 
-class Writes(TorchDispatchMode):
+class RecordedWrites(TorchDispatchMode):
     """Records the in-place writes to one parameter, while a loader has a tensor."""
 
     def __init__(

@@ -15,9 +15,9 @@ from __future__ import annotations
 from vllm.inflight import upstream
 from vllm.inflight.errors import ArenaTorn, ConfigError, OutOfDeviceMemory
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.memory.host_copy import Backup, beside, everything
-from vllm.inflight.worker.memory.placement import is_wanted, residence_of, tensors
-from vllm.inflight.worker.staging.worker import Stager
+from vllm.inflight.worker.memory.host_copy import HostCopy, beside, everything
+from vllm.inflight.worker.memory.placement import is_wanted, placement_of, tensors
+from vllm.inflight.worker.staging.worker import StagingWorker
 
 logger = upstream.init_logger(__name__)
 
@@ -31,12 +31,12 @@ class SleepBackend(upstream.CuMemBackend):
 
     """
 
-    def __init__(self, stager: Stager, arena: Arena | None) -> None:
+    def __init__(self, stager: StagingWorker, arena: Arena | None) -> None:
         super().__init__()
         self._stager = stager
         self._shadow = stager.shadow
         self._arena = arena
-        self._backup: Backup | None = None
+        self._backup: HostCopy | None = None
         """What waits on the host while the weights sleep, or are about to."""
         self._is_asleep = False
         """Until the last byte is back."""
@@ -68,11 +68,11 @@ class SleepBackend(upstream.CuMemBackend):
             self._give_back(keeps_weights=False)
         super().discard(tags)
 
-    def _copy(self, arena: Arena, keeps_weights: bool) -> Backup:
+    def _copy(self, arena: Arena, keeps_weights: bool) -> HostCopy:
         if keeps_weights:
-            return Backup(arena, everything(arena))
+            return HostCopy(arena, everything(arena))
         lost = (tensor for _, tensor in tensors(self._shadow.live))
-        return Backup(arena, beside(arena, lost))
+        return HostCopy(arena, beside(arena, lost))
 
     def _give_back(self, *, keeps_weights: bool) -> None:
         if self._arena is None:
@@ -111,14 +111,14 @@ class SleepBackend(upstream.CuMemBackend):
             )
 
 
-def backend_of(stager: Stager) -> SleepBackend | None:
+def backend_of(stager: StagingWorker) -> SleepBackend | None:
     """The backend of a worker; None if sleep is upstream's alone.
 
     Raises:
         ConfigError: its weights are where nothing could give their memory back.
 
     """
-    residence = residence_of(stager.shadow.live)
+    residence = placement_of(stager.shadow.live)
     if residence.arena is None and is_wanted(stager.worker.vllm_config):
         raise ConfigError(
             "--enable-sleep-mode could not give the memory of these weights back: "

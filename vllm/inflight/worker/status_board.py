@@ -37,7 +37,7 @@ _U64 = struct.Struct("<Q")
 _U32 = struct.Struct("<I")
 
 
-class Board:
+class StatusBoard:
     """One engine's notice board, opened by its core and by every rank."""
 
     def __init__(self, path: str, num_ranks: int) -> None:
@@ -49,7 +49,7 @@ class Board:
         """Of the threads that write: two jobs of a rank, or the watch and the core."""
 
     @classmethod
-    def create(cls, num_ranks: int) -> Board:
+    def create(cls, num_ranks: int) -> StatusBoard:
         """A new, empty board.
 
         Raises:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 
-class Steps:
+class StepTracker:
     """Counts steps; written by the thread that steps, read by any."""
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -50,6 +50,6 @@ class Steps:
 
 
 def between_steps(worker: Any) -> AbstractContextManager[None]:
-    """See `Steps.between`, of a worker that may have no second set."""
+    """See `StepTracker.between`, of a worker that may have no second set."""
     stager = getattr(worker, "_inflight_stager", None)
     return nullcontext() if stager is None else stager.steps.between()

@@ -22,7 +22,7 @@ from vllm.inflight import upstream
 logger = upstream.init_logger(__name__)
 
 
-class Yielding(APIRoute):
+class DeferringRoute(APIRoute):
     """A route of ours: it answers what no route of somebody else's answers."""
 
     def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, Any]:

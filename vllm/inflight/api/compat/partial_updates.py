@@ -42,7 +42,7 @@ UNUSED = "no parameter of this model is filled by these tensors"
 
 
 @dataclass
-class Memory:
+class PartialUpdate:
     """What came in pieces by way of one front end of an engine.
 
     Attributes:
@@ -65,19 +65,19 @@ class Memory:
 
     def forget(self, *, has_begun: bool = False) -> None:
         """Nothing has come."""
-        vars(self).update(vars(Memory(has_begun=has_begun)))
+        vars(self).update(vars(PartialUpdate(has_begun=has_begun)))
 
     def may_end_with(self, label: str | None) -> bool:
         """Whether a piece with this label may be of the version that is served."""
         return self.epochs is not None and self.label == label
 
 
-_memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
+_memories: WeakKeyDictionary[Any, PartialUpdate] = WeakKeyDictionary()
 
 
-def memory_of(engine: Any) -> Memory:
+def memory_of(engine: Any) -> PartialUpdate:
     """That of an `AsyncLLM`: one process may have several."""
-    return _memories.setdefault(engine, Memory())
+    return _memories.setdefault(engine, PartialUpdate())
 
 
 async def take(
@@ -87,7 +87,7 @@ async def take(
     *,
     label: str | None,
     commit: dict[str, Any],
-    memory: Memory | None = None,
+    memory: PartialUpdate | None = None,
     begin: dict[str, Any] | None = None,
     files: Sequence[str] = (),
     names: Collection[str] = (),
@@ -112,7 +112,7 @@ async def take(
         WeightsMismatch: a tensor that came last is not what the version serves.
 
     """
-    memory = Memory() if memory is None else memory
+    memory = PartialUpdate() if memory is None else memory
     is_file = bool(files)
     came = await asyncio.to_thread(_names, files) if is_file else frozenset(names)
     active = await _open(control, transport, label, memory)
@@ -149,14 +149,14 @@ async def take(
     }
 
 
-async def begin(control: Control, memory: Memory) -> None:
+async def begin(control: Control, memory: PartialUpdate) -> None:
     """A version begins; pieces of one that was never completed are given up."""
     if (update_id := await unfinished(control)) is not None:
         await control.abort(update_id)
     memory.forget(has_begun=True)
 
 
-async def end(control: Control, memory: Memory) -> Reply | None:
+async def end(control: Control, memory: PartialUpdate) -> Reply | None:
     """A version ends; the reply of its commit, or None if nothing is under way.
 
     Raises:
@@ -171,7 +171,7 @@ async def end(control: Control, memory: Memory) -> Reply | None:
     return await _finish(control, update_id, memory)
 
 
-async def drop(control: Control, memory: Memory) -> None:
+async def drop(control: Control, memory: PartialUpdate) -> None:
     """Give up a version whose pieces will not come any more."""
     update_id = await unfinished(control)
     if update_id is not None:
@@ -180,7 +180,7 @@ async def drop(control: Control, memory: Memory) -> None:
         memory.forget()
 
 
-async def close(control: Control, memory: Memory) -> InflightError | None:
+async def close(control: Control, memory: PartialUpdate) -> InflightError | None:
     """End a version that should be complete by now; what is missing, if it is not."""
     update_id = await unfinished(control)
     if update_id is None:
@@ -217,13 +217,13 @@ def _names(files: Sequence[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _names_of(update_id: str, memory: Memory) -> frozenset[str]:
+def _names_of(update_id: str, memory: PartialUpdate) -> frozenset[str]:
     """The tensors of its pieces that came this way."""
     return memory.names if memory.update_id == update_id else frozenset()
 
 
 async def _open(
-    control: Control, transport: str, label: str | None, memory: Memory
+    control: Control, transport: str, label: str | None, memory: PartialUpdate
 ) -> str | None:
     active = (await control.status())["active"]
     if active is None or not active["update_id"].startswith(f"{PREFIX}{transport}-"):
@@ -242,13 +242,13 @@ async def _open(
     return str(active["update_id"])
 
 
-async def _give_up(control: Control, update_id: str, memory: Memory) -> None:
+async def _give_up(control: Control, update_id: str, memory: PartialUpdate) -> None:
     """Abort a version whose sender begins another one."""
     await control.abort(update_id)
     memory.forget(has_begun=memory.has_begun)
 
 
-async def _require_open(control: Control, memory: Memory) -> None:
+async def _require_open(control: Control, memory: PartialUpdate) -> None:
     """Raise if a version that its sender has begun, and not ended, has ended.
 
     Its first pieces are gone: what is left of it would be a version of its own.
@@ -279,7 +279,7 @@ async def _start(
     return str(started["update_id"])
 
 
-async def _finish(control: Control, update_id: str, memory: Memory) -> Reply:
+async def _finish(control: Control, update_id: str, memory: PartialUpdate) -> Reply:
     """Commit a version as its last piece asked, or give it up."""
     if memory.update_id != update_id:  # its pieces came another way
         memory.forget()
@@ -299,7 +299,7 @@ async def _finish(control: Control, update_id: str, memory: Memory) -> Reply:
 
 # ------------------------------------------------------------ what fills no parameter
 async def _unused(
-    control: Control, came: frozenset[str], memory: Memory
+    control: Control, came: frozenset[str], memory: PartialUpdate
 ) -> dict[str, Any] | None:
     """Of a piece that fills no parameter, which tensors are tied to one.
 
@@ -315,14 +315,14 @@ async def _unused(
     return {"tied": tied}
 
 
-async def _is_served(control: Control, memory: Memory) -> bool:
+async def _is_served(control: Control, memory: PartialUpdate) -> bool:
     """Whether the last version of `memory` is what every engine serves."""
     served = await control.ask("info")
     return tuple(each["epoch"] for each in served) == memory.epochs
 
 
 async def _compare(
-    control: Control, transport: str, update_info: Any, memory: Memory
+    control: Control, transport: str, update_info: Any, memory: PartialUpdate
 ) -> Reply:
     """Receive tensors that fill no parameter, and compare those that are tied to one.
 

@@ -52,7 +52,7 @@ def takes(
     """
     if not isinstance(method, str) or method not in CALLS:
         return False
-    if not worker_calls.takes(_Front(engine), method, args):
+    if not worker_calls.intercepts(_Front(engine), method, args):
         return False
     info = args[0] if args else (kwargs or {}).get("update_info")
     return control_of(engine).num_engines > 1 or _is_large(info)

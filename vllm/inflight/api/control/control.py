@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from vllm.inflight.api.control.core_client import Door, Reply
+from vllm.inflight.api.control.core_client import CoreClient, Reply
 from vllm.inflight.api.request import rate_limit
 from vllm.inflight.errors import (
     EngineFault,
@@ -140,7 +140,7 @@ T = TypeVar("T")
 class Control:
     """What can be asked of the engines behind one door."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: CoreClient) -> None:
         self._door = door
 
     @property

@@ -20,7 +20,7 @@ REST_S = 0.0005
 """How long a thread sleeps between two slices of some work."""
 
 
-class Door(Protocol):
+class CoreClient(Protocol):
     """How calls reach the engine cores."""
 
     @property
@@ -37,7 +37,7 @@ class Door(Protocol):
         ...
 
 
-class AsyncDoor:
+class AsyncCoreClient:
     """To engine cores in processes of their own, from an event loop."""
 
     def __init__(self, client: Any) -> None:
@@ -88,7 +88,7 @@ class AsyncDoor:
         ]
 
 
-class SyncDoor:
+class SyncCoreClient:
     """From `LLM`: to a core in this process, or in one of its own."""
 
     num_engines = 1

@@ -10,7 +10,12 @@ from typing import Any
 
 from vllm.inflight import release_fields
 from vllm.inflight.api.control.control import Control
-from vllm.inflight.api.control.core_client import AsyncDoor, Reply, SyncDoor, run_sync
+from vllm.inflight.api.control.core_client import (
+    AsyncCoreClient,
+    Reply,
+    SyncCoreClient,
+    run_sync,
+)
 from vllm.inflight.api.control.from_disk import from_disk
 from vllm.inflight.api.control.restore import restore
 from vllm.inflight.api.request.fields import opening
@@ -22,8 +27,8 @@ def control_of(engine: Any) -> Control:
     """The control of an `AsyncLLM` or an `LLM`."""
     llm_engine = getattr(engine, "llm_engine", None)
     if llm_engine is not None:
-        return Control(SyncDoor(llm_engine.engine_core))
-    return Control(AsyncDoor(engine.engine_core))
+        return Control(SyncCoreClient(llm_engine.engine_core))
+    return Control(AsyncCoreClient(engine.engine_core))
 
 
 def _field(request: Any, name: str) -> Any:

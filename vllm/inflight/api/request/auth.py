@@ -86,7 +86,7 @@ NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 """What `/etc/hosts` calls the loopback address; no DNS can lead these elsewhere."""
 
 
-def check(request: Any) -> str:
+def authorize(request: Any) -> str:
     """Who sent `request`: its key's hash, or its address.
 
     Raises:

@@ -23,7 +23,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from vllm.inflight.errors import Malformed
-from vllm.inflight.packed import Packer, Slice, Work
+from vllm.inflight.packed import Packer, TimeSlice, Work
 from vllm.inflight.transport.files.request_tensors import LongText
 from vllm.inflight.update import INT64, MAX_MANIFEST_BYTES
 
@@ -129,7 +129,7 @@ def parse_around(raw: Body) -> Work[dict[str, Any]]:
 def _cut(raw: Body) -> Work[tuple[bytearray, dict[str, LongText]]]:
     """The body with a mark in the place of each long string, and the strings."""
     rest, texts = bytearray(), dict[str, LongText]()
-    done, slice_ = 0, Slice()
+    done, slice_ = 0, TimeSlice()
 
     def quote(at: int) -> Work[int]:
         """Where the next one is, from `at` on; behind all that there is, if none."""
@@ -199,7 +199,7 @@ class _Reader:
         self._text = ""
         self._at = self._before = 0
         """Where in the window it reads, and how many characters lie before that."""
-        self._slice = Slice()
+        self._slice = TimeSlice()
         self.has_halves = False
         """Whether escapes in it may be halves of characters."""
 

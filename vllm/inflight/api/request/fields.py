@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from vllm.inflight.api.request.schema import FLAG, OPENING, Schema
 from vllm.inflight.errors import Malformed
-from vllm.inflight.release_fields import Older, settled
+from vllm.inflight.release_fields import ReleaseField, settled
 
 Default = TypeVar("Default", bool, None)
 Text = TypeVar("Text", str, None)
@@ -83,7 +83,7 @@ class Fields:
             raise Malformed(f"{name} {value!r} is not supported; it can be {named}")
         return value
 
-    def settle(self, table: Mapping[str, Older]) -> None:
+    def settle(self, table: Mapping[str, ReleaseField]) -> None:
         """Take the fields of other releases of vLLM; see release_fields.py."""
         self._left = settled(self._left, table)
 

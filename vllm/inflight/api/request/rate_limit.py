@@ -24,7 +24,7 @@ allowance: ContextVar[Callable[[], None] | None] = ContextVar(
 
 
 @dataclass(slots=True)
-class Bucket:
+class TokenBucket:
     """What is left to one caller."""
 
     left: float
@@ -32,7 +32,7 @@ class Bucket:
     """When that was so, on the monotonic clock."""
 
 
-class Rate:
+class RateLimit:
     """The buckets of one server."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Rate:
         self._per_second = per_minute / 60
         self._most = max(1.0, per_minute)
         self._clock = clock
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, TokenBucket] = {}
 
     @property
     def is_limited(self) -> bool:
@@ -55,7 +55,7 @@ class Rate:
         now = self._clock()
         if len(self._buckets) > MOST_CALLERS:
             self._buckets = {k: b for k, b in self._buckets.items() if now - b.at < 60}
-        bucket = self._buckets.setdefault(caller, Bucket(self._most, now))
+        bucket = self._buckets.setdefault(caller, TokenBucket(self._most, now))
         filled = bucket.left + (now - bucket.at) * self._per_second
         bucket.left, bucket.at = min(self._most, filled), now
         if bucket.left < 1:

@@ -22,7 +22,7 @@ from vllm.inflight.api.control.core_client import Reply
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import EnginePaused
-from vllm.inflight.outputs.headers import Seen, record
+from vllm.inflight.outputs.headers import ReplyVersions, record
 
 GENERATING = frozenset(
     {
@@ -55,7 +55,7 @@ GENERATING = frozenset(
 _is_admitted: ContextVar[bool] = ContextVar("inflight_is_admitted", default=False)
 
 
-class Refused(upstream.GracefulHTTPError, EnginePaused):
+class RejectedWhilePaused(upstream.GracefulHTTPError, EnginePaused):
     """`EnginePaused` that upstream hands on: of others it makes an error of its own."""
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
@@ -81,12 +81,12 @@ class Admission:
                     await _refusal(error)(scope, receive, send)
                     return
                 _is_admitted.set(True)
-                record.set(seen := Seen())
+                record.set(seen := ReplyVersions())
                 send = _marking(send, seen)
         await self._app(scope, receive, send)
 
 
-def _marking(send: Any, seen: Seen) -> Any:
+def _marking(send: Any, seen: ReplyVersions) -> Any:
     """`send`, with the versions that were seen by the time the reply begins."""
 
     async def marked(message: Any) -> None:
@@ -102,10 +102,10 @@ async def admit(engine: Any) -> None:
     owner = getattr(engine, "llm_engine", engine)  # an `LLM` has none of its own
     config = InflightConfig.of(owner.vllm_config)
     if config.when_paused == "reject" and not _is_admitted.get():
-        await check(control_of(engine))
+        await check_not_paused(control_of(engine))
 
 
-async def check(control: Control) -> None:
+async def check_not_paused(control: Control) -> None:
     """Raise `EnginePaused` if an engine behind `control` is paused."""
     reply = await control.paused()
     states: list[Reply] = reply.get("engines", [reply])
@@ -114,7 +114,7 @@ async def check(control: Control) -> None:
         return
     modes = ", ".join(sorted({state["mode"] for state in paused}))
     left = [s["lease_left_s"] for s in paused if s["lease_left_s"] is not None]
-    raise Refused(
+    raise RejectedWhilePaused(
         f"the engine is paused ({modes}) and takes no requests until it continues",
         retry_after_s=math.ceil(max(left, default=1.0)) or 1,
     )

@@ -22,7 +22,7 @@ from prometheus_client.core import (
 )
 
 from vllm.inflight import upstream
-from vllm.inflight.api.control.core_client import AsyncDoor
+from vllm.inflight.api.control.core_client import AsyncCoreClient
 from vllm.inflight.engine.counters import GAP_EDGES_MS
 
 PATIENCE_S = 2.0
@@ -38,7 +38,7 @@ class Scrapes:
     """What the engine cores behind one client tell of themselves."""
 
     def __init__(self, engine_core: Any) -> None:
-        self._door = AsyncDoor(engine_core)
+        self._door = AsyncCoreClient(engine_core)
         self._question: asyncio.Task[bytes] | None = None
         self._text, self._stale_at = b"", 0.0
 

@@ -37,13 +37,13 @@ from vllm.inflight.update import MAX_MANIFEST_BYTES
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 
 
-class Rest(PathConvertor):
+class RestOfPath(PathConvertor):
     """All that is left of a path: an update's id may have any character in it."""
 
     regex = r"[\s\S]+"
 
 
-register_url_convertor("rest", Rest())
+register_url_convertor("rest", RestOfPath())
 
 
 def _control(engine: Any) -> Control:
@@ -210,7 +210,7 @@ class InflightEndpoints:
         self._app = app
         self._config = control_port.config_of(app.state.args)
         router = APIRouter(
-            tags=["weight updates"], route_class=framework_routes.Yielding
+            tags=["weight updates"], route_class=framework_routes.DeferringRoute
         )
         if self._config.port:
             paths = {path for _, path in ROUTES}
@@ -225,7 +225,7 @@ class InflightEndpoints:
             taken = {
                 key for key in ROUTES if framework_routes.owner(app, *key) is not None
             }
-            add_routes(router, rate_limit.Rate(self._config.begin_rate), taken)
+            add_routes(router, rate_limit.RateLimit(self._config.begin_rate), taken)
         router.add_api_route("/metrics", metrics, methods=["GET"])
         router.add_api_route(
             "/health", health, methods=["GET"], response_class=Response
@@ -248,7 +248,7 @@ class InflightEndpoints:
 
 def add_routes(
     router: APIRouter,
-    rates: rate_limit.Rate,
+    rates: rate_limit.RateLimit,
     taken: Collection[tuple[str, str]] = (),
 ) -> None:
     """Every control route but those `taken`, behind its key.
@@ -272,7 +272,9 @@ def control_app(engine: Any, args: Any) -> FastAPI:
     """The control routes, what tells how a server is, and nothing else."""
     app = FastAPI(openapi_url=None)
     app.state.engine_client, app.state.args = engine, args
-    add_routes(app.router, rate_limit.Rate(control_port.config_of(args).begin_rate))
+    add_routes(
+        app.router, rate_limit.RateLimit(control_port.config_of(args).begin_rate)
+    )
     for path, endpoint in {
         "/health": health,
         "/version": upstream.show_version,
@@ -301,11 +303,11 @@ def check_routing(app: FastAPI) -> None:
 
 
 def _endpoint(
-    handler: Handler, largest: int, rates: rate_limit.Rate
+    handler: Handler, largest: int, rates: rate_limit.RateLimit
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
-            caller = auth.check(request)
+            caller = auth.authorize(request)
             if rates.is_limited:
                 rate_limit.allowance.set(partial(rates.spend, caller))
             raw = await read(request, largest)

@@ -5,13 +5,12 @@ Calls of the gate like those in controller.py; nothing here changes what is serv
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.scheduling import last_outputs
+from vllm.inflight.engine.scheduling.abort import abort_requests
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 from vllm.inflight.worker.catalogue import CHECKPOINT
 
@@ -24,49 +23,6 @@ KV_CACHE = "kv_cache"
 
 NOT_AT_REST = "requires a completed pause"
 """How upstream refuses a release of the KV cache under an engine that goes on."""
-
-RANDOM = re.compile(r"-[0-9a-f]{8}$")
-"""What vLLM writes behind every id that a user gave."""
-CHOICE = re.compile(r"^\d+_")
-"""What it writes in front of that of a choice, if there are several."""
-OF_ROUTES = (
-    re.compile(r"cmpl-(.+)-\d+"),
-    re.compile(r"(?:chatcmpl|generate-tokens)-(.+)"),
-    re.compile(r"(resp_.+)_\d+"),
-)
-"""What vLLM's own routes write around it."""
-
-
-def abort_requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Finish some requests now, with what they have; `num_aborted` is how many.
-
-    Args:
-        gate: of the engine.
-        body: `ids`, as their users know them, or None for every request.
-
-    """
-    scheduler = gate._core.scheduler
-    ids = body.get("ids")
-    chosen = None if ids is None else matching(scheduler.requests, ids)
-    if chosen is not None and not chosen:
-        return {"num_aborted": 0}
-    aborted = scheduler.finish_requests(chosen, upstream.RequestStatus.FINISHED_ABORTED)
-    last_outputs.abort(gate, aborted)
-    return {"num_aborted": len(aborted)}
-
-
-def matching(known: Iterable[str], ids: Iterable[str]) -> list[str]:
-    """Those of an engine's own request ids that users call one of `ids`."""
-    wanted = frozenset(ids)
-    return [each for each in known if not wanted.isdisjoint(_names_of(each))]
-
-
-def _names_of(request_id: str) -> set[str]:
-    """What the user of a request may call it; `a` and `a-1` are two requests."""
-    given = RANDOM.sub("", request_id)
-    names = {given, CHOICE.sub("", given)}
-    found = (route.fullmatch(name) for route in OF_ROUTES for name in names)
-    return {request_id} | names | {match[1] for match in found if match}
 
 
 def flush(gate: Any, body: dict[str, Any]) -> dict[str, Any]:

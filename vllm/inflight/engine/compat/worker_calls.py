@@ -136,7 +136,7 @@ _PARAMETERS = {
 """Their parameters in order, and those of vLLM's older releases."""
 
 
-def takes(gate: Any, method: Any, args: tuple[Any, ...]) -> bool:
+def intercepts(gate: Any, method: Any, args: tuple[Any, ...]) -> bool:
     """Whether a worker call is to become calls of the gate."""
     if not isinstance(method, str):
         return False
@@ -170,7 +170,7 @@ def _named(
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def carry_out(
+def execute(
     gate: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
     """Run a phase; the reply of `collective_rpc`, one None per rank, or a Future.

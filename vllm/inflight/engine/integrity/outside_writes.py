@@ -92,7 +92,7 @@ QUIET_S = 5.0
 """Writes that follow each other faster, by calls of one name, are logged once."""
 
 
-class Overwrites:
+class OutsideWrites:
     """Those of one engine core; changed between two steps only."""
 
     def __init__(self, core: Any, gate: Any) -> None:
@@ -365,7 +365,7 @@ class Overwrites:
             mode = PauseMode(kv_connectors.default_mode(core.scheduler))
             kv_connectors.drop(core.scheduler, core.batch_queue)
             gate.pauses.check_commit(mode)
-            encoder_cache.check(core.scheduler)
+            encoder_cache.check_retractable(core.scheduler)
             encoder_cache.see_again(core)
             gate.pauses.treat(mode)
         except Exception as refusal:
@@ -484,10 +484,10 @@ class Overwrites:
                 f"{method} writes into the weights that are served, which has to wait: "
                 f"{error.message}. update_weights_from_disk loads files beside them"
             ) from error
-        kv_connectors.check(scheduler)
-        mode = calls.mode({}, kv_connectors.default_mode(scheduler))
+        kv_connectors.check_connectors(scheduler)
+        mode = calls.read_mode({}, kv_connectors.default_mode(scheduler))
         gate.pauses.check_commit(mode)
-        encoder_cache.check(scheduler)
+        encoder_cache.check_retractable(scheduler)
         gate.ranks.overwrite("let_go")
         gate.ranks.overwrite("arm")
         gate.ranks.wait_for_steps(self._core.batch_queue)

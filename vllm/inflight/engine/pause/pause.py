@@ -21,10 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.compat import queries
-from vllm.inflight.engine.pause import pause
 from vllm.inflight.engine.pause.lease import Lease, check_owner, lease_seconds
-from vllm.inflight.engine.scheduling import kv_connectors, request_checks
+from vllm.inflight.engine.scheduling import abort, kv_connectors, request_checks
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.errors import (
     DeadlineExceeded,
@@ -60,7 +58,7 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Waiting:
+class WaitingSwitch:
     """A switch that waits for the running requests; new ones wait for it."""
 
     switch: Switch
@@ -87,7 +85,7 @@ class Pauses:
         self._lease_s = lease_s
         self._settling: list[Future[Reply]] = []
         """Pauses that have not taken effect yet, because steps are in flight."""
-        self.commit: Waiting | None = None
+        self.commit: WaitingSwitch | None = None
         """The commit or rollback that waits for running requests, if one does."""
 
     @property
@@ -135,7 +133,7 @@ class Pauses:
             return self._reply(started)
         counts = {"num_aborted": 0, "num_retracted": 0}
         if mode is PauseMode.ABORT:
-            counts |= queries.abort_requests(self._gate, {})
+            counts |= abort.abort_requests(self._gate, {})
         stopped = self._stop(mode)
         is_renewed, self.asked = self.asked is mode, mode
         self._gate.counts.paused(mode)
@@ -192,7 +190,7 @@ class Pauses:
     def flush(self) -> Reply:
         """Drop every cached block nobody holds; refused while one is held."""
         request_checks.check_flush(self._core.scheduler, PauseMode.IN_PLACE)
-        return {"dropped": pause.flush(self._core, media=True)}
+        return {"dropped": flush(self._core, media=True)}
 
     def state(self) -> Reply:
         """Whether decoding stands still, in which mode, whose it is and how long."""
@@ -255,7 +253,7 @@ class Pauses:
 
         answer = self._then(self._stop(PauseMode.WAIT), after)
         if isinstance(answer, Future):
-            self.commit = waits = Waiting(switch, answer)
+            self.commit = waits = WaitingSwitch(switch, answer)
             self._end_in_time(waits)
         return answer
 
@@ -293,20 +291,20 @@ class Pauses:
         if mode is PauseMode.RETRACT:
             facts["num_retracted"] = self._core.scheduler.inflight_retract()
         elif mode is PauseMode.ABORT:
-            facts |= queries.abort_requests(self._gate, {})
+            facts |= abort.abort_requests(self._gate, {})
         return facts | self._flushed(media=False) if flush_cache else facts
 
     # ---------------------------------------------------------------- helpers
     def _flushed(self, *, media: bool) -> Reply:
         """Drop the caches where that can be told, but not be refused any more."""
         try:
-            return {"dropped": pause.flush(self._core, media=media)}
+            return {"dropped": flush(self._core, media=media)}
         except PauseConflict as error:
             return {"dropped": None, "not_dropped": error.message}
 
     def _check(self, mode: PauseMode, flush_cache: bool, *, is_later: bool) -> None:
         scheduler = self._core.scheduler
-        request_checks.check(scheduler, mode, in_process=self._gate.in_process)
+        request_checks.check_mode(scheduler, mode, in_process=self._gate.in_process)
         if flush_cache:
             request_checks.check_flush(scheduler, mode, is_later=is_later)
 
@@ -327,7 +325,7 @@ class Pauses:
             raise
         return None
 
-    def _end_in_time(self, waits: Waiting) -> None:
+    def _end_in_time(self, waits: WaitingSwitch) -> None:
         """Give a switch up that waits for too long, if no update ends it."""
         if (longest_s := waits.switch.longest_s) is None:
             return

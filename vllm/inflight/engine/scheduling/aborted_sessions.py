@@ -25,7 +25,7 @@ def mark(request: Any) -> None:
     params.extra_args = {**(params.extra_args or {}), BEGINS: True}
 
 
-class Aborted:
+class AbortedSessions:
     """The aborted sessions of one scheduler, as many as are remembered."""
 
     def __init__(self) -> None:

@@ -107,7 +107,7 @@ def readers(scheduler: Any) -> set[str]:
     return {name for name, numbers in items.items() if numbers}
 
 
-def check(scheduler: Any) -> None:
+def check_retractable(scheduler: Any) -> None:
     """Raise `PauseConflict` if somebody cannot see again what it is looking at."""
     stuck = request_checks.unretractable(scheduler, readers(scheduler))
     if stuck := stuck or request_checks.scoring(scheduler):

@@ -29,7 +29,7 @@ def nonce_for(connector: Any) -> str:
     return "" if connector is None else f".{secrets.token_hex(8)}"
 
 
-def check(scheduler: Any) -> None:
+def check_connectors(scheduler: Any) -> None:
     """Raise `Conflict` if KV of older weights could come back through a connector."""
     for each in _apart(scheduler):
         if not _can_reset(each):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.inflight.engine.scheduling import kv_provenance
 from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD, KV_OPTION
 
 Trail = list[tuple[int, str | None]]
@@ -20,7 +19,7 @@ UNKNOWN: Trail = [(0, None)]
 """Of KV that a connector brought in."""
 
 
-class Provenance:
+class KvProvenance:
     """The trails of one scheduler's requests and blocks."""
 
     def __init__(self, block_size: int, group: int | None) -> None:
@@ -160,7 +159,7 @@ def _follow(trail: Trail, origin: Trail, first: int, end: int) -> None:
         _turn(trail, first, stamp)
 
 
-class Listeners:
+class ProvenanceReports:
     """Those of one scheduler.
 
     Args:
@@ -170,7 +169,7 @@ class Listeners:
 
     def __init__(self, *, hear_all: bool) -> None:
         self._hear_all = hear_all
-        self.told: dict[str, tuple[Any, kv_provenance.Trail]] = {}
+        self.told: dict[str, tuple[Any, Trail]] = {}
         """By id."""
 
     def add(self, request: Any, known: Any) -> None:
@@ -189,7 +188,7 @@ class Listeners:
                 continue
             request, known = told
             # One that ends before it was ever scheduled has none.
-            trail = list(kv_provenance.trail_of(request) or known)
+            trail = list(trail_of(request) or known)
             if trail != known:
                 self.told[output.request_id] = (request, trail)
                 params = output.kv_transfer_params or {}

@@ -34,7 +34,7 @@ from vllm.inflight.engine.scheduling import encoder_cache
 SEPARATOR = "\x1f"
 
 
-class Root(NamedTuple):
+class CacheNamespace(NamedTuple):
     """Under which weights a chain of blocks was begun."""
 
     epoch: int
@@ -44,7 +44,7 @@ class Root(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class NamespacePolicy:
     """Of one engine: `--inflight-prefix-cache`, and whether its KV leaves it."""
 
     oldest: int | None = 0
@@ -55,7 +55,7 @@ class Policy:
     """How far the weights may move under one root, all updates added up."""
 
     @classmethod
-    def parse(cls, text: str, nonce: str = "", drift: float = -1.0) -> Policy:
+    def parse(cls, text: str, nonce: str = "", drift: float = -1.0) -> NamespacePolicy:
         """The policy called `text`, a valid value of the knob."""
         if text == "shared":
             return cls(None, nonce)
@@ -65,7 +65,7 @@ class Policy:
 
     def roots(
         self, epoch: int, load: int = 0, *, is_retracted: bool = False
-    ) -> Sequence[Root]:
+    ) -> Sequence[CacheNamespace]:
         """Where a request looks for KV in `epoch`, the newest first.
 
         Args:
@@ -75,30 +75,30 @@ class Policy:
 
         """
         if self.oldest is None and not is_retracted:
-            return (Root(0),)
+            return (CacheNamespace(0),)
         oldest = epoch if is_retracted else max(0, epoch - (self.oldest or 0))
-        return [Root(each, load) for each in range(epoch, oldest - 1, -1)]
+        return [CacheNamespace(each, load) for each in range(epoch, oldest - 1, -1)]
 
     @overload
-    def salted(self, user_salt: str, root: Root) -> str: ...
+    def salted(self, user_salt: str, root: CacheNamespace) -> str: ...
     @overload
-    def salted(self, user_salt: str | None, root: Root) -> str | None: ...
-    def salted(self, user_salt: str | None, root: Root) -> str | None:
+    def salted(self, user_salt: str | None, root: CacheNamespace) -> str | None: ...
+    def salted(self, user_salt: str | None, root: CacheNamespace) -> str | None:
         """The salt under `root` of a request that was given `user_salt`.
 
         The root comes first and has no separator in it, so no salt of a user can
         be mistaken for another user's under another root.
         """
-        if root == Root(0) and SEPARATOR not in (user_salt or ""):
+        if root == CacheNamespace(0) and SEPARATOR not in (user_salt or ""):
             return user_salt
         loaded = f"a{root.load}" if root.load else ""
         return f"w{root.epoch}{loaded}{self.nonce}{SEPARATOR}{user_salt or ''}"
 
-    def plant(self, request: Any, root: Root) -> None:
+    def plant(self, request: Any, root: CacheNamespace) -> None:
         """Give `request` its hashes under `root`; those of other roots are kept."""
         known = vars(request)
         user_salt = known.setdefault("inflight_user_salt", request.cache_salt)
-        before = known.get("inflight_root", Root(0))
+        before = known.get("inflight_root", CacheNamespace(0))
         if before == root:
             return
         grown = known.setdefault("inflight_hashes", {})
@@ -111,7 +111,7 @@ class Policy:
         request.update_block_hashes()  # for what was sampled since, or for all
 
 
-def forget(request: Any, roots: Sequence[Root]) -> None:
+def forget(request: Any, roots: Sequence[CacheNamespace]) -> None:
     """Drop the hashes of `request` under other roots than these."""
     grown = vars(request).get("inflight_hashes")
     if grown:

@@ -12,7 +12,7 @@ from vllm.inflight.update import PauseMode
 NUM_NAMED = 4
 
 
-def check(scheduler: Any, mode: PauseMode, *, in_process: bool) -> None:
+def check_mode(scheduler: Any, mode: PauseMode, *, in_process: bool) -> None:
     """Raise `PauseConflict` if `mode` cannot be done to the requests there are.
 
     Args:

@@ -15,9 +15,9 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.scheduling import encoder_cache, kv_provenance, prefix_cache
-from vllm.inflight.engine.scheduling.aborted_sessions import Aborted
+from vllm.inflight.engine.scheduling.aborted_sessions import AbortedSessions
 from vllm.inflight.engine.scheduling.kv_connectors import nonce_for
-from vllm.inflight.engine.scheduling.kv_provenance import Listeners
+from vllm.inflight.engine.scheduling.kv_provenance import ProvenanceReports
 from vllm.inflight.engine.scheduling.lora import Adapters
 from vllm.inflight.engine.scheduling.version_stamp import Stamp
 from vllm.inflight.update import Version
@@ -36,7 +36,7 @@ class InflightSchedulerMixin:
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         config = InflightConfig.of(vllm_config)
-        self.inflight_policy = prefix_cache.Policy.parse(
+        self.inflight_policy = prefix_cache.NamespacePolicy.parse(
             config.prefix_cache,
             nonce_for(self.connector),  # type: ignore[attr-defined]
             config.prefix_cache_drift,
@@ -51,9 +51,11 @@ class InflightSchedulerMixin:
         full = (i for i, m in enumerate(managers) if _keeps_all(m))
         group = next(full, 0) if managers else None
         size = 1 if group is None else managers[group].block_size
-        self._inflight_provenance = kv_provenance.Provenance(size, group)
-        self._inflight_listeners = Listeners(hear_all=config.kv_versions == "on")
-        self._inflight_aborted = Aborted()
+        self._inflight_provenance = kv_provenance.KvProvenance(size, group)
+        self._inflight_listeners = ProvenanceReports(
+            hear_all=config.kv_versions == "on"
+        )
+        self._inflight_aborted = AbortedSessions()
         self._inflight_late: list[Any] = []
         """Retracted requests that tokens are still on their way to."""
 

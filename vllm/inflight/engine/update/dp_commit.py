@@ -38,7 +38,7 @@ class _Armed:
     until: float = field(default_factory=lambda: time.monotonic() + PATIENCE_S)
 
 
-class Lockstep:
+class DpCommit:
     """One engine core's part in it; engines that step alone have none."""
 
     def __init__(self, core: Any, can_switch: Callable[[], bool]) -> None:

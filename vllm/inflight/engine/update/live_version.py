@@ -26,7 +26,7 @@ START = "start"
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class WeightSet:
     """One set of weights, and what is known of it."""
 
     version: Version = field(default_factory=Version)
@@ -40,11 +40,11 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LiveState:
     """All that changes at a switch, so that it can be taken back as a whole."""
 
-    live: Live = field(default_factory=Live)
-    before: Live | None = None
+    live: WeightSet = field(default_factory=WeightSet)
+    before: WeightSet | None = None
     """What a rollback returns to; None if it is not held."""
     between: dict[str, Any] | None = None
     """The drift between those two, in either direction; None: not known."""
@@ -58,14 +58,14 @@ class State:
     """How far the weights have moved in this cache epoch, at most."""
 
 
-class Served:
+class LiveVersion:
     """The version served by one engine core, and the one before it."""
 
     def __init__(self, core: Any, ranks: Ranks) -> None:
         self._core = core
         self._ranks = ranks
         self.journal = Journal(core.vllm_config)
-        self._state = self._left = State()
+        self._state = self._left = LiveState()
         """As it is, and as it was before the last switch."""
 
     @property
@@ -85,11 +85,11 @@ class Served:
 
     @property
     def lineage(self) -> str:
-        """See `Live.lineage`."""
+        """See `WeightSet.lineage`."""
         return self._state.live.lineage
 
     @property
-    def before(self) -> Live | None:
+    def before(self) -> WeightSet | None:
         """What a rollback returns to; None if it is not held."""
         return self._state.before
 
@@ -120,7 +120,7 @@ class Served:
             self._age_cache(update.drift)
             self._take_on(label, update.digest, update.step)
             self._change(
-                live=Live(self.version, update, recipe, lineage),
+                live=WeightSet(self.version, update, recipe, lineage),
                 before=held if self._ranks.is_reversible else None,
                 between=update.drift,
             )
@@ -160,7 +160,7 @@ class Served:
         self._age_cache(None)
         self._take_on(None, None, None)
         lineage = _onto(self.lineage, "others")
-        self._change(live=Live(self.version, None, None, lineage), between=None)
+        self._change(live=WeightSet(self.version, None, None, lineage), between=None)
         self._note()
 
     def rename(self, label: str) -> None:

@@ -39,7 +39,7 @@ Ready = Callable[[], dict[str, Any] | None]
 """A result when what is waited for has come, None before; raises on failure."""
 
 
-class Watch:
+class UpdateMonitor:
     """Watches over the active update of one engine."""
 
     def __init__(

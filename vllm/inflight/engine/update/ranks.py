@@ -28,7 +28,7 @@ from vllm.inflight.errors import (
     StagingUnavailable,
     WeightsMismatch,
 )
-from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.verify.checks import counted, listed
 
 logger = upstream.init_logger(__name__)
@@ -52,7 +52,7 @@ class Ranks:
         self._executor = executor
         self._kind = kind = kind or Kind()
         self.count = num_ranks
-        self._board = Board.create(num_ranks)
+        self._board = StatusBoard.create(num_ranks)
         self._unread: list[Any] = []
         """Futures of the replies to orders, the oldest first."""
         self._notices: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ from vllm.inflight.engine.calls import watched
 from vllm.inflight.engine.pause.pause import Switch
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.step_queue import whole
-from vllm.inflight.engine.update.live_version import Live
+from vllm.inflight.engine.update.live_version import WeightSet
 from vllm.inflight.errors import (
     InflightError,
     NothingToRollBack,
@@ -89,7 +89,7 @@ class Rollbacks:
             raise VersionConflict(
                 f"held for a rollback is {label!r}, not {body['to_version']!r}"
             )
-        mode = calls.mode(body, kv_connectors.default_mode(self._core.scheduler))
+        mode = calls.read_mode(body, kv_connectors.default_mode(self._core.scheduler))
         try:
             gate.pauses.check_commit(mode)
         except PauseConflict:
@@ -125,7 +125,7 @@ class Rollbacks:
             Switch(f"the rollback to {label!r}", switch, None, label, longest_s),
         )
 
-    def _held(self) -> Live:
+    def _held(self) -> WeightSet:
         """What a rollback returns to; raises if it is not held now."""
         if (active := self._gate.updates.ledger.active) is not None:
             raise UpdateBusy(
@@ -133,7 +133,7 @@ class Rollbacks:
                 update_id=active.update_id,
             )
         self._gate.updates.note_opened()
-        before: Live | None = self._gate.served.before
+        before: WeightSet | None = self._gate.served.before
         if before is None:
             raise NothingToRollBack("the version served before is not held any more")
         return before

@@ -15,13 +15,13 @@ from typing import Any
 
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import calls
-from vllm.inflight.engine.event_log import Events
+from vllm.inflight.engine.event_log import EventLog
 from vllm.inflight.engine.pause.lease import check_owner
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.ledger import Ledger
-from vllm.inflight.engine.update.live_version import Served
-from vllm.inflight.engine.update.monitor import Watch
+from vllm.inflight.engine.update.live_version import LiveVersion
+from vllm.inflight.engine.update.monitor import UpdateMonitor
 from vllm.inflight.engine.update.ranks import Ranks
 from vllm.inflight.errors import (
     Conflict,
@@ -70,8 +70,8 @@ class Updates:
         self,
         core: Any,
         ranks: Ranks,
-        served: Served,
-        events: Events,
+        served: LiveVersion,
+        events: EventLog,
         ended: Callable[[Update, InflightError], None],
     ) -> None:
         self._core = core
@@ -83,7 +83,7 @@ class Updates:
         self.ledger = Ledger(events.moved)
         self._ended = ended
         """Called when an update is aborted, on whatever thread that happens."""
-        self._watch = Watch(ranks, self.ledger, ended)
+        self._watch = UpdateMonitor(ranks, self.ledger, ended)
         self._connecting: Connecting | None = None
         """What a transport was ordered last."""
         self._last: Update | None = None
@@ -99,7 +99,7 @@ class Updates:
         if (known := self.ledger.begun(body)) is not None:
             return known.state()
         self._ranks.require_staging()
-        kv_connectors.check(self._core.scheduler)
+        kv_connectors.check_connectors(self._core.scheduler)
         transport = body.get("transport", "configured")
         if transport == "configured":
             self._require_transport()
@@ -121,7 +121,7 @@ class Updates:
             raise Malformed(
                 f"deadline_s must be a number up to {LONGEST_S}, got {deadline_s!r:.80}"
             )
-        allow_nonfinite = calls.flag(body, "allow_nonfinite")
+        allow_nonfinite = calls.read_flag(body, "allow_nonfinite")
         check_owner(body.get("owner"))
         self._served.expect(body.get("base_version"), "base_version")
         self.require_connected()

@@ -29,7 +29,7 @@ Revert = Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 logger = logging.getLogger(__name__)
 
 
-class Conversion:
+class CheckpointLayout:
     """From the tensors of one model to those of its checkpoint.
 
     Attributes:
@@ -46,7 +46,9 @@ class Conversion:
         self.facts: dict[str, Fact] = {}
 
     @classmethod
-    def of(cls, model: torch.nn.Module, facts: Mapping[str, Fact]) -> Conversion | None:
+    def of(
+        cls, model: torch.nn.Module, facts: Mapping[str, Fact]
+    ) -> CheckpointLayout | None:
         """How to convert a model's tensors; None if they are those of its checkpoint.
 
         It is tried with tensors that have these facts and no content.

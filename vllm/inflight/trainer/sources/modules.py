@@ -37,7 +37,7 @@ class Fact(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Held(Protocol):
+class ModuleTensors(Protocol):
     """The tensors of a module, in parts that are gathered one at a time.
 
     Attributes:
@@ -58,7 +58,7 @@ class Held(Protocol):
         ...
 
 
-def held(module: torch.nn.Module) -> Held:
+def held(module: torch.nn.Module) -> ModuleTensors:
     """The tensors of `module`.
 
     Raises:

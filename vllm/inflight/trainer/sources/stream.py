@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from vllm.inflight.errors import ConfigError, Malformed
-from vllm.inflight.trainer.sources.checkpoint_layout import Conversion, undoing
+from vllm.inflight.trainer.sources.checkpoint_layout import CheckpointLayout, undoing
 from vllm.inflight.trainer.sources.modules import (
     Fact,
-    Held,
+    ModuleTensors,
     cleaned,
     fact,
     held,
@@ -34,7 +34,7 @@ Source = (
 )
 
 
-def check(source: Any) -> None:
+def check_source(source: Any) -> None:
     """Raise `ConfigError` unless `source` can be read, and read again."""
     if isinstance(source, torch.nn.Module | Mapping) or callable(source):
         return
@@ -114,14 +114,14 @@ def _of_module(source: torch.nn.Module, *, converts: bool = True) -> Iterator[Pa
                 yield name, ready.pop(name)
 
 
-def _plan(module: Held) -> tuple[Conversion | None, list[list[Any]]]:
+def _plan(module: ModuleTensors) -> tuple[CheckpointLayout | None, list[list[Any]]]:
     """How a module's tensors are converted, if they are, and which parts at a time."""
     one_at_a_time = [[part] for part in module.parts]
     if undoing(module.model) is None:
         return None, one_at_a_time
     found = [module.facts(part) for part in module.parts]
     known = {name: it for part in found for name, it in part.items()}
-    convert = Conversion.of(module.model, known)
+    convert = CheckpointLayout.of(module.model, known)
     if convert is None:
         return None, one_at_a_time
     part_of = {name: number for number, part in enumerate(found) for name in part}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from vllm.inflight.transport.group import Group
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.waiting import WaitLimit
 
 
-class Slots:
+class Buffers:
     """Some buffers of one size, allocated before anything is in flight.
 
     Whoever was handed a view may keep it, as upstream's layerwise reload does until a
@@ -61,7 +61,7 @@ class Slots:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
-def bucket_slots(group: Group, num_buckets: int, watch: Watch) -> Slots:
+def bucket_slots(group: Group, num_buckets: int, watch: WaitLimit) -> Buffers:
     """Slots for the buckets of one end; collective, right after the group was opened.
 
     One bucket is broadcast in full. That proves the group and loads whatever the
@@ -75,7 +75,7 @@ def bucket_slots(group: Group, num_buckets: int, watch: Watch) -> Slots:
     try:
         if num_buckets < 1:
             raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
-        slots = Slots(num_buckets, group.terms.bucket_bytes, group.device)
+        slots = Buffers(num_buckets, group.terms.bucket_bytes, group.device)
         watch.until(group.broadcast([slots.take(0)], watch), "the first broadcast")
     except BaseException as error:
         group.abort(f"could not send the first bucket: {error}")

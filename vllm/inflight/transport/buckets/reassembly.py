@@ -14,10 +14,10 @@ from typing import Self
 
 import torch
 
-from vllm.inflight.transport.buckets.buffers import Slots
+from vllm.inflight.transport.buckets.buffers import Buffers
 from vllm.inflight.transport.buckets.plan import Bucket, Piece, extent
-from vllm.inflight.transport.buckets.tensor_list import Announcement
-from vllm.inflight.transport.buckets.tensor_slices import Slice
+from vllm.inflight.transport.buckets.tensor_list import TensorList
+from vllm.inflight.transport.buckets.tensor_slices import TensorSlice
 
 Data = tuple[int, torch.Tensor]
 """Index and bytes of a whole tensor."""
@@ -33,7 +33,7 @@ WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class Destination:
     """Where a tensor ends up, whole and contiguous.
 
     Made once and kept: every call of torch lets go of the interpreter, and beside
@@ -50,11 +50,11 @@ class Home:
         return cls(tensor, tensor.view(-1).view(torch.uint8))
 
 
-Place = Callable[[str, tuple[int, ...], torch.dtype], Home | None]
+Place = Callable[[str, tuple[int, ...], torch.dtype], Destination | None]
 """The home of a tensor of that name and form, if it is known."""
 
 
-class Assembly:
+class Reassembly:
     """What the pieces of one transfer become.
 
     Args:
@@ -67,21 +67,21 @@ class Assembly:
 
     def __init__(
         self,
-        announced: Announcement,
+        announced: TensorList,
         buckets: Sequence[Bucket],
-        scratch: Slots,
+        scratch: Buffers,
         rank: int | None,
     ) -> None:
         self._buckets = buckets
         self._scratch = scratch
         self.wholes = announced.wholes()
-        self._slices: dict[int, tuple[int, Slice]] = {
+        self._slices: dict[int, tuple[int, TensorSlice]] = {
             part.entry: (number, part)
             for number, whole in enumerate(self.wholes)
             for part in whole.taken(rank)
         }
         """Of the entries that are taken: of which tensor they are, and where in it."""
-        self.homes: dict[int, Home] = {}
+        self.homes: dict[int, Destination] = {}
         """Of tensors that are put where they end up."""
         self._in_place: dict[int, int] = {}
         """Of entries that are received there: where in it they begin, in bytes."""

@@ -11,18 +11,18 @@ from typing import TypeVar
 
 import torch
 
-from vllm.inflight.transport.buckets.buffers import Slots, bucket_slots
+from vllm.inflight.transport.buckets.buffers import Buffers, bucket_slots
 from vllm.inflight.transport.buckets.plan import Bucket, plan
-from vllm.inflight.transport.buckets.reassembly import Assembly, Data, Place
-from vllm.inflight.transport.buckets.tensor_list import Announcement, Pair
+from vllm.inflight.transport.buckets.reassembly import Data, Place, Reassembly
+from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.group import Group, Pending
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.waiting import WaitLimit
 
 LEAST = 2
 """One is looked at while the next one comes."""
 
 
-class Window:
+class BucketWindow:
     """Between `LEAST` and `most` buckets; starts at `most`.
 
     Args:
@@ -57,16 +57,21 @@ class Receiver:
     """One worker's end of a group; to make it is collective."""
 
     def __init__(
-        self, group: Group, num_buckets: int, watch: Watch, *, target_s: float = 0.002
+        self,
+        group: Group,
+        num_buckets: int,
+        watch: WaitLimit,
+        *,
+        target_s: float = 0.002,
     ) -> None:
         self.group = group
         self._slots = bucket_slots(group, num_buckets, watch)
-        self.window = Window(num_buckets, target_s)
-        self._scratch = Slots(0, 0, group.device)
+        self.window = BucketWindow(num_buckets, target_s)
+        self._scratch = Buffers(0, 0, group.device)
         """For tensors that come in pieces."""
 
     def tensors(
-        self, announced: Announcement, watch: Watch, rank: int | None = None
+        self, announced: TensorList, watch: WaitLimit, rank: int | None = None
     ) -> Incoming:
         """What was announced, as it arrives.
 
@@ -83,7 +88,7 @@ class Receiver:
         terms = self.group.terms
         announced.require_buckets(terms.bucket_bytes)
         buckets = plan(announced.sizes, terms.bucket_bytes, large=self.group.large)
-        assembly = Assembly(announced, buckets, self._scratch, rank)
+        assembly = Reassembly(announced, buckets, self._scratch, rank)
         transfer = _Transfer(self.group, self._slots, self.window, buckets, assembly)
         return Incoming(self.group, assembly, transfer.run(watch))
 
@@ -106,7 +111,7 @@ class Incoming:
     """
 
     def __init__(
-        self, group: Group, assembly: Assembly, run: Iterator[list[Data]]
+        self, group: Group, assembly: Reassembly, run: Iterator[list[Data]]
     ) -> None:
         self._group = group
         self._assembly = assembly
@@ -163,10 +168,10 @@ class _Transfer:
     def __init__(
         self,
         group: Group,
-        slots: Slots,
-        window: Window,
+        slots: Buffers,
+        window: BucketWindow,
         buckets: Sequence[Bucket],
-        assembly: Assembly,
+        assembly: Reassembly,
     ) -> None:
         self._group = group
         self._slots = slots
@@ -176,7 +181,7 @@ class _Transfer:
         self._begun = 0
         self._in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
 
-    def run(self, watch: Watch) -> Iterator[list[Data]]:
+    def run(self, watch: WaitLimit) -> Iterator[list[Data]]:
         """The index and the bytes of every tensor, as many as may be looked at."""
         self._assembly.make_room()
         empty = torch.empty(0, dtype=torch.uint8, device=self._group.device)
@@ -192,7 +197,7 @@ class _Transfer:
             del pending
             yield from self._assembly.complete(bucket, buffer)
 
-    def _begin(self, number: int, watch: Watch) -> None:
+    def _begin(self, number: int, watch: WaitLimit) -> None:
         """Begin as many broadcasts as there is room for, beside bucket `number`.
 
         A bucket that is still looked at is left alone while others are in flight.

@@ -7,20 +7,20 @@ from collections.abc import Iterable
 
 from vllm.inflight.transport.buckets.buffers import bucket_slots
 from vllm.inflight.transport.buckets.plan import extent, plan
-from vllm.inflight.transport.buckets.tensor_list import Announcement, Pair
+from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.group import Group, Pending
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.waiting import WaitLimit
 
 
 class Sender:
     """The trainer's end of a group; to make it is collective."""
 
-    def __init__(self, group: Group, num_buckets: int, watch: Watch) -> None:
+    def __init__(self, group: Group, num_buckets: int, watch: WaitLimit) -> None:
         self.group = group
         self._slots = bucket_slots(group, num_buckets, watch)
 
     def send(
-        self, announced: Announcement, tensors: Iterable[Pair], watch: Watch
+        self, announced: TensorList, tensors: Iterable[Pair], watch: WaitLimit
     ) -> None:
         """Send what was announced; when it returns, the tensors may change again.
 
@@ -47,7 +47,7 @@ class Sender:
             raise
 
     def _send(
-        self, announced: Announcement, tensors: Iterable[Pair], watch: Watch
+        self, announced: TensorList, tensors: Iterable[Pair], watch: WaitLimit
     ) -> None:
         terms = self.group.terms
         buckets = plan(announced.sizes, terms.bucket_bytes, large=self.group.large)

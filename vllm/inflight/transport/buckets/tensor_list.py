@@ -16,7 +16,11 @@ from typing import Any
 import torch
 
 from vllm.inflight.errors import Malformed, WeightsMismatch
-from vllm.inflight.transport.buckets.tensor_slices import Shard, Whole, put_together
+from vllm.inflight.transport.buckets.tensor_slices import (
+    Shard,
+    WholeTensor,
+    put_together,
+)
 
 Pair = tuple[str, torch.Tensor]
 
@@ -28,7 +32,7 @@ LARGEST_SIZE = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Announcement:
+class TensorList:
     """What is going to be sent, in order; checked, so that it can be believed."""
 
     names: tuple[str, ...]
@@ -48,7 +52,7 @@ class Announcement:
         dtype_names: Sequence[Any],
         shapes: Sequence[Any],
         shards: Sequence[Any] | None = None,
-    ) -> Announcement:
+    ) -> TensorList:
         """Read upstream's three lists, and the shards if there are any.
 
         Raises:
@@ -77,7 +81,7 @@ class Announcement:
         )
 
     @classmethod
-    def of(cls, pairs: Iterable[Pair]) -> Announcement:
+    def of(cls, pairs: Iterable[Pair]) -> TensorList:
         """Announce tensors that are at hand."""
         facts = [(name, t.dtype, tuple(t.shape)) for name, t in pairs]
         names, dtypes, shapes = zip(*facts, strict=True) if facts else ((), (), ())
@@ -103,7 +107,7 @@ class Announcement:
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
 
-    def wholes(self) -> tuple[Whole, ...]:
+    def wholes(self) -> tuple[WholeTensor, ...]:
         """The tensors that the entries make, in order."""
         return put_together(self.names, self.dtypes, self.shapes, self.shards)
 

@@ -63,7 +63,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TensorSlice:
     """An entry as a part of its tensor: a run of elements in each of some rows."""
 
     entry: int
@@ -98,13 +98,13 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeTensor:
     """A tensor as the model knows it, and the entries that bring it."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    places: tuple[Mapping[int | None, Slice], ...]
+    places: tuple[Mapping[int | None, TensorSlice], ...]
     """For each of its parts, one behind the other, the slice of every rank that has it,
     the lowest first."""
     num_bytes: int = field(init=False)
@@ -114,7 +114,7 @@ class Whole:
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
         object.__setattr__(self, "num_bytes", num_bytes)
 
-    def taken(self, rank: int | None) -> Iterator[Slice]:
+    def taken(self, rank: int | None) -> Iterator[TensorSlice]:
         """The slices that the worker of a tensor-parallel rank puts together."""
         for held in self.places:
             yield held.get(rank) or next(iter(held.values()))
@@ -126,7 +126,7 @@ def put_together(
     dtypes: tuple[torch.dtype, ...],
     shapes: tuple[tuple[int, ...], ...],
     shards: tuple[Shard | None, ...],
-) -> tuple[Whole, ...]:
+) -> tuple[WholeTensor, ...]:
     """The tensors that entries make, in order; `shards` is empty if none is cut.
 
     They are remembered: the same are asked for at every update.
@@ -141,7 +141,7 @@ def put_together(
     entries = map(_Entry, count(), names, dtypes, shapes, chain(shards, repeat(None)))
     runs = [list(run) for _, run in groupby(entries, key=lambda e: (e.name, e.is_cut))]
     num_runs = Counter(run[0].name for run in runs if run[0].is_cut)
-    found: list[Whole] = []
+    found: list[WholeTensor] = []
     for run in runs:
         if num_runs[run[0].name] > 1:
             raise _wrong(run[0].name, "its slices do not follow one another")
@@ -152,9 +152,11 @@ def put_together(
     return tuple(found)
 
 
-def _uncut(number: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Whole:
-    part = Slice(number, 1, 0, math.prod(shape))
-    return Whole(name, dtype, shape, ({None: part},))
+def _uncut(
+    number: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> WholeTensor:
+    part = TensorSlice(number, 1, 0, math.prod(shape))
+    return WholeTensor(name, dtype, shape, ({None: part},))
 
 
 class _Entry(NamedTuple):
@@ -169,7 +171,7 @@ class _Entry(NamedTuple):
         return self.shard is not None
 
 
-def _joined(run: list[_Entry]) -> Whole:
+def _joined(run: list[_Entry]) -> WholeTensor:
     """The tensor that all slices of one name make."""
     name = run[0].name
     cuts = [(entry, entry.shard) for entry in run if entry.shard is not None]
@@ -179,11 +181,11 @@ def _joined(run: list[_Entry]) -> Whole:
         raise _wrong(name, f"its slices are not of one tensor but of {told}")
     ((dtype, whole, dim),) = forms
     num_rows, inner = math.prod(whole[:dim]), math.prod(whole[dim + 1 :])
-    places: list[dict[int | None, Slice]] = []
+    places: list[dict[int | None, TensorSlice]] = []
     begin = end = 0
     for entry, shard in sorted(cuts, key=lambda cut: cut[1].order):
         length = entry.shape[dim]
-        part = Slice(entry.number, num_rows, shard.start * inner, length * inner)
+        part = TensorSlice(entry.number, num_rows, shard.start * inner, length * inner)
         ends = shard.start + length
         if shard.start == end:
             places.append({shard.rank: part})
@@ -196,7 +198,7 @@ def _joined(run: list[_Entry]) -> Whole:
             raise _wrong(name, f"slices overlap at {shard.start} of dim {dim}")
     if end < whole[dim]:
         raise _wrong(name, f"no slice has [{end}, {whole[dim]}) of dim {dim}")
-    return Whole(name, dtype, whole, tuple(places))
+    return WholeTensor(name, dtype, whole, tuple(places))
 
 
 def _form(entry: _Entry, shard: Shard) -> tuple[torch.dtype, tuple[int, ...], int]:
@@ -214,7 +216,7 @@ def _form(entry: _Entry, shard: Shard) -> tuple[torch.dtype, tuple[int, ...], in
     return dtype, (*shape[:dim], size, *shape[dim + 1 :]), dim
 
 
-def _is_other(rank: int | None, held: Mapping[int | None, Slice]) -> bool:
+def _is_other(rank: int | None, held: Mapping[int | None, TensorSlice]) -> bool:
     return rank is not None and None not in held and rank not in held
 
 

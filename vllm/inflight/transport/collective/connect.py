@@ -8,13 +8,17 @@ from torch.distributed import DistError
 from vllm.inflight.errors import Malformed, TransferFault
 from vllm.inflight.transport.collective.gloo import GlooGroup
 from vllm.inflight.transport.collective.nccl import NcclGroup
-from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.collective.rendezvous import Rendezvous
 from vllm.inflight.transport.group import Group
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.waiting import WaitLimit
 
 
 def open_group(
-    meeting: Meeting, device: torch.device, watch: Watch, *, max_ctas: int | None = 8
+    meeting: Rendezvous,
+    device: torch.device,
+    watch: WaitLimit,
+    *,
+    max_ctas: int | None = 8,
 ) -> Group:
     """The group of all who come to the meeting; every rank calls it.
 

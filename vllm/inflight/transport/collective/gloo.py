@@ -10,9 +10,9 @@ import torch
 import torch.distributed
 
 from vllm.inflight.errors import TransferFault
-from vllm.inflight.transport.collective.rendezvous import Place
+from vllm.inflight.transport.collective.rendezvous import Member
 from vllm.inflight.transport.group import LARGE, Pending, lost, told_why
-from vllm.inflight.transport.waiting import Watch, in_background
+from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 _Gloo: Any = torch.distributed.ProcessGroupGloo  # its options are untyped
 
@@ -22,7 +22,7 @@ class GlooGroup:
 
     large = LARGE
 
-    def __init__(self, meeting: Place, device: torch.device, watch: Watch) -> None:
+    def __init__(self, meeting: Member, device: torch.device, watch: WaitLimit) -> None:
         self.terms = meeting.terms
         self.device = device
         self.ended: str | None = None
@@ -30,7 +30,7 @@ class GlooGroup:
         with told_why(meeting.lifeline):
             self._gloo: Any = _connected(meeting, watch)
 
-    def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
+    def broadcast(self, buffers: Sequence[torch.Tensor], watch: WaitLimit) -> Pending:
         """Begin to send or receive; see `Group.broadcast`."""
         del watch  # gloo only enters it in a queue
         if self.ended is not None:
@@ -82,7 +82,7 @@ class GlooGroup:
         self._gloo = None
 
 
-def _connected(meeting: Place, watch: Watch) -> Any:
+def _connected(meeting: Member, watch: WaitLimit) -> Any:
     """Torch's process group of all ranks; raises `TransferFault`, `OSError`."""
     options = _Gloo._Options()
     # The address that the trainer reaches us by; the host's own name may lead to

@@ -24,9 +24,9 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import TransferFault
 from vllm.inflight.transport.collective.nccl_api import UINT8, Library, UniqueId, config
-from vllm.inflight.transport.collective.rendezvous import Place, said
+from vllm.inflight.transport.collective.rendezvous import Member, said
 from vllm.inflight.transport.group import LARGE, Pending, lost, told_why
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.waiting import WaitLimit
 
 UNIQUE_ID = "nccl_id"
 CLOSE_S = 2.0
@@ -57,9 +57,9 @@ class NcclGroup:
 
     def __init__(
         self,
-        meeting: Place,
+        meeting: Member,
         device: torch.device,
-        watch: Watch,
+        watch: WaitLimit,
         *,
         max_ctas: int | None,
     ) -> None:
@@ -82,13 +82,13 @@ class NcclGroup:
             self.abort(str(error))
             raise
 
-    def _connect(self, watch: Watch, max_ctas: int | None) -> None:
+    def _connect(self, watch: WaitLimit, max_ctas: int | None) -> None:
         with told_why(self._meeting.lifeline):
             unique = UniqueId.from_buffer_copy(self._agree(watch))
             with self._environment():
                 self._open(unique, watch, max_ctas)
 
-    def _open(self, unique: UniqueId, watch: Watch, max_ctas: int | None) -> None:
+    def _open(self, unique: UniqueId, watch: WaitLimit, max_ctas: int | None) -> None:
         comm = ctypes.c_void_p()
         settings = config(self._nccl.version, max_ctas=max_ctas)
         with torch.cuda.device(self.device):
@@ -103,7 +103,7 @@ class NcclGroup:
             self._comm = comm
             watch.until(self._is_settled, "NCCL to connect all ranks")
 
-    def _agree(self, watch: Watch) -> bytes:
+    def _agree(self, watch: WaitLimit) -> bytes:
         """The name of the communicator, which the trainer has given it."""
         store = self._meeting.store
         if self._meeting.rank == 0:
@@ -116,7 +116,7 @@ class NcclGroup:
         have seen to it."""
         return nullcontext()
 
-    def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
+    def broadcast(self, buffers: Sequence[torch.Tensor], watch: WaitLimit) -> Pending:
         """Begin to send or receive on the wire's stream; see `Group.broadcast`."""
         self.follow()
         event = torch.cuda.Event()
@@ -174,7 +174,7 @@ class NcclGroup:
             with self._lock:
                 self._nccl.call("ncclCommFinalize", self._handle())
             # Not _is_settled: that the others leave as well is no fault now.
-            Watch(CLOSE_S).until(self._is_idle, "NCCL to finish")
+            WaitLimit(CLOSE_S).until(self._is_idle, "NCCL to finish")
         except TransferFault:
             self.abort("has left the group")
         else:
@@ -219,7 +219,7 @@ class NcclGroup:
 
     def _drain(self) -> None:
         try:
-            Watch(DRAIN_S).until(self._stream.query, "the wire's stream")
+            WaitLimit(DRAIN_S).until(self._stream.query, "the wire's stream")
         except TransferFault:
             keep_until_drained(self._stream, list(self._under_way))
         self._under_way.clear()

@@ -19,13 +19,13 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import EngineFault, Malformed, TransferFault
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.receiver import Receiver
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.connect import open_group
 from vllm.inflight.transport.collective.nccl import unpinned
-from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.collective.rendezvous import Rendezvous
 from vllm.inflight.transport.group import Group, Terms
 from vllm.inflight.transport.rank_numbers import rank_in_engine, worker_index
-from vllm.inflight.transport.waiting import Watch, check_timeout
+from vllm.inflight.transport.waiting import WaitLimit, check_timeout
 
 
 @dataclass(kw_only=True)
@@ -109,10 +109,10 @@ class BroadcastUpdateInfo(upstream.WeightTransferUpdateInfo):
     dtype_names: list[str]
     shapes: list[list[int]]
     shards: list[dict[str, Any] | None] | None = None
-    announced: Announcement = field(init=False, repr=False)
+    announced: TensorList = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.announced = Announcement.parse(
+        self.announced = TensorList.parse(
             self.names, self.dtype_names, self.shapes, self.shards
         )
 
@@ -148,9 +148,9 @@ class BroadcastEngine(StagedEngine):
                 f"engine runs on {self.device.type}"
             )
         index = worker_index(self.parallel_config)
-        watch = Watch(init_info.timeout_s, self._is_cancelled)
+        watch = WaitLimit(init_info.timeout_s, self._is_cancelled)
         with self._environment():
-            meeting = Meeting.join(
+            meeting = Rendezvous.join(
                 init_info.terms,
                 init_info.master_address,
                 init_info.master_port,
@@ -208,7 +208,7 @@ class BroadcastEngine(StagedEngine):
                 f"the last transfer broke off ({self._group.ended}); call "
                 "init_weight_transfer_engine again"
             )
-        watch = Watch(self.timeout_s, self._is_cancelled)
+        watch = WaitLimit(self.timeout_s, self._is_cancelled)
         rank = rank_in_engine(self.parallel_config) % num_ranks
         try:
             self.load_all(self._receiver.tensors(announced, watch, rank))

@@ -17,8 +17,8 @@ from torch.distributed import DistError
 
 from vllm.inflight.errors import Malformed, TransferFault
 from vllm.inflight.transport.group import Terms
-from vllm.inflight.transport.liveness import CONNECT_S, Lifeline
-from vllm.inflight.transport.waiting import Watch, in_background
+from vllm.inflight.transport.liveness import CONNECT_S, Liveness
+from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 TERMS = "terms"
 STORE_S = 60.0
@@ -28,12 +28,12 @@ KNOCK_S = 0.2
 """Longest try to reach the trainer's port, and the time between two."""
 
 
-class Place(Protocol):
+class Member(Protocol):
     """A rank's place among the others, of whatever making."""
 
     terms: Terms
     rank: int
-    lifeline: Lifeline
+    lifeline: Liveness
     store: Any
 
     def own_address(self) -> str:
@@ -45,7 +45,7 @@ class Place(Protocol):
         ...
 
 
-class Meeting:
+class Rendezvous:
     """One rank's place at it."""
 
     def __init__(self, terms: Terms, rank: int, address: str, port: int) -> None:
@@ -53,7 +53,7 @@ class Meeting:
         self.rank = rank
         self.address = address
         self.port = port
-        self.lifeline = Lifeline()
+        self.lifeline = Liveness()
         self.store: Any = None
         """A client of the trainer's store, good until all are there."""
         self._server: Any = None
@@ -61,7 +61,7 @@ class Meeting:
         self._line_port = 0
 
     @classmethod
-    def host(cls, terms: Terms, address: str, port: int = 0) -> Meeting:
+    def host(cls, terms: Terms, address: str, port: int = 0) -> Rendezvous:
         """As the trainer: be ready for workers, at any free port if `port` is 0.
 
         Raises:
@@ -86,8 +86,8 @@ class Meeting:
 
     @classmethod
     def join(
-        cls, terms: Terms, address: str, port: int, rank: int, watch: Watch
-    ) -> Meeting:
+        cls, terms: Terms, address: str, port: int, rank: int, watch: WaitLimit
+    ) -> Rendezvous:
         """As worker `rank`: find the trainer.
 
         Raises:
@@ -122,7 +122,7 @@ class Meeting:
         with socket.create_connection((self.address, self.port), CONNECT_S) as line:
             return str(line.getsockname()[0])
 
-    def gather(self, watch: Watch) -> None:
+    def gather(self, watch: WaitLimit) -> None:
         """Wait until every rank is here; raises `TransferFault` if one is not."""
         if self._listener is None:
             line = self.lifeline
@@ -139,7 +139,7 @@ class Meeting:
         self.store = self._server = None
 
 
-def said(store: Any, key: str, watch: Watch, waiting_for: str) -> bytes:
+def said(store: Any, key: str, watch: WaitLimit, waiting_for: str) -> bytes:
     """What the trainer leaves in its store; raises as `watch` does."""
 
     def ask() -> bytes:

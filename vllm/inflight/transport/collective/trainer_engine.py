@@ -18,12 +18,12 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.sender import Sender
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 from vllm.inflight.transport.collective.connect import open_group
-from vllm.inflight.transport.collective.rendezvous import Meeting
+from vllm.inflight.transport.collective.rendezvous import Rendezvous
 from vllm.inflight.transport.group import Terms
-from vllm.inflight.transport.waiting import Watch, in_background
+from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 
 @dataclass
@@ -114,14 +114,14 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         """
         facts = self.source.metadata()  # may be collective
         # On every rank, so that one which is refused leaves no other waiting for it.
-        announced = Announcement(
+        announced = TensorList(
             tuple(fact.name for fact in facts),
             tuple(fact.dtype for fact in facts),
             tuple(tuple(fact.shape) for fact in facts),
             tuple(getattr(fact, "shard", None) for fact in facts),
         )
         if not self.is_sender:
-            take_part(self.source)
+            join_gathering(self.source)
             return
         with gathering(self.source) as gathered:
             if self._sender is None or self._sender.group.ended is not None:
@@ -136,7 +136,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             self._sender.group.close()
             self._sender = None
 
-    def _send(self, announced: Announcement, tensors: Iterable[Any]) -> None:
+    def _send(self, announced: TensorList, tensors: Iterable[Any]) -> None:
         assert self._sender is not None
         update_info = announced.update_info
         answer = in_background(lambda: self.client.update_weights(update_info))
@@ -145,7 +145,9 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             return answer.done() and answer.exception() is not None
 
         try:
-            self._sender.send(announced, tensors, Watch(self._info.timeout_s, refused))
+            self._sender.send(
+                announced, tensors, WaitLimit(self._info.timeout_s, refused)
+            )
         except Cancelled:
             answer.result()
             raise
@@ -163,7 +165,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         terms = Terms(
             wire=info.wire, world_size=info.world_size, bucket_bytes=info.bucket_bytes
         )
-        meeting = Meeting.host(terms, info.master_address, info.master_port)
+        meeting = Rendezvous.host(terms, info.master_address, info.master_port)
         init_info = {
             "master_address": info.master_address,
             "master_port": meeting.port,
@@ -183,7 +185,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         def refused() -> bool:
             return answer.done() and answer.exception() is not None
 
-        watch = Watch(info.timeout_s, refused)
+        watch = WaitLimit(info.timeout_s, refused)
         try:
             group = open_group(meeting, info.device, watch, **options)
             self._sender = Sender(group, info.num_buckets, watch)
@@ -197,7 +199,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             raise
 
 
-def take_part(source: Iterable[Any]) -> None:
+def join_gathering(source: Iterable[Any]) -> None:
     """What the other ranks of a trainer do while rank 0 sends: gather, and let go."""
     for _ in source:
         pass

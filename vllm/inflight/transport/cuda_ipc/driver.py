@@ -53,7 +53,7 @@ class Extent:
     num_bytes: int
 
 
-class Memory(Protocol):
+class SharedMemory(Protocol):
     """What one process can do with the memory of another's."""
 
     device_type: str
@@ -89,7 +89,7 @@ class Memory(Protocol):
 
 
 class CudaMemory:
-    """Implements `Memory`, for the current device of the calling thread.
+    """Implements `SharedMemory`, for the current device of the calling thread.
 
     Raises:
         EngineFault: there is no driver here.

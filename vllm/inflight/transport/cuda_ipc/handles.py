@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from vllm.inflight.errors import Malformed, TransferFault
-from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, Extent, Memory
+from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, Extent, SharedMemory
 
 _NONCE = uuid.uuid4().hex
 
@@ -51,7 +51,7 @@ class Exports:
     """Addresses of the allocations in the process itself."""
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], memory: Memory) -> Self:
+    def of(cls, tensors: Sequence[torch.Tensor], memory: SharedMemory) -> Self:
         """Export contiguous tensors; they have to live until they have been read.
 
         Raises:
@@ -119,7 +119,7 @@ class Mappings:
     name any more are dropped after it.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._mapped: dict[tuple[str, bytes], Extent] = {}
         self._named: set[tuple[str, bytes]] = set()

@@ -20,11 +20,11 @@ from vllm.inflight.errors import EngineFault, Malformed, TransferFault
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.plan import Bucket, plan
 from vllm.inflight.transport.buckets.receiver import Receiver
-from vllm.inflight.transport.buckets.tensor_list import Announcement
-from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, Memory
+from vllm.inflight.transport.buckets.tensor_list import TensorList
+from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, SharedMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exports, Mappings
-from vllm.inflight.transport.group import Fetcher, Pending, Terms
-from vllm.inflight.transport.waiting import Watch, check_timeout
+from vllm.inflight.transport.group import CopyGroup, Pending, Terms
+from vllm.inflight.transport.waiting import WaitLimit, check_timeout
 
 PEERS = 2
 """A worker and its trainer."""
@@ -63,26 +63,28 @@ class IpcUpdateInfo(upstream.WeightTransferUpdateInfo):
     dtype_names: list[str]
     shapes: list[list[int]]
     exports: dict[str, Any]
-    announced: Announcement = field(init=False, repr=False)
+    announced: TensorList = field(init=False, repr=False)
     lent: Exports = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.announced = Announcement.parse(self.names, self.dtype_names, self.shapes)
+        self.announced = TensorList.parse(self.names, self.dtype_names, self.shapes)
         self.lent = Exports.parse(self.exports, len(self.names))
 
 
-class Reader(Fetcher):
+class Reader(CopyGroup):
     """Implements `Group`, alone: what it is to receive, it fetches."""
 
     large = 1  # each tensor is copied by itself anyhow
 
-    def __init__(self, terms: Terms, device: torch.device, memory: Memory) -> None:
+    def __init__(
+        self, terms: Terms, device: torch.device, memory: SharedMemory
+    ) -> None:
         super().__init__(terms, device)
         self._memory = memory
         self._buckets: Iterator[Bucket] = iter(())
         self._addresses: Sequence[int] = ()
 
-    def begin(self, announced: Announcement, addresses: Sequence[int]) -> None:
+    def begin(self, announced: TensorList, addresses: Sequence[int]) -> None:
         """Read these tensors next, bucket by bucket."""
         self.ended = None
         self._buckets = iter(
@@ -90,7 +92,7 @@ class Reader(Fetcher):
         )
         self._addresses = addresses
 
-    def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
+    def broadcast(self, buffers: Sequence[torch.Tensor], watch: WaitLimit) -> Pending:
         """Begin to copy the next bucket, each of its messages into its buffer."""
         del watch  # to enqueue does not wait
         self.follow()
@@ -137,8 +139,8 @@ class IpcEngine(StagedEngine):
             )
         self._open(init_info, CudaMemory())
 
-    def _open(self, init_info: IpcInitInfo, memory: Memory) -> None:
-        watch = Watch(init_info.timeout_s, self._is_cancelled)
+    def _open(self, init_info: IpcInitInfo, memory: SharedMemory) -> None:
+        watch = WaitLimit(init_info.timeout_s, self._is_cancelled)
         reader = Reader(init_info.terms, self.device, memory)
         try:
             self._receiver = Receiver(reader, init_info.num_buckets, watch)
@@ -175,7 +177,7 @@ class IpcEngine(StagedEngine):
         announced = update_info.announced
         addresses = self._mappings.find(update_info.lent, announced.sizes)
         self._reader.begin(announced, addresses)
-        watch = Watch(self._timeout_s, self._is_cancelled)
+        watch = WaitLimit(self._timeout_s, self._is_cancelled)
         try:
             self.model.load_weights(self._receiver.tensors(announced, watch))
         finally:

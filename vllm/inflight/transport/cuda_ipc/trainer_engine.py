@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self
 from vllm.inflight import upstream
 from vllm.inflight.errors import InflightError
 from vllm.inflight.trainer.sources.stream import gathering
-from vllm.inflight.transport.buckets.tensor_list import Announcement, Pair
-from vllm.inflight.transport.collective.trainer_engine import take_part
-from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, Memory
+from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
+from vllm.inflight.transport.collective.trainer_engine import join_gathering
+from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, SharedMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exports
 
 
@@ -48,7 +48,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         *,
         client: Any,
         source: Any,
-        memory: Memory | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._info = init_info
@@ -85,7 +85,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
 
         """
         if not self.is_sender:
-            take_part(self.source)
+            join_gathering(self.source)
             return
         with gathering(self.source) as gathered:
             self._lend(gathered)
@@ -113,7 +113,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
 
     def _lendable(self, chunk: list[Pair]) -> tuple[dict[str, Any], list[Pair]]:
         """What to say of a chunk, which has to live until it has been read."""
-        update_info = Announcement.of(chunk).update_info
+        update_info = TensorList.of(chunk).update_info
         lent = Exports.of([tensor for _, tensor in chunk], self._memory)
         # What made them has to be over before somebody else reads them.
         self._memory.settle({tensor.device for _, tensor in chunk})

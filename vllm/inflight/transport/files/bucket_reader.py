@@ -20,8 +20,8 @@ import torch
 
 from vllm.inflight.transport.buckets.plan import Bucket, Piece, extent, plan
 from vllm.inflight.transport.files.safetensors_files import Stored, TensorFiles
-from vllm.inflight.transport.group import LARGE, Fetcher, Pending, Terms, lost
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.group import LARGE, CopyGroup, Pending, Terms, lost
+from vllm.inflight.transport.waiting import WaitLimit
 
 PEERS = 2
 """A worker and its files."""
@@ -33,7 +33,7 @@ RUN_BYTES = 8 << 20
 """What a thread reads before it asks for more; a multiple of the alignment."""
 
 
-class Copied(Protocol):
+class CopyEvent(Protocol):
     """The end of some copies; a `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
@@ -46,7 +46,7 @@ class Copied(Protocol):
 
 
 class AtOnce:
-    """Implements `Copied`, of copies that have ended."""
+    """Implements `CopyEvent`, of copies that have ended."""
 
     def query(self) -> bool:
         """It has come."""
@@ -61,11 +61,11 @@ class HostBuffer:
     """Memory of the host that is read into: uint8 [bucket_bytes]."""
 
     data: torch.Tensor
-    copied: Copied = field(default_factory=AtOnce)
+    copied: CopyEvent = field(default_factory=AtOnce)
     """The end of the copies out of it."""
 
 
-class FileReader(Fetcher):
+class FileReader(CopyGroup):
     """Implements `Group`, alone: what it is to receive, it reads.
 
     Args:
@@ -106,7 +106,7 @@ class FileReader(Fetcher):
         self._filler = ThreadPoolExecutor(1, "inflight-fill", self._settle)
         self._readers = ThreadPoolExecutor(NUM_THREADS, "inflight-read")
 
-    def broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> Pending:
+    def broadcast(self, buffers: Sequence[torch.Tensor], watch: WaitLimit) -> Pending:
         """Begin to read the next bucket, each of its messages into its buffer.
 
         What is returned raises `Malformed` if a file ends too early.
@@ -148,7 +148,7 @@ class FileReader(Fetcher):
         if self._stream is not None:
             torch.cuda.set_device(self.device)
 
-    def _fill(self, bucket: Bucket, buffers: Sequence[torch.Tensor]) -> Copied:
+    def _fill(self, bucket: Bucket, buffers: Sequence[torch.Tensor]) -> CopyEvent:
         """Read a bucket and enqueue the copies of its messages."""
         assert self._readers is not None
         host = next(self._hosts)
@@ -167,7 +167,7 @@ class FileReader(Fetcher):
 
     def _copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> Copied:
+    ) -> CopyEvent:
         """Enqueue copies from the host; a source stays as it is until their end."""
         with torch.cuda.stream(self._stream):
             for target, source in zip(targets, sources, strict=True):

@@ -28,9 +28,9 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Malformed
 from vllm.inflight.transport.base import StagedEngine
-from vllm.inflight.transport.buckets.buffers import Slots
+from vllm.inflight.transport.buckets.buffers import Buffers
 from vllm.inflight.transport.buckets.receiver import Receiver
-from vllm.inflight.transport.buckets.tensor_list import Announcement, Pair
+from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.files.allowed_paths import existing, read_json, resolved
 from vllm.inflight.transport.files.bucket_reader import (
     BUCKET_BYTES,
@@ -39,7 +39,7 @@ from vllm.inflight.transport.files.bucket_reader import (
 )
 from vllm.inflight.transport.files.safetensors_files import Stored, TensorFiles
 from vllm.inflight.transport.host_threads import num_threads
-from vllm.inflight.transport.waiting import Watch
+from vllm.inflight.transport.waiting import WaitLimit
 from vllm.inflight.update import drafters
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -120,7 +120,7 @@ class LocalEngine(StagedEngine):
         return path if path.is_dir() else None
 
     @contextlib.contextmanager
-    def preview(self, update_info: LocalUpdateInfo) -> Iterator[Announcement]:
+    def preview(self, update_info: LocalUpdateInfo) -> Iterator[TensorList]:
         """Open the files, and keep them open until they have been received.
 
         Raises:
@@ -173,7 +173,9 @@ class LocalEngine(StagedEngine):
 
     def _load_in_buckets(self, opened: TensorFiles) -> bool:
         """Load by a reader; whether there was memory for that."""
-        watch = Watch(math.inf, lambda: self.cancelled())  # the update has a deadline
+        watch = WaitLimit(
+            math.inf, lambda: self.cancelled()
+        )  # the update has a deadline
         reader = self._reader
         try:
             # To page-lock memory takes long, so it is kept. That of the buckets is
@@ -201,7 +203,9 @@ class LocalEngine(StagedEngine):
                 reader.close()
         return True
 
-    def _receive(self, reader: FileReader, files: TensorFiles, watch: Watch) -> None:
+    def _receive(
+        self, reader: FileReader, files: TensorFiles, watch: WaitLimit
+    ) -> None:
         receiver = Receiver(reader, NUM_BUCKETS, watch)
         reader.begin(files)
         self.model.load_weights(receiver.tensors(files.announced, watch))
@@ -262,7 +266,7 @@ def read_opened(opened: TensorFiles, num_threads: int = 1) -> Generator[Pair]:
             opened.stored,
             strict=True,
         )
-        slots = Slots(NUM_LOOKED_AT, 0, torch.device("cpu"))
+        slots = Buffers(NUM_LOOKED_AT, 0, torch.device("cpu"))
         for number, (name, dtype, shape, size, stored) in enumerate(facts):
             # Not where the file is mapped: to look at what was cut off ends a process.
             data = slots.take(number, size)[:size]

@@ -29,7 +29,7 @@ from typing import Any, Self, overload
 import torch
 
 from vllm.inflight.errors import Malformed
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import INT64
 
 MAX_HEADER_BYTES = 100_000_000
@@ -97,7 +97,7 @@ class Stored:
             into, at = into[num_read:], at + num_read
 
 
-class Places(Sequence[Stored]):
+class StoredTensors(Sequence[Stored]):
     """Where each of many tensors begins; made when it is asked for.
 
     As objects they would all be looked through whenever Python looks for garbage.
@@ -153,7 +153,7 @@ class TensorFiles:
     def __init__(
         self, files: Sequence[Path], rename: Callable[[str], str] = str
     ) -> None:
-        self.stored = Places()
+        self.stored = StoredTensors()
         self._states: list[tuple[Path, int, State]] = []
         entries = Entries()
         with ExitStack() as opened:
@@ -166,7 +166,7 @@ class TensorFiles:
                 except OSError as error:
                     raise broken(file, error) from error
                 self.stored.add(file, descriptor, offsets)
-            self.announced = Announcement(
+            self.announced = TensorList(
                 tuple(rename(name) for name in entries.names),
                 tuple(entries.dtypes),
                 tuple(entries.shapes),

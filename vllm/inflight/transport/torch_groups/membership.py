@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from vllm.inflight.errors import TransferFault
-from vllm.inflight.transport.buckets.buffers import Slots
+from vllm.inflight.transport.buckets.buffers import Buffers
 from vllm.inflight.transport.group import Group
 from vllm.inflight.transport.waiting import in_background
 
@@ -38,7 +38,7 @@ class Membership:
     opening: Future[Group]
     left: threading.Event
     timeout_s: float
-    slots: Slots
+    slots: Buffers
     ended: str | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_receiving: bool = False

@@ -21,13 +21,16 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed, TransferFault
 from vllm.inflight.transport.base import StagedEngine
-from vllm.inflight.transport.buckets.buffers import Slots
-from vllm.inflight.transport.buckets.tensor_list import Announcement, Pair
+from vllm.inflight.transport.buckets.buffers import Buffers
+from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.group import Group, Pending
 from vllm.inflight.transport.rank_numbers import worker_index
 from vllm.inflight.transport.torch_groups.membership import Membership
-from vllm.inflight.transport.torch_groups.rendezvous import Rendezvous, open_plain
-from vllm.inflight.transport.waiting import Watch, check_timeout, in_background
+from vllm.inflight.transport.torch_groups.rendezvous import (
+    TorchRendezvous,
+    join_torch_group,
+)
+from vllm.inflight.transport.waiting import WaitLimit, check_timeout, in_background
 
 NUM_SLOTS = 3
 """Most tensors in memory at once: one is loaded while the next two come in."""
@@ -71,14 +74,14 @@ class GroupUpdateInfo(upstream.WeightTransferUpdateInfo):
     """All in one tensor of bytes, one behind the other, without gaps."""
     announcement: str = ""
     """An id of this call, by which `miss` knows whether it was received."""
-    announced: Announcement = field(init=False, repr=False)
+    announced: TensorList = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.names:
             raise ValueError("'names' is empty")
         if not isinstance(self.group_name, str):
             raise ValueError(f"'group_name' must be a string: {self.group_name!r:.80}")
-        self.announced = Announcement.parse(self.names, self.dtype_names, self.shapes)
+        self.announced = TensorList.parse(self.names, self.dtype_names, self.shapes)
 
 
 class GroupsEngine(StagedEngine):
@@ -112,16 +115,18 @@ class GroupsEngine(StagedEngine):
         if self.device.type == "cpu" and backend == "nccl":
             raise Malformed("this engine runs on a CPU: open the group with 'gloo'")
         index = worker_index(self.parallel_config)
-        watch = Watch(init_info.timeout_s, self._is_cancelled)
+        watch = WaitLimit(init_info.timeout_s, self._is_cancelled)
         where = torch.device("cpu") if backend == "gloo" else self.device
         left = threading.Event()
         # A trainer with NCCL connects at once, or not before its first broadcast; both
         # are met when somebody waits for it beside all else.
         patience = watch
         if backend == "nccl":
-            patience = Watch(init_info.timeout_s, left.is_set)
-        meeting: Future[Rendezvous] = Future()
-        opening = in_background(lambda: open_plain(meeting.result(), where, patience))
+            patience = WaitLimit(init_info.timeout_s, left.is_set)
+        meeting: Future[TorchRendezvous] = Future()
+        opening = in_background(
+            lambda: join_torch_group(meeting.result(), where, patience)
+        )
         # From now on: what is announced meanwhile, and refused, is of this group.
         self.joined[init_info.group_name] = Membership(
             init_info.group_name,
@@ -129,10 +134,10 @@ class GroupsEngine(StagedEngine):
             opening,
             left,
             init_info.timeout_s,
-            Slots(0, 0, where),
+            Buffers(0, 0, where),
         )
         try:
-            joined = Rendezvous.join(
+            joined = TorchRendezvous.join(
                 backend,
                 init_info.init_method,
                 init_info.rank_offset + index,
@@ -188,7 +193,7 @@ class GroupsEngine(StagedEngine):
             self.leave(name)
 
     def _tensors(self, joined: Membership, info: GroupUpdateInfo) -> Iterator[Pair]:
-        watch = Watch(joined.timeout_s, self._is_cancelled)
+        watch = WaitLimit(joined.timeout_s, self._is_cancelled)
         announced = info.announced
         sizes = [sum(announced.sizes)] if info.flattened else announced.sizes
         with joined.receiving(info.announcement):
@@ -207,7 +212,7 @@ class GroupsEngine(StagedEngine):
 
 
 def _received(
-    group: Group, slots: Slots, sizes: list[int], watch: Watch
+    group: Group, slots: Buffers, sizes: list[int], watch: WaitLimit
 ) -> Iterator[torch.Tensor]:
     """The bytes of each broadcast, in order, the next ones under way."""
     in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
@@ -224,14 +229,14 @@ def _received(
         yield buffer
 
 
-def _typed(announced: Announcement, index: int, data: torch.Tensor) -> Pair:
+def _typed(announced: TensorList, index: int, data: torch.Tensor) -> Pair:
     dtype = announced.dtypes[index]
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()  # behind a narrower one in a flat bucket
     return announced.names[index], data.view(dtype).view(announced.shapes[index])
 
 
-def _cut(announced: Announcement, data: torch.Tensor) -> Iterator[Pair]:
+def _cut(announced: TensorList, data: torch.Tensor) -> Iterator[Pair]:
     start = 0
     for index, size in enumerate(announced.sizes):
         yield _typed(announced, index, data[start : start + size])

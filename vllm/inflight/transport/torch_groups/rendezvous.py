@@ -2,9 +2,9 @@
 
 Frameworks whose trainers open a group of their own (SGLang's clients, PipelineRL) know
 nothing of terms and lifelines: rank 0 has a `TCPStore`, everybody meets there under
-the group's name, and the trainer calls `torch.distributed.broadcast`. A `Rendezvous`
-is such a meeting in the form of ours, so that our groups, which can be aborted, do
-the rest.
+the group's name, and the trainer calls `torch.distributed.broadcast`. A
+`TorchRendezvous` is such a meeting in the form of ours, so that our groups, which can
+be aborted, do the rest.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vllm.inflight.transport.collective.gloo import GlooGroup
 from vllm.inflight.transport.collective.nccl import NcclGroup, unpinned
 from vllm.inflight.transport.collective.rendezvous import KNOCK_S, is_answered
 from vllm.inflight.transport.group import Group, Terms
-from vllm.inflight.transport.liveness import CONNECT_S, Lifeline
-from vllm.inflight.transport.waiting import LONGEST_S, Watch, in_background
+from vllm.inflight.transport.liveness import CONNECT_S, Liveness
+from vllm.inflight.transport.waiting import LONGEST_S, WaitLimit, in_background
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Backend → the device under which torch opens a group of it."""
@@ -34,7 +34,7 @@ ANY_BUCKET_BYTES = 256
 """Nothing is agreed on here; `Terms` want a number."""
 
 
-class Rendezvous:
+class TorchRendezvous:
     """One worker's place in a group of torch's, with what our groups ask of it."""
 
     def __init__(self, terms: Terms, rank: int, address: str, port: int) -> None:
@@ -42,7 +42,7 @@ class Rendezvous:
         self.rank = rank
         self.address = address
         self.port = port
-        self.lifeline = Lifeline()
+        self.lifeline = Liveness()
         """Holds nothing: torch's groups have none, so only time tells of a death."""
         self.store: Any = None
 
@@ -54,8 +54,8 @@ class Rendezvous:
         rank: int,
         world_size: int,
         group_name: str,
-        watch: Watch,
-    ) -> Rendezvous:
+        watch: WaitLimit,
+    ) -> TorchRendezvous:
         """Find the trainer's store.
 
         Raises:
@@ -112,7 +112,7 @@ def _address(init_method: str) -> tuple[str, int]:
     return host, port
 
 
-def _store(address: str, port: int, world_size: int, watch: Watch) -> Any:
+def _store(address: str, port: int, world_size: int, watch: WaitLimit) -> Any:
     # Torch's trainer waits in its constructor until all ranks have been here.
     return torch.distributed.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -127,7 +127,9 @@ FIRST_COMMUNICATOR = "0"
 """Under which torch's NCCL backend leaves the name of its first communicator."""
 
 
-def open_plain(meeting: Rendezvous, device: torch.device, watch: Watch) -> Group:
+def join_torch_group(
+    meeting: TorchRendezvous, device: torch.device, watch: WaitLimit
+) -> Group:
     """The group of all who have come; with NCCL, when the trainer first broadcasts.
 
     Args:
@@ -153,7 +155,7 @@ def open_plain(meeting: Rendezvous, device: torch.device, watch: Watch) -> Group
 class _PlainNccl(NcclGroup):
     """A communicator that torch has named."""
 
-    def _agree(self, watch: Watch) -> bytes:
+    def _agree(self, watch: WaitLimit) -> bytes:
         store = self._meeting.store
         # That may be hours away, and every look wakes a thread beside decoding.
         watch.lasting(LONGEST_S).until(

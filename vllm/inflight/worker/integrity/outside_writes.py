@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vllm.inflight.errors import WrongPhase
-from vllm.inflight.worker.integrity.tripwire import Report, Tripwire, wire_of
+from vllm.inflight.worker.integrity.tripwire import Tripwire, WriteReport, wire_of
 from vllm.inflight.worker.lora import kept
 from vllm.inflight.worker.step_tracker import between_steps
 
@@ -100,9 +100,9 @@ def arm(worker: Any) -> None:
 
 
 def look(worker: Any) -> dict[str, Any]:
-    """The report of the tripwire, as plain data; see `Report`."""
+    """The report of the tripwire, as plain data; see `WriteReport`."""
     if (wire := wire_on(worker)) is None:
-        return Report().to_dict()
+        return WriteReport().to_dict()
     if not wire.is_asleep:
         worker.synchronize_device()  # a call may have written on a stream of its own
     return wire.look().to_dict()

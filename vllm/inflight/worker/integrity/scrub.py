@@ -31,7 +31,7 @@ from vllm.inflight.worker.model import moe
 from vllm.inflight.worker.model.hidden_weights import PACKED
 from vllm.inflight.worker.model.layers import parameters
 from vllm.inflight.worker.replay_plan import View, are_apart, span
-from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.content import Facts
 from vllm.inflight.worker.verify.readback import content
 
@@ -51,7 +51,7 @@ Copying = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
-class Place:
+class ScrubbedParameter:
     """A parameter, where it is served, and what it is made of."""
 
     param: str
@@ -92,7 +92,7 @@ class Layout:
 
     """
 
-    def __init__(self, shadow: Shadow) -> None:
+    def __init__(self, shadow: ShadowModel) -> None:
         self.plan_number = shadow.plan.number
         self.device = shadow.device
         self.num_rows = 0
@@ -132,11 +132,11 @@ class Layout:
         )
         """What the bytes of each tensor add to its digest, whatever they are."""
 
-        self._sliced: tuple[set[str], list[Slice]] | None = None
+        self._sliced: tuple[set[str], list[ScrubSlice]] | None = None
         """Parameters that are copies, and the slices that were made for these."""
         self._scratch = Scratch(self.device)
 
-    def slices(self, copied: set[str]) -> list[Slice]:
+    def slices(self, copied: set[str]) -> list[ScrubSlice]:
         """What a scrub reads, a slice at a time, where these parameters are copies.
 
         Worked out once, and by the thread that stages if there is one: to tell a GPU
@@ -147,11 +147,11 @@ class Layout:
             return made[1]
         forms = dict(zip(self.names, self.forms, strict=True))
         most = SLICE_BYTES_OF_HOST if self.device.type == "cpu" else SLICE_BYTES
-        slices: list[Slice] = []
+        slices: list[ScrubSlice] = []
         num_bytes = most
         for place in self.places:
             if num_bytes >= most:
-                slices.append(Slice(self._scratch))
+                slices.append(ScrubSlice(self._scratch))
                 num_bytes = 0
             param = place.layer._parameters[place.key]
             assert param is not None
@@ -165,8 +165,8 @@ class Layout:
 
     def _place(
         self, name: str, layer: torch.nn.Module, key: str, param: torch.Tensor
-    ) -> Place:
-        place = Place(name, layer, key, self._row())
+    ) -> ScrubbedParameter:
+        place = ScrubbedParameter(name, layer, key, self._row())
         shape = self._shadow.required.get(name)
         if shape is None or moe.is_packed(layer):
             return place  # it is derived, or was processed out of what was loaded
@@ -201,7 +201,7 @@ class Layout:
         return self.num_rows - 1
 
 
-def _form(shadow: Shadow, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+def _form(shadow: ShadowModel, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
     entry = shadow.plan.known(name)
     assert entry is not None
     return entry.dtype, tuple(entry.shape)
@@ -410,17 +410,17 @@ class Sums:
         return self._of_host + self._on_device[:, :2].cpu()
 
 
-class Slice:
+class ScrubSlice:
     """Parameters that are read between two steps."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
         self._reading = Reading(scratch)
-        self._of_host: list[tuple[Place, Forms | None]] = []
+        self._of_host: list[tuple[ScrubbedParameter, Forms | None]] = []
         """What is asked for at each scrub: packed weights are not where they were."""
         self._addresses: list[tuple[torch.Tensor, int]] = []
 
-    def add(self, place: Place, forms: Forms | None) -> None:
+    def add(self, place: ScrubbedParameter, forms: Forms | None) -> None:
         """Read a parameter too; part by part if it is a copy of tensors.
 
         Args:
@@ -472,7 +472,7 @@ class Slice:
 
 
 def _parts(
-    place: Place, tensor: torch.Tensor, forms: Forms | None
+    place: ScrubbedParameter, tensor: torch.Tensor, forms: Forms | None
 ) -> Iterator[tuple[int, torch.Tensor, tuple[View, torch.dtype] | None]]:
     """(row, tensor, which part of which dtype it is) of all that is in a parameter."""
     if forms is None:

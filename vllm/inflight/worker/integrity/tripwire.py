@@ -38,7 +38,7 @@ from vllm.inflight.worker.model.drafter import served_by, trees
 from vllm.inflight.worker.model.layers import layers, parameters
 from vllm.inflight.worker.model.mla import is_derived
 from vllm.inflight.worker.model.quantized import has_cache_scales
-from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.status_board import StatusBoard
 
 logger = upstream.init_logger(__name__)
 
@@ -55,7 +55,7 @@ _wires: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Tripwire]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class WriteReport:
     """What a rank tells when it is asked."""
 
     is_written: bool = False
@@ -92,7 +92,7 @@ class Tripwire:
         parallel = worker.vllm_config.parallel_config
         self._moves_experts = parallel.enable_eplb
         """Whether upstream writes into experts itself, between any two steps."""
-        self._board: Board | None = None
+        self._board: StatusBoard | None = None
         self._is_eager = False
         self.is_asleep = False
         """From a sleep of this worker on, until its weights are awake."""
@@ -125,7 +125,7 @@ class Tripwire:
                 any time, so that there always has to be a reference.
 
         """
-        self._board, self._is_eager = Board(board_path, num_ranks), is_eager
+        self._board, self._is_eager = StatusBoard(board_path, num_ranks), is_eager
         self.changed()
 
     def keep_places(self) -> None:
@@ -175,16 +175,16 @@ class Tripwire:
         if self._is_eager:
             self.arm()  # which never fails: a flip that was made would look undone
 
-    def look(self) -> Report:
+    def look(self) -> WriteReport:
         """What has become of the weights since the reference was taken."""
         if self.is_asleep:
-            return Report(is_asleep=True, is_written=self._is_written)
+            return WriteReport(is_asleep=True, is_written=self._is_written)
         is_loading = self.is_loading()
         if not is_loading:
             self._bring_home()
             self._compare()
         missing = [] if self._blank is None else list(self._blank)
-        return Report(
+        return WriteReport(
             is_written=self._is_written,
             is_loading=is_loading,
             missing=missing[:MOST_NAMED],

@@ -15,7 +15,7 @@ Place = tuple[int, int]
 """(address, bytes) in the live range."""
 
 
-class Backup:
+class HostCopy:
     """Bytes of an arena's live range, and their way back to the same addresses."""
 
     def __init__(self, arena: Arena, places: Iterable[Place]) -> None:

@@ -28,7 +28,7 @@ logger = upstream.init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Residence:
+class Placement:
     """The home of one model's weights."""
 
     arena: Arena | None
@@ -36,15 +36,15 @@ class Residence:
     """Why the arena holds one set only; None if it holds two."""
 
 
-_residences: weakref.WeakKeyDictionary[torch.nn.Module, Residence] = (
+_residences: weakref.WeakKeyDictionary[torch.nn.Module, Placement] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def residence_of(model: torch.nn.Module) -> Residence:
+def placement_of(model: torch.nn.Module) -> Placement:
     """Where `model` lives, as `settle_in` has left it."""
     return _residences.get(
-        model, Residence(None, "its loader goes past upstream's BaseModelLoader")
+        model, Placement(None, "its loader goes past upstream's BaseModelLoader")
     )
 
 
@@ -57,7 +57,9 @@ def is_wanted(vllm_config: Any) -> bool:
     )
 
 
-def settle_in(load: Callable[[], torch.nn.Module], vllm_config: Any) -> torch.nn.Module:
+def load_into_arena(
+    load: Callable[[], torch.nn.Module], vllm_config: Any
+) -> torch.nn.Module:
     """Run `load` so that the model's weights lie in an arena with room for two sets.
 
     Raises:
@@ -71,18 +73,18 @@ def settle_in(load: Callable[[], torch.nn.Module], vllm_config: Any) -> torch.nn
     try:
         arena = Arena.open(device)
     except (RuntimeError, InflightError) as error:
-        return _report(load(), Residence(None, str(error)), staging)
+        return _report(load(), Placement(None, str(error)), staging)
     try:
         with arena.loading():
             model = load()
-        residence = _furnish(model, arena, vllm_config)
+        residence = _add_shadow_range(model, arena, vllm_config)
     except BaseException:
         arena.close()
         raise
     return _report(model, residence, staging)
 
 
-def move_out(model: torch.nn.Module) -> None:
+def release(model: torch.nn.Module) -> None:
     """Give the memory back; nothing may touch `model` or its shadow any more."""
     residence = _residences.pop(model, None)
     if residence is not None and residence.arena is not None:
@@ -90,13 +92,13 @@ def move_out(model: torch.nn.Module) -> None:
 
 
 def _report(
-    model: torch.nn.Module, residence: Residence, staging: str
+    model: torch.nn.Module, residence: Placement, staging: str
 ) -> torch.nn.Module:
     _residences[model] = residence
     if residence.reason is None:
         return model
     if staging == "device":
-        move_out(model)
+        release(model)
         raise ConfigError(
             f"--inflight-staging device cannot be had: {residence.reason}"
         )
@@ -104,14 +106,16 @@ def _report(
     return model
 
 
-def _furnish(model: torch.nn.Module, arena: Arena, vllm_config: Any) -> Residence:
+def _add_shadow_range(
+    model: torch.nn.Module, arena: Arena, vllm_config: Any
+) -> Placement:
     # Before a second set takes its memory: not every model can use one.
-    if (reason := support.obstacle(model, vllm_config)) is not None:
-        return Residence(arena, reason)
+    if (reason := support.support_obstacle(model, vllm_config)) is not None:
+        return Placement(arena, reason)
     for name, tensor in tensors(model):
         if not arena.contains(tensor):
             reason = f"{name} was not allocated by the thread that loads the model"
-            return Residence(arena, reason)
+            return Placement(arena, reason)
     try:
         arena.consolidate()
         arena.pair()
@@ -119,14 +123,14 @@ def _furnish(model: torch.nn.Module, arena: Arena, vllm_config: Any) -> Residenc
         raise
     except InflightError as error:
         # The live set is whole, whatever happened: it only has no second one.
-        return Residence(arena, str(error))
+        return Placement(arena, str(error))
     runs = arena.runs()
     logger.info(
         "a second set of weights lies beside the live one: %.2f GiB in %d handles",
         sum(num_bytes for _, num_bytes in runs) / 2**30,
         len(runs),
     )
-    return Residence(arena, None)
+    return Placement(arena, None)
 
 
 def tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -117,7 +117,7 @@ def method_of(live: torch.nn.Module, model_config: Any) -> str | None:
     return method if _setting(model_config, "classifier_from_token") else None
 
 
-def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
+def classifier_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     """Why such a classifier cannot be updated; None if it can, or is none."""
     model_config = vllm_config.model_config
     if (method := method_of(live, model_config)) is None:

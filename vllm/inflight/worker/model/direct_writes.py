@@ -27,7 +27,7 @@ def writes(model: torch.nn.Module) -> bool:
     return type(model).__name__ in WRITERS
 
 
-def obstacle(model: torch.nn.Module, num_ranks: int) -> str | None:
+def direct_writes_obstacle(model: torch.nn.Module, num_ranks: int) -> str | None:
     """Why such a model cannot be exchanged; None if it can."""
     if writes(model) and num_ranks > 1:
         return (
@@ -37,7 +37,7 @@ def obstacle(model: torch.nn.Module, num_ranks: int) -> str | None:
     return None
 
 
-class Writes(TorchDispatchMode):
+class DirectWrites(TorchDispatchMode):
     """Sees what a loader copies into these parameters.
 
     Args:

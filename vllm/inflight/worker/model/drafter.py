@@ -31,7 +31,7 @@ RENAMED = "model.", "mtp."
 that kind tells which names it does not read; of those is every one with the first."""
 
 
-class Tandem(torch.nn.Module):
+class ModelWithDrafter(torch.nn.Module):
     """The root of such a tree; it is walked and loaded into, and never run.
 
     Attributes:
@@ -121,7 +121,7 @@ def served_by(worker: Any) -> torch.nn.Module:
     drafter = drafter_of(worker)
     if drafter is None:
         return model
-    return Tandem(model, drafter, is_mtp=has_mtp(worker.vllm_config))
+    return ModelWithDrafter(model, drafter, is_mtp=has_mtp(worker.vllm_config))
 
 
 def has_mtp(vllm_config: Any) -> bool:
@@ -131,17 +131,19 @@ def has_mtp(vllm_config: Any) -> bool:
 
 def sent_names(root: torch.nn.Module, names: list[str]) -> list[str]:
     """As what tensors come that have these names in the tree."""
-    if not isinstance(root, Tandem):
+    if not isinstance(root, ModelWithDrafter):
         return names
     return [root.sent_name(name) for name in names]
 
 
 def trees(root: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     """The models that a tree consists of: one, or a model and its drafter."""
-    return (root.target, root.draft) if isinstance(root, Tandem) else (root,)
+    return (root.target, root.draft) if isinstance(root, ModelWithDrafter) else (root,)
 
 
-def share(live: Tandem, target: torch.nn.Module, draft: torch.nn.Module) -> None:
+def share(
+    live: ModelWithDrafter, target: torch.nn.Module, draft: torch.nn.Module
+) -> None:
     """Let a second drafter share with a second model what the live ones share."""
     own = {id(layer): name for name, layer in layers(live.target)}
 

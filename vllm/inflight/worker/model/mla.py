@@ -24,7 +24,7 @@ def is_derived(layer: torch.nn.Module, key: str) -> bool:
     return key in HALVES and isinstance(layer, upstream.MLAAttention)
 
 
-def obstacle(layer: Any) -> str | None:
+def derived_obstacle(layer: Any) -> str | None:
     """Why what a layer derives cannot be exchanged; None if it can."""
     if not isinstance(layer, upstream.MLAAttention):
         return None

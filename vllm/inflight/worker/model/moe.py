@@ -36,7 +36,7 @@ def is_packed(layer: Any) -> bool:
     return is_experts(method) and method.unquantized_backend.name == PACKED_ONCE
 
 
-def obstacle(method: Any) -> str | None:
+def experts_obstacle(method: Any) -> str | None:
     """Why the experts of a layer cannot be exchanged; None if they can."""
     kernels = method.unquantized_backend
     if kernels.name in (PACKED_ONCE, *UNPACKED):
@@ -62,7 +62,7 @@ def forget_kernels(module: torch.nn.Module) -> None:
             layer.quant_method.moe_kernel = None
 
 
-def checkpoint_names(layer: Any, path: str, key: str) -> list[str] | None:
+def expert_checkpoint_names(layer: Any, path: str, key: str) -> list[str] | None:
     """What a checkpoint calls the tensors of the parameter `key` of a layer.
 
     Args:
@@ -91,7 +91,7 @@ def tensor_names(module: torch.nn.Module, param: str) -> list[str]:
     if direct_writes.writes(module):
         return [param]  # its loader has names of its own
     path, _, key = param.rpartition(".")
-    found = checkpoint_names(module.get_submodule(path), path, key)
+    found = expert_checkpoint_names(module.get_submodule(path), path, key)
     if found is None:
         fused = getattr(module, "packed_modules_mapping", {}) or {}
         found = names.checkpoint_names(param, fused)

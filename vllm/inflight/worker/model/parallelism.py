@@ -58,7 +58,7 @@ OF_EXPERTS = ("expert_placement_strategy", "all2all_backend")
 """Fields without effect unless experts are shared out over the ranks."""
 
 
-def obstacle(parallel: Any) -> str | None:
+def parallelism_obstacle(parallel: Any) -> str | None:
     """Why an engine that is divided in this way is not updated; None if it is.
 
     Args:

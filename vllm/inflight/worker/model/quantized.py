@@ -116,7 +116,7 @@ def quantised_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer for _, layer in layers(model) if is_quantised(layer)]
 
 
-def obstacle(layer: Any, device: str, num_ranks: int) -> str | None:
+def quantized_obstacle(layer: Any, device: str, num_ranks: int) -> str | None:
     """Why a quantised layer cannot be exchanged on so many such devices, if so."""
     scheme, kernel = scheme_of(layer), kernel_of(layer)
     pair = type(scheme).__name__, type(kernel).__name__

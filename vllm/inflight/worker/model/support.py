@@ -104,10 +104,14 @@ def _config_obstacle(vllm_config: Any) -> str | None:
         return f"a drafter with weights is configured, and {reason}"
     if getattr(vllm_config, "ec_transfer_config", None) is not None:
         return "encoder outputs of other engines are read (--ec-transfer-config)"
-    if (reason := parallelism.obstacle(vllm_config.parallel_config)) is not None:
+    if (
+        reason := parallelism.parallelism_obstacle(vllm_config.parallel_config)
+    ) is not None:
         return reason
     transfer = getattr(vllm_config, "weight_transfer_config", None)
-    if transfer is not None and (reason := transport.obstacle(transfer.backend)):
+    if transfer is not None and (
+        reason := transport.transport_obstacle(transfer.backend)
+    ):
         return reason
     if (reason := _memory_of_others(vllm_config, device)) is not None:
         return reason
@@ -186,7 +190,7 @@ def _offloader() -> str | None:
     )
 
 
-def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
+def support_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     """Why the weights of `live` cannot be exchanged; None if they can.
 
     Raises:
@@ -205,9 +209,9 @@ def obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
 def _model_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     device = vllm_config.device_config.device_type
     num_ranks = getattr(vllm_config.parallel_config, "world_size", 1)
-    if (reason := direct_writes.obstacle(live, num_ranks)) is not None:
+    if (reason := direct_writes.direct_writes_obstacle(live, num_ranks)) is not None:
         return reason
-    if (reason := classifier.obstacle(live, vllm_config)) is not None:
+    if (reason := classifier.classifier_obstacle(live, vllm_config)) is not None:
         return reason
     for name, layer in layers(live):
         method = getattr(layer, "quant_method", None)
@@ -223,16 +227,17 @@ def _model_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
                     "checkpoint, and graphs are compiled with them"
                 )
         if moe.is_experts(method):
-            if (reason := moe.obstacle(method)) is not None:
+            if (reason := moe.experts_obstacle(method)) is not None:
                 return f"layer {name} {reason}"
         elif (
             quantized.is_quantised(layer)
-            and (reason := quantized.obstacle(layer, device, num_ranks)) is not None
+            and (reason := quantized.quantized_obstacle(layer, device, num_ranks))
+            is not None
         ):
             return f"layer {name} {reason}"
         for key in buffer_names(layer):
             return f"layer {name} loads the buffer {key!r}"
-        reason = mla.obstacle(layer) or _read_once(layer, device)
+        reason = mla.derived_obstacle(layer) or _read_once(layer, device)
         if reason is not None:
             return f"layer {name} {reason}"
     for name, layer, path in HiddenWeights(live):

@@ -16,12 +16,12 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.worker.model import layer_registries
 from vllm.inflight.worker.model.classifier import drop_left_out
-from vllm.inflight.worker.model.drafter import Tandem, share, trees
+from vllm.inflight.worker.model.drafter import ModelWithDrafter, share, trees
 from vllm.inflight.worker.model.layers import adopt_buffers, layers
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
+class BuildInputs:
     """The arguments of the loader."""
 
     vllm_config: Any
@@ -54,20 +54,20 @@ class Blueprint:
         return module.eval()
 
 
-_blueprints: weakref.WeakKeyDictionary[torch.nn.Module, Blueprint] = (
+_blueprints: weakref.WeakKeyDictionary[torch.nn.Module, BuildInputs] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def note(model: torch.nn.Module, blueprint: Blueprint) -> None:
+def note(model: torch.nn.Module, blueprint: BuildInputs) -> None:
     """Write down what `model` was built from."""
     adopt_buffers(model)
     _blueprints[model] = blueprint
 
 
-def blueprint_of(model: torch.nn.Module, vllm_config: Any) -> Blueprint:
+def blueprint_of(model: torch.nn.Module, vllm_config: Any) -> BuildInputs:
     """What `model` was built from; by default, what its engine is configured with."""
-    default = Blueprint(vllm_config, vllm_config.model_config)
+    default = BuildInputs(vllm_config, vllm_config.model_config)
     return _blueprints.get(model, default)
 
 
@@ -119,7 +119,7 @@ def build_second(
     built = [
         blueprint_of(tree, vllm_config).build(tree, device) for tree in trees(live)
     ]
-    if not isinstance(live, Tandem):
+    if not isinstance(live, ModelWithDrafter):
         return built[0]
     share(live, *built)
-    return Tandem(*built, is_mtp=live.is_mtp).eval()
+    return ModelWithDrafter(*built, is_mtp=live.is_mtp).eval()

@@ -1,8 +1,8 @@
 """The remainder: what an update does not replace, brought up to what is served.
 
 The second set holds the version before, so a subset alone would put old values back.
-What differs between the two sets is known by name (`Shadow.behind`), from the first
-write on; what of it was not written anew is copied here, and no more. So a subset
+What differs between the two sets is known by name (`ShadowModel.behind`), from the
+first write on; what of it was not written anew is copied here, and no more. So a subset
 costs what it and the commit before it changed.
 
 Nothing here writes to what is served. Tensors are copied into memory of the second
@@ -21,14 +21,16 @@ from vllm.inflight.worker.model.cpu_packing import UNPACKED
 from vllm.inflight.worker.model.hidden_weights import PACKED
 from vllm.inflight.worker.model.layers import layers, parameters
 from vllm.inflight.worker.model.quantized import kept
-from vllm.inflight.worker.shadow.parameters import is_twinned
-from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.shadow.parameters import is_mirrored
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 
 Layers = tuple[torch.nn.Module, torch.nn.Module]
 """The same layer of the live tree, and of the second."""
 
 
-def carry(shadow: Shadow, begun: set[str], between: Callable[[int], None]) -> int:
+def copy_unsent(
+    shadow: ShadowModel, begun: set[str], between: Callable[[int], None]
+) -> int:
     """Copy what the second set is behind in, and an update has not written anew.
 
     Args:
@@ -47,7 +49,7 @@ def carry(shadow: Shadow, begun: set[str], between: Callable[[int], None]) -> in
     num_bytes, num_layers = _carry_quantised(shadow, begun, between)
     served = {name: param for name, _, _, param in parameters(shadow.live)}
     names = sorted(shadow.behind - begun - shadow.quantised)
-    owners = {} if is_twinned(shadow.module) else owners_of(shadow)
+    owners = {} if is_mirrored(shadow.module) else owners_of(shadow)
     for name in names:
         param = served[name]
         shadow.module.get_parameter(name).copy_(param, non_blocking=True)
@@ -65,7 +67,7 @@ def carry(shadow: Shadow, begun: set[str], between: Callable[[int], None]) -> in
 
 
 def _carry_quantised(
-    shadow: Shadow, begun: set[str], between: Callable[[int], None]
+    shadow: ShadowModel, begun: set[str], between: Callable[[int], None]
 ) -> tuple[int, int]:
     """The same for quantised layers, which are copied as they are processed.
 
@@ -93,14 +95,14 @@ def _carry_quantised(
     return num_bytes, len(stale)
 
 
-def retie(shadow: Shadow, names: Iterable[str]) -> None:
+def retie(shadow: ShadowModel, names: Iterable[str]) -> None:
     """Pack again what shares one of these weights with the layer that was loaded.
 
     The layerwise reload packs the layer a tensor was sent for; a head tied to the
     embedding gets the new weight with it but keeps its old packing.
     """
     assert shadow.module is not None
-    if is_twinned(shadow.module):
+    if is_mirrored(shadow.module):
         return  # nothing is packed
     owners = owners_of(shadow)
     for name in names:
@@ -109,19 +111,19 @@ def retie(shadow: Shadow, names: Iterable[str]) -> None:
             _pack(layer)
 
 
-def beside(shadow: Shadow, names: Iterable[str]) -> set[str]:
+def layer_siblings(shadow: ShadowModel, names: Iterable[str]) -> set[str]:
     """These parameters, and those that a load of these may have spoilt.
 
     The layerwise reload makes a layer anew with whatever was sent of it.
     """
     assert shadow.module is not None
-    if is_twinned(shadow.module):
+    if is_mirrored(shadow.module):
         return set(names)
     paths = {name.rpartition(".")[0] for name in names}
     return {name for name in shadow.required if name.rpartition(".")[0] in paths}
 
 
-def owners_of(shadow: Shadow) -> dict[str, list[Layers]]:
+def owners_of(shadow: ShadowModel) -> dict[str, list[Layers]]:
     """The layers that multiply with each weight, or look it up: several if tied."""
     owners: dict[int, list[Layers]] = {}
     for pair in _layers(shadow):
@@ -135,7 +137,7 @@ def owners_of(shadow: Shadow) -> dict[str, list[Layers]]:
     }
 
 
-def _layers(shadow: Shadow) -> Iterator[Layers]:
+def _layers(shadow: ShadowModel) -> Iterator[Layers]:
     assert shadow.module is not None
     for (_, a), (_, b) in zip(layers(shadow.live), layers(shadow.module), strict=True):
         yield a, b

@@ -26,7 +26,7 @@ from vllm.inflight.worker.model import cpu_packing, quantized
 from vllm.inflight.worker.model.cpu_packing import UNPACKED
 from vllm.inflight.worker.model.hidden_weights import PACKED
 from vllm.inflight.worker.model.layers import layers, parameters
-from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 """Of the live tree and of the other."""
@@ -40,7 +40,7 @@ class Flip(Protocol):
         ...
 
 
-def flip_of(shadow: Shadow) -> Flip:
+def flip_of(shadow: ShadowModel) -> Flip:
     """The flip between a model and its shadow, prepared before it is needed."""
     assert shadow.module is not None
     if shadow.arenas:
@@ -187,7 +187,7 @@ def flip_all(arenas: Sequence[Arena]) -> float:
 class Copy:
     """Every parameter of the shadow, into the live one."""
 
-    def __init__(self, shadow: Shadow) -> None:
+    def __init__(self, shadow: ShadowModel) -> None:
         assert shadow.module is not None
         self._shadow = shadow
         self._pairs = [

@@ -28,7 +28,7 @@ _twinned: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = (
 )
 
 
-def is_twinned(model: torch.nn.Module) -> bool:
+def is_mirrored(model: torch.nn.Module) -> bool:
     """Whether loading into `model` writes kernel format."""
     return model in _twinned
 
@@ -41,9 +41,11 @@ def reloaded(model: torch.nn.Module) -> list[torch.nn.Module]:
     return _twinned.get(model, [model])
 
 
-def put_twins(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> None:
+def mirror_parameters(
+    live: torch.nn.Module, module: torch.nn.Module, make: Make
+) -> None:
     """Replace every parameter of `module` by a twin of the live tree's."""
-    put_processed(live, module, make)
+    mirror_processed(live, module, make)
     twins: dict[int, torch.nn.Parameter] = {}
     for (_, a), (_, b) in zip(layers(live), layers(module), strict=True):
         for key, param in a._parameters.items():
@@ -59,7 +61,9 @@ def put_twins(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> Non
     _twinned[module] = quantised_layers(module)
 
 
-def put_processed(live: torch.nn.Module, module: torch.nn.Module, make: Make) -> None:
+def mirror_processed(
+    live: torch.nn.Module, module: torch.nn.Module, make: Make
+) -> None:
     """Give the quantised layers of `module` what loading has made of the live ones.
 
     Their own parameters, in load format, are remembered by upstream, which puts them

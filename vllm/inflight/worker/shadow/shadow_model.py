@@ -23,27 +23,32 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ArenaTorn, ConfigError
 from vllm.inflight.tensor_names import Known
-from vllm.inflight.transport.buckets.reassembly import Home
+from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.host_threads import num_threads
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.memory.placement import residence_of
+from vllm.inflight.worker.memory.placement import placement_of
 from vllm.inflight.worker.model import layerwise_reload, mla, moe, quantized, support
 from vllm.inflight.worker.model.classifier import Classifier, loader_of, tensor_names
-from vllm.inflight.worker.model.drafter import Tandem, drafter_of, has_mtp, trees
+from vllm.inflight.worker.model.drafter import (
+    ModelWithDrafter,
+    drafter_of,
+    has_mtp,
+    trees,
+)
 from vllm.inflight.worker.model.layers import layers
-from vllm.inflight.worker.replay_check import Proof
+from vllm.inflight.worker.replay_check import ReplayCheck
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow import parameters
 from vllm.inflight.worker.shadow.build import build_second
 from vllm.inflight.worker.verify import gpu_digest
-from vllm.inflight.worker.verify.ignored_tensors import Spares
-from vllm.inflight.worker.verify.parameter_map import Places
-from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
+from vllm.inflight.worker.verify.parameter_map import ParameterMap
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
 logger = upstream.init_logger(__name__)
 
 
-class Shadow:
+class ShadowModel:
     """A second module tree of one worker's model.
 
     Attributes:
@@ -61,10 +66,10 @@ class Shadow:
         self.live = live
         self.device = device
         self.model_config = vllm_config.model_config
-        self.spares = Spares()
+        self.spares = IgnoredTensors()
         self.classifier: Classifier | None = None
         """Of what tensor the score of a model that classifies is made, if it is."""
-        self.origin = Origin({})
+        self.origin = StartCheckpoint({})
         self.num_threads = 1
         self.is_alone = False
         self._is_stage = False
@@ -115,11 +120,11 @@ class Shadow:
         """Build the second tree; why it cannot be, if it cannot."""
         live, parallel = self.live, vllm_config.parallel_config
         for tree in trees(live):
-            if (reason := support.obstacle(tree, vllm_config)) is not None:
+            if (reason := support.support_obstacle(tree, vllm_config)) is not None:
                 return reason
         self.classifier = Classifier.of(live, self.model_config)
-        self.spares = Spares.of(live, self.model_config, self.classifier)
-        self.origin = Origin.of(vllm_config)
+        self.spares = IgnoredTensors.of(live, self.model_config, self.classifier)
+        self.origin = StartCheckpoint.of(vllm_config)
         self._is_stage = parallel.pipeline_parallel_size > 1
         self._has_some = self._is_stage or moe.are_shared_out(live)
         self.num_threads = num_threads(self.device, parallel)
@@ -160,19 +165,21 @@ class Shadow:
         gpu_digest.warm(self.device, {p.dtype for p in self.module.parameters()})
         for layer in self.module.modules():
             upstream.get_layerwise_info(layer).restore_device = self.device
-        residences = [residence_of(tree) for tree in trees(self.live)]
+        residences = [placement_of(tree) for tree in trees(self.live)]
         reason = next(filter(None, (home.reason for home in residences)), None)
         if reason is None:
             self.arenas = tuple(home.arena for home in residences if home.arena)
         if self.arenas:
-            parameters.put_twins(self.live, self.module, self._twin)
+            parameters.mirror_parameters(self.live, self.module, self._twin)
         elif InflightConfig.of(vllm_config).staging == "host":
-            parameters.put_twins(self.live, self.module, parameters.make_pinned)
+            parameters.mirror_parameters(self.live, self.module, parameters.make_pinned)
         elif InflightConfig.of(vllm_config).staging == "device":
             return reason  # there it is pages or nothing
         else:
             try:
-                parameters.put_twins(self.live, self.module, parameters.make_copy)
+                parameters.mirror_parameters(
+                    self.live, self.module, parameters.make_copy
+                )
             except torch.OutOfMemoryError:
                 return reason
         return None
@@ -185,7 +192,7 @@ class Shadow:
     @property
     def has_drafter(self) -> bool:
         """Whether a drafter is staged and flipped with the model."""
-        return isinstance(self.live, Tandem)
+        return isinstance(self.live, ModelWithDrafter)
 
     @property
     def is_reversible(self) -> bool:
@@ -212,7 +219,7 @@ class Shadow:
 
     def place(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Home | None:
+    ) -> Destination | None:
         """Where a transport of this device may receive a tensor; see `Plan.place`."""
         home = self.plan.place(name, shape, dtype)
         if home is None or home.tensor.device != self.device:
@@ -235,10 +242,10 @@ class Shadow:
         return known
 
     @functools.cached_property
-    def places(self) -> Places:
+    def places(self) -> ParameterMap:
         """Which parameters the tensors of a checkpoint fill, by their names."""
         assert self.module is not None
-        return Places.of(self.module, self.required, self.origin, self.classifier)
+        return ParameterMap.of(self.module, self.required, self.origin, self.classifier)
 
     @property
     def asks_loader(self) -> bool:
@@ -279,7 +286,9 @@ class Shadow:
         elif self.device.type == "cpu":
             assert self.module is not None
             if not self._processed:
-                parameters.put_processed(self.live, self.module, parameters.make_copy)
+                parameters.mirror_processed(
+                    self.live, self.module, parameters.make_copy
+                )
                 with torch.no_grad(), quantized.put_aside(self.module):
                     for param in self.module.parameters():
                         param.zero_()
@@ -308,7 +317,7 @@ class Shadow:
         if self.module is None or not self.plan.is_replayed:
             return
         params = dict(self.module.named_parameters())
-        proof = Proof(self.plan, params, self.load, between)
+        proof = ReplayCheck(self.plan, params, self.load, between)
         self.behind.update(proof.begun())
         proof.run()
 
@@ -353,16 +362,20 @@ class Shadow:
                     b._parameters[key] = None
 
 
-def shadow_of(worker: Any, live: torch.nn.Module) -> Shadow:
+def shadow_of(worker: Any, live: torch.nn.Module) -> ShadowModel:
     """The shadow of the model `live` of a worker and of its drafter.
 
     It is built at the first call and kept by the worker, so it ends with its worker. A
     shadow refers to its model: a table of all shadows in this module would keep every
     model of the process alive, also in a dictionary with weak keys.
     """
-    kept: Shadow | None = getattr(worker, "_inflight_shadow", None)
+    kept: ShadowModel | None = getattr(worker, "_inflight_shadow", None)
     if kept is None or trees(kept.live)[0] is not live:
         config, draft = worker.vllm_config, drafter_of(worker)
-        root = live if draft is None else Tandem(live, draft, is_mtp=has_mtp(config))
-        kept = worker._inflight_shadow = Shadow(root, config, worker.device)
+        root = (
+            live
+            if draft is None
+            else ModelWithDrafter(live, draft, is_mtp=has_mtp(config))
+        )
+        kept = worker._inflight_shadow = ShadowModel(root, config, worker.device)
     return kept

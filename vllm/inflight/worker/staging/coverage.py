@@ -21,7 +21,7 @@ from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.update import DRAFT, Manifest
 from vllm.inflight.worker.model import direct_writes, layerwise_reload
 from vllm.inflight.worker.model.quantized import is_quantised
-from vllm.inflight.worker.replay_plan import Entry, View, Writes, are_apart
+from vllm.inflight.worker.replay_plan import Entry, RecordedWrites, View, are_apart
 from vllm.inflight.worker.staging.rounding import HOST, as_fresh
 from vllm.inflight.worker.verify.checks import REPEATED
 from vllm.inflight.yielding import with_breaks
@@ -92,7 +92,7 @@ class Coverage:
         self._watching: list[tuple[Any, Any]] = []
         self._outside: list[Any] = []
         """What stood in the place of the module's `load_weights`, while we do."""
-        self._direct: direct_writes.Writes | None = None
+        self._direct: direct_writes.DirectWrites | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -234,7 +234,7 @@ class Coverage:
 
         """
         if direct_writes.writes(self._module):
-            self._direct = direct_writes.Writes(self._module, self.wrote)
+            self._direct = direct_writes.DirectWrites(self._module, self.wrote)
         self.stand_before(load)
         if at_once:
             self.stand_behind()
@@ -376,7 +376,7 @@ class Coverage:
             if self.entry is not None and not is_replayable:
                 self.entry.is_whole = False  # it is processed in memory of its own
             with (
-                Writes(name, param, self.handed, self.entry) as writes,
+                RecordedWrites(name, param, self.handed, self.entry) as writes,
                 as_fresh(self._device, param, loaded),
             ):
                 result = loader(*args, **kwargs)

@@ -21,27 +21,27 @@ import torch
 from vllm.inflight import ops
 from vllm.inflight.errors import Cancelled, Cause, InflightError, WeightsMismatch
 from vllm.inflight.tensor_names import PLAIN
-from vllm.inflight.transport.buckets.reassembly import Home
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.reassembly import Destination
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.worker.model.classifier import SCORE
 from vllm.inflight.worker.replay_plan import Entry, replay
-from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage
 from vllm.inflight.worker.staging.throttle import undirected
-from vllm.inflight.worker.verify.checks import Inspection
+from vllm.inflight.worker.verify.checks import TensorChecks
 from vllm.inflight.worker.verify.content import Content
 from vllm.inflight.worker.verify.drift import Sampler
-from vllm.inflight.worker.verify.gpu_digest import Audit, Pair
+from vllm.inflight.worker.verify.gpu_digest import GpuDigest, Pair
 from vllm.inflight.yielding import with_breaks
 
 
-class Intake:
+class UpdateLoader:
     """The door of one update on one rank."""
 
     def __init__(
         self,
-        shadow: Shadow,
+        shadow: ShadowModel,
         manifest: Manifest,
         *,
         verify: bool,
@@ -70,7 +70,7 @@ class Intake:
             shadow.quantised,
             shadow.device,
         )
-        self._inspection = Inspection(
+        self._inspection = TensorChecks(
             manifest,
             shadow.known_names,
             shadow.spares,
@@ -79,7 +79,7 @@ class Intake:
             allow_nonfinite=allow_nonfinite,
         )
         served_as = None if allow_nonfinite else self._served_as
-        self._audit = Audit(shadow.device, shadow.tables, shadow.plan, served_as)
+        self._audit = GpuDigest(shadow.device, shadow.tables, shadow.plan, served_as)
         self._converted: dict[str, torch.dtype] = {}
         """Tensors that are served in a dtype of smaller numbers, and that."""
         self._computed: dict[str, list[str]] = {}
@@ -291,7 +291,7 @@ class Intake:
 
     def _place(
         self, sent_name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Home | None:
+    ) -> Destination | None:
         """Where a transport may receive a tensor, before anybody has looked at it."""
         name = self._manifest.model_name(sent_name)
         if not self._inspection.may_come(name):
@@ -403,7 +403,7 @@ class Intake:
             raise refusal
 
     def foresee_files(
-        self, announced: Announcement, *, are_all: bool, is_open: bool = False
+        self, announced: TensorList, *, are_all: bool, is_open: bool = False
     ) -> None:
         """The same of files, whose headers have been read."""
         model_name = self._manifest.model_name

@@ -33,7 +33,7 @@ Adding, multiplying and casting single elements does not: IEEE 754 says what com
 """
 
 
-class Arithmetic(TorchDispatchMode):
+class LoaderRounding(TorchDispatchMode):
     """Moves the functions that are rounded, and nothing else.
 
     Args:
@@ -73,4 +73,4 @@ def as_fresh(
     """While a loader of `param` runs with `loaded`, in an engine of this device."""
     if device.type == "cpu":
         return nullcontext()
-    return Arithmetic((param, device), (loaded, HOST))
+    return LoaderRounding((param, device), (loaded, HOST))

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.worker.shadow.shadow_model import Shadow
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.checks import IS_TIED, refusal
 from vllm.inflight.worker.verify.content import Content, Facts
-from vllm.inflight.worker.verify.gpu_digest import Audit, Pair
+from vllm.inflight.worker.verify.gpu_digest import GpuDigest, Pair
 
 
-class Comparison:
+class ServedComparison:
     """What came of one piece on one rank.
 
     Args:
@@ -28,7 +28,9 @@ class Comparison:
 
     """
 
-    def __init__(self, shadow: Shadow, served: Content | None, *, verify: bool) -> None:
+    def __init__(
+        self, shadow: ShadowModel, served: Content | None, *, verify: bool
+    ) -> None:
         self._shadow = shadow
         self._served = served
         self._verify = verify
@@ -69,6 +71,6 @@ class Comparison:
             return ops.Digest.ZERO
         if not tensor.is_cuda:
             return ops.digest([tensor], num_threads=self._shadow.num_threads)[0]
-        audit = Audit(tensor.device, {})
+        audit = GpuDigest(tensor.device, {})
         audit.add([(name, tensor)])
         return audit.results()[0][1]

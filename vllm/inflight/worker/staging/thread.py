@@ -28,21 +28,24 @@ from vllm.inflight.errors import (
 from vllm.inflight.packed import is_packed, unpack
 from vllm.inflight.release_fields import UPDATE_INFO, settled
 from vllm.inflight.transport.base import StagedEngine
-from vllm.inflight.transport.buckets.tensor_list import Announcement
+from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.nccl import still_writes
 from vllm.inflight.transport.files.receiver_engine import LocalUpdateInfo
 from vllm.inflight.transport.rank_numbers import own_entry, worker_index
 from vllm.inflight.update import Manifest
 from vllm.inflight.worker.model.mla import derive
 from vllm.inflight.worker.model.quantized import require_same_numbers
-from vllm.inflight.worker.shadow.carry_over import beside, carry, retie
+from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
 from vllm.inflight.worker.staging.coverage import tally
-from vllm.inflight.worker.staging.loader import Intake
-from vllm.inflight.worker.staging.served_comparison import Comparison
+from vllm.inflight.worker.staging.loader import UpdateLoader
+from vllm.inflight.worker.staging.served_comparison import ServedComparison
 from vllm.inflight.worker.staging.throttle import pace_of
-from vllm.inflight.worker.status_board import Board
+from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.verify.content import Content
-from vllm.inflight.worker.verify.model_config import require_same, require_same_config
+from vllm.inflight.worker.verify.model_config import (
+    require_same_architecture,
+    require_same_config,
+)
 from vllm.inflight.yielding import beside_decoding, done_with_breaks, resting_by
 
 POLL_S = 0.02
@@ -52,17 +55,24 @@ LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave", "compare")
 logger = upstream.init_logger(__name__)
 
 
-def post_failure(board: Board, rank: int, serial: int, error: InflightError) -> None:
+def post_failure(
+    board: StatusBoard, rank: int, serial: int, error: InflightError
+) -> None:
     """Post that update `serial` failed on `rank`, and nothing else of it."""
     notice = {"serial": serial, "state": "failed", "orders": 0}
     board.post(rank, notice | {"error": error.to_dict()})
 
 
-class Job(Background):
+class StagingThread(Background):
     """The staging of one update on one rank."""
 
     def __init__(
-        self, stager: Any, board: Board, serial: int, *, predecessor: Job | None
+        self,
+        stager: Any,
+        board: StatusBoard,
+        serial: int,
+        *,
+        predecessor: StagingThread | None,
     ) -> None:
         super().__init__(name="inflight-stage")
         self.serial = serial
@@ -74,9 +84,9 @@ class Job(Background):
         self._config = InflightConfig.of(self._worker.vllm_config)
         self._board = board
         # All of them: the last, given up while it waited itself, may have ended first.
-        self._before: list[Job] = predecessor.alive() if predecessor else []
+        self._before: list[StagingThread] = predecessor.alive() if predecessor else []
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._intake: Intake | None = None
+        self._intake: UpdateLoader | None = None
         self._sources: dict[str, str | None] = {}
         """The paths that all of it is read from, if it is read from files alone."""
         self._transport: Any = None
@@ -109,7 +119,7 @@ class Job(Background):
             job.join(max(0.0, deadline - time.monotonic()))
         return not self.alive()
 
-    def alive(self) -> list[Job]:
+    def alive(self) -> list[StagingThread]:
         """This job and those before it, without those that have ended."""
         return [job for job in (*self._before, self) if job.is_alive()]
 
@@ -163,7 +173,9 @@ class Job(Background):
         if payload["manifest"] is not None:
             manifest = done_with_breaks(Manifest.unpacked(payload["manifest"]))
         if manifest.config:
-            require_same(manifest.config, self._worker.vllm_config.model_config)
+            require_same_architecture(
+                manifest.config, self._worker.vllm_config.model_config
+            )
         self._transport = self._choose(payload["transport"])
         if still_writes():
             raise EngineFault(
@@ -175,7 +187,7 @@ class Job(Background):
         self._post()
         # Of a set that a rollback can return to, this changes no byte.
         self._shadow.prepare()
-        self._intake = Intake(
+        self._intake = UpdateLoader(
             self._shadow,
             manifest,
             verify=self._config.verify != "off",
@@ -272,7 +284,7 @@ class Job(Background):
         self._transport = self._choose(payload["transport"])
         info = self._read(payload["update_info"])
         verify = self._config.verify != "off"
-        comparison = Comparison(self._shadow, self._stager.served, verify=verify)
+        comparison = ServedComparison(self._shadow, self._stager.served, verify=verify)
         with comparison.standing_in():
             self._transport.receive_weights(info)
         comparison.judge()
@@ -285,14 +297,14 @@ class Job(Background):
         sent, begun = intake.verdict(), intake.coverage.begun
         if not intake.coverage.is_whole:
             shadow.release_idle()
-            shadow.behind.update(beside(shadow, begun))
+            shadow.behind.update(layer_siblings(shadow, begun))
         self._transport.finish_weight_update()
         self._transport_open = False
         intake.require_finite()
         require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
         retie(shadow, begun)
         try:
-            self._notice["carried"] = carry(shadow, begun, self._between)
+            self._notice["carried"] = copy_unsent(shadow, begun, self._between)
             derive(shadow.module, self._worker.model_config.dtype)
         finally:
             # The next update may write to the same places from another stream.
@@ -313,7 +325,7 @@ class Job(Background):
             "in_place": intake.num_in_place,
         }
 
-    def _foresee(self, info: LocalUpdateInfo, announced: Announcement) -> None:
+    def _foresee(self, info: LocalUpdateInfo, announced: TensorList) -> None:
         """Judge what the headers of files say, before their tensors are read."""
         assert self._intake is not None
         is_drafters = self._intake.is_drafters

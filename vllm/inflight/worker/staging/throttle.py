@@ -24,7 +24,7 @@ import torch
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.packed import SLICE_S
 from vllm.inflight.worker.model.cpu_packing import set_threads
-from vllm.inflight.worker.step_tracker import Steps
+from vllm.inflight.worker.step_tracker import StepTracker
 
 LONGEST_REST_S = 0.25
 """What is owed beyond it is rested after later tensors; a cancelled job ends soon."""
@@ -48,8 +48,8 @@ through Python, which takes four times as long. What is ours names its devices.
 
 
 def pace_of(
-    config: InflightConfig, device: torch.device, steps: Steps, num_threads: int
-) -> Pace | DevicePace:
+    config: InflightConfig, device: torch.device, steps: StepTracker, num_threads: int
+) -> Throttle | DeviceThrottle:
     """The pace of one job on that device, beside those steps.
 
     Args:
@@ -60,19 +60,19 @@ def pace_of(
 
     """
     if device.type == "cpu":
-        return Pace(config.stage_share, steps)
+        return Throttle(config.stage_share, steps)
     is_on_host = config.staging == "host"
     num_threads_there = num_threads if is_on_host else None
-    return DevicePace(config.stage_gb_per_s, steps, num_threads_there)
+    return DeviceThrottle(config.stage_gb_per_s, steps, num_threads_there)
 
 
-class _AnyPace:
+class _AnyThrottle:
     """The breaks and the deadline of a job, on whichever device."""
 
     _hurry_at = math.inf
     _decodes_until = -math.inf
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: StepTracker) -> None:
         self._steps = steps
         self._num_begun = steps.num_begun
 
@@ -93,11 +93,11 @@ class _AnyPace:
             time.sleep(BREAK_S)
 
 
-class DevicePace(_AnyPace):
+class DeviceThrottle(_AnyThrottle):
     """The pace of a job that writes to a GPU; called by its thread."""
 
     def __init__(
-        self, gb_per_s: float, steps: Steps, num_threads: int | None = None
+        self, gb_per_s: float, steps: StepTracker, num_threads: int | None = None
     ) -> None:
         super().__init__(steps)
         self._num_threads = num_threads
@@ -132,10 +132,10 @@ class DevicePace(_AnyPace):
             time.sleep(self._over_at - now)
 
 
-class Pace(_AnyPace):
+class Throttle(_AnyThrottle):
     """The pace of one job on a CPU; called by its thread."""
 
-    def __init__(self, share: float, steps: Steps) -> None:
+    def __init__(self, share: float, steps: StepTracker) -> None:
         super().__init__(steps)
         self._rest_per_second = 1 / share - 1
         self._num_ended = steps.num_ended

@@ -34,11 +34,11 @@ from vllm.inflight.worker.integrity.scrub import (
     copies,
     marks_of,
 )
-from vllm.inflight.worker.shadow.shadow_model import Shadow
-from vllm.inflight.worker.staging.thread import Job, post_failure
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.staging.thread import StagingThread, post_failure
 from vllm.inflight.worker.staging.throttle import undirected
-from vllm.inflight.worker.status_board import Board
-from vllm.inflight.worker.step_tracker import Steps
+from vllm.inflight.worker.status_board import StatusBoard
+from vllm.inflight.worker.step_tracker import StepTracker
 from vllm.inflight.worker.verify.content import Content, Facts
 from vllm.inflight.worker.verify.drift import drift
 
@@ -51,18 +51,18 @@ LET_GO_S = 10.0
 """Time that is left to a transfer that has been told to end."""
 
 
-class Stager:
+class StagingWorker:
     """The second set of weights of one rank, and the job that fills it."""
 
     def __init__(
         self,
         worker: Any,
-        shadow: Shadow,
-        pair: Callable[[Shadow], Flip],
+        shadow: ShadowModel,
+        pair: Callable[[ShadowModel], Flip],
     ) -> None:
         self.worker = worker
         self.shadow = shadow
-        self.steps = Steps(shadow.device)
+        self.steps = StepTracker(shadow.device)
         self._pair = pair
         """Makes the call that exchanges what the two trees hold."""
         self._flip: Flip | None = None
@@ -79,8 +79,8 @@ class Stager:
         """Of the thread that works `_layout` out: one that stages, or that decodes."""
         self._layout: Layout | None = None
         """Where what is served, if that was asked or a version was staged."""
-        self._board: Board | None = None
-        self._job: Job | None = None
+        self._board: StatusBoard | None = None
+        self._job: StagingThread | None = None
         self._num_kept = 0
         self._catalogue: dict[str, Any] | None = None
         """What a trainer may send, packed; None before the ranks are attached."""
@@ -147,7 +147,7 @@ class Stager:
             raise ValueError(
                 f"it has {num_ranks} ranks, and this is number {self.rank}"
             )
-        self._board = Board(board_path, num_ranks)
+        self._board = StatusBoard(board_path, num_ranks)
         if self.shadow.reason is None:
             parallel = self.worker.vllm_config.parallel_config
             is_cut = parallel.tensor_parallel_size > 1
@@ -170,7 +170,7 @@ class Stager:
             return
         if self._job is None or self._job.serial < serial:
             try:
-                job = Job(self, self._board, serial, predecessor=self._job)
+                job = StagingThread(self, self._board, serial, predecessor=self._job)
                 job.start()
             except Exception as error:  # the host has no room for a thread, say
                 # Nobody reads the reply to an order; what is waited for is a notice.

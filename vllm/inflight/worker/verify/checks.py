@@ -33,9 +33,9 @@ from vllm.inflight.tensor_names import (
 )
 from vllm.inflight.update import DRAFT, Manifest, TensorSpec
 from vllm.inflight.worker.verify.content import Facts
-from vllm.inflight.worker.verify.ignored_tensors import Spares
-from vllm.inflight.worker.verify.parameter_map import Places
-from vllm.inflight.worker.verify.start_checkpoint import Origin, Shape
+from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
+from vllm.inflight.worker.verify.parameter_map import ParameterMap
+from vllm.inflight.worker.verify.start_checkpoint import Shape, StartCheckpoint
 from vllm.inflight.yielding import with_breaks
 
 Form = tuple[tuple[int, ...], str]
@@ -47,7 +47,7 @@ MAX_HINTS = 4
 """Unknown names that the nearest of the model are told of."""
 
 
-class Complaint(NamedTuple):
+class Problem(NamedTuple):
     """What is wrong with one tensor."""
 
     cause: Cause
@@ -57,7 +57,7 @@ class Complaint(NamedTuple):
 
 def refusal(
     unknown: Mapping[str, Form],
-    wrong: Mapping[str, Complaint],
+    wrong: Mapping[str, Problem],
     unused: Collection[str],
     absent: Collection[str],
     known: Known,
@@ -179,7 +179,7 @@ NUMBERS = {
 Ask = Callable[[Sequence[TensorSpec]], Iterable[tuple[set[str], Exception | None]]]
 """Of each tensor: the parameters that a loader would fill, and what it raises."""
 
-IS_TIED = Complaint(
+IS_TIED = Problem(
     Cause.TIED,
     "this engine uses its embedding as the head too, and the head that came differs "
     "from the embedding",
@@ -190,7 +190,7 @@ NO_SUCH = (KeyError, AttributeError, ValueError)
 """What loaders raise that do not know a name."""
 
 
-class Inspection:
+class TensorChecks:
     """The tensors of one update on one rank, under the model's names.
 
     Args:
@@ -207,8 +207,8 @@ class Inspection:
         self,
         manifest: Manifest,
         known: Known,
-        spares: Spares,
-        origin: Origin,
+        spares: IgnoredTensors,
+        origin: StartCheckpoint,
         *,
         asks_loader: bool,
         allow_nonfinite: bool,
@@ -224,7 +224,7 @@ class Inspection:
         """Shape and dtype of all that came."""
         self._digests: dict[str, ops.Digest] = {}
         """Of what was admitted."""
-        self._wrong: dict[str, Complaint] = {}
+        self._wrong: dict[str, Problem] = {}
         """The first that was found of each tensor, or parameter."""
         self._unused: dict[str, None] = {}
         self.is_refused = False
@@ -308,12 +308,12 @@ class Inspection:
 
     def _objection(
         self, name: str, shape: Shape, dtype: str, *, is_number: bool = True
-    ) -> Complaint | None:
+    ) -> Problem | None:
         """What is wrong with such a tensor whatever it holds; None if nothing is."""
         if not self.may_come(name):
-            return Complaint(Cause.SUBSET, "no pattern of the subset declares it")
+            return Problem(Cause.SUBSET, "no pattern of the subset declares it")
         if not is_number:
-            return Complaint(Cause.DTYPE, f"it is {dtype}, which no model has")
+            return Problem(Cause.DTYPE, f"it is {dtype}, which no model has")
         misfit = self._misfit(name, shape, dtype)
         # Asked of what does not fit alone: to map a name takes microseconds.
         return None if misfit is None or self.is_spare(name) else misfit
@@ -360,7 +360,7 @@ class Inspection:
         What is found of it later follows from that.
         """
         if name not in self._unknown:
-            self._wrong.setdefault(name, Complaint(cause, why))
+            self._wrong.setdefault(name, Problem(cause, why))
 
     def note_unused(self, name: str) -> None:
         """A loader has taken a tensor, and nothing of the model is filled by it."""
@@ -421,7 +421,7 @@ class Inspection:
     def refusal(
         self,
         missing: Iterable[str],
-        places: Places,
+        places: ParameterMap,
         filled_by: Callable[[str], Collection[str]],
         *,
         is_end: bool,
@@ -470,7 +470,7 @@ class Inspection:
     def foreseen(
         self,
         announced: Mapping[str, TensorSpec],
-        places: Places,
+        places: ParameterMap,
         ask: Ask,
         *,
         are_all: bool,
@@ -487,7 +487,7 @@ class Inspection:
             are_all: whether no other tensors will come.
 
         """
-        wrong: dict[str, Complaint] = {}
+        wrong: dict[str, Problem] = {}
         unknown: dict[str, Form] = {}
         doubtful: list[str] = []
         for name in with_breaks(announced):
@@ -521,13 +521,13 @@ class Inspection:
         if are_all and announced and self._manifest.subset:
             why = "no tensor matches this pattern of the subset"
             for pattern in idle_patterns(self._manifest.subset, self._names(announced)):
-                wrong[pattern] = Complaint(Cause.SUBSET, why)
+                wrong[pattern] = Problem(Cause.SUBSET, why)
         if not (wrong or unknown or absent):
             return None
         return self._refusal(unknown, wrong, {}, absent, announced)
 
     def _lacking(
-        self, announced: Collection[str], places: Places, taken: Collection[str]
+        self, announced: Collection[str], places: ParameterMap, taken: Collection[str]
     ) -> Iterator[str]:
         """The tensors without which parameters that are due stay unfilled.
 
@@ -547,7 +547,7 @@ class Inspection:
     def _refusal(
         self,
         unknown: Mapping[str, Form],
-        wrong: Mapping[str, Complaint],
+        wrong: Mapping[str, Problem],
         unused: Collection[str],
         absent: dict[str, None],
         came: Collection[str],
@@ -596,13 +596,13 @@ class Inspection:
             if (digest := self._digests.get(name)) is not None
         }
 
-    def _misfit(self, name: str, shape: Shape, dtype: str) -> Complaint | None:
+    def _misfit(self, name: str, shape: Shape, dtype: str) -> Problem | None:
         """Why the model has no use for such a tensor; None if it may have."""
         known = self._known.get(name) or self._origin.known.get(name)
         expected = (known and known[1]) or dtype
         if dtype != expected and not {dtype, expected} <= PLAIN:
             why = f"it is {dtype}, the model's is {expected}"
-            return Complaint(Cause.DTYPE, why)
+            return Problem(Cause.DTYPE, why)
         whole = self._origin.shape(name)
         if whole is None or shape == whole or _is_alike(shape, whole):
             return None
@@ -610,7 +610,7 @@ class Inspection:
             f"its shape is {list(shape)}; in the checkpoint that the engine was "
             f"started from it is {list(whole)}"
         )
-        return Complaint(Cause.SHAPE, why)
+        return Problem(Cause.SHAPE, why)
 
     def _announced(self) -> list[str]:
         """What was announced, did not come, and is not wrong by another count."""

@@ -28,7 +28,7 @@ Tables = dict[tuple[tuple[int, int, int], ...], torch.Tensor | None]
 memory over and over."""
 
 
-class Audit:
+class GpuDigest:
     """Sums of tensors on one device.
 
     Args:
@@ -159,7 +159,7 @@ class Audit:
 
 def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
     """Compile the kernels for `dtypes` now rather than beside decoding."""
-    audit = Audit(device, {})
+    audit = GpuDigest(device, {})
     dtypes = dtypes | {torch.uint8}  # of a scrub, which looks for nothing but sums
     audit.add([(str(d), torch.zeros(8, device=device).to(d)) for d in dtypes])
     audit.results()

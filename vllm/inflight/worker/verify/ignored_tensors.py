@@ -18,7 +18,7 @@ from vllm.inflight import upstream
 from vllm.inflight.update import DRAFT
 from vllm.inflight.worker.model import quantized
 from vllm.inflight.worker.model.classifier import Classifier
-from vllm.inflight.worker.model.drafter import Tandem, trees
+from vllm.inflight.worker.model.drafter import ModelWithDrafter, trees
 from vllm.inflight.worker.model.layers import parameters
 
 ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)
@@ -30,7 +30,7 @@ MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
-class Spares:
+class IgnoredTensors:
     """The spares of one model, by their names in a checkpoint.
 
     Attributes:
@@ -78,7 +78,7 @@ class Spares:
         is_pooling = model_config.runner_type == "pooling"
         if classifier is not None:
             is_tied, is_pooling = classifier.is_tied, False
-        has_draft_head = bool(drafts) or not isinstance(live, Tandem)
+        has_draft_head = bool(drafts) or not isinstance(live, ModelWithDrafter)
         towers = tuple(
             f"{path}."
             for path, layer in live.named_modules()
@@ -88,7 +88,7 @@ class Spares:
         return cls(
             endings=(
                 *ROTARY,
-                *((FROM_TARGET,) if isinstance(live, Tandem) else ()),
+                *((FROM_TARGET,) if isinstance(live, ModelWithDrafter) else ()),
                 *quantized.unused_scales(live),
             ),
             headless=(

@@ -65,10 +65,10 @@ def require_same_config(folder: Path, model_config: Any) -> None:
     stated = read_json(file)
     if not isinstance(stated, dict):
         raise Malformed(f"{file} is not a model's configuration: it is no object")
-    require_same(stated, model_config)
+    require_same_architecture(stated, model_config)
 
 
-def require_same(stated: Mapping[str, Any], model_config: Any) -> None:
+def require_same_architecture(stated: Mapping[str, Any], model_config: Any) -> None:
     """Compare fields of a `config.json` with what the model was built from.
 
     Args:

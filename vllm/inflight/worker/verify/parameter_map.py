@@ -15,12 +15,12 @@ import torch
 
 from vllm.inflight.update import DRAFT
 from vllm.inflight.worker.model.classifier import Classifier, tensor_names
-from vllm.inflight.worker.model.drafter import Tandem
-from vllm.inflight.worker.verify.start_checkpoint import Origin
+from vllm.inflight.worker.model.drafter import ModelWithDrafter
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 from vllm.inflight.yielding import with_breaks
 
 
-class Places:
+class ParameterMap:
     """The places of one model's tensors.
 
     Args:
@@ -34,7 +34,7 @@ class Places:
     def __init__(
         self,
         made_of: Mapping[str, Sequence[str]],
-        origin: Origin,
+        origin: StartCheckpoint,
         images: Callable[[str], Iterable[str]] = lambda name: (name,),
     ) -> None:
         self._made_of = made_of
@@ -46,9 +46,9 @@ class Places:
         cls,
         module: torch.nn.Module,
         required: Iterable[str],
-        origin: Origin,
+        origin: StartCheckpoint,
         classifier: Classifier | None = None,
-    ) -> Places:
+    ) -> ParameterMap:
         """Those of a tree whose parameters are `required`."""
         made_of = {p: tensor_names(module, p, classifier) for p in required}
         return cls(made_of, origin, functools.partial(_images, module))
@@ -91,7 +91,7 @@ class Places:
 
 def _images(module: torch.nn.Module, name: str) -> list[str]:
     """What a tree calls a tensor; nothing if its mapping of names drops it."""
-    if not isinstance(module, Tandem):
+    if not isinstance(module, ModelWithDrafter):
         return _mapped(module, name)
     if module.is_mtp:
         drafted = (DRAFT + image for image in _mapped(module.draft, name))

@@ -23,10 +23,10 @@ from vllm.inflight.worker.model.drafter import sent_names, served_by
 from vllm.inflight.worker.model.hidden_weights import PACKED
 from vllm.inflight.worker.model.layers import layers, parameters
 from vllm.inflight.worker.model.mla import is_derived
-from vllm.inflight.worker.model.moe import checkpoint_names as expert_names
+from vllm.inflight.worker.model.moe import expert_checkpoint_names as expert_names
 from vllm.inflight.worker.model.moe import is_experts
 from vllm.inflight.worker.model.quantized import is_quantised
-from vllm.inflight.worker.verify.gpu_digest import Audit
+from vllm.inflight.worker.verify.gpu_digest import GpuDigest
 
 SLAB = 1024
 """Columns of a packed weight that are read at a time."""
@@ -57,7 +57,7 @@ def checksums(
             if any(part in name for part in skipped):
                 continue
             if tensor.is_cuda:
-                audit = Audit(tensor.device, {})
+                audit = GpuDigest(tensor.device, {})
                 audit.add([(name, tensor)])
                 found[name] = audit.results()[0][1]
             else:

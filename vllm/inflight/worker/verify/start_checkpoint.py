@@ -32,7 +32,7 @@ OF_RANKS = ("sharded_state", "runai_streamer_sharded")
 """Load formats whose files hold parameters of the engine, and not a checkpoint."""
 
 
-class Origin:
+class StartCheckpoint:
     """The tensors of that checkpoint, a drafter's under `draft.`.
 
     Of safetensors alone: what came in another form has no names here.

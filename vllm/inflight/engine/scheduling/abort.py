@@ -1,0 +1,100 @@
+"""Requests that are ended outside of any step, and the last output that each gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.inflight import upstream
+
+RANDOM = re.compile(r"-[0-9a-f]{8}$")
+"""What vLLM writes behind every id that a user gave."""
+
+
+CHOICE = re.compile(r"^\d+_")
+"""What it writes in front of that of a choice, if there are several."""
+
+
+OF_ROUTES = (
+    re.compile(r"cmpl-(.+)-\d+"),
+    re.compile(r"(?:chatcmpl|generate-tokens)-(.+)"),
+    re.compile(r"(resp_.+)_\d+"),
+)
+"""What vLLM's own routes write around it."""
+
+
+def abort_requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Finish some requests now, with what they have; `num_aborted` is how many.
+
+    Args:
+        gate: of the engine.
+        body: `ids`, as their users know them, or None for every request.
+
+    """
+    scheduler = gate._core.scheduler
+    ids = body.get("ids")
+    chosen = None if ids is None else matching(scheduler.requests, ids)
+    if chosen is not None and not chosen:
+        return {"num_aborted": 0}
+    aborted = scheduler.finish_requests(chosen, upstream.RequestStatus.FINISHED_ABORTED)
+    tell_aborted(gate, aborted)
+    return {"num_aborted": len(aborted)}
+
+
+def matching(known: Iterable[str], ids: Iterable[str]) -> list[str]:
+    """Those of an engine's own request ids that users call one of `ids`."""
+    wanted = frozenset(ids)
+    return [each for each in known if not wanted.isdisjoint(_names_of(each))]
+
+
+def _names_of(request_id: str) -> set[str]:
+    """What the user of a request may call it; `a` and `a-1` are two requests."""
+    given = RANDOM.sub("", request_id)
+    names = {given, CHOICE.sub("", given)}
+    found = (route.fullmatch(name) for route in OF_ROUTES for name in names)
+    return {request_id} | names | {match[1] for match in found if match}
+
+
+def tell_aborted(gate: Any, aborted: Iterable[Any]) -> None:
+    """Tell whoever waits for these requests that they were aborted.
+
+    Args:
+        gate: of the engine.
+        aborted: what the scheduler has finished.
+
+    """
+    if gate.in_process:
+        reason = upstream.FinishReason.ABORT
+        gate.farewells += [_last(each.request_id, reason) for each in aborted]
+    else:
+        gate._core._send_abort_outputs(aborted)
+        gate.rouse()
+
+
+def end_with_error(core: Any, request: Any, why: str) -> None:
+    """End a request with an error, before the scheduler has heard of it.
+
+    Args:
+        core: that it came to.
+        request: one of the scheduler's kind.
+        why: told as its `stop_reason`.
+
+    """
+    last = _last(request.request_id, upstream.FinishReason.ERROR, why)
+    gate = core.inflight_gate
+    if gate.in_process:
+        gate.farewells.append(last)
+        return
+    outputs = upstream.EngineCoreOutputs(
+        engine_index=core.engine_index,
+        outputs=[last],
+        finished_requests={request.request_id},
+    )
+    core.output_queue.put_nowait((request.client_index, outputs))
+
+
+def _last(request_id: str, reason: Any, why: str | None = None) -> Any:
+    return upstream.EngineCoreOutput(
+        request_id, [], finish_reason=reason, stop_reason=why
+    )
