@@ -50,7 +50,7 @@ build: | $(VENV)/.installed-$(DEVICE) ## the native core again, after a change i
 	touch $(VENV)/.built
 
 demo: setup ## weights change while tokens flow: pictures and a report in out/demo/
-	PYTHONPATH=$(CURDIR)/tests/calm $(PY) -m examples.demo
+	PYTHONPATH=$(CURDIR)/tests/support/calm $(PY) -m examples.demo
 
 test: setup lint ## lint, then every fast test that needs no GPU
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
@@ -63,7 +63,7 @@ test-gpu: setup ## the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu -n $(LANES) --dist worksteal $(addprefix --ignore ,$(ALONE))
 
 test-upstream-faults: setup ## what harms vLLM as it is, there and here, into docs/
-	RECORD_FAULTS=1 $(PY) -m pytest -m "upstream or not upstream" tests/faults
+	RECORD_FAULTS=1 $(PY) -m pytest -m "upstream or not upstream" tests/robustness/faults
 	$(PY) -m docs.generate
 
 lint: setup ## ruff, mypy and clang-format, changing nothing
@@ -81,32 +81,32 @@ test-slow: setup ## the tests that take minutes: a rehearsal of the demo, more e
 	$(PY) -m pytest -m slow
 
 test-ray: setup build/ray ## engines whose ranks are Ray's
-	PYTHONPATH=$(CURDIR)/build/ray $(PY) -m pytest -m engine tests/engine/test_executors.py
+	PYTHONPATH=$(CURDIR)/build/ray $(PY) -m pytest -m engine tests/e2e/test_executors.py
 
 build/ray: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@ ray==2.60.0 msgpack==1.2.4
 
 test-vision: export PYTHONPATH := $(CURDIR)/build/torchvision
 test-vision: setup build/torchvision ## models that want torchvision: those that see, and Qwen3.5
-	$(PY) -m pytest -m slow tests/engine/test_seeing.py
+	$(PY) -m pytest -m slow tests/e2e/test_seeing.py
 	# vLLM's attention has threads counted by the engines before, else
-	$(PY) -m pytest -m slow tests/engine/test_families.py -k qwen3_5
+	$(PY) -m pytest -m slow tests/e2e/test_families.py -k qwen3_5
 
 build/torchvision: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@ torchvision==0.28.0
-	cat tests/torchvision_ops.py >> $@/torchvision/extension.py
+	cat tests/support/models/torchvision_ops.py >> $@/torchvision/extension.py
 
 # Of the command line only: bash has a variable SECONDS of its own, maybe exported.
 SOAK_S := $(if $(findstring command,$(origin SECONDS)),$(SECONDS),1200)
 
 soak: setup ## SECONDS=1200: updates and faults under load, all of it checked
-	PYTHONPATH=$(CURDIR)/tests/calm $(PY) -m tests.soak --seconds $(SOAK_S)
+	PYTHONPATH=$(CURDIR)/tests/support/calm $(PY) -m tests.robustness.soak --seconds $(SOAK_S)
 
 fuzz: setup build/schemathesis ## a million inputs for our parsers, 70,000 requests for real servers
-	$(PY) -W ignore -m tests.fuzz --inputs 1080000
-	$(PY) -W ignore -m tests.fuzz.routes --requests 20000
-	$(PY) -W ignore -m tests.fuzz.requests --requests 20000
-	$(PY) -W ignore -m tests.fuzz.openapi --requests 30000
+	$(PY) -W ignore -m tests.robustness.fuzz --inputs 1080000
+	$(PY) -W ignore -m tests.robustness.fuzz.routes --requests 20000
+	$(PY) -W ignore -m tests.robustness.fuzz.requests --requests 20000
+	$(PY) -W ignore -m tests.robustness.fuzz.openapi --requests 30000
 
 build/schemathesis: # beside the environment: nothing else needs it
 	$(PYTHON) -m venv $@

@@ -49,7 +49,7 @@ from benchmarks.checkpoint import CONFIG, make_checkpoint
 from benchmarks.machine import Usage, facts
 
 OUT = Path("out/bench")
-CALM = Path(__file__).parents[1] / "tests" / "calm"
+CALM = Path(__file__).parents[1] / "tests" / "support" / "calm"
 START_S, READ_S = 300.0, 120.0
 SETTLE_S = 1.0
 """How long a body is looked after once it has been read."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from docs.tables import code, table
-from tests.families import FAMILIES
-from tests.families_seen import HOST, read
-from tests.seeing import SEEING
+from tests.support.models.families import FAMILIES
+from tests.support.models.families_seen import HOST, read
+from tests.support.models.seeing import SEEING
 
 CPU = "cpu"
 HEADER = ("architecture", "what is particular", "CPU build", "in place", "GPU")

@@ -199,7 +199,7 @@ def pauses() -> str:
 
 
 def upstream_faults() -> str:
-    """What tests/faults saw when it was last asked to keep it."""
+    """What tests/robustness/faults saw when it was last asked to keep it."""
     rows = json.loads((DOCS / "upstream-faults.json").read_text())
     never = {"saw": "not played yet"}
     pairs = [

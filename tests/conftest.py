@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import tests.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
-from tests.shared_memory import sweep
+import tests.support.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
+from tests.support.shared_memory import sweep
 
 BEGAN = time.time()
 TOLD = 3000
@@ -17,7 +17,11 @@ TOLD = 3000
 
 ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(ROOT / "tests" / "calm"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    [
+        str(ROOT / "tests" / "support" / "calm"),
+        str(ROOT),
+        os.environ.get("PYTHONPATH", ""),
+    ]
 ).rstrip(os.pathsep)
 
 # One core decodes, the other is free for what stages: the models are tiny. Tests that

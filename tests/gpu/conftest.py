@@ -1,24 +1,7 @@
-"""The fixtures of tests/engine, for engines on GPUs."""
+"""The fixtures of tests/e2e, for engines on GPUs."""
 
 import os
 from pathlib import Path
-
-from tests.engine.conftest import (  # noqa: F401
-    booted,
-    checkpoint,
-    core,
-    door,
-    expected,
-    folders,
-    fresh,
-    llm,
-    new,
-    old,
-    reference,
-    shape,
-    start,
-    versions,
-)
 
 # Else torch's compiler has a folder for each model, and every engine that it compiles
 # for compiles vLLM's own kernels again.

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.mixtures import part
-from tests.engine.test_classifiers import EMBEDDING, HEAD, METHODS, options, scores
+from tests.e2e.test_classifiers import EMBEDDING, HEAD, METHODS, options, scores
+from tests.support.engines.mixtures import part
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from vllm.lora.request import LoRARequest
 
-from tests.engine.adapters import RANK, make_adapter
-from tests.engine.drafted import Drafted, drafted
-from tests.engine.mixtures import part
-from tests.engine.test_adapter_loads import again, of_a_larger_model
-from tests.engine.test_adapters import adapted, said
-from tests.tiny_drafters import (
+from tests.e2e.test_adapter_loads import again, of_a_larger_model
+from tests.e2e.test_adapters import adapted, said
+from tests.support.engines.adapters import RANK, make_adapter
+from tests.support.engines.drafted import Drafted, drafted
+from tests.support.engines.mixtures import part
+from tests.support.models.tiny_drafters import (
     GPU_MTP_KINDS,
     METHODS,
     MTP,

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.probe import commits_and_rollbacks, flips_under_load, greedy
+from tests.support.engines.probe import (
+    commits_and_rollbacks,
+    flips_under_load,
+    greedy,
+)
 from vllm.inflight.errors import NothingToRollBack
 
 pytestmark = [

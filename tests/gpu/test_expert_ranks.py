@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.probe import commits_and_rollbacks, greedy
-from tests.engine.test_experts import SHAPE  # noqa: F401 (of this module's models)
-from tests.gpu.ranked import start  # noqa: F401 (a fixture)
+from tests.support.engines.probe import commits_and_rollbacks, greedy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +17,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("is_shared_out", [False, True])
 def test_experts_of_two_ranks_equal_a_fresh_engine(
-    start: Callable[..., Any],  # noqa: F811
+    start: Callable[..., Any],
     old: Path,
     new: Path,
     is_shared_out: bool,

@@ -8,19 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import oracle
-from tests.engine.mixtures import equals_fresh_engines, scrubbed
-from tests.engine.probe import checksums
-from tests.engine.script import OPTIONS
-from tests.engine.test_media import (  # noqa: F401 (tests, run here on a GPU)
-    engine,
-    fresh,
-    new,
-    old,
-    test_a_picture_seen_before_is_seen_with_the_new_tower,
-)
-from tests.families import FAMILIES, gpu_options
-from tests.families_seen import record
+from tests.support.engines import oracle
+from tests.support.engines.mixtures import equals_fresh_engines, scrubbed
+from tests.support.engines.probe import checksums
+from tests.support.engines.script import OPTIONS
+from tests.support.models.families import FAMILIES, gpu_options
+from tests.support.models.families_seen import record
 from vllm.inflight.transport.files import receiver_engine
 from vllm.inflight.transport.files.bucket_reader import FileReader
 

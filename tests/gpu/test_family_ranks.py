@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.mixtures import equals_fresh_engines
-from tests.families import CUT_UP, gpu_options
-from tests.gpu.ranked import start  # noqa: F401 (a fixture)
+from tests.support.engines.mixtures import equals_fresh_engines
+from tests.support.models.families import CUT_UP, gpu_options
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +20,7 @@ pytestmark = [
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("family", CUT_UP)
 def test_a_family_on_two_ranks_equals_a_fresh_engine(
-    start: Callable[..., Any],  # noqa: F811
+    start: Callable[..., Any],
     checkpoint: Callable[..., Path],
     tmp_path: Path,
     family: str,

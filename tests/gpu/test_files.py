@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.broken_files import cut_when_begun
-from tests.engine.probe import commits_and_rollbacks, greedy, state
+from tests.support.broken_files import cut_when_begun
+from tests.support.engines.probe import commits_and_rollbacks, greedy, state
 from vllm.inflight.errors import Malformed
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.files import bucket_reader, receiver_engine

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.far_trainer import FarTrainer, sends_and_rollbacks
-from tests.engine.probe import greedy
+from tests.support.engines.far_trainer import FarTrainer, sends_and_rollbacks
+from tests.support.engines.probe import greedy
 from vllm.inflight.transport.cuda_ipc.driver import CudaMemory
 
 pytestmark = [

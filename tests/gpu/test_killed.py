@@ -9,16 +9,14 @@ import psutil
 import pytest
 import torch
 
-from tests.injection.conftest import trap  # noqa: F401 (a fixture)
-from tests.injection.points import Trap
-from tests.injection.test_killed import (  # noqa: F401 (one is a test, run here too)
+from tests.robustness.injection.points import Trap
+from tests.robustness.injection.test_killed import (
     NUM_TOKENS,
     are_gone,
     says,
-    test_a_rank_that_waits_for_good_ends_with_its_core,
 )
-from tests.serving import Server
-from tests.waiting import until
+from tests.support.serving import Server
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +31,7 @@ FLAGS = {
 
 
 @pytest.fixture
-def server(trap: Trap, old: Path) -> Iterator[Server]:  # noqa: F811
+def server(trap: Trap, old: Path) -> Iterator[Server]:
     words = [str(word) for flag in FLAGS.items() for word in flag]
     with Server(old, *words) as running:
         yield running

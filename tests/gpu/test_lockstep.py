@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.reference import Reference
-from tests.engine.script import run_script
-from tests.engine.test_tearing import mismatches
+from tests.e2e.test_tearing import mismatches
 from tests.gpu.test_tearing import NOISE
+from tests.support.engines.reference import Reference
+from tests.support.engines.script import run_script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,12 @@ def reference(folders: dict[str, Path]) -> Reference:
 def streams(way: str, folders: dict[str, Path]) -> list[Any]:
     """What two engines make under commits, as requests' outputs have it."""
     seen = run_script(
-        "two_engines", way, folders["a"], folders["b"], COMMITS, room="tests.gpu"
+        "two_engines",
+        way,
+        folders["a"],
+        folders["b"],
+        COMMITS,
+        room="tests.support.gpu",
     )
     print(seen["replies"])
     return [output_of(stream) for stream in seen["streams"][-LOOKED_AT:]]

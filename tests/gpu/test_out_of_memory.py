@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.probe import greedy
-from tests.gpu.test_trainer import SHAPE, joined  # noqa: F401 (of this module's models)
+from tests.gpu.test_trainer import joined
+from tests.support.engines.probe import greedy
 from vllm.inflight.errors import InflightError
 
 pytestmark = [

@@ -12,9 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.probe import commits_and_rollbacks, flips_under_load, greedy
-from tests.gpu.admission import Admitted
-from tests.quantised import FILE, quantise
+from tests.support.engines.probe import (
+    commits_and_rollbacks,
+    flips_under_load,
+    greedy,
+)
+from tests.support.gpu.admission import Admitted
+from tests.support.models.quantised import FILE, quantise
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.worker.model import quantized
 

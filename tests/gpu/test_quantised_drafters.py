@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.drafted import either_or_both
-from tests.tiny_drafters import METHODS
+from tests.support.engines.drafted import either_or_both
+from tests.support.models.tiny_drafters import METHODS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.probe import commits_and_rollbacks, flips_under_load, greedy, send
-from tests.gpu.ranked import STAGES, start  # noqa: F401 (a fixture)
-from tests.quantised import quantise
+from tests.support.engines.probe import (
+    commits_and_rollbacks,
+    flips_under_load,
+    greedy,
+    send,
+)
+from tests.support.gpu.ranked import STAGES
+from tests.support.models.quantised import quantise
 from vllm.inflight.errors import EngineFault, StagingUnavailable, WeightsMismatch
 
 pytestmark = [
@@ -39,14 +44,14 @@ def folder(checkpoint: Callable[..., Path]) -> Folder:
 
 
 @pytest.fixture(scope="module")
-def two(start: Callable[..., Any]) -> Callable[..., Any]:  # noqa: F811
+def two(start: Callable[..., Any]) -> Callable[..., Any]:
     """`two(folder, **options)`: an engine on two GPUs that admits every layer."""
     from vllm.config.weight_transfer import WeightTransferConfig
 
     return partial(
         start,
         weight_transfer_config=WeightTransferConfig(backend="other"),
-        worker_extension_cls="tests.gpu.admitting_worker.Extension",
+        worker_extension_cls="tests.support.gpu.admitting_worker.Extension",
     )
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.probe import greedy
-from tests.gpu.ranked import start  # noqa: F401 (a fixture)
+from tests.support.engines.probe import greedy
 from vllm.inflight.errors import EngineAsleep
 
 pytestmark = [
@@ -32,7 +31,7 @@ def free_bytes(llm: Any) -> list[int]:
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
 def two(
     request: pytest.FixtureRequest,
-    start: Callable[..., Any],  # noqa: F811
+    start: Callable[..., Any],
 ) -> Callable[..., Any]:
     return partial(start, enforce_eager=request.param, kv_cache_memory_bytes=KV_BYTES)
 

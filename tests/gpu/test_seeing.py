@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.pictures import commits_rollbacks_and_a_tower
-from tests.seeing import SEEING
+from tests.support.engines.pictures import commits_rollbacks_and_a_tower
+from tests.support.models.seeing import SEEING
 
 pytestmark = [
     pytest.mark.gpu,

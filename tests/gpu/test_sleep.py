@@ -8,11 +8,11 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.adapters import make_adapter
-from tests.engine.bare_core import call
-from tests.engine.probe import greedy, prompts
-from tests.engine.script import run_script
-from tests.engine.test_examples import LEARNED, run
+from tests.e2e.test_examples import LEARNED, run
+from tests.support.engines.adapters import make_adapter
+from tests.support.engines.bare_core import call
+from tests.support.engines.probe import greedy, prompts
+from tests.support.engines.script import run_script
 from vllm.inflight.errors import EngineAsleep, OutOfDeviceMemory
 from vllm.inflight.worker.memory.placement import placement_of
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.probe import commits_and_rollbacks, greedy
-from tests.engine.reference import Reference
-from tests.engine.test_stages import NOISE
-from tests.engine.test_tearing import mismatches, stream_under_commits
-from tests.gpu.ranked import STAGES, start  # noqa: F401 (a fixture)
+from tests.e2e.test_stages import NOISE
+from tests.e2e.test_tearing import mismatches, stream_under_commits
+from tests.support.engines.probe import commits_and_rollbacks, greedy
+from tests.support.engines.reference import Reference
+from tests.support.gpu.ranked import STAGES
 from vllm.inflight.errors import WeightsMismatch
 
 pytestmark = [
@@ -31,7 +31,7 @@ NUM_COMMITS = 60
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
 def staged(
     request: pytest.FixtureRequest,
-    start: Callable[..., Any],  # noqa: F811
+    start: Callable[..., Any],
 ) -> Callable[[Path], Any]:
     return partial(start, **STAGES, enforce_eager=request.param, dtype="float32")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.probe import greedy
-from tests.engine.test_starting import is_refused
+from tests.e2e.test_starting import is_refused
+from tests.support.engines.probe import greedy
 from vllm.inflight.errors import ConfigError
 
 pytestmark = [

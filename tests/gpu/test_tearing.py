@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.reference import Reference
-from tests.engine.test_tearing import (
+from tests.e2e.test_tearing import (
     mismatches,
     stream_under_commits,
     stream_under_reloads,
 )
+from tests.support.engines.reference import Reference
 from vllm.inflight.worker.shadow.flip import PageFlip
 
 pytestmark = [

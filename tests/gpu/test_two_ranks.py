@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.far_trainer import FarTrainer
-from tests.engine.probe import flips_under_load, greedy
-from tests.gpu.ranked import start  # noqa: F401 (a fixture)
+from tests.support.engines.far_trainer import FarTrainer
+from tests.support.engines.probe import flips_under_load, greedy
 from vllm.inflight.errors import TransferFault, WeightsMismatch
 
 pytestmark = [
@@ -25,7 +24,7 @@ BACKEND = "inflight_nccl" if torch.cuda.device_count() > 2 else "inflight_ipc"
 
 
 @pytest.fixture(scope="module")
-def two(start: Callable[..., Any]) -> Callable[[Path], Any]:  # noqa: F811
+def two(start: Callable[..., Any]) -> Callable[[Path], Any]:
     def llm(folder: Path) -> Any:
         from vllm.config.weight_transfer import WeightTransferConfig
 

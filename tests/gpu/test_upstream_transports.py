@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.far_trainer import FarTrainer
-from tests.engine.probe import greedy
+from tests.support.engines.far_trainer import FarTrainer
+from tests.support.engines.probe import greedy
 
 pytestmark = [
     pytest.mark.gpu,

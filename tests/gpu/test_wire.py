@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from tests.wire.peers import HOST, digests, process, tensors
-from tests.wire.peers_on_gpu import GPU_BUCKET_BYTES, large, trainer
+from tests.support.transports.peers import HOST, digests, process, tensors
+from tests.support.transports.peers_on_gpu import GPU_BUCKET_BYTES, large, trainer
 from vllm.inflight.errors import Cancelled, TransferFault
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.tensor_list import TensorList

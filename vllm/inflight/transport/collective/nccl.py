@@ -10,18 +10,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import (
     AbstractContextManager,
-    ExitStack,
-    contextmanager,
     nullcontext,
     suppress,
 )
 
 import torch
 
-from vllm.inflight import upstream
 from vllm.inflight.errors import TransferFault
 from vllm.inflight.transport.collective.nccl_api import UINT8, Library, UniqueId, config
 from vllm.inflight.transport.collective.rendezvous import Member, said
@@ -223,29 +220,3 @@ class NcclGroup:
         except TransferFault:
             keep_until_drained(self._stream, list(self._under_way))
         self._under_way.clear()
-
-
-_lock = threading.Lock()
-_inside = 0
-_taken = ExitStack()
-
-
-@contextmanager
-def unpinned() -> Iterator[None]:
-    """Without the NCCL variables that upstream sets for its own groups.
-
-    A trainer has not got them. Groups may open in several threads at once: the first
-    takes the variables away and the last one brings them back.
-    """
-    global _inside
-    with _lock:
-        if not _inside:
-            _taken.enter_context(upstream.unpinned_nccl_env())
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if not _inside:
-                _taken.close()

@@ -21,7 +21,7 @@ from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.connect import open_group
-from vllm.inflight.transport.collective.nccl import unpinned
+from vllm.inflight.transport.collective.environment import unpinned
 from vllm.inflight.transport.collective.rendezvous import Rendezvous
 from vllm.inflight.transport.group import Group, Terms
 from vllm.inflight.transport.rank_numbers import rank_in_engine, worker_index

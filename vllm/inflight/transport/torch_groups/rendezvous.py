@@ -20,8 +20,9 @@ import torch.distributed
 from torch.distributed import DistError
 
 from vllm.inflight.errors import Malformed, TransferFault
+from vllm.inflight.transport.collective.environment import unpinned
 from vllm.inflight.transport.collective.gloo import GlooGroup
-from vllm.inflight.transport.collective.nccl import NcclGroup, unpinned
+from vllm.inflight.transport.collective.nccl import NcclGroup
 from vllm.inflight.transport.collective.rendezvous import KNOCK_S, is_answered
 from vllm.inflight.transport.group import Group, Terms
 from vllm.inflight.transport.liveness import CONNECT_S, Liveness

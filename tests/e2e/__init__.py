@@ -1,0 +1,1 @@
+"""Tests on a real vLLM engine on CPU."""

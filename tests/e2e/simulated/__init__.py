@@ -1,0 +1,1 @@
+"""Tests on a real engine core whose workers are simulated."""

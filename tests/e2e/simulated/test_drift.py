@@ -1,0 +1,57 @@
+"""The drift that `/metrics` tells is of what is served and what was before it."""
+
+from collections.abc import Callable
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from tests.support.engines.bare_core import call
+from tests.support.simulated.core import stage_weights
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def core(make: Callable[..., EngineCore]) -> EngineCore:
+    """A core that serves `two`, a long way from `one`."""
+    core = make()
+    publish(core, 1, 0.1)
+    publish(core, 2, 0.2)
+    return core
+
+
+def publish(core: EngineCore, weights: int, drift: float | None) -> None:
+    stage_weights(core, weights)
+    known = None if drift is None else {"overall": drift}
+    core.inflight_gate.updates.ledger.active.drift = known
+    call(core, "commit")
+
+
+def told(core: EngineCore) -> float | None:
+    return call(core, "metrics")["drift"]
+
+
+def test_a_rollback_changes_sides_and_not_the_distance(core: EngineCore) -> None:
+    assert told(core) == 0.2
+    for _ in range(2):
+        call(core, "rollback")
+        assert told(core) == 0.2
+    call(core, "begin", transport="local")
+    assert told(core) == 0.2
+    call(core, "abort")
+
+
+def test_a_switch_that_is_taken_back_leaves_the_distance_from_before(
+    core: EngineCore,
+) -> None:
+    publish(core, 3, 0.3)
+    assert told(core) == 0.3
+    core.inflight_gate.served.retreat()
+    assert told(core) == 0.2
+
+
+def test_of_what_cannot_be_compared_no_distance_is_told(core: EngineCore) -> None:
+    publish(core, 3, None)
+    assert told(core) is None
+    call(core, "rollback")
+    assert told(core) is None

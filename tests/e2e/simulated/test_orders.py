@@ -1,0 +1,136 @@
+"""Orders to the ranks: what is known of them the moment a rank may have heard."""
+
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from tests.support.engines.bare_core import call
+from tests.support.simulated.core import publish_weights
+from tests.support.simulated.load import ask, code
+from tests.support.simulated.worker import SimulatedExecutor
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.engine
+
+JOIN = {"transport": "groups", "order": "join", "init_info": {"group_name": "g"}}
+LEAVE = {"transport": "groups", "order": "leave", "init_info": "g"}
+
+
+class Attentive(SimulatedExecutor):
+    """Does something of the test's own when it is given an order."""
+
+    heard: Any = None
+
+    def _inflight_order(self, serial: int, order: str, payload: Any) -> Any:
+        if self.heard is not None:
+            self.heard(order)
+        if order not in ("join", "leave"):
+            return super()._inflight_order(serial, order, payload)
+        return {"ok": None}
+
+    def carry_out(self, serial: int) -> None:
+        """Say that the one order of `serial` is carried out."""
+        notice = {"serial": serial, "state": "open", "orders": 1}
+        for rank in range(self.board.num_ranks):
+            self.board.post(rank, notice)
+
+
+@pytest.fixture
+def core(make: Any) -> EngineCore:
+    core: EngineCore = make(executor=Attentive)
+    core.model_executor.heard = None
+    return core
+
+
+def connecting(core: EngineCore) -> int:
+    return core.inflight_gate.updates._connecting.serial
+
+
+def test_a_join_is_known_before_a_rank_hears_of_it(core: EngineCore) -> None:
+    """Else an update that begins then would wait with it, for as long as it does."""
+    found: list[str] = []
+
+    def begin(order: str) -> None:
+        if order == "join":
+            found.append(code(core.inflight("begin", {"transport": "groups"})))
+
+    core.model_executor.heard = begin
+    joined = ask(core, "transport", **JOIN)
+    assert found == ["update_in_progress"]
+    assert not joined.done()
+    core.model_executor.carry_out(connecting(core))
+    assert joined.result(timeout=30) == {"ok": {}}
+    call(core, "begin", transport="groups")
+
+
+def test_a_join_that_the_ranks_could_not_be_told_keeps_nobody_out(
+    core: EngineCore,
+) -> None:
+    def refuse(order: str) -> None:
+        if order == "join":
+            raise OSError("no room in the queue")
+
+    core.model_executor.heard = refuse
+    refused = core.inflight("transport", dict(JOIN))
+    assert "no room in the queue" in refused["error"]["message"]
+    serial = core.inflight_gate.updates.ledger.next_serial() - 1
+    assert core.model_executor.board.cancelled() == serial, "some may have heard of it"
+    core.model_executor.heard = None
+    call(core, "begin", transport="groups")
+
+
+def test_what_could_not_be_told_leaves_what_is_connecting_as_it_is(
+    core: EngineCore,
+) -> None:
+    def refuse(order: str) -> None:
+        if order == "leave":
+            raise OSError("no room in the queue")
+
+    core.model_executor.heard = refuse
+    joined = ask(core, "transport", **JOIN)
+    before = connecting(core)
+    assert "error" in core.inflight("transport", dict(LEAVE))
+    assert connecting(core) == before
+    # The join was told to end, for its opposite goes past it; until it has, it counts.
+    assert code(core.inflight("begin", {"transport": "groups"})) == "update_in_progress"
+    core.model_executor.carry_out(before)
+    joined.result(timeout=30)
+    call(core, "begin", transport="groups")
+
+
+def test_an_update_that_ends_while_the_ranks_are_told_costs_nothing(
+    core: EngineCore,
+) -> None:
+    publish_weights(core, 1, "one")
+    publish_weights(core, 2, "two")
+    ledger = core.inflight_gate.updates.ledger
+
+    def dawdle(order: str) -> None:
+        if order == "begin":
+            until(lambda: ledger.active is None, "its deadline does not end it")
+
+    core.model_executor.heard = dawdle
+    refused = core.inflight("begin", {"transport": "local", "deadline_s": 0.05})
+    assert code(refused) == "deadline_exceeded"
+    assert call(core, "info")["previous"]["weight_version"] == "one"
+    core.model_executor.heard = None
+    call(core, "rollback", to_version="one")
+
+
+def test_an_update_that_the_ranks_could_not_be_told_of_is_not_under_way(
+    core: EngineCore,
+) -> None:
+    for error in (OSError("no room"), KeyboardInterrupt()):
+
+        def refuse(order: str, error: BaseException = error) -> None:
+            raise error
+
+        core.model_executor.heard = refuse
+        if isinstance(error, OSError):
+            refused = core.inflight("begin", {"transport": "local"})
+            assert "no room" in refused["error"]["message"]
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                core.inflight("begin", {"transport": "local"})
+        assert call(core, "status")["active"] is None

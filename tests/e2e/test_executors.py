@@ -1,0 +1,110 @@
+"""Other executors than vLLM's own processes: all ranks change between two steps, or
+none may.
+
+Ray is not among the requirements; where it is not installed, its tests are skipped.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.test_stages import every_step_is_of_one_version
+from tests.support.engines.script import run_script
+from tests.support.shared_memory import sweep
+from tests.unit.api.test_control_port import free_port
+
+pytestmark = pytest.mark.engine
+
+GRAPH, QUEUE = "0", "1"
+CASES = {
+    "graph, tensor parallel": (GRAPH, "tensor"),
+    # Here, and here alone, steps are in flight whenever a version is committed.
+    "graph, pipeline": (GRAPH, "pipeline"),
+    "queue, tensor parallel": (QUEUE, "tensor"),
+}
+"""Which of Ray's executors, and how there come to be two ranks."""
+
+
+@pytest.fixture(scope="module")
+def paths(checkpoint: Callable[..., Path]) -> dict[str, Path]:
+    return {label: checkpoint(seed) for seed, label in enumerate("ab")}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def seen(request: pytest.FixtureRequest, paths: dict[str, Path]) -> dict[str, Any]:
+    """One run of the script, for all tests of a case."""
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    executor, parallel = CASES[request.param]
+    env = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor}
+    if not torch.cuda.is_available():
+        # What stages hand on goes through NCCL else.
+        env["VLLM_USE_RAY_WRAPPED_PP_COMM"] = "0"
+        env["VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE"] = "shm"
+    return run_script("rayed", *paths.values(), parallel, env=env, spawned=True)
+
+
+def test_rays_ranks_commit_together_and_roll_back(seen: dict[str, Any]) -> None:
+    assert seen["whole"] == {"code": "committed"}
+    assert seen["after commit"] != seen["before"]
+    assert seen["after rollback"] == seen["before"]
+
+
+def test_what_one_of_rays_ranks_refuses_no_rank_takes(seen: dict[str, Any]) -> None:
+    codes = [refusal["code"] for refusal in seen["refused"]]
+    assert codes == ["weights_mismatch", "weights_mismatch", "engine_fault"] * 2
+    assert seen["after refusals"] == seen["before"]
+    assert seen["label after refusals"] == "default"
+
+
+def test_every_step_of_24_commits_under_load_on_ray_is_of_one_version(
+    seen: dict[str, Any], paths: dict[str, Path]
+) -> None:
+    every_step_is_of_one_version(seen["streams"], paths)
+    assert seen["after many commits"] == seen["before"]["tokens"]
+
+
+def launched(paths: dict[str, Path], num_ranks: int) -> list[dict[str, Any]]:
+    """What two processes of an external launcher tell, with so many ranks an engine."""
+    # Under such a launcher vLLM has one name for its ranks' exchange, whoever they are,
+    # and does not start where a run that was ended has left it.
+    sweep(0, ["-tp:*-cpushm_*"])
+    port = str(free_port())
+
+    def run(rank: str) -> dict[str, Any]:
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return run_script("launched", *paths.values(), num_ranks, env=env)
+
+    with ThreadPoolExecutor() as both:
+        return list(both.map(run, "01"))
+
+
+def test_ranks_of_an_external_launcher_serve_and_are_refused_alike(
+    paths: dict[str, Path],
+) -> None:
+    """Each is an engine of its own, and would change alone."""
+    first, second = launched(paths, 2)
+    assert first == second
+    assert first["code"] == "staging_unavailable"
+    assert first["after"] == first["before"]
+
+
+def test_engines_of_one_rank_under_an_external_launcher_all_commit(
+    paths: dict[str, Path],
+) -> None:
+    """The launcher counts the processes of all engines, each engine its own ranks."""
+    seen = launched(paths, 1)
+    for engine in seen:
+        assert engine["code"] == "committed"
+        assert engine["after"] != engine["before"]
+        assert engine["rolled back"] == engine["before"]
+        assert engine["ranks"] | {"rank": 0, "tp_rank": 0, "size": 1} == engine["ranks"]
+    new, old = (seen[0][version] for version in ("after", "before"))
+    assert [engine["after"] for engine in seen] == [new, new]
+    assert [engine["lists"] for engine in seen] == [[new, new], [new, old]]

@@ -1,0 +1,81 @@
+"""Every family's loaders on the receiving path of a GPU, with every tensor in place."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.in_place import RESULTS
+from tests.support.models.families import FAMILIES, WANT_TORCHVISION
+from tests.support.models.families_seen import HOST, record
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("gpt2:768", "phi3", "granite_moe_hybrid", "mixtral", "llama")
+"""The first transposes tensors of more than 1 MiB, which a GPU receives in place."""
+HIDDEN = {"gpt2": 768}
+UNPLAYED = ("bert", "bloom", "nemotron_h_moe", *WANT_TORCHVISION)
+"""The first two are not updated, the third has no kernel; the others want more."""
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """Plays families in a process of its own; what it tells of each."""
+
+    def play(*asked: str) -> list[Any]:
+        folder = tmp_path_factory.mktemp("played")
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.engines.in_place",
+            str(folder),
+            *asked,
+        ]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines = (folder / RESULTS).read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return play
+
+
+def check(told: dict[str, Any]) -> None:
+    """What is served was a fresh load after every flip, and much of it in place."""
+    assert "error" not in told, told
+    assert told["wrong"] == []
+    assert told["refused"] == []
+    assert told["num_proved"] == told["num_recorded"]
+    assert told["num_in_place"] > told["num_tensors"] / 2
+    record(
+        told["family"],
+        HOST,
+        "eager",
+        result="equal",
+        hidden=told["hidden"],
+        tensors=told["num_tensors"],
+        in_place=told["num_in_place"],
+    )
+
+
+def test_what_is_received_in_place_is_what_a_fresh_load_makes_of_it(play):
+    told = play(*QUICK)
+    assert [each["family"] for each in told] == [q.partition(":")[0] for q in QUICK]
+    for each in told:
+        check(each)
+
+
+@pytest.mark.slow
+def test_every_family_is_received_in_place_as_a_fresh_load_has_it(play):
+    names = [name for name in FAMILIES if name not in UNPLAYED]
+    told = play(*(f"{n}:{HIDDEN.get(n, 128)}" for n in names))
+    assert [each["family"] for each in told] == names
+    for each in told:
+        check(each)

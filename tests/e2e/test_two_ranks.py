@@ -1,0 +1,107 @@
+"""Tensor parallelism: all ranks change, or none."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.script import run_script
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def seen(checkpoint: Callable[..., Path]) -> dict[str, Any]:
+    """One run of the script, for all tests of this module."""
+    return run_script("two_ranks", checkpoint(0), checkpoint(1))
+
+
+def test_two_ranks_commit_together_and_equal_a_fresh_engine(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["whole"] == "committed"
+    assert seen["after commit"] == seen["expected"] != seen["before"]
+
+
+def test_what_two_ranks_serve_adds_up_to_what_was_announced(
+    seen: dict[str, Any],
+) -> None:
+    whole, spoilt = seen["scrubbed"]
+    assert (whole["result"], whole["num_tensors"]) == ("equal", 25)
+    assert (whole["num_parameters"], whole["unknown"]) == (0, [])
+    # A part that only the second rank has, and one that the first has as well.
+    assert spoilt["different"] == ["model.embed_tokens.weight", "model.norm.weight"]
+
+
+def test_two_ranks_roll_back_together(seen: dict[str, Any]) -> None:
+    assert seen["after rollback"] == seen["before"]
+
+
+def test_two_ranks_carry_the_rest_of_a_subset_and_vote_for_the_whole(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["subset"] == seen["mixture"] == seen["subset again"]
+    assert seen["mixture"][1] not in (seen["before"], seen["expected"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_fails_lets_no_rank_commit(
+    seen: dict[str, Any], rank: int
+) -> None:
+    assert seen[f"rank {rank} broken"] == "engine_fault"
+    assert seen[f"rank {rank} short"] == "weights_mismatch"
+    assert seen[f"rank {rank} poisoned"] == "weights_mismatch"
+    assert seen[f"after rank {rank}"] == seen["before"]
+    assert seen[f"label after rank {rank}"] == "default"
+
+
+def test_what_is_larger_than_the_shards_of_all_ranks_is_refused(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["larger"] == ["weights_mismatch"] * 2
+    assert seen["after larger"] == seen["before"]
+
+
+def test_updates_from_another_thread_reach_an_engine_of_its_own_process(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["lengths in flight"] == [300]
+    assert seen["versions in flight"] > 1
+
+
+def test_staging_rests_while_ranks_decode_but_not_while_their_queues_spin(
+    seen: dict[str, Any],
+) -> None:
+    assert seen["rests when idle"] == [[], []]
+    assert all(map(any, seen["rests in flight"]))
+
+
+def test_an_extension_that_breaks_off_on_one_of_two_ranks_changes_nothing(
+    seen: dict[str, Any],
+) -> None:
+    own = seen["own"]
+    assert "of one rank" in own["fails"]
+    assert own["after failing"] == own["served"]
+    assert own["served"] == [["new", own["served"][0][1], "live"], seen["expected"]]
+
+
+def test_what_an_extension_writes_on_two_ranks_is_a_version_of_its_own(
+    seen: dict[str, Any],
+) -> None:
+    own = seen["own"]
+    (label, digest, weights), said = own["after writing"]
+    assert label.startswith("update-") and (digest, weights) == (None, "live")
+    assert said == seen["before"]
+    assert own["way back"] == "nothing_to_roll_back"
+
+
+def test_weights_that_one_of_two_ranks_has_half_written_wait_for_whole_ones(
+    seen: dict[str, Any],
+) -> None:
+    own = seen["own"]
+    assert "of the extension" in own["breaks off"]
+    assert own["after breaking off"][1:] == [None, "gone"]
+    assert "there are none to read" in own["is read"]
+    (_, digest, weights), said = own["after a second try"]
+    assert (digest, weights) == (None, "live") and said == seen["expected"]

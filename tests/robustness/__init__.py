@@ -1,0 +1,1 @@
+"""Faults, injected and replayed; hostile input; long runs."""

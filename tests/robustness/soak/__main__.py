@@ -1,0 +1,245 @@
+"""A long run: `python -m tests.robustness.soak --seconds 1200`, or `make soak`.
+
+A real engine under mixed load, an update every second, faults in between. The last
+line says how much was done, and what was lost or torn; the exit status is 1 if
+anything was, or if memory, threads, descriptors or files grow.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# oneDNN keeps what it has compiled for 1024 shapes, about 1 MiB for each new length of
+# a prompt, updates or not: memory would grow for hours until all lengths have come.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+
+NUM_CLIENTS = 6
+JUDGED_SHARE = 0.2
+"""Of all requests; the judge takes those that it has time for, and at least ..."""
+LEAST_JUDGED = 0.05
+UPDATE_EVERY_S = 1.0
+LONGEST_TURN_S = 120.0
+HEALTH_S = 8.0
+AUDIT_SHARE = 0.15
+"""Of the turns after which what is served is compared with a fresh load of files."""
+FAULT_SHARE = 0.35
+"""Of the turns that begin with a fault."""
+MOST_SHOWN = 20
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.robustness.soak", description=__doc__
+    )
+    parser.add_argument("--seconds", type=float, default=1200.0)
+    parser.add_argument("--seed", default=str(random.randrange(1 << 32)))
+    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel")
+    parser.add_argument("--out", type=Path, default=Path("out/soak"))
+    return parser.parse_args()
+
+
+def start(folder: Path, ranks: int) -> Any:
+    """An engine in processes of its own."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # A core for each rank; what stages, and this process, have the others, if any.
+    cores = sorted(os.sched_getaffinity(0), reverse=True)[:ranks]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            str(folder),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=1024,
+            block_size=32,
+            max_num_seqs=16,
+            # In use after a minute: memory that grows then is none of the cache.
+            num_gpu_blocks_override=1024,
+            tensor_parallel_size=ranks,
+            disable_log_stats=True,
+            weight_transfer_config={"backend": "local"},
+            worker_extension_cls="tests.support.engines.oracle.Oracle",
+            additional_config={"inflight": {"health_s": HEALTH_S}},
+        )
+    )
+
+
+async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
+    """Run for the seconds asked for; returns all that was found."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from tests.robustness.soak.faults import FAULTS, suffer
+    from tests.robustness.soak.history import History
+    from tests.robustness.soak.judge import Answer, Judge, covered
+    from tests.robustness.soak.load import Load
+    from tests.robustness.soak.pulse import Pulse
+    from tests.robustness.soak.trainer import Trainer, split
+    from tests.support.models.tiny import make_checkpoint
+    from tests.support.waiting import until
+    from vllm.inflight.errors import InflightError
+
+    folders = {name: make_checkpoint(root / name, i) for i, name in enumerate("abc")}
+    for folder in folders.values():
+        split(folder)
+    pulse, history = Pulse(), History("aa")
+    judge = Judge(folders, history)
+    engine = start(folders["a"], options.ranks)
+    answers: asyncio.Queue[Answer] = asyncio.Queue()
+
+    async def judge_all() -> None:
+        """Look at every span, and replay what there is time for."""
+        while True:
+            answer = await answers.get()
+            # A version is live before the call that brought it has returned.
+            async with asyncio.timeout(60):
+                while answer.spans and answer.spans[-1][2] > max(history.epochs):
+                    await asyncio.sleep(0.01)
+            found = covered(answer, history)
+            torn = [f"{answer.name}: {found}"] if found else []
+            if answer.eras and not torn and answers.qsize() < 100:
+                torn = await asyncio.to_thread(judge.torn, answer)
+            history.num_torn += len(torn)
+            history.wrong += torn
+            answers.task_done()
+
+    load = Load(
+        engine,
+        history,
+        seed=options.seed,
+        judged_share=JUDGED_SHARE,
+        judge=answers.put_nowait,
+    )
+    trainer = Trainer(engine, folders, history, seed=options.seed)
+    background = [
+        asyncio.create_task(load.run(NUM_CLIENTS)),
+        asyncio.create_task(judge_all()),
+        asyncio.create_task(pulse.run()),
+    ]
+    asking, judging, beating = background
+    began = time.monotonic()
+    kinds = list(FAULTS)
+    try:
+        while (left := began + options.seconds - time.monotonic()) > 0:
+            for task in background:
+                if task.done():
+                    task.result()
+            turn = time.monotonic()
+            try:
+                async with asyncio.timeout(LONGEST_TURN_S):
+                    if trainer.rng.random() < FAULT_SHARE:
+                        await suffer(trainer, trainer.rng.choice(kinds), root / "fault")
+                    await trainer.act()
+                    if trainer.rng.random() < AUDIT_SHARE:
+                        await trainer.audit()
+                    await engine.check_health()
+            except (InflightError, EngineDeadError, TimeoutError):
+                history.wrong.append(f"the trainer met {traceback.format_exc()}")
+                break  # what is served from here on is not known
+            rest = min(UPDATE_EVERY_S - (time.monotonic() - turn), left)
+            await asyncio.sleep(max(0.0, rest))
+        load.close()
+        await asking
+        await answers.join()
+        beating.cancel()
+        judging.cancel()
+        took_s = time.monotonic() - began
+        slopes = pulse.slopes()
+    finally:
+        for task in background:
+            task.cancel()
+        await trainer.close()
+        engine.shutdown()
+    shares = judge.num_answers / max(1, load.num_requests)
+    if shares < LEAST_JUDGED:
+        history.wrong.append(f"only {shares:.1%} of the answers were replayed")
+    history.wrong += [f"{n} grow: {s}" for n, s in slopes.items() if s["grows"]]
+    try:
+        until(lambda: not pulse.left_behind())  # those of others come and go
+    except AssertionError:
+        left_behind = sorted(pulse.left_behind())
+        history.wrong.append(f"left in shared memory: {left_behind}")
+    return {
+        "seconds": round(took_s, 1),
+        "seed": options.seed,
+        "ranks": options.ranks,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, CPU build",
+        "updates": history.num_updates,
+        "rollbacks": history.num_rollbacks,
+        "renames": history.num_renames,
+        "pauses": history.num_pauses,
+        "audits": history.num_audits,
+        "faults": history.faults,
+        "requests": load.num_requests,
+        "ends": load.ends,
+        "tokens": load.num_tokens,
+        "replayed": {"answers": judge.num_answers, "tokens": judge.num_tokens},
+        "gaps_ms": load.gaps.to_dict(),
+        "gaps_while_stopped_ms": load.gaps_stopped.to_dict(),
+        "pulse": slopes,
+        "memory_by_process": pulse.by_process(),
+        "lost": history.num_lost,
+        "torn": history.num_torn,
+        "wrong": history.wrong,
+        "beats": [[b.at_s, round(b.memory_mib, 2)] for b in pulse.beats],
+    }
+
+
+def tell(found: dict[str, Any]) -> None:
+    """The report, in lines; the last one is the shortest."""
+    print(f"{found['date']}, {found['machine']}, {found['seconds']:.0f} s")
+    print(
+        f"updates {found['updates']}, rollbacks {found['rollbacks']}, renames "
+        f"{found['renames']}, pauses {found['pauses']}, audits {found['audits']}"
+    )
+    print(f"faults survived: {json.dumps(found['faults'])}")
+    print(f"requests {found['requests']}, ended: {json.dumps(found['ends'])}")
+    print(f"replayed without the engine: {json.dumps(found['replayed'])}")
+    print(f"gaps between two tokens, ms: {json.dumps(found['gaps_ms'])}")
+    print(
+        f"the same, paused or retracted: {json.dumps(found['gaps_while_stopped_ms'])}"
+    )
+    for name, slope in found["pulse"].items():
+        told = "grows" if slope["grows"] else "flat"
+        told = told if slope["is_judged"] else "(too short a run to judge)"
+        print(
+            f"{name} {told}: {slope['now']}, {slope['per_hour']:+} per hour "
+            f"(limit {slope['limit_per_hour']})"
+        )
+    for what in found["wrong"][:MOST_SHOWN]:
+        print(f"WRONG {what}")
+    print(
+        f"{found['updates']} updates, {sum(found['faults'].values())} faults, "
+        f"{found['tokens']} tokens, {found['lost']} lost, {found['torn']} torn",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Run, tell, and keep the figures; 1 if anything was wrong."""
+    options = arguments()
+    print(f"seed {options.seed}, {options.seconds:g} s", flush=True)
+    with tempfile.TemporaryDirectory(prefix="vllm-inflight-soak-") as root:
+        found = asyncio.run(soak(options, Path(root)))
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = time.strftime("%Y%m%d-%H%M%S.json", time.gmtime())
+    (options.out / name).write_text(json.dumps(found, indent=1) + "\n")
+    tell(found)
+    return 1 if found["wrong"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""The pulse of a process and its children: what they hold, once a second.
+
+What grows is told by the slope of the second half, fitted by least squares; the
+first half is for allocators and caches to find their level.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.support import shared_memory
+
+MIB = 1 << 20
+INTERVAL_S = 1.0
+
+LIMITS = {
+    "memory_mib": (60.0, 12.0, 240.0),
+    "threads": (6.0, 1.5, 100.0),
+    "descriptors": (6.0, 1.5, 100.0),
+    "shared_files": (6.0, 1.5, 100.0),
+}
+"""What may be added in an hour; within the window, where that is short; and the seconds
+of the window from which on it is judged: allocators need minutes to settle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What all processes of a run hold at one time."""
+
+    at_s: float
+    memory_mib: float
+    """Resident, of all together."""
+    threads: int
+    descriptors: int
+    shared_files: int
+
+
+class Pulse:
+    """Beats of this process and its children."""
+
+    def __init__(self) -> None:
+        self._root = psutil.Process()
+        self._began = time.monotonic()
+        self._others = shared_memory.names()
+        self.beats: list[Beat] = []
+        self._resident: dict[str, list[tuple[float, float]]] = {}
+        """Process → (seconds, MiB) at each beat."""
+
+    async def run(self) -> None:
+        """Take a beat every second, for ever."""
+        while True:
+            self.beats.append(await asyncio.to_thread(self.take))
+            await asyncio.sleep(INTERVAL_S)
+
+    def take(self) -> Beat:
+        """Look once."""
+        family = [self._root, *self._root.children(recursive=True)]
+        at_s = round(time.monotonic() - self._began, 3)
+        resident = {p: p.memory_info().rss / MIB for p in family}
+        for process, mib in resident.items():
+            name = f"{process.name()} {process.pid}"
+            self._resident.setdefault(name, []).append((at_s, mib))
+        return Beat(
+            at_s,
+            sum(resident.values()),
+            sum(p.num_threads() for p in family),
+            sum(p.num_fds() for p in family),
+            len(self.left_behind()),
+        )
+
+    def left_behind(self) -> set[str]:
+        """Names in shared memory that came during the run and are nobody else's."""
+        names = shared_memory.names() - self._others
+        return names - self._open_elsewhere() if names else names
+
+    def _open_elsewhere(self) -> set[str]:
+        """Files in shared memory that processes of other runs have open."""
+        ours = {self._root.pid, *(p.pid for p in self._root.children(recursive=True))}
+        found: set[str] = set()
+        for process in psutil.process_iter():
+            if process.pid not in ours:
+                with suppress(psutil.Error):
+                    found |= {Path(file.path).name for file in process.open_files()}
+        return found
+
+    def by_process(self) -> dict[str, dict[str, float]]:
+        """Resident MiB of each, and how it grew in the second half, per hour."""
+        return {
+            name: {
+                "now_mib": round(points[-1][1], 1),
+                "per_hour_mib": round(3600 * _slope(points[len(points) // 2 :]), 2),
+            }
+            for name, points in self._resident.items()
+            if len(points) > 3
+        }
+
+    def slopes(self) -> dict[str, dict[str, float | bool]]:
+        """Per hour, over the second half of the run, and whether that is too much."""
+        half = self.beats[len(self.beats) // 2 :]
+        window_h = (half[-1].at_s - half[0].at_s) / 3600
+        found: dict[str, dict[str, float | bool]] = {}
+        for name, (per_hour, least, judged_s) in LIMITS.items():
+            slope = 3600 * _slope([(b.at_s, float(asdict(b)[name])) for b in half])
+            limit = max(per_hour, least / window_h)
+            found[name] = {
+                "now": round(asdict(half[-1])[name], 1),
+                "per_hour": round(slope, 2),
+                "limit_per_hour": round(limit, 2),
+                "is_judged": 3600 * window_h >= judged_s,
+                "grows": slope > limit and 3600 * window_h >= judged_s,
+            }
+        return found
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """Of the line that is nearest to `points`, by least squares."""
+    count = len(points)
+    mean_x = sum(x for x, _ in points) / count
+    mean_y = sum(y for _, y in points) / count
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread

@@ -1,1 +1,0 @@
-"""Real schedulers and cores, in front of a worker that is simulated."""

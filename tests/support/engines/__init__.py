@@ -1,0 +1,1 @@
+"""Engines, and scripts that run one in a process of its own."""

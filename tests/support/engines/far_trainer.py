@@ -1,0 +1,221 @@
+"""A trainer with a process of its own, and a GPU if there are any, driven by a pipe.
+
+Upstream's trainer interface sends; what it asks of the inference side is done by the
+test's process, on an `LLM`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+from benchmarks.gpu_trainer import Client
+from tests.support.engines.probe import greedy
+from tests.support.models.sliced_source import Entry, SlicedSource
+from tests.support.preloaded_process import nursery
+from tests.support.transports.peers import HOST
+from vllm.inflight.transport.collective.trainer_engine import ShardMeta
+from vllm.inflight.transport.waiting import in_background
+
+
+class Weights(WeightSource):
+    """Those of a checkpoint, whole or cut; after half of them it may fall silent."""
+
+    def __init__(self, device: torch.device, silent: Any, num_slices: int) -> None:
+        self._device = device
+        self._silent = silent
+        self._num_slices = num_slices
+        self.is_to_fall_silent = False
+        self._entries: list[Entry] = []
+
+    def load(self, folder: str) -> None:
+        """Become what a checkpoint holds."""
+        if self._num_slices > 1:
+            cut = SlicedSource(Path(folder), self._num_slices, are_told=False)
+            self._entries = [
+                (n, t.to(self._device), shard) for n, t, shard in cut.entries
+            ]
+            return
+        file = Path(folder) / "model.safetensors"
+        self._entries = [
+            (n, t.to(self._device), None) for n, t in load_file(file).items()
+        ]
+
+    def metadata(self) -> list[ParamMeta]:
+        return [
+            ParamMeta(name, tensor.dtype, tensor.shape)
+            if shard is None
+            else ShardMeta(name, tensor.dtype, tensor.shape, shard)
+            for name, tensor, shard in self._entries
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (name, tensor, _) in enumerate(self._entries):
+            if self.is_to_fall_silent and index == len(self._entries) // 2:
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize()
+                self._silent.set()
+                time.sleep(1000)
+            yield name, tensor
+
+
+def run(
+    pipe: Any,
+    silent: Any,
+    backend: str,
+    gpu: int,
+    folder: str,
+    num_slices: int,
+    common: dict[str, Any],
+) -> None:
+    """The process: joins, then sends what it is told to."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    device = torch.device("cpu")
+    if backend != "inflight_gloo":
+        device = torch.device("cuda", gpu)
+        torch.cuda.set_device(device)
+    source = Weights(device, silent, num_slices)
+    source.load(folder)
+    engine = WeightTransferTrainerFactory.trainer_init(
+        _init_info(backend, common), client=Client(pipe), source=source
+    )
+    pipe.send(("done", None))
+    while True:
+        folder, source.is_to_fall_silent = pipe.recv()
+        source.load(folder)
+        engine.send_weights()
+        pipe.send(("done", None))
+
+
+def _init_info(backend: str, common: dict[str, Any]) -> Any:
+    if backend == "nccl":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        return NCCLTrainerInitInfo(**common)
+    if backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        return IPCTrainerInitInfo(**common)
+    if backend == "inflight_ipc":
+        from vllm.inflight.transport.cuda_ipc.trainer_engine import IpcTrainerInitInfo
+
+        return IpcTrainerInitInfo(**common)
+    from vllm.inflight.transport.collective import trainer_engine
+
+    if backend == "inflight_gloo":
+        return trainer_engine.GlooTrainerInitInfo(**common)
+    return trainer_engine.NcclTrainerInitInfo(**common)
+
+
+class FarTrainer:
+    """The test's end of it; `with` ends the process.
+
+    Args:
+        llm: the engine that takes its weights, in this process.
+        backend: `inflight_gloo`, `inflight_nccl`, `inflight_ipc`, `nccl` or `ipc`.
+        folder: the first checkpoint it has.
+        gpu: of the trainer, if it has one.
+        num_workers: of the engine; counted for backends that make a group.
+        num_slices: into which each tensor is cut, for backends that take slices.
+        **options: of the backend's init info.
+
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        backend: str,
+        folder: Path,
+        *,
+        gpu: int = -1,
+        num_workers: int = 1,
+        num_slices: int = 1,
+        **options: Any,
+    ) -> None:
+        self._llm = llm
+        self._pipe, theirs = nursery.Pipe()
+        self.silent = nursery.Event()
+        """Set when half of an update was sent and no more will be."""
+        common = {"rank": 0, **options}
+        if not backend.endswith("ipc"):
+            common |= {
+                "master_address": HOST,
+                "master_port": _free_port(),
+                "world_size": 1 + num_workers,
+            }
+        gpu %= max(1, torch.cuda.device_count())
+        arguments = (theirs, self.silent, backend, gpu, str(folder), num_slices, common)
+        self._process = nursery.Process(target=run, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> FarTrainer:
+        try:
+            self._attend()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.kill()
+
+    def send(self, folder: Path) -> None:
+        """One update, served when this returns; raises what the engine refused."""
+        self._pipe.send((str(folder), False))
+        self._attend()
+
+    def fall_silent(self, folder: Path) -> Any:
+        """Have half of an update sent and no more; the update's Future."""
+        self._pipe.send((str(folder), True))
+        sending = in_background(self._attend)
+        assert self.silent.wait(60), "the trainer did not get half-way"
+        return sending
+
+    def kill(self) -> None:
+        """The end of it, wherever it is."""
+        self._process.kill()
+        self._process.join()
+
+    def _attend(self) -> None:
+        """Do for the trainer what it asks, until it is done."""
+        while True:
+            method, payload = self._pipe.recv()
+            if method == "done":
+                return
+            if method == "init_weight_transfer_engine":
+                self._llm.init_weight_transfer_engine({"init_info": payload})
+            elif method == "update_weights":
+                self._llm.update_weights({"update_info": payload})
+            else:
+                getattr(self._llm, method)()
+            self._pipe.send(None)
+
+
+def sends_and_rollbacks(
+    far: FarTrainer, llm: Any, versions: Iterable[tuple[Path, list[list[int]]]]
+) -> None:
+    """Send each checkpoint, roll back and send it again; it makes what it should."""
+    for folder, expected in versions:
+        far.send(folder)
+        assert greedy(llm) == expected
+        llm.rollback_weights()
+        assert greedy(llm) != expected
+        far.send(folder)
+        assert greedy(llm) == expected
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])

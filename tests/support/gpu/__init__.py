@@ -1,0 +1,1 @@
+"""Scripts and workers of the GPU tests."""

@@ -1,0 +1,1 @@
+"""Tiny models and their checkpoints."""

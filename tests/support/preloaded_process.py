@@ -1,0 +1,146 @@
+"""Processes that begin where vLLM is imported already.
+
+Importing it is most of what a short test of a process waits for: 7 s of a core for each
+process, and a server has three, one after the other. Those here are forked off a server
+that did it once for the tests of a lane, and their engine cores and workers off them,
+as vLLM's are on GPUs; on a CPU it has them spawned, for the sake of threads that one
+core has none of.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import context as contexts
+from multiprocessing import process as processes
+from multiprocessing import resource_tracker as tracker
+from pathlib import Path
+
+import torch
+from prometheus_client import values
+from setproctitle import setproctitle
+
+MODULES = [
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "tests.support.calm.frozen",
+]
+OF_TRAINERS = ["vllm.distributed.weight_transfer.factory"]
+"""Engines on a GPU are spawned: this is enough for what is started beside them."""
+IS_ON_CPU = not torch.accelerator.is_available()
+
+TOO_LATE = ("OMP_NUM_THREADS", "PYTHONPATH", "VLLM_PLUGINS")
+"""Variables of the environment that are read, or may be, while vLLM is imported."""
+READ = {name: os.environ.get(name) for name in TOO_LATE}
+
+nursery = multiprocessing.get_context("forkserver")
+nursery.set_forkserver_preload(MODULES if IS_ON_CPU else OF_TRAINERS)
+
+
+def begin(
+    module: str,
+    words: Sequence[str],
+    env: dict[str, str],
+    stdout: Path,
+    stderr: Path,
+    *,
+    spawned: bool = False,
+) -> Nursling | subprocess.Popen[bytes]:
+    """`python -m module words…` in its own session; spawned, too, if `env` asks for it.
+
+    A forked one forks its engine, which Ray does not live through.
+    """
+    if IS_ON_CPU and not spawned and {name: env.get(name) for name in TOO_LATE} == READ:
+        return Nursling(module, words, env, stdout, stderr)
+    with stdout.open("ab") as out, stderr.open("ab") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            env=env,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+class Nursling:
+    """`python -m module words…` in a session of its own; as a `subprocess.Popen`.
+
+    Attributes:
+        pid: of the process, which leads its own group.
+
+    """
+
+    def __init__(
+        self,
+        module: str,
+        words: Sequence[str],
+        env: dict[str, str],
+        stdout: Path,
+        stderr: Path,
+    ) -> None:
+        facts = (module, list(words), env, str(stdout), str(stderr))
+        self._process = nursery.Process(target=_live, args=facts)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; the exit code."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, unless it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def _live(
+    module: str, words: list[str], env: dict[str, str], stdout: str, stderr: str
+) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for path, number in ((stdout, 1), (stderr, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    # Before the environment moves: titles are written over the first one.
+    setproctitle(" ".join([sys.executable, "-m", module, *words]))
+    os.environ.clear()
+    os.environ.update(env)
+    # A tracker of shared memory that ends with this family, and not with the tests.
+    tracker._resource_tracker._fd = tracker._resource_tracker._pid = None
+    os.register_at_fork(after_in_child=_count)
+    contexts._concrete_contexts["spawn"] = contexts._concrete_contexts["fork"]
+    # The first of its family, as one that was typed in.
+    processes._parent_process = None
+    processes.current_process().name = "MainProcess"
+    sys.argv = [module, *words]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # as at the end of any that was not forked
+
+
+def _count() -> None:
+    """Several API servers count in files: what does is chosen by the environment."""
+    values.ValueClass = values.get_value_class()

@@ -1,0 +1,1 @@
+"""An engine core whose workers are simulated."""

@@ -1,0 +1,1 @@
+"""Trainers and the engines that they meet in unit tests."""

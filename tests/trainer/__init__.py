@@ -1,1 +1,0 @@
-"""Tests of the trainer's side, without an engine."""

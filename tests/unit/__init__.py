@@ -1,0 +1,1 @@
+"""Tests without an engine, by the package they test."""

@@ -1,0 +1,149 @@
+"""The port of the control routes, with a real socket and no engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from argparse import Namespace
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.support.certificates import self_signed
+from tests.support.route_stub import Engine, caller
+from vllm.inflight.api.request import control_port
+from vllm.inflight.api.server.routes import ROUTES, InflightEndpoints
+from vllm.inflight.errors import ConfigError
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def args(number: int, **more: Any) -> Namespace:
+    tls = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_ciphers")
+    plain: dict[str, Any] = {name: None for name in tls} | {"ssl_cert_reqs": 0}
+    given = {"additional_config": {"inflight": {"port": number}}, "api_key": None}
+    return Namespace(**plain | given | {"disable_uvicorn_access_log": True} | more)
+
+
+def upstreams() -> str:
+    return "upstream's"
+
+
+upstreams.__module__ = "vllm.entrypoints.rl.online.api_router"
+
+
+def attached(given: Namespace) -> tuple[FastAPI, InflightEndpoints]:
+    """A server's own application, with upstream's routes of some of our paths."""
+    app = FastAPI()
+    app.state.args, app.state.engine_client = given, Engine()
+    app.add_api_route("/pause", upstreams, methods=["POST"])
+    app.add_api_route("/server_info", upstreams, methods=["GET"])
+    plugin = InflightEndpoints()
+    plugin.attach_router(app)
+    return app, plugin
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=" ".join)
+def test_with_a_port_of_their_own_the_main_one_has_none_of_the_routes(route):
+    app, _ = attached(args(9000))
+    door = caller(app)
+    path = route[1].replace("{update_id}", "u")
+    assert door.request(route[0], path).status_code == 404
+
+
+async def asked(
+    given: Namespace,
+    engine: Engine,
+    path: str,
+    *,
+    scheme: str = "http",
+    trusts: ssl.SSLContext | bool = True,
+    **how: Any,
+) -> Any:
+    """What a server answers at its control port; None if nobody listens there."""
+    _, plugin = attached(given)
+    await plugin.init_state(engine, None, given)
+    number = given.additional_config["inflight"]["port"]
+    try:
+        async with httpx.AsyncClient(timeout=10, verify=trusts) as client:
+            url = f"{scheme}://127.0.0.1:{number}{path}"
+            for _ in range(20):
+                with suppress(httpx.ConnectError):
+                    return await client.get(url, **how)
+                await asyncio.sleep(0.05)
+    finally:
+        if (serving := getattr(plugin, "_serving", None)) is not None:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+    return None
+
+
+async def test_they_answer_at_their_own_port():
+    reply = await asked(args(free_port()), Engine(), "/weight_info")
+    assert reply.json()["weight_version"] == "v"
+
+
+async def test_they_ask_for_the_key_there():
+    given = args(free_port(), api_key=["k"])
+    assert (await asked(given, Engine(), "/weight_info")).status_code == 401
+    headers = {"Authorization": "Bearer k"}
+    reply = await asked(given, Engine(), "/weight_info", headers=headers)
+    assert reply.status_code == 200
+
+
+async def test_the_servers_certificate_is_that_of_the_control_port_too(tmp_path):
+    certificate, key = self_signed(tmp_path)
+    tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    trusts = ssl.create_default_context(cafile=str(certificate))
+    given = args(free_port(), **tls)
+    reply = await asked(given, Engine(), "/weight_info", scheme="https", trusts=trusts)
+    assert reply.json()["weight_version"] == "v"
+    # Who does not know the certificate sees no server, and nothing is told in clear.
+    given = args(free_port(), **tls)
+    assert await asked(given, Engine(), "/weight_info", scheme="https") is None
+    with pytest.raises(httpx.RemoteProtocolError):
+        await asked(args(free_port(), **tls), Engine(), "/weight_info")
+
+
+@pytest.mark.parametrize(("bits", "is_answered"), [("256", True), ("128", False)])
+async def test_ciphers_that_the_server_does_not_speak_open_no_control_port(
+    tmp_path, bits, is_answered
+):
+    certificate, key = self_signed(tmp_path)
+    tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    trusts = ssl.create_default_context(cafile=str(certificate))
+    trusts.maximum_version = ssl.TLSVersion.TLSv1_2  # later ones have their own
+    trusts.set_ciphers(f"ECDHE+AES{bits}")
+    given = args(free_port(), **tls, ssl_ciphers="ECDHE+AES256")
+    reply = await asked(given, Engine(), "/weight_info", scheme="https", trusts=trusts)
+    assert (reply is not None) is is_answered
+
+
+async def test_what_generates_is_not_there():
+    reply = await asked(args(free_port()), Engine(), "/v1/models")
+    assert reply.status_code == 404
+
+
+async def test_of_several_servers_the_first_listens():
+    engine = Engine()
+    engine.client_index = 1  # type: ignore[attr-defined]
+    assert await asked(args(free_port()), engine, "/weight_info") is None
+    engine.client_index = 0  # type: ignore[attr-defined]
+    assert await asked(args(free_port()), engine, "/weight_info") is not None
+
+
+def test_a_port_that_is_taken_is_a_configuration_that_cannot_be():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(ConfigError, match="--inflight-port"),
+    ):
+        control_port.bind("127.0.0.1", other.getsockname()[1])
+    with pytest.raises(ConfigError, match="no-such-host"):
+        control_port.bind("no-such-host.invalid", 1)

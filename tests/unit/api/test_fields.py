@@ -1,0 +1,101 @@
+"""What a field of a request may be, and as what it reaches the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.route_stub import Engine, caller, served
+
+
+class Noting(Engine):
+    """Notes what every call brought."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.brought: list[tuple[str, dict[str, Any]]] = []
+
+    async def call_utility_all_async(self, name: str, method: str, body: Any) -> Any:
+        self.brought.append((method, body))
+        return await super().call_utility_all_async(name, method, body)
+
+    def values_of(self, field: str) -> list[Any]:
+        return [body[field] for _, body in self.brought if field in body]
+
+
+FLAGS = [
+    ("/start_weight_update", {}, "allow_nonfinite"),
+    ("/start_draft_weight_update", {}, "allow_nonfinite"),
+    ("/update_weights_from_disk", {"path": "x"}, "allow_nonfinite"),
+    ("/finish_weight_update", {}, "flush_cache"),
+    ("/update_weights_from_disk", {"path": "x"}, "flush_cache"),
+    ("/pause_generation", {}, "flush_cache"),
+]
+
+
+@pytest.mark.parametrize("path, body, field", FLAGS)
+@pytest.mark.parametrize(
+    "said, meant", [("false", False), ("0", False), ("True", True), (False, False)]
+)
+def test_a_flag_in_words_is_a_flag(path, body, field, said, meant):
+    for sent in ({"json": body | {field: said}}, {"params": {field: said}}):
+        engine = Noting()
+        sent = {"json": body} | sent
+        caller(served(engine)).post(path, **sent)
+        assert engine.values_of(field) == [meant]
+
+
+@pytest.mark.parametrize("path, body, field", FLAGS)
+@pytest.mark.parametrize("said", ["no", "", 0, 1, [], {}])
+def test_what_is_neither_true_nor_false_is_refused(path, body, field, said):
+    engine = Noting()
+    door = caller(served(engine))
+    reply = door.post(path, json=body | {field: said})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "malformed")
+    assert field in reply.json()["message"]
+    assert engine.values_of(field) == []
+
+
+@pytest.mark.parametrize(
+    "said, size", [("", 8), ("true", 8), ("1", 8), ("False", 2), ("0", 2)]
+)
+def test_the_ranks_of_one_engine_are_asked_for_in_any_word_for_no(said, size):
+    engine = Engine()
+    parallel = engine.vllm_config.parallel_config
+    parallel.world_size, parallel.world_size_across_dp = 2, 8
+    door = caller(served(engine))
+    asked = {"include_dp": said} if said else {}
+    assert door.get("/get_world_size", params=asked).json() == {"world_size": size}
+    refused = door.get("/get_world_size", params={"include_dp": "maybe"})
+    assert refused.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "path, body, field, empty",
+    [
+        ("/abort_requests", {}, "request_ids", ["", 0, False, {}]),
+        ("/weights_checker", {}, "skip_tensor_list", ["", 0, False, {}]),
+        ("/update_weights_from_disk", {"draft_path": "x"}, "path", ["", 0, False, []]),
+    ],
+)
+def test_what_is_empty_and_of_another_kind_is_not_taken_for_what_is_left_out(
+    path, body, field, empty
+):
+    for value in empty:
+        engine = Engine()
+        door = caller(served(engine))
+        reply = door.post(path, json=body | {field: value})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "malformed")
+        assert not {"abort_requests", "checksums", "begin"} & set(engine.asked)
+
+
+@pytest.mark.parametrize("field", ["subset", "manifest"])
+@pytest.mark.parametrize("value", ["", 0, False, []])
+def test_an_empty_subset_is_not_taken_for_a_whole_version(field, value):
+    engine = Noting()
+    door = caller(served(engine))
+    body = {"path": "x", "subset": ["a"]} | {field: value}
+    reply = door.post("/update_weights_from_disk", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "malformed")
+    assert engine.values_of("manifest") == []

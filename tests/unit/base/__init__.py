@@ -1,0 +1,1 @@
+"""The vocabulary and the helpers below every package."""

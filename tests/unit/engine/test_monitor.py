@@ -1,0 +1,148 @@
+"""The watch over updates: none is forgotten, and whoever waits is answered."""
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.waiting import until
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.engine.update import monitor as watch_module
+from vllm.inflight.engine.update.ledger import Ledger
+from vllm.inflight.engine.update.monitor import UpdateMonitor
+from vllm.inflight.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    WeightsMismatch,
+)
+from vllm.inflight.update import Phase
+
+
+@pytest.fixture
+def ranks():
+    return SimpleNamespace(notices=lambda: [{}], cancel=lambda serial: None)
+
+
+def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
+    ranks, monkeypatch
+):
+    ended, ledger = [], Ledger()
+    watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
+    first, _ = ledger.begin({"update_id": "first"}, 60.0)
+    ledger.move(first, Phase.STAGING)
+    is_active = Update.is_active.fget
+
+    def begin() -> None:
+        second, _ = ledger.begin({"update_id": "second"}, 0.1)
+        ledger.move(second, Phase.STAGING)
+        watch.start(second)
+
+    beginning = threading.Thread(target=begin)
+
+    def read(self):
+        found = is_active(self)
+        lets_go = sys._getframe(1).f_code is UpdateMonitor._work.__code__
+        if self is first and not found and lets_go and beginning.ident is None:
+            beginning.start()
+            beginning.join(0.2)  # unless it waits for what is going on here
+        return found
+
+    watch.start(first)
+    monkeypatch.setattr(Update, "is_active", property(read))
+    watch.end(first, Cancelled("given up"))
+    until(lambda: len(ended) == 2, "the second is looked after by nobody")
+    assert {type(error) for error in ended} == {Cancelled, DeadlineExceeded}
+    watch.close()
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
+    ranks, is_given_up
+):
+    left = Cancelled("the update was aborted").to_dict()
+    ranks.notices = lambda: [{"serial": 1, "state": "failed", "error": left}]
+    ranks.has_given_up = lambda serial: is_given_up
+    expected = Cancelled if is_given_up else EngineFault
+    ended, ledger = [], Ledger()
+    watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
+    update, _ = ledger.begin({"update_id": "one"}, 60.0)
+    ledger.move(update, Phase.STAGING)
+    watch.start(update)
+    for answer in (watch.when_staged(update), watch.when_carried_out(1, 60.0)):
+        assert type(answer.exception(timeout=30)) is expected
+    assert type(ended[0]) is expected
+    watch.close()
+
+
+def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
+    ledger = Ledger()
+    watch = UpdateMonitor(ranks, ledger, lambda *_: None)
+    update, _ = ledger.begin({"update_id": "one"}, 60.0)
+    ledger.move(update, Phase.STAGING)
+    answer = watch.when_staged(update)
+    watch.close()
+    with pytest.raises(EngineFault, match="shut down"):
+        answer.result(timeout=30)
+
+
+def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks, monkeypatch):
+    assert watch_module.MORE_S <= 1
+
+    def notice(name: str) -> dict[str, object]:
+        error = WeightsMismatch(f"1 tensor; {name}", named={"missing": [name]})
+        told = {"error": error.to_dict(), "named": error.named}
+        return {"serial": 1, "state": "failed", "orders": 0} | told
+
+    for late, more_s, causes in (
+        (notice("b"), 60.0, {"missing": 2}),
+        (None, 0.0, {"missing": 1}),
+    ):
+        monkeypatch.setattr(watch_module, "MORE_S", more_s)
+        posted = [notice("a"), {"serial": 1, "state": "staging", "orders": 0}]
+        ranks.notices = lambda posted=posted: posted
+        ledger = Ledger()
+        watch = UpdateMonitor(ranks, ledger, lambda *_: None)
+        update, _ = ledger.begin({"update_id": "one"}, 60.0)
+        update.num_orders = 1
+        ledger.move(update, Phase.STAGING)
+        watch.start(update)
+        answer = watch.when_staged(update)
+        if late is not None:
+            with pytest.raises(TimeoutError):
+                answer.result(timeout=0.1)
+            posted[1] = late
+        error = answer.exception(timeout=10)
+        assert isinstance(error, WeightsMismatch)
+        assert error.causes == causes
+        watch.close()
+
+
+def test_a_waiter_that_has_cancelled_keeps_nobody_else_waiting(ranks):
+    ledger = Ledger()
+    watch = UpdateMonitor(ranks, ledger, lambda *_: None)
+    update, _ = ledger.begin({"update_id": "one"}, 60.0)
+    ledger.move(update, Phase.STAGING)
+    left, stays = watch.when_staged(update), watch.when_staged(update)
+    assert left.cancel()
+    watch.end(update, Cancelled("given up"))
+    assert isinstance(stays.exception(timeout=30), Cancelled)
+    assert watch.when_carried_out(1, 0.0).exception(timeout=30) is not None
+    watch.close()
+
+
+def test_an_update_whose_ranks_cannot_be_told_has_ended_for_whoever_waits(ranks):
+    def fail(serial):
+        raise ValueError("the board is closed")
+
+    ended, ledger = [], Ledger()
+    ranks.cancel = fail
+    watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
+    update, _ = ledger.begin({"update_id": "one"}, 0.1)
+    ledger.move(update, Phase.STAGING)
+    watch.start(update)
+    answer = watch.when_staged(update)
+    assert isinstance(answer.exception(timeout=30), DeadlineExceeded)
+    assert [type(error) for error in ended] == [DeadlineExceeded]
+    watch.close()

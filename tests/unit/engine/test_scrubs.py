@@ -1,0 +1,124 @@
+"""When an engine scrubs what it serves, and for how long a result holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import until
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine.integrity import scrubs
+from vllm.inflight.engine.integrity.scrubs import Scrubs
+
+FOUND = {key: b"" for key in ("sums", "expected", "numel", "covered", "holds")}
+
+
+class Turns:
+    """Those of an engine that takes none."""
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+class Engine:
+    """A gate, its ranks and what it serves, in one.
+
+    Attributes:
+        num_begun: scrubs that were begun.
+        wrong: parameters that are not as they were staged.
+        lays: whether a rank works out where things are.
+
+    """
+
+    def __init__(self) -> None:
+        self.turns, self.in_process = Turns(), True
+        self.ranks = self.sleep = self.served = self
+        self.version = SimpleNamespace(label="one", epoch=1, digest="d")
+        self.changes = 1
+        self.wrong: list[str] = []
+        self.lays = False
+        self.num_begun = 0
+        self.goes_on = threading.Event()
+        self._read = 0
+
+    def require_staging(self) -> None:
+        """It has a second set."""
+
+    def check_weights(self, *, is_whole: bool) -> None:
+        """It is awake."""
+
+    def scrub(self, move: str) -> list[Any]:
+        if move == "begin":
+            if self.lays:
+                return [None]
+            self.num_begun, self._read = self.num_begun + 1, self.changes
+            return [1]
+        if self._read != self.changes:
+            return [None]
+        return [
+            FOUND
+            | {"names": [], "wrong": self.wrong, "unknown": [], "num_marked": 1}
+            | {"marks": {}}
+        ]
+
+    def scrub_slice(self) -> None:
+        self.goes_on.wait(30)
+
+    def commit(self, label: str) -> Any:
+        epoch = self.version.epoch + 1
+        self.version = SimpleNamespace(label=label, epoch=epoch, digest="d")
+        self.changes += 1
+        return SimpleNamespace(num_replayed=0)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def made(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
+    config = SimpleNamespace(scrub_interval_s=0, verify="served")
+    monkeypatch.setattr(InflightConfig, "of", lambda _: config)
+    monkeypatch.setattr(scrubs, "PAUSE_S", 0.0)
+    scrub = Scrubs(SimpleNamespace(vllm_config=None), engine)
+    yield scrub
+    engine.goes_on.set()
+    scrub.close()
+
+
+def test_a_commit_during_a_scrub_is_scrubbed_as_well(engine: Engine, made: Scrubs):
+    made.committed(engine.commit("two"))
+    until(lambda: engine.num_begun == 1)
+    made.committed(engine.commit("three"))
+    engine.goes_on.set()
+    until(lambda: made.last is not None and made.last["weight_version"] == "three")
+    assert made.results["equal"] >= 1
+
+
+def test_a_scrub_that_is_due_waits_for_ranks_that_are_not_ready(
+    engine: Engine, made: Scrubs
+):
+    engine.goes_on.set()
+    engine.lays = True
+    made.committed(engine.commit("two"))
+    asked: Future[Any] = made.verify({})
+    assert not asked.done()
+    engine.lays = False
+    assert asked.result(30)["weight_version"] == "two"
+
+
+def test_what_is_wrong_stays_so_under_another_name(engine: Engine, made: Scrubs):
+    engine.goes_on.set()
+    engine.wrong = ["a.weight"]
+    made.verify({}).result(30)
+    assert "a.weight" in (made.detail or "")
+    engine.version = SimpleNamespace(label="renamed", epoch=9, digest="d")
+    assert "a.weight" in (made.detail or "")
+    engine.commit("next")
+    assert made.detail is None

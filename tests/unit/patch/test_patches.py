@@ -1,0 +1,316 @@
+"""Patches fit this vLLM, are put in place once, and refuse what they do not know.
+
+Whatever patches upstream runs in a process of its own; the rules of a single
+record are tried on a module made for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.inflight import patch
+from vllm.inflight.engine.controller import Controller
+from vllm.inflight.engine.scheduling import scheduler
+from vllm.inflight.errors import UpstreamChanged
+from vllm.inflight.patch.record import MARK, Patch, apply, plain, problem_with
+
+PATCHES = patch.all_patches()
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+STATES = """if True:
+    import json
+    import _vllm_inflight_boot
+    _vllm_inflight_boot._open()
+    from vllm.inflight import patch
+    from vllm.inflight.patch.record import MARK, locate, plain, problem_with
+
+    def states():
+        for record in patch.all_patches():
+            wrong = problem_with(record)
+            found = None if wrong else plain(locate(record.target)[2])
+            yield wrong, getattr(found, MARK, None) == record.target, id(found)
+
+    def show():
+        print(json.dumps(list(states())))
+"""
+
+
+def seen(code: str) -> list[Any]:
+    """What is shown in a vLLM process of its own, whatever its release."""
+    done = python(STATES + code, **{patch.ALLOW_UNTESTED_ENV: "1"})
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line[:2] == "[["]
+
+
+@pytest.fixture(scope="module")
+def untouched() -> Any:
+    """State of every record in a vLLM that was not patched."""
+    (states,) = seen("    show()\n")
+    return states
+
+
+@pytest.fixture(scope="module")
+def patched() -> Any:
+    """State of every record after the plugins were loaded, once and twice."""
+    return seen("""
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    show()
+    patch._applied = False
+    patch.apply_all()
+    show()
+""")
+
+
+@pytest.mark.parametrize("index", range(len(PATCHES)), ids=lambda i: PATCHES[i].target)
+def test_the_signature_of_a_target_is_the_one_in_its_record(untouched, index):
+    wrong, marked, _ = untouched[index]
+    assert wrong is None
+    assert not marked
+
+
+def test_vllms_own_plugin_loader_applies_every_patch(patched):
+    once, _ = patched
+    states = zip(PATCHES, once, strict=True)
+    assert [record.target for record, (_, marked, _) in states if not marked] == []
+
+
+def test_a_patched_target_still_has_its_signature(patched):
+    once, _ = patched
+    assert [wrong for wrong, _, _ in once if wrong] == []
+
+
+def test_patching_twice_is_patching_once(patched):
+    once, twice = patched
+    assert twice == once
+
+
+def test_on_a_gpu_nothing_of_torch_is_changed_and_no_module_of_cpu_workers_imported():
+    """Those replace `torch.cuda.Event`, and what says how much memory a GPU has."""
+    done = python(
+        """if True:
+        import sys
+        import _vllm_inflight_boot
+        _vllm_inflight_boot._open()
+        import torch
+        from vllm.platforms import current_platform
+        type(current_platform).device_type = "cuda"
+        owners = torch, torch.cuda, torch.accelerator, torch.Tensor
+        before = [dict(vars(owner)) for owner in owners]
+        from vllm.inflight import patch
+        patch.apply_all()
+        for owner, had in zip(owners, before):
+            for name, value in vars(owner).items():
+                if name in had and had[name] is not value:
+                    print("changed:", owner.__name__, name)
+        for name in sys.modules:
+            if "worker.cpu" in name:
+                print("changed:", name)
+        """,
+        **{patch.ALLOW_UNTESTED_ENV: "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "changed:" not in done.stdout
+
+
+def test_every_record_says_why_and_until_when():
+    for record in PATCHES:
+        assert record.why and record.remove_when, record.target
+        assert not record.why.endswith("."), record.target
+    targets = [record.target for record in PATCHES]
+    assert len(set(targets)) == len(targets)
+
+
+# One record, on a module of its own
+
+
+@pytest.fixture
+def engine(monkeypatch) -> ModuleType:
+    """A module with a function, and a class with methods of every kind."""
+    module = ModuleType("stand_in_engine")
+    exec(
+        """if True:
+        def load(parser): return ["load"]
+
+        class Core:
+            def step(self, budget): return ["step"]
+
+            @classmethod
+            def build(cls, config): return ["build", cls.__name__]
+
+            @staticmethod
+            def add(parser): return ["add"]
+        """,
+        vars(module),
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def record(path: str, *expects: str, **changes: Any) -> Patch:
+    def around(original: Any) -> Any:
+        return lambda *args, **kwargs: ["ours", *original(*args, **kwargs)]
+
+    facts: dict[str, Any] = {
+        "target": f"stand_in_engine:{path}",
+        "expects": expects,
+        "why": "a test",
+        "remove_when": "never",
+        "around": around,
+    }
+    return Patch(**(facts | changes))
+
+
+@pytest.mark.parametrize(
+    "change, call",
+    [
+        (record("load", "parser"), "load(0)"),
+        (record("Core.step", "self", "budget"), "Core().step(0)"),
+        (record("Core.build", "cls", "config"), "Core.build(0)"),
+        (record("Core.add", "parser"), "Core.add(0)"),
+    ],
+    ids=lambda value: getattr(value, "target", None),
+)
+def test_a_patch_wraps_a_callable_of_any_kind_once(engine, change, call):
+    before = eval(call, vars(engine))
+    apply(change)
+    apply(change)
+    assert eval(call, vars(engine)) == ["ours", *before]
+    assert problem_with(change) is None
+
+
+def test_what_ray_adds_to_the_methods_of_its_actors_is_no_change(engine):
+    def step(self, budget, _ray_trace_ctx=None):
+        return [budget]
+
+    engine.Core.step = step
+    apply(record("Core.step", "self", "budget"))
+    assert engine.Core().step(0) == ["ours", 0]
+
+
+def test_a_changed_signature_is_refused_naming_both(engine):
+    change = record("Core.step", "self")
+    before = engine.Core.step
+    with pytest.raises(UpstreamChanged) as refusal:
+        apply(change)
+    assert "('self', 'budget')" in str(refusal.value)
+    assert "expected ('self',)" in str(refusal.value)
+    assert "stand_in_engine:Core.step" in str(refusal.value)
+    assert engine.Core.step is before
+
+
+@pytest.mark.parametrize("target", ["Core.gone", "Gone.step", "Core.step.deeper"])
+def test_a_target_that_is_gone_is_refused_by_name(engine, target):
+    with pytest.raises(UpstreamChanged, match=r"stand_in_engine:.* is gone"):
+        apply(record(target, "self"))
+
+
+def test_a_module_that_is_gone_is_refused_by_name():
+    with pytest.raises(UpstreamChanged, match="no_such_module"):
+        apply(record("", target="vllm.no_such_module:f"))
+
+
+def test_a_name_is_added_only_where_none_is(engine):
+    def ours(self: Any) -> str:
+        return "ours"
+
+    free = record("Core.extra", expects=None, around=lambda _: ours)
+    apply(free)
+    apply(free)
+    assert engine.Core().extra() == "ours"
+    assert getattr(plain(engine.Core.extra), MARK) == free.target
+
+    taken = record("Core.step", expects=None, around=lambda _: ours)
+    with pytest.raises(UpstreamChanged, match=r"Core\.step exists"):
+        apply(taken)
+
+
+# Releases
+
+
+def test_the_installed_release_is_one_that_was_tested():
+    assert patch.check_release().split("+")[0] in patch.SUPPORTED
+
+
+@pytest.mark.parametrize("found", ["0.31.0", "0.33.0", "0.32.1", "0.32.0rc1", "dev"])
+def test_an_untested_release_is_refused_naming_both(monkeypatch, found):
+    monkeypatch.setattr("vllm.version.__version__", found)
+    monkeypatch.delenv(patch.ALLOW_UNTESTED_ENV, raising=False)
+    with pytest.raises(UpstreamChanged) as refusal:
+        patch.check_release()
+    assert found in str(refusal.value)
+    assert "0.32.0" in str(refusal.value)
+    assert patch.ALLOW_UNTESTED_ENV in str(refusal.value)
+
+
+def test_an_untested_release_can_be_allowed(monkeypatch):
+    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
+    monkeypatch.setenv(patch.ALLOW_UNTESTED_ENV, "1")
+    assert patch.check_release() == "0.33.0"
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.0+cpu", "0.32.0+cu129"])
+def test_a_build_of_the_tested_release_is_welcome(monkeypatch, found):
+    monkeypatch.setattr("vllm.version.__version__", found)
+    monkeypatch.delenv(patch.ALLOW_UNTESTED_ENV, raising=False)
+    assert patch.check_release() == found
+
+
+def load_plugins_with(surprise: str) -> Any:
+    return python(
+        f"import vllm.plugins as plugins\n{surprise}\nplugins.load_general_plugins()"
+    )
+
+
+def test_vllm_does_not_start_with_a_changed_signature():
+    done = load_plugins_with(
+        "from vllm.v1.engine.core import EngineCore\n"
+        "EngineCore.shutdown = lambda self, grace_s: None"
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert "EngineCore.shutdown has parameters ('self', 'grace_s')" in last
+    assert "expected ('self',)" in last
+
+
+def test_vllm_does_not_start_in_an_untested_release():
+    done = load_plugins_with("import vllm.version\nvllm.version.__version__ = '0.99.0'")
+    assert done.returncode == 1
+    assert "0.99.0" in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_gate_that_is_hung_before_there_is_a_scheduler_says_so():
+    """The step of the constructor that it is hung on may move, and still fit."""
+    with pytest.raises(UpstreamChanged, match="before it has made its scheduler"):
+        Controller(SimpleNamespace(vllm_config=None, model_executor=None))
+
+
+def test_what_the_scheduler_is_given_has_no_name_of_upstreams():
+    """Upstream has names that begin as ours do; one that is both would be a trap."""
+    upstreams = {"_inflight_prefills"}
+    names = set(re.findall(r"\b_?inflight_\w+", Path(scheduler.__file__).read_text()))
+    folder = Path(find_spec("vllm.v1.core").submodule_search_locations[0]) / "sched"
+    theirs = "\n".join(file.read_text() for file in folder.glob("*.py"))
+    assert len(names) > 10
+    found = {name for name in names if re.search(rf"\b{name}\b", theirs)}
+    assert found == upstreams

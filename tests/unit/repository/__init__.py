@@ -1,0 +1,1 @@
+"""The repository: pages, packaging, structure."""

@@ -1,0 +1,302 @@
+"""A trainer on the same host lends its tensors: read where they lie, byte by byte.
+
+On host memory here; tests/gpu reads another GPU's.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.transports.host_memory import HostMemory
+from tests.support.transports.peers import (
+    BUCKET_BYTES,
+    CPU,
+    Recorder,
+    digests,
+    tensors,
+)
+from vllm.inflight import upstream
+from vllm.inflight.errors import Cancelled, Malformed, TransferFault
+from vllm.inflight.transport.buckets.reassembly import Destination
+from vllm.inflight.transport.buckets.tensor_list import TensorList
+from vllm.inflight.transport.cuda_ipc import handles
+from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, CudaMemory
+from vllm.inflight.transport.cuda_ipc.handles import Exports, Mappings
+from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
+
+ANOTHER = "another process"
+
+
+@pytest.fixture
+def memory() -> HostMemory:
+    return HostMemory()
+
+
+def worker(memory: HostMemory, model: Any = None, **options: Any) -> IpcEngine:
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    engine = IpcEngine(None, config, CPU, model or Recorder())
+    options = {"bucket_bytes": BUCKET_BYTES} | options
+    engine._open(engine.parse_init_info(options), memory)
+    return engine
+
+
+def lent(named: dict[str, torch.Tensor], memory: HostMemory) -> dict[str, Any]:
+    """The `update_info` of a trainer in another process, as JSON brings it."""
+    held = {name: tensor.contiguous() for name, tensor in named.items()}
+    named.update(held)
+    memory.show(held)
+    plain = Exports.of(list(held.values()), memory).plain | {"process": ANOTHER}
+    info = TensorList.of(held.items()).update_info | {"exports": plain}
+    told: dict[str, Any] = json.loads(json.dumps(info))
+    return told
+
+
+def receive(engine: IpcEngine, info: dict[str, Any]) -> None:
+    engine.receive_weights(engine.parse_update_info(info))
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2, 5])
+def test_every_byte_is_read(memory: HostMemory, num_buckets: int) -> None:
+    engine = worker(memory, num_buckets=num_buckets)
+    for seed in (1, 2):
+        named = tensors(seed)
+        receive(engine, lent(named, memory))
+        assert digests(engine.model.loaded.items()) == digests(named.items())
+    engine.shutdown()
+    assert not memory.mapped
+
+
+def test_tensors_that_share_an_allocation_are_found_in_it(memory: HostMemory) -> None:
+    whole = torch.arange(10_000, dtype=torch.int32)
+    named = {"first": whole[:10], "second": whole[700:9000], "third": whole[9999:]}
+    info = lent(named, memory)
+    assert len(info["exports"]["handles"]) == 1
+    engine = worker(memory)
+    receive(engine, info)
+    assert digests(engine.model.loaded.items()) == digests(named.items())
+
+
+def test_large_tensors_are_read_into_their_places(memory: HostMemory) -> None:
+    named = {"large": torch.randn(1 << 19), "small": torch.randn(5)}
+    target = torch.zeros(1 << 19)
+
+    class Placing(Recorder):
+        def load_weights(self, weights: Any) -> None:
+            home = Destination.of(target)
+            weights.into(lambda name, *_: home if name == "large" else None)
+            super().load_weights(weights)
+
+    engine = worker(memory, Placing(), bucket_bytes=1 << 20)
+    receive(engine, lent(named, memory))
+    assert torch.equal(target, named["large"])
+    assert digests(engine.model.loaded.items()) == digests(named.items())
+
+
+@pytest.fixture
+def packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
+        monkeypatch.setattr(upstream, name, lambda *_: None, raising=False)
+
+
+@pytest.mark.usefixtures("packs_nothing")
+def test_memory_is_mapped_once_and_let_go_when_it_is_not_lent_again(
+    memory: HostMemory,
+) -> None:
+    engine = worker(memory)
+    first, second = {"a": torch.randn(40)}, {"a": torch.randn(41)}
+    for _ in range(3):
+        engine.start_weight_update()
+        receive(engine, lent(first, memory))
+        engine.finish_weight_update()
+    assert memory.num_maps == 1
+    engine.start_weight_update()
+    receive(engine, lent(second, memory))
+    assert len(memory.mapped) == 2
+    engine.finish_weight_update()
+    assert memory.mapped == {second["a"].data_ptr()}
+
+
+@pytest.mark.usefixtures("packs_nothing")
+def test_memory_of_an_update_that_did_not_finish_is_let_go_by_the_next(
+    memory: HostMemory,
+) -> None:
+    engine = worker(memory)
+    broken, second = {"a": torch.randn(40)}, {"a": torch.randn(41)}
+    engine.start_weight_update()
+    receive(engine, lent(broken, memory))
+    engine.start_weight_update()
+    receive(engine, lent(second, memory))
+    engine.finish_weight_update()
+    assert memory.mapped == {second["a"].data_ptr()}
+
+
+def test_a_trainer_in_the_engines_own_process_maps_nothing(memory: HostMemory) -> None:
+    named = {"a": torch.randn(40)}
+    info = lent(named, memory)
+    info["exports"]["process"] = handles.process()
+    engine = worker(memory)
+    receive(engine, info)
+    assert digests(engine.model.loaded.items()) == digests(named.items())
+    assert memory.num_maps == 0
+
+
+def test_a_fork_of_a_trainer_is_another_process(memory: HostMemory) -> None:
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(1) as pool:
+        assert pool.apply(handles.process) != handles.process()
+
+
+def test_a_trainer_on_another_host_is_refused(memory: HostMemory) -> None:
+    info = lent({"a": torch.randn(40)}, memory)
+    info["exports"]["host"] = "elsewhere"
+    with pytest.raises(Malformed, match="another host"):
+        receive(worker(memory), info)
+
+
+def test_a_place_outside_of_its_allocation_is_refused(memory: HostMemory) -> None:
+    info = lent({"a": torch.randn(40)}, memory)
+    info["exports"]["places"] = [[0, 8]]
+    engine = worker(memory)
+    with pytest.raises(Malformed, match="bytes 8 to 168 of an allocation of 160"):
+        receive(engine, info)
+    assert memory.copied == []
+
+
+def test_memory_that_cannot_be_mapped_says_what_to_do(memory: HostMemory) -> None:
+    info = lent({"a": torch.randn(40)}, memory)
+    memory.exported.clear()
+    with pytest.raises(TransferFault, match=r"INVALID_VALUE.*inflight_nccl"):
+        receive(worker(memory), info)
+
+
+def test_memory_that_cannot_be_exported_says_what_to_do(memory: HostMemory) -> None:
+    with pytest.raises(ValueError, match="expandable_segments"):
+        Exports.of([torch.randn(4)], memory)
+
+
+def test_an_update_that_is_cancelled_reads_no_more_and_the_next_one_works(
+    memory: HostMemory,
+) -> None:
+    named = tensors(3)
+    info = lent(named, memory)
+
+    class Stopping(Recorder):
+        def load_weights(self, weights: Any) -> None:
+            for _ in weights:
+                raise Cancelled("enough")
+
+    engine = worker(memory, Stopping(), num_buckets=1)
+    with pytest.raises(Cancelled):
+        receive(engine, info)
+    assert sum(memory.copied) < sum(t.nbytes for t in named.values())
+    engine.model = Recorder()
+    receive(engine, info)
+    assert digests(engine.model.loaded.items()) == digests(named.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"host": 5}, "lacks the string 'host'"),
+        ({"handles": "x"}, "lacks the list 'handles'"),
+        ({"handles": ["AAAA"]}, "a handle is 64 bytes in base64"),
+        ({"handles": [7]}, "a handle is 64 bytes in base64"),
+        ({"bases": []}, "0 'bases' for 1 'handles'"),
+        ({"bases": [-1]}, "'bases' is no number of bytes"),
+        ({"places": []}, "0 'places' for 1 tensors"),
+        ({"places": [[0]]}, "is no place"),
+        ({"places": [[1, 0]]}, "there is no handle 1, only 1"),
+        ({"places": [[0, True]]}, "'places' is no number of bytes"),
+    ],
+)
+def test_exports_that_cannot_be_read_are_refused_by_name(
+    memory: HostMemory, changes: dict[str, Any], named: str
+) -> None:
+    info = lent({"a": torch.randn(40)}, memory)
+    info["exports"] |= changes
+    with pytest.raises(ValueError, match=named):
+        worker(memory).parse_update_info(info)
+
+
+def test_a_tensor_without_a_handle_is_refused(memory: HostMemory) -> None:
+    info = lent({"a": torch.randn(40)}, memory)
+    info["exports"] |= {"handles": [], "bases": []}
+    with pytest.raises(Malformed, match="there is no handle 0"):
+        receive(worker(memory), info)
+
+
+def test_tensors_without_elements_need_no_memory(memory: HostMemory) -> None:
+    named = {"nothing": torch.empty(0, 3)}
+    engine = worker(memory)
+    receive(engine, lent(named, memory))
+    assert engine.model.loaded["nothing"].shape == (0, 3)
+
+
+def test_a_cpu_engine_is_told_what_it_can_use_instead(memory: HostMemory) -> None:
+    engine = worker(memory)
+    with pytest.raises(Malformed, match="use the backend local"):
+        engine.init_transfer_engine(engine.parse_init_info({}))
+    with pytest.raises(TransferFault, match="init_weight_transfer_engine"):
+        receive(engine, lent({"a": torch.randn(4)}, memory))
+
+
+def test_nothing_is_mapped_after_the_end(memory: HostMemory) -> None:
+    info = lent({"a": torch.randn(40)}, memory)
+    mappings = Mappings(memory)
+    mappings.find(Exports.parse(info["exports"], 1), [160])
+    assert len(mappings) == 1
+    mappings.close()
+    assert len(mappings) == 0
+    assert not memory.mapped
+
+
+def test_what_cannot_be_unmapped_keeps_nothing_else_mapped(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {name: torch.randn(40) for name in "ab"}
+    info = lent(named, memory)
+    mappings = Mappings(memory)
+    mappings.find(Exports.parse(info["exports"], 2), [160] * 2)
+    unmap, failing = memory.unmap, iter([TransferFault("first"), TransferFault("last")])
+
+    def unmapped(address: int) -> None:
+        unmap(address)
+        raise next(failing)
+
+    monkeypatch.setattr(memory, "unmap", unmapped)
+    mappings.begin()
+    mappings.find(
+        Exports.parse(lent({"d": torch.randn(9)}, memory)["exports"], 1), [36]
+    )
+    with pytest.raises(TransferFault, match="first"):
+        mappings.drop_unnamed()
+    assert (len(mappings), len(memory.mapped)) == (1, 1)
+
+
+def test_memory_of_which_the_size_cannot_be_told_is_not_left_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[int] = []
+
+    def opened(address: Any, *_: Any) -> int:
+        address._obj.value = 7
+        return 0
+
+    stream = SimpleNamespace(query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    cuda = object.__new__(CudaMemory)
+    cuda._library = SimpleNamespace(
+        cuIpcOpenMemHandle_v2=opened,
+        cuMemGetAddressRange_v2=lambda *_: 1,
+        cuIpcCloseMemHandle=lambda address: closed.append(address) or 0,
+        cuGetErrorName=lambda *_: 0,
+    )
+    with pytest.raises(TransferFault, match="cuMemGetAddressRange"):
+        cuda.map(bytes(HANDLE_BYTES))
+    assert closed == [7]

@@ -1,0 +1,211 @@
+"""A trainer that lends: what it asks of a worker, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.transports.host_memory import HostMemory
+from tests.support.transports.peers import digests, tensors
+from tests.unit.transport.test_ipc import receive, worker
+from vllm.inflight.errors import WrongPhase
+from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
+from vllm.inflight.transport.cuda_ipc.trainer_engine import (
+    IpcTrainer,
+    IpcTrainerInitInfo,
+)
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Source:
+    """A trainer's weights; gathering them may fail after some."""
+
+    def __init__(self, named: Tensors, fails_after: int | None = None) -> None:
+        self.named = named
+        self.fails_after = fails_after
+        self.num_gathered = 0
+
+    def metadata(self) -> Any:
+        raise AssertionError("the tensors say it all")
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(self.named.items()):
+            if index == self.fails_after:
+                raise RuntimeError("gathering failed")
+            self.num_gathered += 1
+            yield pair
+
+
+class Four:
+    """Upstream's four calls on a worker, and a list of those that came."""
+
+    def __init__(self, engine: IpcEngine) -> None:
+        self.engine = engine
+        self.calls: list[str] = []
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        self.calls.append("init")
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.calls.append("update")
+        receive(self.engine, update_info)
+
+    def finish_weight_update(self) -> None:
+        self.calls.append("finish")
+
+
+class Five(Four):
+    """Those, and ours."""
+
+    def abort_weight_update(self) -> None:
+        self.calls.append("abort")
+
+
+def trainer(
+    source: Source, client: Four, memory: HostMemory, **options: Any
+) -> IpcTrainer:
+    memory.show({name: tensor.contiguous() for name, tensor in source.named.items()})
+    info = IpcTrainerInitInfo(**({"rank": 0} | options))
+    return IpcTrainer(info, client=client, source=source, memory=memory)
+
+
+@pytest.fixture
+def memory() -> HostMemory:
+    return HostMemory()
+
+
+@pytest.fixture
+def named() -> Tensors:
+    return {name: tensor.contiguous() for name, tensor in tensors(5).items()}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1000, 4 << 30])
+def test_all_that_a_source_has_arrives(
+    memory: HostMemory, named: Tensors, chunk_bytes: int
+) -> None:
+    client = Five(worker(memory))
+    lender = trainer(Source(named), client, memory, chunk_bytes=chunk_bytes)
+    lender.send_weights()
+    loaded = client.engine.model.loaded
+    assert digests(loaded.items()) == digests(named.items())
+    num_calls = client.calls.count("update")
+    assert client.calls == ["start", *["update"] * num_calls, "finish"]
+    # What a call lends was computed by then, wherever it lies.
+    assert memory.settled == [{torch.device("cpu")}] * num_calls
+    full = [name for name, tensor in named.items() if tensor.nbytes]
+    if chunk_bytes == 1:
+        assert num_calls >= len(full)
+    elif chunk_bytes > 1000:
+        assert num_calls == 1
+
+
+def test_the_first_chunk_is_ready_before_an_update_is_opened(
+    memory: HostMemory, named: Tensors
+) -> None:
+    seen: list[int] = []
+
+    class Watching(Five):
+        def start_weight_update(self) -> None:
+            super().start_weight_update()
+            seen.append(len(memory.settled))
+
+    trainer(Source(named), Watching(worker(memory)), memory).send_weights()
+    assert seen == [1]
+
+
+def test_a_tensor_elsewhere_is_named_and_nothing_is_begun(
+    memory: HostMemory,
+) -> None:
+    client = Five(worker(memory))
+    source = Source({"a": torch.ones(3), "b": torch.ones(3, device="meta")})
+    lender = IpcTrainer(
+        IpcTrainerInitInfo(rank=0), client=client, source=source, memory=memory
+    )
+    with pytest.raises(ValueError, match=r"'b' is on meta.*inflight_nccl"):
+        lender.send_weights()
+    assert client.calls == []
+
+
+def test_a_source_that_fails_leaves_no_update_open(
+    memory: HostMemory, named: Tensors
+) -> None:
+    client = Five(worker(memory))
+    source = Source(named, fails_after=len(named) // 2)
+    lender = trainer(source, client, memory, chunk_bytes=1)
+    with pytest.raises(RuntimeError, match="gathering failed"):
+        lender.send_weights()
+    assert client.calls[0] == "start"
+    assert client.calls[-1] == "abort"
+    assert "finish" not in client.calls
+    source.fails_after = None
+    lender.send_weights()
+    loaded = client.engine.model.loaded
+    assert digests(loaded.items()) == digests(named.items())
+
+
+@pytest.mark.parametrize("refused", ["start", "update"])
+def test_who_is_refused_gathers_to_the_end_with_the_other_ranks(
+    memory: HostMemory, named: Tensors, refused: str
+) -> None:
+    class Refusing(Five):
+        def start_weight_update(self) -> None:
+            super().start_weight_update()
+            if refused == "start":
+                raise WrongPhase("not now")
+
+        def update_weights(self, update_info: Any) -> None:
+            raise WrongPhase("not now")
+
+    source = Source(named)
+    with pytest.raises(WrongPhase, match="not now"):
+        trainer(source, Refusing(worker(memory)), memory, chunk_bytes=1).send_weights()
+    assert source.num_gathered == len(named)
+
+
+def test_an_abort_that_is_refused_does_not_take_the_place_of_what_failed(
+    memory: HostMemory, named: Tensors
+) -> None:
+    class Refusing(Five):
+        def abort_weight_update(self) -> None:
+            super().abort_weight_update()
+            raise WrongPhase("there is no update")
+
+    client = Refusing(worker(memory))
+    source = Source(named, fails_after=len(named) // 2)
+    with pytest.raises(RuntimeError, match="gathering failed"):
+        trainer(source, client, memory, chunk_bytes=1).send_weights()
+    assert client.calls[-1] == "abort"
+
+
+def test_a_client_of_upstreams_gets_the_error_itself(
+    memory: HostMemory, named: Tensors
+) -> None:
+    client = Four(worker(memory))
+    source = Source(named, fails_after=len(named) // 2)
+    lender = trainer(source, client, memory, chunk_bytes=1)
+    with pytest.raises(RuntimeError, match="gathering failed"):
+        lender.send_weights()
+    assert client.calls[:2] == ["start", "update"]
+    assert "abort" not in client.calls
+
+
+def test_other_ranks_of_a_trainer_gather_and_lend_nothing(
+    memory: HostMemory, named: Tensors
+) -> None:
+    client = Five(worker(memory))
+    source = Source(named)
+    trainer(source, client, memory, rank=1).send_weights()
+    assert source.num_gathered == len(named)
+    assert client.calls == []
+
+
+def test_a_trainer_without_a_source_is_refused(memory: HostMemory) -> None:
+    with pytest.raises(ValueError, match="inflight_ipc needs a WeightSource"):
+        IpcTrainer.trainer_init(IpcTrainerInitInfo(rank=0), client=Five(worker(memory)))

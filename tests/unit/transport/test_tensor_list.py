@@ -1,0 +1,57 @@
+"""What is announced can be believed, or is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.transports.peers import tensors
+from vllm.inflight.transport.buckets.tensor_list import TensorList
+
+
+def test_it_comes_back_from_the_words_of_upstream():
+    announced = TensorList.of(tensors().items())
+    assert TensorList.parse(**announced.update_info) == announced
+
+
+def test_nothing_can_be_announced():
+    assert TensorList.of([]).sizes == []
+
+
+@pytest.mark.parametrize(
+    ("info", "named"),
+    [
+        ((["a"], [], [[1]]), "'dtype_names' has 0 entries"),
+        ((["a"], ["float32"], []), "'shapes' has 0 entries"),
+        (("a", ["float32"], [[1]]), "'names' must be a list"),
+        ((["a"], ["float33"], [[1]]), "no dtype 'float33'"),
+        ((["a"], ["nn"], [[1]]), "no dtype 'nn'"),
+        ((["a"], ["float32"], [[-1]]), "'a' cannot have the shape"),
+        ((["a"], ["float32"], [[1.5]]), "'a' cannot have the shape"),
+        ((["a"], ["float32"], [3]), "'a' cannot have the shape"),
+        ((["a"], ["float32"], [[0, 1 << 63]]), "'a' cannot have the shape"),
+        (([7], ["float32"], [[1]]), "7 in 'names'"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(info, named):
+    with pytest.raises(ValueError, match=named):
+        TensorList.parse(*info)
+
+
+@pytest.mark.parametrize(
+    ("sent", "named"),
+    [
+        ([("a", torch.zeros(2))], "'b' and what follows"),
+        ([("a", torch.zeros(2)), ("c", torch.zeros(3))], "to be sent is .'c'"),
+        ([("a", torch.zeros(3)), ("b", torch.zeros(3))], "announced was .'a'"),
+        ([("a", torch.zeros(2).half()), ("b", torch.zeros(3))], "announced was .'a'"),
+        (
+            [("a", torch.zeros(2)), ("b", torch.zeros(3)), ("c", torch.zeros(1))],
+            "'c' was not announced",
+        ),
+    ],
+)
+def test_what_differs_from_it_is_not_sent(sent, named):
+    announced = TensorList.of([("a", torch.zeros(2)), ("b", torch.zeros(3))])
+    with pytest.raises(ValueError, match=named):
+        list(announced.checked(sent))

@@ -1,0 +1,223 @@
+"""Names that a model does not have: its loader may know them, and is asked.
+
+Intake and plan as on a GPU, on memory of the host.
+"""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.shadow_on_host import SHARDS, Model, Sets, shows, version
+from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.ops import Digest
+from vllm.inflight.update import Manifest
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.staging import loader
+from vllm.inflight.worker.verify.checks import MOST_ASKED, TensorChecks
+from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
+
+STRANGE = "a bias by another name"
+FUSED = "attention.qkv"
+
+
+class Renaming(Model):
+    """Its checkpoints call the norm otherwise, as the loader alone knows."""
+
+    is_broken: type[Exception] | None = None
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if name in (STRANGE, "another"):
+                super().load_weights([("norm", tensor)])
+                if self.is_broken:
+                    raise self.is_broken("in the middle of it")
+            elif name == FUSED:
+                for shard, part in zip(SHARDS, tensor.chunk(3), strict=True):
+                    super().load_weights([(f"attention.{shard}", part)])
+            elif name.startswith("no such"):
+                self.num_loads += 1
+                raise KeyError(name)
+            else:
+                super().load_weights([(name, tensor)])
+
+
+@pytest.fixture
+def sets() -> Iterator[Sets]:
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        sets = Sets(arena)
+        sets.second.__class__ = Renaming
+        yield sets
+
+
+def renamed(seed: int) -> dict[str, torch.Tensor]:
+    named = version(seed)
+    return {STRANGE: named.pop("norm"), **named}
+
+
+def test_what_the_loader_knows_by_another_name_is_taken_and_replayed(sets):
+    for seed in (1, 2):
+        sets.stage(renamed(seed).items())
+        sets.stager.flip()
+        assert shows(sets.live, version(seed))
+        sets.second.__class__ = Renaming
+    before = sets.second.num_loads
+    sets.stage(renamed(3).items())
+    assert sets.second.num_loads == before, "the plan knew all of it"
+    sets.stager.flip()
+    assert shows(sets.live, version(3))
+
+
+def test_all_that_it_does_not_know_is_told_and_what_comes_after_is_looked_at(sets):
+    many = {f"no such {n}": torch.ones(2) for n in range(50)}
+    bad = {"attention.q": torch.full_like(version(1)["attention.q"], torch.nan)}
+    with pytest.raises(WeightsMismatch, match="NaN or Inf") as refusal:
+        sets.stage((renamed(1) | many | bad).items())
+    assert {*many, "attention.q"} <= set(refusal.value.tensors)
+    assert STRANGE not in refusal.value.tensors
+    assert refusal.value.num_tensors == len(many) + len(bad)
+    assert refusal.value.causes == {"unknown": len(many), "not_finite": 1}
+    assert sets.second.num_loads <= MOST_ASKED + len(version(1))
+    assert f"was asked about {MOST_ASKED} of these names" in str(refusal.value)
+
+
+def test_what_it_failed_on_is_never_replayed(sets):
+    sets.second.is_broken = ValueError
+    for _ in range(2):
+        with pytest.raises(WeightsMismatch, match="unknown") as refusal:
+            sets.stage(renamed(1).items())
+        assert refusal.value.tensors[0] == STRANGE
+    sets.second.is_broken = RuntimeError
+    with pytest.raises(WeightsMismatch, match=f"{STRANGE}: the model's loader"):
+        sets.stage(renamed(1).items())
+    sets.second.is_broken = None
+    sets.stage(renamed(1).items())
+    sets.stager.flip()
+    assert shows(sets.live, version(1))
+
+
+@pytest.mark.parametrize("replayed", [(), ("norm",), (STRANGE,), ("norm", STRANGE)])
+@pytest.mark.parametrize("other", ["norm", "another"])
+def test_one_parameter_by_two_names_is_refused_whichever_the_plan_knows(
+    sets, replayed, other
+):
+    for name in replayed:
+        sets.stage(renamed(1).items() if name == STRANGE else version(1).items())
+    norm = version(2)["norm"]
+    for order in ((STRANGE, other), (other, STRANGE)):
+        named = version(2)
+        del named["norm"]
+        with pytest.raises(WeightsMismatch, match="by tensors of two names"):
+            sets.stage([*named.items(), *((name, norm) for name in order)])
+
+
+@pytest.mark.parametrize("asks_loader", [True, False])
+def test_a_fused_parameter_comes_whole_or_in_parts_and_not_both(sets, asks_loader):
+    sets.shadow.asks_loader = asks_loader  # as where a loader maps names
+    named = version(1)
+    parts = [f"attention.{shard}" for shard in SHARDS]
+    whole = {FUSED: torch.cat([named[part] for part in parts])}
+    others = {name: named[name] for name in named.keys() - set(parts)}
+    for _ in range(3):  # recorded, proved, replayed
+        sets.stage((others | whole).items())
+        for part in (parts[0], parts[-1]):
+            other = {part: version(2)[part]}
+            for order in (whole | other, other | whole):
+                with pytest.raises(WeightsMismatch, match=f"{FUSED}: .* two names"):
+                    sets.stage((others | order).items())
+    sets.stage((others | whole).items())
+    sets.stager.flip()
+    assert shows(sets.live, named)
+
+
+def test_what_is_no_number_of_that_kind_is_refused_by_any_name(sets):
+    named = renamed(1)
+    named[STRANGE] = named[STRANGE].to(torch.int32)
+    with pytest.raises(WeightsMismatch, match="it is int32, the model's is float32"):
+        sets.stage(named.items())
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_what_is_on_the_host_is_looked_into_by_as_many_as_may(
+    sets, monkeypatch, num_threads
+):
+    seen = []
+    for name in ("digest", "count_nonfinite"):
+        real = getattr(loader.ops, name)
+
+        def looked(tensors, *, num_threads=1, real=real, **how):
+            seen.append(num_threads)
+            return real(tensors, num_threads=num_threads, **how)
+
+        monkeypatch.setattr(loader.ops, name, looked)
+    sets.shadow.num_threads = num_threads
+    sets.stage(version(1).items())
+    assert seen == [num_threads] * 2 * len(version(1))
+
+
+def test_a_name_is_looked_up_among_spares_only_if_it_does_not_fit(monkeypatch):
+    """To map one takes microseconds, and there are thousands."""
+    asked = []
+    monkeypatch.setattr(TensorChecks, "is_spare", lambda _, name: asked.append(name))
+    known = {name: (None, "float32") for name in ("one", "two")}
+    origin = StartCheckpoint({"one": (2,), "two": (2,)})
+    inspection = TensorChecks(
+        Manifest(),
+        known,
+        IgnoredTensors(),
+        origin,
+        asks_loader=False,
+        allow_nonfinite=False,
+    )
+    assert inspection.admits("one", torch.ones(2, 1))
+    assert not inspection.admits("two", torch.ones(1, 2))
+    assert asked == ["two"]
+
+
+def test_what_is_announced_and_may_yet_come_is_not_called_missing(sets):
+    announced = [
+        {"name": name, "shape": list(tensor.shape), "dtype": "float32"}
+        for name, tensor in version(1).items()
+    ]
+    inspection = TensorChecks(
+        Manifest.parse({"format": 1, "tensors": announced}),
+        sets.shadow.known_names,
+        IgnoredTensors(),
+        StartCheckpoint({}),
+        asks_loader=False,
+        allow_nonfinite=False,
+    )
+    wrong = torch.ones(3)
+    assert not inspection.admits("norm", wrong)
+    for is_end, named in ((False, {"norm"}), (True, version(1).keys())):
+        places = sets.shadow.places
+        refusal = inspection.refusal([], places, places.params_of, is_end=is_end)
+        assert set(refusal.tensors) == named
+
+
+def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):
+    sets.shadow.spares = IgnoredTensors(endings=("head.weight",))
+    with pytest.raises(WeightsMismatch, match="nothing was sent of the subset"):
+        sets.stage([("head.weight", torch.ones(2))], ("head.*",))
+
+
+def test_what_is_kept_of_a_tensor_is_nothing_to_a_collection_of_garbage():
+    named = version(1)
+    inspection = TensorChecks(
+        Manifest(),
+        {},
+        IgnoredTensors(),
+        StartCheckpoint({}),
+        asks_loader=True,
+        allow_nonfinite=False,
+    )
+    for name, tensor in named.items():
+        assert inspection.admits(name, tensor)
+        assert inspection.judge(name, Digest(1, 2), 0)
+    kept = inspection.facts()
+    for _ in range(3):  # one for each of the tuples in a tuple
+        gc.collect()
+    assert set(kept) == set(named)
+    assert not any(gc.is_tracked(facts) for facts in kept.values())

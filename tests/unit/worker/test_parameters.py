@@ -1,0 +1,193 @@
+"""Twins in an arena: what a GPU does at an update, on the arena's twin of the host."""
+
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.support.shadow_on_host import (
+    Batches,
+    InPlace,
+    Model,
+    Sets,
+    Wrapper,
+    shows,
+    version,
+)
+from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.model.layers import layers
+from vllm.inflight.worker.model.support import difference
+from vllm.inflight.worker.shadow.flip import Copy
+from vllm.inflight.worker.shadow.parameters import is_mirrored, make_copy
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        yield arena
+
+
+@pytest.fixture
+def sets(arena) -> Sets:
+    return Sets(arena)
+
+
+def test_twins_keep_what_upstream_made_of_a_parameter(sets):
+    assert is_mirrored(sets.second) and not is_mirrored(sets.live)
+    assert sets.second.head.weight is sets.second.embed.weight
+    assert sets.second.embed.weight.weight_loader == Model._load_embedding
+    assert sets.second.attention.qkv.shape == sets.live.attention.qkv.shape
+
+
+def test_an_update_shows_at_the_flip_and_not_before(sets):
+    places = [param.data_ptr() for param in sets.live.parameters()]
+    sets.stage(version(1).items())
+    assert shows(sets.live, version(0))
+    sets.arena.flip()
+    assert shows(sets.live, version(1))
+    sets.arena.flip()
+    assert shows(sets.live, version(0))
+    assert places == [param.data_ptr() for param in sets.live.parameters()]
+
+
+def test_layers_that_adapters_wrap_are_flipped_without_their_stacks(arena):
+    sets = Sets(arena, wrapped=True)
+    assert difference(sets.live, sets.second) is None
+    stacks = [layer.lora_a_stacked for layer in (sets.live.embed, sets.live.attention)]
+    for seed in (1, 2):
+        sets.stage(version(seed).items())
+        assert shows(sets.live, version(seed - 1))
+        for stack in stacks:
+            stack.fill_(seed)  # an adapter is loaded while a version is staged
+        arena.flip()
+        assert shows(sets.live, version(seed))
+        assert all((stack == seed).all() for stack in stacks)
+        assert not any(arena.contains(stack) for stack in stacks)
+
+
+def test_without_pages_wrapped_layers_are_copied_over():
+    live, second = Model(torch.empty), Model(torch.empty)
+    live.load_weights(version(0).items())
+    second.load_weights(version(1).items())
+    live.embed, live.head = Wrapper(live.embed), Wrapper(live.head)
+    copy = Copy(SimpleNamespace(live=live, module=second))
+    for param, twin in copy._pairs:
+        param.copy_(twin)
+    assert shows(live, version(1))
+
+
+def test_a_layer_that_is_tied_is_one_layer_however_often_it_is_wrapped():
+    plain, wrapped = Model(torch.empty), Model(torch.empty)
+    plain.head = plain.embed
+    wrapped.embed, wrapped.head = Wrapper(wrapped.embed), Wrapper(wrapped.embed)
+    assert [name for name, _ in layers(wrapped)] == [
+        name for name, _ in plain.named_modules()
+    ]
+    assert dict(layers(wrapped))["embed"] is wrapped.embed.base_layer
+
+
+def test_from_the_third_update_on_the_plan_does_without_the_loader(sets):
+    for seed in range(1, 6):
+        sets.stage(version(seed).items())
+        assert shows(sets.live, version(seed - 1))
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert sets.second.num_loads == 2 * len(version(0)), "recorded, and proved"
+
+
+class Directed(TorchFunctionMode):
+    """A default device, as staging has one; it counts what goes through it."""
+
+    num_calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.num_calls += func is not torch._C._set_grad_enabled
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_remembered_is_not_looked_through_for_garbage(sets, monkeypatch):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(frozen)))
+    counts = []
+    for seed in range(1, 6):
+        sets.stage(InPlace(version(seed)))
+        sets.arena.flip()
+        counts.append(len(frozen))
+    # When loaders were recorded, and when the first tensors were received in place.
+    assert counts == [1, 2, 2, 2, 2]
+
+
+def test_what_is_replayed_does_not_ask_for_a_default_device(sets):
+    calls = []
+    for seed in (1, 2, 3):
+        weights = Batches(version(seed))
+        with Directed() as directed:
+            sets.stage(weights)
+        calls.append(directed.num_calls)
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert calls[0] > 0 == calls[2]
+
+
+def test_batches_of_a_transport_are_loaded_as_such(sets):
+    class Batches:
+        def __init__(self, seed: int) -> None:
+            self._pairs = list(version(seed).items())
+
+        def __iter__(self):
+            raise AssertionError("one by one")
+
+        def batches(self):
+            yield self._pairs[:2]
+            yield self._pairs[2:]
+
+    for seed in (1, 2):
+        sets.arena.settle()
+        intake_weights = Batches(seed)
+        sets.stage(intake_weights)
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+
+
+def test_what_ends_up_in_one_piece_is_received_in_place(sets):
+    first = InPlace(version(1))
+    sets.stage(first)
+    assert not first.placed, "no loader has shown it"
+    sets.arena.flip()
+    for seed in (2, 3, 4):
+        weights = InPlace(version(seed))
+        sets.stage(weights)
+        assert weights.placed == set(version(seed))
+        assert shows(sets.live, version(seed - 1))
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert sets.second.num_loads == 2 * len(version(0))
+
+
+def test_a_version_that_is_refused_leaves_what_is_live_and_the_next_one_works(sets):
+    sets.stage(version(1).items())
+    sets.arena.flip()
+    short = version(2)
+    del short["attention.k"]
+    with pytest.raises(WeightsMismatch, match=r"attention"):
+        sets.stage(short.items())
+    poisoned = version(2)
+    poisoned["norm"][3] = torch.nan
+    with pytest.raises(WeightsMismatch, match="NaN"):
+        sets.stage(poisoned.items())
+    assert shows(sets.live, version(1))
+    sets.stage(version(3).items())
+    sets.arena.flip()
+    assert shows(sets.live, version(3))
+
+
+def test_a_copy_is_of_the_same_form_and_content():
+    tensor = torch.randn(6, 4).t()
+    copy = make_copy(tensor)
+    assert copy.stride() == tensor.stride()
+    assert torch.equal(copy, tensor)
+    assert copy.data_ptr() != tensor.data_ptr()

@@ -1,0 +1,305 @@
+"""A plan is proved before it is trusted, with patterns whose elements all differ."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.shadow_on_host import (
+    HIDDEN,
+    Batches,
+    InPlace,
+    Model,
+    Sets,
+    shows,
+    version,
+)
+from vllm.inflight.worker import replay_check
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.replay_plan import Entry, replay
+
+EVERYTHING = len(version(0))
+
+
+@pytest.fixture(
+    autouse=True, params=[replay_check.PIECE, 100], ids=["whole", "in pieces"]
+)
+def piece(request, monkeypatch) -> None:
+    """Each tensor at once, and each larger than what is made or compared at once."""
+    monkeypatch.setattr(replay_check, "PIECE", request.param)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        yield arena
+
+
+@pytest.fixture
+def sets(arena: Arena) -> Sets:
+    return Sets(arena)
+
+
+@pytest.fixture
+def told(monkeypatch) -> list[str]:
+    """Errors that were logged."""
+    found: list[str] = []
+    monkeypatch.setattr(replay_check.logger, "error", lambda s, *a: found.append(s % a))
+    return found
+
+
+def same_of_all() -> dict[str, torch.Tensor]:
+    """A version whose tensors are all ones: it looks right wherever they end up."""
+    return {name: torch.ones_like(tensor) for name, tensor in version(0).items()}
+
+
+def test_what_was_recorded_wrongly_is_never_served(sets, told):
+    sets.stage(same_of_all().items())
+    sets.arena.flip()
+    wrong = sets.shadow.plan.known("attention.k")
+    ((*rest, part, target, is_exact),) = wrong.copies
+    turned = part[0], part[1], part[2][::-1]
+    wrong.copies = [type(wrong.copies[0])(*rest, turned, target, is_exact)]
+    for seed in (2, 3, 4):
+        sets.stage(version(seed).items())
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert len(told) == 1
+    assert "not what they do" in told[0] and "attention.k" in told[0]
+    assert sets.shadow.plan.num_proved == EVERYTHING - 1
+
+
+def test_two_tensors_that_changed_places_in_the_record_are_found(sets, told):
+    """Weights alone would not tell: the two are equal at the first update."""
+    sets.stage(same_of_all().items())
+    sets.arena.flip()
+    entries = [sets.shadow.plan.known(f"attention.{shard}") for shard in "qk"]
+    for field in ("copies", "filled"):
+        one, other = (getattr(entry, field) for entry in entries)
+        setattr(entries[0], field, other)
+        setattr(entries[1], field, one)
+    for seed in (2, 3):
+        sets.stage(version(seed).items())
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert "attention.k, attention.q" in told[0]
+
+
+@pytest.mark.parametrize("what", ["writes one row more", "leaves the last row"])
+def test_a_loader_that_changes_its_mind_is_found(sets, told, what):
+    sets.stage(version(1).items())
+    sets.arena.flip()
+
+    class Changed(Model):
+        @staticmethod
+        def _load_shard(param, tensor, shard):
+            Model._load_shard(param, tensor, shard)
+            if shard and what == "writes one row more":
+                param.data[shard * HIDDEN - 1].copy_(tensor[0])
+            elif what == "leaves the last row":
+                param.data[(shard + 1) * HIDDEN - 1].zero_()
+
+    param = sets.second.attention.qkv
+    param.weight_loader = Changed._load_shard
+    sets.stage(version(2).items())
+    assert "tensors (attention." in told[0]
+
+
+def test_what_a_copy_gets_wrong_is_never_served(sets, monkeypatch, told):
+    def replay_but_one(known):
+        replay([pair for pair in known if pair[0].params != {"norm"}])
+
+    monkeypatch.setattr(replay_check, "replay", replay_but_one)
+    for seed in (1, 2, 3):
+        sets.stage(Batches(version(seed)))
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+    assert len(told) == 1 and "1 tensors (norm)" in told[0]
+
+
+def test_all_is_replayed_from_the_second_update_on(sets, told):
+    sets.stage(Batches(version(1)))
+    sets.stager.flip()
+    assert sets.shadow.plan.num_proved == 0
+    for seed in (2, 3, 4):
+        sets.stage(weights := Batches(version(seed)))
+        sets.stager.flip()
+        assert shows(sets.live, version(seed))
+        assert sets.shadow.plan.num_proved == EVERYTHING
+        assert weights.placed == version(0).keys(), "received where they end up"
+    assert not told
+
+
+def test_the_loaders_are_called_for_the_proof_alone(sets):
+    sets.stage(version(1).items())
+    before = sets.second.num_loads
+    sets.stage(version(2).items())
+    assert sets.second.num_loads == before + EVERYTHING
+    sets.stage(version(3).items())
+    assert sets.second.num_loads == before + EVERYTHING
+
+
+def test_a_loader_that_makes_tensors_of_its_own_is_never_replayed(sets):
+    """Of a norm that no checkpoint has, when it has seen a key."""
+
+    class Making(Model):
+        def load_weights(self, weights):
+            super().load_weights(self._with_norm(weights))
+
+        @staticmethod
+        def _with_norm(weights):
+            keys = []
+            for name, tensor in weights:
+                keys += [name] * (name == "attention.k")
+                yield name, tensor
+            for _ in keys:
+                yield "norm", torch.zeros(HIDDEN)
+
+    sets.second.__class__ = Making
+    for seed in (1, 2, 3, 4):
+        named = version(seed)
+        del named["norm"]
+        sets.stage(Batches(named))
+        sets.arena.flip()
+        assert shows(sets.live, named | {"norm": torch.zeros(HIDDEN)})
+
+
+def test_what_is_refused_once_is_not_recorded_again(sets):
+    sets.stage(version(1).items())
+    sets.arena.flip()
+    sets.shadow.plan.refuse(["norm"])
+    for seed in (2, 3, 4):
+        sets.stage(version(seed).items())
+        sets.arena.flip()
+        assert shows(sets.live, version(seed))
+        assert sets.shadow.plan.num_proved == EVERYTHING - 1
+
+
+def test_what_the_proof_wrote_is_carried_by_a_subset(sets):
+    for _ in range(2):
+        sets.stage(version(1).items())
+        sets.stager.flip()
+    for name in version(1):
+        sets.shadow.plan.known(name).is_proved = False
+    sets.shadow.behind.clear()  # both sets are version 1
+    embed = version(3)["embed.weight"]
+    sets.stage([("embed.weight", embed)], subset=["embed.weight"])
+    sets.stager.flip()
+    assert shows(sets.live, version(1) | {"embed.weight": embed})
+
+
+def test_a_proof_that_is_ended_leaves_what_it_proved(sets, monkeypatch):
+    sets.stage(version(1).items())
+    sets.stager.flip()
+    monkeypatch.setattr(replay_check, "BATCH_BYTES", 1)
+    calls = []
+
+    def end(num_bytes):
+        calls.append(num_bytes)
+        if len(calls) == 5:
+            raise InterruptedError
+
+    with monkeypatch.context() as patched, pytest.raises(InterruptedError):
+        patched.setattr(sets, "between", end)
+        sets.stage(version(2).items())
+    assert 0 < sets.shadow.plan.num_proved < EVERYTHING
+    sets.stage(version(3).items())
+    sets.stager.flip()
+    assert shows(sets.live, version(3))
+    assert sets.shadow.plan.num_proved == EVERYTHING
+
+
+class Turning(Model):
+    """Its queries are kept transposed: a square tensor has the shape of its place."""
+
+    def __init__(self, empty):
+        super().__init__(empty)
+        self.attention.out = torch.nn.Parameter(empty((HIDDEN, HIDDEN)), False)
+        self.attention.out.weight_loader = self.turned
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "out":
+                param = self.attention.out
+                param.weight_loader(param, tensor)
+            else:
+                super().load_weights([(name, tensor)])
+
+    @staticmethod
+    def turned(param, tensor):
+        param.data.copy_(tensor.t())
+
+
+class Clearing(Turning):
+    """It clears a parameter before it fills it."""
+
+    @staticmethod
+    def turned(param, tensor):
+        param.data.zero_()
+        param.data[:].copy_(tensor)
+
+
+@pytest.mark.parametrize("kind", [Turning, Clearing])
+@pytest.mark.parametrize("transport", [InPlace, Batches])
+def test_what_its_loader_turns_or_clears_is_not_received_in_place(
+    arena, kind, transport
+):
+    def full(seed):
+        torch.manual_seed(seed)
+        return version(seed) | {"out": torch.randn(HIDDEN, HIDDEN)}
+
+    sets = Sets(arena, kind=kind, first=full(0))
+    for seed in range(1, 6):
+        named = full(seed)
+        sets.stage(weights := transport(named))
+        sets.stager.flip()
+        assert shows(sets.live, named)
+        turned = named["out"].t() if kind is Turning else named["out"]
+        assert torch.equal(sets.live.attention.out, turned)
+        assert "out" not in weights.placed
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool),
+        *(torch.int8, torch.int32, torch.int64),
+    ],
+)
+def test_no_two_elements_of_a_batch_have_one_pattern(dtype):
+    shapes = {"a": (300, 7), "b": (300, 7), "c": ()}
+    batch = [(n, replay_check.Entry(torch.Size(s), dtype)) for n, s in shapes.items()]
+    digits = range(replay_check._num_digits(batch))
+    rows = [dict(replay_check._patterns(batch, d, torch.device("cpu"))) for d in digits]
+    columns = []
+    for row in rows:
+        parts = [row[name].view(-1) for name in shapes]
+        columns.append(torch.cat([replay_check._as_integers(part) for part in parts]))
+    assert len(torch.stack(columns, 1).unique(dim=0)) == 2 * 2100 + 1
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ],
+    ids=str,
+)
+def test_patterns_are_numbers(dtype):
+    """A GPU that copies many tensors at once has one NaN for all of them."""
+    entry = Entry(torch.Size([70_000]), dtype)
+    digits = []
+    for digit in range(replay_check._num_digits([("a", entry)])):
+        ((_, pattern),) = replay_check._patterns(
+            [("a", entry)], digit, torch.device("cpu")
+        )
+        assert pattern.float().isfinite().all()
+        digits.append(pattern.view(replay_check.INTEGERS[dtype.itemsize]).long())
+    elements = torch.stack(digits, 1)
+    assert len(elements.unique(dim=0)) == entry.shape.numel(), "each is another one"

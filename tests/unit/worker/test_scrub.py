@@ -1,0 +1,245 @@
+"""What ranks read of what they serve, and what it amounts to."""
+
+import os
+import subprocess
+import sys
+import threading
+from array import array
+from math import prod
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.support.models.every_loader import MAPPED, Model, version
+from tests.support.shadow_on_host import InPlace, Sets
+from vllm.inflight import ops
+from vllm.inflight.engine.integrity.scrubs import judged
+from vllm.inflight.ops.reference import row_major
+from vllm.inflight.worker.integrity import scrub
+from vllm.inflight.worker.integrity.scrub import Reading, Scratch, Sums
+from vllm.inflight.worker.memory.arena import Arena
+
+HOST = torch.device("cpu")
+
+
+@st.composite
+def parts(draw: Any) -> tuple[torch.Tensor, list[tuple[torch.Tensor, Any]]]:
+    """A tensor, and disjoint parts that make it up, as they may lie elsewhere."""
+    dims = draw(st.integers(1, 3))
+    shape = [draw(st.integers(1, 9)) for _ in range(dims)]
+    dtype = draw(st.sampled_from([torch.int8, torch.int16, torch.int32, torch.int64]))
+    torch.manual_seed(draw(st.integers(0, 1 << 16)))
+    whole = torch.randint(-100, 100, shape, dtype=dtype)
+    dim = draw(st.integers(0, dims - 1))
+    cut = draw(st.integers(0, shape[dim]))
+    strides = row_major(shape)
+    made = []
+    for at, size in ((0, cut), (cut, shape[dim] - cut)):
+        view = whole.narrow(dim, at, size)
+        order = draw(st.permutations(range(dims)))
+        part = (
+            at * strides[dim],
+            tuple(view.shape[d] for d in order),
+            tuple(strides[d] for d in order),
+        )
+        # As it is served: in memory of another order, behind something else.
+        there = torch.empty(3 + view.numel(), dtype=dtype)[3:]
+        there = there.view([view.shape[d] for d in order])
+        there.copy_(view.permute(order))
+        made.append((there, part))
+    return whole, made
+
+
+def values(digest: ops.Digest, tensor: torch.Tensor) -> ops.Digest:
+    shape, width = tuple(tensor.shape), tensor.element_size()
+    return digest - ops.counts_of_part(shape, row_major(shape), 0, width)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(parts())
+def test_parts_wherever_they_lie_add_up_to_the_digest_of_the_whole(made):
+    whole, pieces = made
+    sums, reading = Sums(HOST, 1), Reading(Scratch(HOST))
+    for tensor, part in pieces:
+        reading.add(0, tensor, part, tensor.dtype)
+    reading.run(sums)
+    found = ops.Digest(*(n % 2**64 for n in sums.results()[0].tolist()))
+    assert found == values(ops.digest([whole])[0], whole)
+
+
+def check_kernel() -> None:
+    """Runs where TRITON_INTERPRET was set before Triton was imported."""
+    scrub.PIECE_BYTES = 1024
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.int8):
+        whole = (torch.randn(24, 40) * 50).to(dtype)
+        cases = {
+            "rows": [
+                (whole[:8], (0, (8, 40), (40, 1))),
+                (whole[8:], (320, (16, 40), (40, 1))),
+            ],
+            "columns": [
+                (whole[:, :7].clone(), (0, (24, 7), (40, 1))),
+                (whole[:, 7:].clone(), (7, (24, 33), (40, 1))),
+            ],
+            "turned": [(whole.t().contiguous(), (0, (40, 24), (1, 40)))],
+            "every second": [
+                (whole[:, ::2].clone(), (0, (24, 20), (40, 2))),
+                (whole[:, 1::2].clone(), (1, (24, 20), (40, 2))),
+            ],
+        }
+        for name, pieces in cases.items():
+            for is_dense_allowed in (True, False):
+                sums, reading = Sums(HOST, 2), Reading(Scratch(HOST))
+                for tensor, part in pieces:
+                    if not (is_dense_allowed and reading._add_dense(1, tensor, part)):
+                        reading._add_scattered(1, tensor, part, dtype)
+                reading.close()
+                reading.run(sums)
+                rows = sums.results()
+                found = ops.Digest(*(n % 2**64 for n in rows[1].tolist()))
+                assert found == values(ops.digest([whole])[0], whole), (name, dtype)
+                assert not rows[0].any()
+
+
+def test_a_gpu_reads_them_alike():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    run = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import check_kernel as c; c()"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_every_kind_of_loader_that_copies_is_read_back():
+    with Arena.open(HOST, 1 << 26) as arena:
+        sets = Sets(arena, kind=Model, first=version(0))
+        sets.shadow.asks_loader = True
+        for seed in (1, 2, 3):
+            sets.stage(InPlace(version(seed)))
+            sets.stager.flip()
+        found = sets.stager.scrub("begin")
+        assert found == 1
+        result = sets.stager.scrub("result")
+        told = judged([result])
+        # What lost bits on its way, or is there many times over, is no copy.
+        copied = MAPPED - {"narrowed", "spread"}
+        assert set(result["names"]) >= copied
+        assert told["result"] == "equal"
+        assert told["num_tensors"] == len(copied)
+        assert told["num_parameters"] > 0
+        assert (told["unknown"], told["different"]) == ([], [])
+        for name in ("turned", "experts", "computed", "padded"):
+            param = sets.live.get_parameter(name)
+            param.data.view(-1).view(torch.int32)[-1] ^= 1
+            sets.stager.scrub("begin")
+            found = judged([sets.stager.scrub("result")])
+            expected = {"experts": "experts.2"}.get(name, name)
+            assert found["different"] == [expected]
+            param.data.view(-1).view(torch.int32)[-1] ^= 1
+
+
+def test_what_changes_while_it_is_read_is_read_again():
+    with Arena.open(HOST, 1 << 26) as arena:
+        sets = Sets(arena, kind=Model, first=version(0))
+        sets.shadow.asks_loader = True
+        for seed in (1, 2):
+            sets.stage(version(seed).items())
+            sets.stager.flip()
+        sets.stager.scrub("begin")
+        sets.stager.flip()
+        assert sets.stager.scrub("slice") is None
+        assert sets.stager.scrub("result") is None
+
+
+def test_who_asks_while_another_thread_makes_slices_reads_all_of_them(monkeypatch):
+    """The thread that stages makes them, and the one that decodes may ask then."""
+    is_making, goes_on = threading.Event(), threading.Event()
+
+    class Slow(scrub.ScrubSlice):
+        def add(self, *args: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                is_making.set()
+                goes_on.wait(30)
+            super().add(*args)
+
+    with Arena.open(HOST, 1 << 26) as arena:
+        sets = Sets(arena, kind=Model, first=version(0))
+        sets.shadow.asks_loader = True
+        monkeypatch.setattr(scrub, "ScrubSlice", Slow)
+        staging = threading.Thread(
+            target=lambda: sets.stage(version(1).items()), daemon=True
+        )
+        staging.start()
+        assert is_making.wait(30)
+        assert sets.stager.scrub("begin") is None, "decoding does not wait for it"
+        layout = sets.stager._layout
+        asked = layout.slices(set())
+        goes_on.set()
+        staging.join()
+        num_places = len(layout.places)
+        assert sum(len(each._of_host) for each in asked) == num_places
+        assert sum(len(e._of_host) for e in layout.slices(set())) == num_places
+        assert sets.stager.scrub("begin") == len(asked)
+
+
+def reply(held: dict[str, tuple[torch.Tensor, torch.Tensor, int]]) -> dict[str, Any]:
+    """Of a rank that holds, of each whole tensor, these rows from that one on."""
+    sums, expected, holds = array("Q"), array("Q"), array("Q")
+    names = sorted(held)
+    for name in names:
+        whole, part, first = held[name]
+        offsets = (first, *(0 for _ in part.shape[1:]))
+        shape, width = tuple(part.shape), part.element_size()
+        strides = row_major(whole.shape)
+        start = first * strides[0]
+        count = ops.counts_of_part(shape, strides, start, width)
+        sums.extend(ops.digest_slice(part, whole.shape, offsets) - count)
+        expected.extend(values(ops.digest([whole])[0], whole))
+        holds.append(hash((start, shape)) % 2**64)
+    numel = array("Q", (prod(held[n][0].shape) for n in names))
+    covered = array("Q", (held[n][1].numel() for n in names))
+    named = {"sums": sums, "expected": expected, "numel": numel}
+    named |= {"covered": covered, "holds": holds}
+    packed = {key: numbers.tobytes() for key, numbers in named.items()}
+    return packed | {"names": names, "wrong": [], "unknown": [], "num_marked": 0}
+
+
+def test_ranks_are_added_up_and_copies_must_agree():
+    whole, norm = torch.randn(8, 4), torch.randn(4)
+    shards = [
+        {"w": (whole, whole[at : at + 4], at), "n": (norm, norm, 0)} for at in (0, 4)
+    ]
+    told = judged([reply(held) for held in shards])
+    assert (told["result"], told["num_tensors"]) == ("equal", 2)
+    shards[1]["n"] = (norm, norm + 1, 0)
+    assert judged([reply(held) for held in shards])["different"] == ["n"]
+    shards[1]["n"] = (norm, norm, 0)
+    shards[1]["w"] = (whole, whole[:4], 4)
+    assert judged([reply(held) for held in shards])["different"] == ["w"]
+    # Both hold the first half: nobody has the second.
+    shards[1]["w"] = (whole, whole[:4], 0)
+    told = judged([reply(held) for held in shards])
+    assert (told["result"], told["unknown"]) == ("equal", ["w"])
+
+
+def test_stages_hold_tensors_of_their_own():
+    one, other, both = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8)
+    first = reply({"a": (one, one, 0), "e": (both, both, 0)})
+    last = reply({"b": (other, other, 0), "e": (both, both, 0)})
+    told = judged([first, last])
+    assert (told["result"], told["num_tensors"]) == ("equal", 3)
+    last = reply({"b": (other, other + 1, 0), "e": (both, both * 2, 0)})
+    assert judged([first, last])["different"] == ["b", "e"]
+
+
+def test_nothing_to_compare_with_is_told():
+    nothing = reply({}) | {"unknown": ["w"]}
+    told = judged([nothing])
+    assert (told["result"], told["num_unknown"]) == ("unknown", 1)

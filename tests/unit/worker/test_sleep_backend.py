@@ -1,0 +1,273 @@
+"""A worker's sleep, with its weights in the arena's twin of the host.
+
+Upstream's allocator is a stand-in that remembers what it was asked: it needs a GPU.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.shadow_on_host import Sets, shows, version
+from tests.unit.worker.test_arena import limit
+from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError
+from vllm.inflight.worker.integrity.outside_writes import overwritten
+from vllm.inflight.worker.memory import placement
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.sleep import SleepBackend, backend_of
+
+BUFFER = torch.arange(300, dtype=torch.float32)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What upstream's allocator is asked for."""
+    asked: list[str] = []
+    allocator = SimpleNamespace(
+        sleep=lambda offload_tags: asked.append(f"sleep {offload_tags[0]}"),
+        wake_up=lambda tags: asked.append(f"wake {tags}"),
+        discard=lambda tags: asked.append(f"discard {tags}"),
+    )
+    monkeypatch.setattr(
+        "vllm.device_allocator.get_mem_allocator_instance", lambda: allocator
+    )
+    return asked
+
+
+class Worker:
+    """Weights and a buffer in an arena, a second set, and the sleep of both."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.buffer = arena.empty(BUFFER.shape).copy_(BUFFER)
+        self.sets = Sets(arena)
+        shadow = self.sets.shadow
+        shadow.arenas = (arena,)
+        shadow.pair = lambda: ShadowModel.pair(shadow)
+        self.backend = SleepBackend(self.sets.stager, arena)
+
+    def publish(self, seed: int) -> None:
+        self.sets.shadow.pair()
+        self.sets.stage(version(seed).items())
+        self.sets.stager.flip()
+
+    def serves(self, seed: int) -> bool:
+        return shows(self.sets.live, version(seed)) and torch.equal(self.buffer, BUFFER)
+
+
+@pytest.fixture
+def worker(asked: list[str]) -> Iterator[Worker]:
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        yield Worker(arena)
+
+
+def test_level_1_brings_everything_back_where_it_was(
+    worker: Worker, asked: list[str]
+) -> None:
+    worker.publish(1)
+    places = [p.data_ptr() for p in worker.sets.live.parameters()]
+    worker.backend.suspend(1)
+    assert worker.arena.stats()["backed_bytes"] == 0
+    worker.backend.resume(["kv_cache"])
+    assert worker.arena.stats()["backed_bytes"] == 0
+    worker.backend.resume(["weights"])
+    assert worker.serves(1)
+    assert places == [p.data_ptr() for p in worker.sets.live.parameters()]
+    assert asked == ["sleep weights", "wake ['kv_cache']", "wake ['weights']"]
+    worker.publish(2)
+    assert worker.serves(2)
+
+
+def test_level_2_keeps_what_is_no_weight(worker: Worker, asked: list[str]) -> None:
+    for seed in range(1, 6):
+        worker.backend.suspend(2)
+        assert worker.arena.stats()["backed_bytes"] == 0
+        worker.backend.resume(["weights"])
+        assert not any(p.any() for p in worker.sets.live.parameters())
+        assert torch.equal(worker.buffer, BUFFER)
+        worker.publish(seed)
+        assert worker.serves(seed)
+        worker.backend.resume(["kv_cache"])
+    assert asked[0] == "sleep runtime" and len(asked) == 15
+
+
+def test_there_is_no_way_back_over_a_sleep(worker: Worker) -> None:
+    worker.publish(1)
+    worker.backend.suspend(1)
+    worker.backend.resume()
+    with pytest.raises(RuntimeError, match="nothing is staged"):
+        worker.sets.stager.flip()
+    assert worker.serves(1) and worker.sets.stager.served is not None
+
+
+def test_after_level_2_nothing_is_known_of_what_is_served(worker: Worker) -> None:
+    worker.publish(1)
+    worker.backend.suspend(2)
+    worker.backend.resume()
+    assert worker.sets.stager.served is None
+
+
+def test_weights_that_were_filled_in_place_are_carried_into_the_next_subset(
+    worker: Worker,
+) -> None:
+    worker.backend.suspend(2)
+    worker.backend.resume()
+    worker.sets.live.load_weights(version(3).items())  # upstream's reload_weights
+    norm = {"norm": version(4)["norm"]}
+    worker.sets.stage(norm.items(), subset=["norm"])
+    worker.sets.stager.flip()
+    assert worker.serves(3) is False
+    assert shows(worker.sets.live, version(3) | norm)
+
+
+def test_so_are_weights_that_were_written_over_awake(worker: Worker) -> None:
+    worker.publish(1)
+    norm = {"norm": version(2)["norm"]}
+    worker.sets.stage(norm.items(), subset=["norm"])
+    worker.sets.stager.flip()  # the two sets differ in this alone
+    worker.sets.live.load_weights(version(3).items())
+    stager, wire = worker.sets.stager, SimpleNamespace(acknowledge=lambda: None)
+    overwritten(SimpleNamespace(_inflight_stager=stager, _inflight_tripwire=wire))
+    with pytest.raises(RuntimeError, match="nothing is staged"):
+        worker.sets.stager.flip()
+    assert worker.sets.stager.served is None
+    norm = {"norm": version(4)["norm"]}
+    worker.sets.stage(norm.items(), subset=["norm"])
+    worker.sets.stager.flip()
+    assert shows(worker.sets.live, version(3) | norm)
+
+
+def test_a_second_set_without_room_at_waking_comes_with_the_next_update(
+    worker: Worker,
+) -> None:
+    one = sum(num_bytes for _, num_bytes in worker.arena.runs())
+    worker.backend.suspend(1)
+    limit(worker.arena, budget=one)
+    worker.backend.resume()
+    assert worker.serves(0) and worker.arena.phase == "consolidated"
+    limit(worker.arena)
+    worker.publish(1)
+    assert worker.serves(1)
+
+
+def test_a_wake_up_without_room_can_be_repeated(
+    worker: Worker, asked: list[str]
+) -> None:
+    worker.publish(1)
+    worker.backend.suspend(1)
+    limit(worker.arena, budget=0)
+    with pytest.raises(Exception, match="lacks"):
+        worker.backend.resume()
+    assert asked == ["sleep weights"]
+    limit(worker.arena)
+    worker.backend.resume()
+    assert worker.serves(1)
+
+
+def test_a_host_without_memory_refuses_before_anything_has_changed(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.publish(1)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the host lacks memory")
+
+    monkeypatch.setattr("vllm.inflight.worker.sleep.HostCopy", fail)
+    for call in (worker.backend.prepare, worker.backend.suspend):
+        with pytest.raises(RuntimeError, match="lacks memory"):
+            call(1)
+    assert worker.arena.phase == "paired" and worker.serves(1)
+    worker.sets.stager.flip()  # the way back is still there
+    assert worker.serves(0)
+
+
+def test_what_was_copied_for_a_sleep_that_never_came_is_not_brought_back(
+    worker: Worker,
+) -> None:
+    worker.backend.prepare(1)
+    worker.publish(1)
+    worker.backend.resume()
+    assert worker.serves(1)
+    worker.backend.prepare(1)
+    worker.publish(2)
+    worker.backend.prepare(0)
+    worker.backend.suspend(1)
+    worker.backend.prepare(0)  # too late to take back
+    worker.backend.resume()
+    assert worker.serves(2)
+
+
+@pytest.mark.parametrize("call", ["unmap", "release"])
+def test_a_sleep_that_failed_ends_as_it_began_and_is_not_remembered(
+    worker: Worker, call: str
+) -> None:
+    worker.publish(1)
+    num_runs = len(worker.arena.runs())
+    limit(worker.arena, call=call, skip=num_runs, times=1)  # of the live set
+    with pytest.raises(ArenaFault, match=call):
+        worker.backend.suspend(1)
+    limit(worker.arena)
+    worker.backend.resume()
+    assert worker.serves(1) and worker.backend._backup is None
+    worker.publish(2)
+    worker.backend.suspend(1)
+    worker.backend.resume()
+    assert worker.serves(2)
+
+
+def test_an_arena_that_a_sleep_has_torn_does_not_wake_up(asked: list[str]) -> None:
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        first, hole = arena.empty((1,)), arena.empty((1 << 20,))
+        kept = arena.empty((1,))
+        del hole
+        worker = Worker(arena)
+        arena.unpair()
+        assert len(arena.runs()) == 2 and arena.contains(first) and arena.contains(kept)
+        # One run is unmapped, the next one is not, and the first one stays away.
+        limit(arena, skip=2, times=2)
+        with pytest.raises(ArenaTorn, match="cannot be put back"):
+            worker.backend.suspend(1)
+        limit(arena)
+        for tags in (["weights"], None):
+            with pytest.raises(ArenaTorn, match="a sleep has failed"):
+                worker.backend.resume(tags)
+        assert asked == []
+
+
+def test_sleeping_twice_is_sleeping_once(worker: Worker) -> None:
+    worker.backend.suspend(1)
+    worker.backend.suspend(1)
+    worker.backend.resume()
+    worker.backend.resume()
+    assert worker.serves(0)
+
+
+def test_discarded_weights_are_as_those_of_level_2(
+    worker: Worker, asked: list[str]
+) -> None:
+    worker.backend.discard(("kv_cache",))
+    assert worker.serves(0)
+    worker.backend.discard(("weights",))
+    assert worker.arena.stats()["backed_bytes"] == 0
+    worker.backend.resume()
+    assert torch.equal(worker.buffer, BUFFER)
+    assert not any(p.any() for p in worker.sets.live.parameters())
+
+
+def test_weights_outside_of_both_are_refused_at_the_start(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager: Any = SimpleNamespace(
+        shadow=SimpleNamespace(live=torch.nn.Module(), reason="it says so"),
+        worker=SimpleNamespace(vllm_config=None),
+    )
+    monkeypatch.setattr("vllm.inflight.worker.sleep.is_wanted", lambda _: True)
+    with pytest.raises(ConfigError, match="staging off"):
+        backend_of(stager)
+    monkeypatch.setattr("vllm.inflight.worker.sleep.is_wanted", lambda _: False)
+    assert backend_of(stager) is None  # upstream's own
+    placement._residences[stager.shadow.live] = placement.Placement(worker.arena, "no")
+    assert isinstance(backend_of(stager), SleepBackend)  # no updates, but sleep

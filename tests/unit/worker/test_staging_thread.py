@@ -1,0 +1,203 @@
+"""A staging thread that dies has told so before: nobody waits for it in vain."""
+
+import math
+import random
+import string
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.waiting import until
+from vllm.inflight.engine.update.ranks import verdict
+from vllm.inflight.errors import EngineFault
+from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.staging.thread import StagingThread
+from vllm.inflight.worker.staging.worker import StagingWorker
+from vllm.inflight.worker.status_board import StatusBoard
+from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
+from vllm.inflight.yielding import with_breaks
+
+RANK, NUM_RANKS = 1, 2
+
+
+class Transport(StagedEngine):
+    """One of ours, that does what it is told by the test."""
+
+    fault: BaseException | None = None
+    measured: object = None
+
+    def __init__(self) -> None:
+        pass
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        raise AssertionError("it is not connected here")
+
+    def receive_weights(self, update_info: Any) -> None:
+        raise AssertionError("it receives nothing here")
+
+    def shutdown(self) -> None:
+        if self.measured is not None:
+            vars(threading.current_thread())["_transport"] = self  # as in an update
+        if self.fault is not None:
+            raise self.fault
+
+    @property
+    def gauges(self) -> dict[str, Any]:
+        if isinstance(self.measured, Exception):
+            raise self.measured
+        return {"window": self.measured}
+
+
+@pytest.fixture
+def board() -> Iterator[StatusBoard]:
+    made = StatusBoard.create(NUM_RANKS)
+    yield made
+    made.close()
+    with suppress(FileNotFoundError):
+        made.unlink()
+
+
+@pytest.fixture
+def transport() -> Transport:
+    return Transport()
+
+
+@pytest.fixture
+def stager(board: StatusBoard, transport: Transport) -> Iterator[StagingWorker]:
+    """The second rank of two, by a launcher that has started five before it."""
+    parallel = SimpleNamespace(
+        rank=6 + RANK,
+        world_size=NUM_RANKS,
+        tensor_parallel_size=NUM_RANKS,
+        data_parallel_index=0,
+    )
+    worker = SimpleNamespace(
+        device=torch.device("cpu"),
+        vllm_config=SimpleNamespace(additional_config={}, parallel_config=parallel),
+        weight_transfer_engine=transport,
+    )
+    shadow: Any = ShadowModel.__new__(ShadowModel)
+    vars(shadow).update(
+        device=worker.device, live=None, module=None, reason=None, num_threads=1
+    )
+    shadow.arenas = ()
+    shadow.origin = StartCheckpoint({"norm.weight": (4,)})
+    made = StagingWorker(worker, shadow, lambda _: lambda: 0.0)
+    made.attach(board.path, NUM_RANKS)
+    made.lane = nullcontext  # type: ignore[method-assign]
+    yield made
+    made.close()
+
+
+def told(board: StatusBoard, serial: int = 1) -> Any:
+    """What the rank posts in the end of an update."""
+    until(
+        lambda: board.read(RANK).get("state") in ("failed", "staged"),
+        "the rank says nothing",
+    )
+    notice = board.read(RANK)
+    assert notice["serial"] == serial
+    return verdict([notice], serial)
+
+
+@pytest.mark.parametrize("fault", [SystemExit(3), KeyboardInterrupt(), OSError("no")])
+def test_a_transport_that_raises_whatever_it_likes_fails_its_update(
+    stager: StagingWorker,
+    board: StatusBoard,
+    transport: Transport,
+    fault: BaseException,
+) -> None:
+    transport.fault = fault
+    stager.order(1, "shutdown", None)
+    error = told(board)
+    assert isinstance(error, EngineFault)
+    assert type(fault).__name__ in error.message
+
+
+def test_long_loops_of_a_job_have_breaks(
+    stager: StagingWorker, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks: list[StagingThread] = []
+    monkeypatch.setattr(StagingThread, "_take_break", lambda job: breaks.append(job))
+    monkeypatch.setattr(transport, "shutdown", lambda: list(with_breaks(range(10**6))))
+    stager.order(1, "shutdown", None)
+    until(lambda: len(breaks) > 10, "it takes no breaks")
+    until(lambda: not stager.is_busy, "it never ends")
+
+
+def test_the_first_bytes_are_told_at_once(
+    stager: StagingWorker, board: StatusBoard
+) -> None:
+    job = StagingThread(stager, board, 1, predecessor=None)
+    job._post()
+    job._posted = math.inf  # whatever was told a moment ago
+    job._progress(5, 1)
+    assert board.read(RANK)["bytes"] == 5
+
+
+def test_a_job_works_beside_decoding_until_its_order_is_carried_out(
+    stager: StagingWorker, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, seen = sys.getswitchinterval(), list[float]()
+    monkeypatch.setattr(
+        transport, "shutdown", lambda: seen.append(sys.getswitchinterval())
+    )
+    stager.order(1, "shutdown", None)
+    until(lambda: bool(seen), "it did nothing")
+    assert seen[0] < usual
+    until(lambda: sys.getswitchinterval() == usual, "it never ends")
+
+
+def of_no_use() -> object:
+    return object()
+
+
+def too_long() -> str:
+    letters = random.Random(0)
+    return "".join(letters.choices(string.printable, k=1 << 20))
+
+
+@pytest.mark.parametrize(
+    "measured", [RuntimeError("no gauge"), of_no_use(), too_long()]
+)
+def test_a_notice_that_cannot_be_posted_still_says_that_the_update_failed(
+    stager: StagingWorker, board: StatusBoard, transport: Transport, measured: object
+) -> None:
+    transport.measured = measured
+    transport.fault = OSError("the wire is gone")
+    stager.order(1, "shutdown", None)
+    error = told(board)
+    assert isinstance(error, EngineFault)
+    assert "the wire is gone" in error.message
+
+
+def test_a_job_that_cannot_be_made_is_told_of(
+    stager: StagingWorker, board: StatusBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager.worker.vllm_config, "additional_config", None)
+    stager.order(1, "begin", {})
+    assert isinstance(told(board), EngineFault)
+    assert not stager.is_busy
+
+
+def test_a_rank_posts_where_its_engine_reads_whatever_a_launcher_calls_it(
+    stager: StagingWorker, board: StatusBoard
+) -> None:
+    assert stager.rank == RANK
+    stager.order(1, "shutdown", None)
+    until(lambda: board.read(RANK).get("orders") == 1, "the rank says nothing")
+    assert board.read(0) == {}
+
+
+def test_a_rank_that_its_engine_has_no_place_for_is_refused_when_it_attaches(
+    stager: StagingWorker, board: StatusBoard
+) -> None:
+    with pytest.raises(ValueError, match="it has 1 ranks, and this is number 1"):
+        stager.attach(board.path, 1)
