@@ -227,21 +227,21 @@ def test_the_commands_of_the_quickstart_do_what_it_says(
     )
     blocks = {
         title: BLOCK.findall(sections[title])
-        for title in ("Replace the weights", "Go back", "Pause")
+        for title in ("Replace the weights", "Roll back", "Pause")
     }
     blocks["Watch"] = BLOCK.findall(sections["Watch, and find out what is wrong"])
     said = {}
     for title, (commands,) in blocks.items():
         status, said[title] = play(server, folders, commands)
         assert status == 0, said
-    committed, _, spans = said["Replace the weights"].partition("\n")
-    assert json.loads(committed)["weight_version"] == "step-100"
-    starts_and_ends = [(s["start"], s["end"]) for s in json.loads(spans)]
+    committed, spans = replies(said["Replace the weights"])
+    assert committed["weight_version"] == "step-100"
+    starts_and_ends = [(s["start"], s["end"]) for s in spans]
     assert starts_and_ends[0][0] == 0 < starts_and_ends[-1][1]
-    info, back = map(json.loads, said["Go back"].splitlines())
+    info, back = replies(said["Roll back"])
     assert back["weight_version"] == info["previous"]["weight_version"]
     assert back["epoch"] == info["epoch"] + 1
-    paused, asked, going = map(json.loads, said["Pause"].splitlines())
+    paused, asked, going = replies(said["Pause"])
     assert (paused["paused"], asked["is_paused"], going["paused"]) == (
         True,
         True,
@@ -251,13 +251,23 @@ def test_the_commands_of_the_quickstart_do_what_it_says(
     assert said["Watch"].endswith("Nothing is wrong.")
 
 
+def replies(text: str) -> list[Any]:
+    """The JSON values that `text` is, one behind the other."""
+    values = []
+    while text := text.lstrip():
+        value, end = json.JSONDecoder().raw_decode(text)
+        values.append(value)
+        text = text[end:]
+    return values
+
+
 def play(server: Server, folders: Path, commands: str) -> tuple[int, str]:
     """One block, as an operator would type it."""
     told = commands.replace("localhost:8000", server.url.removeprefix("http://"))
     told = told.replace("/models/", f"{folders}/")
     told = told.replace("curl ", "curl -sS --fail-with-body -w '\\n' ")
     done = subprocess.run(
-        ["bash", "-ec", told],
+        ["bash", "-eo", "pipefail", "-c", told],
         capture_output=True,
         text=True,
         check=False,
