@@ -8,7 +8,49 @@ what we change.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # The types of upstream's objects, for annotations alone: `upstream.Request`.
+    from vllm.config import ModelConfig as ModelConfig
+    from vllm.config import ParallelConfig as ParallelConfig
+    from vllm.config import SpeculativeConfig as SpeculativeConfig
+    from vllm.config import VllmConfig as VllmConfig
+    from vllm.config.load import LoadConfig as LoadConfig
+    from vllm.engine.protocol import EngineClient as EngineClient
+    from vllm.entrypoints.llm import LLM as LLM
+    from vllm.lora.model_manager import LoRAModelManager as LoRAModelManager
+    from vllm.lora.request import LoRARequest as LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager as WorkerLoRAManager
+    from vllm.model_executor.model_loader.base_loader import (
+        BaseModelLoader as BaseModelLoader,
+    )
+    from vllm.multimodal.inputs import MultiModalFeatureSpec as MultiModalFeatureSpec
+    from vllm.outputs import CompletionOutput as CompletionOutput
+    from vllm.outputs import PoolingRequestOutput as PoolingRequestOutput
+    from vllm.outputs import RequestOutput as RequestOutput
+    from vllm.sampling_params import SamplingParams as SamplingParams
+    from vllm.v1.core.block_pool import BlockPool as BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager as KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock as KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler as Scheduler
+    from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
+    from vllm.v1.engine import EngineCoreOutputs as EngineCoreOutputs
+    from vllm.v1.engine import EngineCoreRequest as EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
+    from vllm.v1.engine.core import EngineCore as EngineCore
+    from vllm.v1.engine.core_client import EngineCoreClient as EngineCoreClient
+    from vllm.v1.engine.llm_engine import LLMEngine as LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor as OutputProcessor
+    from vllm.v1.engine.output_processor import RequestState as RequestState
+    from vllm.v1.executor.abstract import Executor as Executor
+    from vllm.v1.executor.multiproc_executor import WorkerProc as WorkerProc
+    from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
+    from vllm.v1.request import Request as Request
+    from vllm.v1.worker.gpu_input_batch import InputBatch as InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase as WorkerBase
 
 NAMES = {
     # configuration

@@ -26,7 +26,7 @@ WRITER = """if True:
     import runpy, sys
 
     # The file alone: importing vLLM takes longer than a writer here lives.
-    board = runpy.run_path(sys.argv[1])["Board"](sys.argv[2], 2)
+    board = runpy.run_path(sys.argv[1])["StatusBoard"](sys.argv[2], 2)
     print("ready", flush=True)
     number = 0
     while True:

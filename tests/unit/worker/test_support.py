@@ -196,5 +196,5 @@ def test_a_look_that_fails_is_a_reason_and_no_end(monkeypatch):
     found = reason(torch.nn.Identity())
     assert found is not None
     assert found.endswith("failed with AttributeError: no such layer")
-    monkeypatch.setattr(support.parallelism, "obstacle", fail)
+    monkeypatch.setattr(support.parallelism, "parallelism_obstacle", fail)
     assert "no such layer" in str(on_gpu())
