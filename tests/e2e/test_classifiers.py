@@ -55,8 +55,19 @@ def send(llm: Any, folder: Path, *chunks: dict[str, Any]) -> None:
     llm.finish_weight_update("new")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("method", "tied"),
+    [
+        # Every value of each in every run, every pair in the slow one.
+        pytest.param(
+            *(method, tied),
+            id=f"{'tied' if tied else 'untied'}-{method}",
+            marks=() if tied == bool(number % 2) else pytest.mark.slow,
+        )
+        for number, method in enumerate(METHODS)
+        for tied in (False, True)
+    ],
+)
 def test_a_classifier_made_of_a_causal_model_equals_a_fresh_engine(
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],

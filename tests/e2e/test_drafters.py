@@ -26,7 +26,14 @@ Said = dict[tuple[str, str], Drafted]
 """What engines say that start on a model and a drafter, by their labels."""
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        # EAGLE 3 is EAGLE with more of its model's states.
+        pytest.param(each, marks=pytest.mark.slow if each == "eagle" else ())
+        for each in METHODS
+    ],
+)
 def method(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     return kind

@@ -43,6 +43,7 @@ def test_a_trainer_and_an_llm_in_one_script():
     assert "'step': 60" in shown
 
 
+@pytest.mark.slow
 def test_an_async_llm_streams_while_a_trainer_publishes():
     shown = run("async_llm_in_flight")
     streams = shown.split("stream ")[1:]
@@ -52,6 +53,7 @@ def test_an_async_llm_streams_while_a_trainer_publishes():
     assert [version for _, _, version in spans[-1]] == ["step-60"]
 
 
+@pytest.mark.slow
 def test_upstreams_trainer_interface_and_a_server_over_http():
     shown = run("broadcast_over_http")
     said = re.findall(r"\['(\S+)'\] '(.*)'", shown)
@@ -65,6 +67,7 @@ def test_upstreams_trainer_interface_and_a_server_over_http():
     assert LEARNED in said[-1][1]
 
 
+@pytest.mark.slow
 def test_a_stream_is_paused_and_goes_on():
     shown = run("pause_resume")
     pauses = re.findall(r"paused ([\d.]+) s after (\d+)", shown)

@@ -28,8 +28,15 @@ def parameters_of(llm: Any) -> list[Any]:
     return [weakref.ref(part) for t in trees for part in (t, *t.parameters())]
 
 
-@pytest.mark.parametrize("scrub_interval_s", [0, 3600])
-@pytest.mark.parametrize("is_shut_down", [True, False])
+@pytest.mark.parametrize(
+    ("is_shut_down", "scrub_interval_s"),
+    [
+        (True, 3600),
+        (False, 0),
+        pytest.param(True, 0, marks=pytest.mark.slow),
+        pytest.param(False, 3600, marks=pytest.mark.slow),
+    ],
+)
 def test_an_engine_that_is_dropped_leaves_no_weights_to_the_next(
     checkpoint: Callable[..., Path], is_shut_down: bool, scrub_interval_s: float
 ) -> None:

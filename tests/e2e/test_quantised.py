@@ -65,7 +65,7 @@ def llm(start: Callable[..., Any], int8: tuple[Path, Path]) -> Any:
         ("int8", {}),
         pytest.param("int8", COMPILED, marks=pytest.mark.slow),
         ("fp8-channel", {}),
-        ("fp8-channel", COMPILED),
+        pytest.param("fp8-channel", COMPILED, marks=pytest.mark.slow),
         (None, ONLINE),
         pytest.param(None, ONLINE | COMPILED, marks=pytest.mark.slow),
         pytest.param("int4", {}, marks=WIDE),

@@ -20,7 +20,14 @@ pytestmark = pytest.mark.engine
 LOCAL = WeightTransferConfig(backend="local")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "lfm2_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mixtral",
+        pytest.param("lfm2_moe", marks=pytest.mark.slow),
+        pytest.param("ernie4_5_moe", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_in_memory_is_served_as_its_checkpoint_is(
     start: Callable[..., Any], checkpoint: Callable[..., Path], family: str
 ) -> None:

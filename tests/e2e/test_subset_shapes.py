@@ -18,12 +18,16 @@ QKV = ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight")
     ("shape", "patterns"),
     [
         ({"family": "qwen3", "tied": True}, EMBEDDING),
-        ({"family": "qwen3", "tied": True}, NORMS),
-        ({"family": "llama", "tied": True, "vocab": 300}, EMBEDDING),
+        pytest.param({"family": "qwen3", "tied": True}, NORMS, marks=pytest.mark.slow),
+        pytest.param(
+            {"family": "llama", "tied": True, "vocab": 300},
+            EMBEDDING,
+            marks=pytest.mark.slow,
+        ),
         ({"family": "llama", "tied": True, "vocab": 300}, NORMS),
-        ({"family": "qwen2"}, QKV),
+        pytest.param({"family": "qwen2"}, QKV, marks=pytest.mark.slow),
         ({"family": "qwen2"}, BIASES),
-        ({"family": "qwen3", "layers": 1}, MLP),
+        pytest.param({"family": "qwen3", "layers": 1}, MLP, marks=pytest.mark.slow),
     ],
     ids=lambda value: value["family"] if isinstance(value, dict) else value[0],
 )

@@ -122,11 +122,11 @@ def llm(start: Callable[..., Any], versions: dict[str, Path]) -> Any:
     )
 
 
-def test_every_step_of_300_commits_under_load_is_of_one_version(
+def test_every_step_of_120_commits_under_load_is_of_one_version(
     llm: Any, versions: dict[str, Path], reference: Reference
 ) -> None:
-    outputs = stream_under_commits(llm, versions, 300)
-    assert llm.weight_info()["epoch"] >= 300
+    outputs = stream_under_commits(llm, versions, 120)
+    assert llm.weight_info()["epoch"] >= 120
     spanning = sum(len(o.outputs[0].weight_versions) > 1 for o in outputs)
     assert spanning > len(outputs) // 2, "the commits did not come under load"
     assert mismatches(outputs, reference, "a") == []

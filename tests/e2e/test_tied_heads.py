@@ -37,7 +37,7 @@ def tied(checkpoint: Callable[..., Path]) -> tuple[Path, Path]:
     return checkpoint(0, tied=True), checkpoint(1, tied=True)
 
 
-@pytest.mark.parametrize("is_copy", [True, False])
+@pytest.mark.parametrize("is_copy", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_with_heads_in_the_checkpoints_all_equals_a_fresh_engine(
     start: Callable[..., Any],
     tied: tuple[Path, Path],
@@ -73,7 +73,9 @@ def test_where_the_head_was_a_copy_it_need_not_come(
     assert greedy(llm) == fresh
 
 
-@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize(
+    "has_head", [pytest.param(True, marks=pytest.mark.slow), False]
+)
 def test_a_tied_head_that_is_not_the_embedding_is_refused(
     start: Callable[..., Any], tied: tuple[Path, Path], tmp_path: Path, has_head: bool
 ) -> None:
