@@ -118,7 +118,7 @@ def test_a_file_cut_short_in_the_middle_leaves_what_is_served(
 @pytest.mark.parametrize("has_had_some", [False, True], ids=["at first", "later"])
 @pytest.mark.parametrize(
     "taken",
-    ["files.receiver_engine.Receiver", "buckets.reassembly.Assembly.make_room"],
+    ["files.receiver_engine.Receiver", "buckets.reassembly.Reassembly.make_room"],
     ids=["buckets", "pieces"],
 )
 def test_without_memory_for_buckets_files_are_read_all_the_same(
