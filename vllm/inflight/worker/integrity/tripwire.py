@@ -38,6 +38,7 @@ from vllm.inflight.worker.model.drafter import served_by, trees
 from vllm.inflight.worker.model.layers import layers, parameters
 from vllm.inflight.worker.model.mla import is_derived
 from vllm.inflight.worker.model.quantized import has_cache_scales
+from vllm.inflight.worker.model_state import ModelState, recall
 from vllm.inflight.worker.status_board import StatusBoard
 
 logger = upstream.init_logger(__name__)
@@ -48,10 +49,13 @@ MOST_NAMED = 4
 State = tuple[int, int, int]
 """Of a parameter: its object, its version counter, its address."""
 
-_wires: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Tripwire]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Layer of a live model → the tripwire of its rank; neither keeps the other alive."""
+
+@dataclass(frozen=True, slots=True)
+class WatchedBy:
+    """The tripwire of the rank whose live model a layer belongs to."""
+
+    tripwire: weakref.ref[Tripwire]
+    """Weak: the layer does not keep the tripwire alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ class Tripwire:
             self.keep_places()
         for tree in trees(self._root):
             for layer in tree.modules():
-                _wires[layer] = weakref.ref(self)
+                ModelState.of(layer).set(WatchedBy(weakref.ref(self)))
             if hasattr(tree, "load_weights"):
                 vars(tree)["load_weights"] = NotedLoad(tree)
 
@@ -350,8 +354,8 @@ class NotedLoad:
 
 def wire_of(layer: torch.nn.Module) -> Tripwire | None:
     """The tripwire of the rank that serves `layer`; None if none does."""
-    found = _wires.get(layer)
-    return None if found is None else found()
+    watched = recall(layer, WatchedBy)
+    return None if watched is None else watched.tripwire()
 
 
 def _with_samples(

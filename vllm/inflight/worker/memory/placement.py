@@ -11,7 +11,6 @@ and must stay where it is when the two sets change places.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ArenaTorn, ConfigError, InflightError
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model import support
+from vllm.inflight.worker.model_state import ModelState, recall
 
 logger = upstream.init_logger(__name__)
 
@@ -36,15 +36,10 @@ class Placement:
     """Why the arena holds one set only; None if it holds two."""
 
 
-_residences: weakref.WeakKeyDictionary[torch.nn.Module, Placement] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def placement_of(model: torch.nn.Module) -> Placement:
     """Where `model` lives, as `settle_in` has left it."""
-    return _residences.get(
-        model, Placement(None, "its loader goes past upstream's BaseModelLoader")
+    return recall(model, Placement) or Placement(
+        None, "its loader goes past upstream's BaseModelLoader"
     )
 
 
@@ -86,15 +81,15 @@ def load_into_arena(
 
 def release(model: torch.nn.Module) -> None:
     """Give the memory back; nothing may touch `model` or its shadow any more."""
-    residence = _residences.pop(model, None)
-    if residence is not None and residence.arena is not None:
-        residence.arena.close()
+    placement = ModelState.of(model).pop(Placement)
+    if placement is not None and placement.arena is not None:
+        placement.arena.close()
 
 
 def _report(
     model: torch.nn.Module, residence: Placement, staging: str
 ) -> torch.nn.Module:
-    _residences[model] = residence
+    ModelState.of(model).set(residence)
     if residence.reason is None:
         return model
     if staging == "device":

@@ -9,13 +9,11 @@ more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-
-_num_threads: list[int] = []
-"""Of the first packing, once there was one."""
 
 
 def set_threads(number: int) -> None:
@@ -24,16 +22,23 @@ def set_threads(number: int) -> None:
     torch._C.set_num_threads(number)
 
 
+@functools.cache
+def num_threads_of_first_packing() -> int:
+    """The number of torch threads at the first packing of this process.
+
+    oneDNN's cache of matrix forms belongs to the process, so this number does, too.
+    """
+    return torch.get_num_threads()
+
+
 @contextmanager
 def as_at_first() -> Iterator[None]:
-    """Inside, there are as many threads as when this was entered first."""
-    own = torch.get_num_threads()
-    if not _num_threads:
-        _num_threads.append(own)
-    if own == _num_threads[0]:
+    """Inside, torch has as many threads as at the first packing of this process."""
+    own, first = torch.get_num_threads(), num_threads_of_first_packing()
+    if own == first:
         yield
         return
-    set_threads(_num_threads[0])
+    set_threads(first)
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.worker import model_state
 from vllm.inflight.worker.model import quantized
 from vllm.inflight.worker.model.cpu_packing import UNPACKED
 from vllm.inflight.worker.model.layers import buffer_names, layers
@@ -32,8 +33,16 @@ IMPLEMENTATION = "impl"
 OF_CONFIGURATION = ("alibi_slopes",)
 """Attributes with tensors that no checkpoint has."""
 
-LOOKED_AT = ("_parameters", "_buffers", "_modules", PACKED, UNPACKED)
-"""Attributes of layers that are exchanged, or looked at by themselves."""
+LOOKED_AT = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    PACKED,
+    UNPACKED,
+    model_state.ATTRIBUTE,
+)
+"""Attributes of layers that are flipped, that are looked at by themselves, or that are
+ours."""
 
 OF_A_STEP = ("deepstack_input_embeds",)
 """Attributes that a step fills with what it has seen, reads, and clears (Qwen3-VL): no

@@ -7,7 +7,6 @@ prefix of its own. Written down when a loader returns the model.
 from __future__ import annotations
 
 import copy
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from vllm.inflight.worker.model import layer_registries
 from vllm.inflight.worker.model.classifier import drop_left_out
 from vllm.inflight.worker.model.drafter import ModelWithDrafter, share, trees
 from vllm.inflight.worker.model.layers import adopt_buffers, layers
+from vllm.inflight.worker.model_state import ModelState, recall
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +54,16 @@ class BuildInputs:
         return module.eval()
 
 
-_blueprints: weakref.WeakKeyDictionary[torch.nn.Module, BuildInputs] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def note(model: torch.nn.Module, blueprint: BuildInputs) -> None:
-    """Write down what `model` was built from."""
+def note(model: torch.nn.Module, inputs: BuildInputs) -> None:
+    """Remember what `model` was built from, and adopt its buffers."""
     adopt_buffers(model)
-    _blueprints[model] = blueprint
+    ModelState.of(model).set(inputs)
 
 
-def blueprint_of(model: torch.nn.Module, vllm_config: Any) -> BuildInputs:
+def build_inputs_of(model: torch.nn.Module, vllm_config: Any) -> BuildInputs:
     """What `model` was built from; by default, what its engine is configured with."""
     default = BuildInputs(vllm_config, vllm_config.model_config)
-    return _blueprints.get(model, default)
+    return recall(model, BuildInputs) or default
 
 
 def _tie(module: torch.nn.Module, live: torch.nn.Module) -> None:
@@ -117,7 +112,7 @@ def build_second(
 ) -> torch.nn.Module:
     """A second tree of a model, or of a tandem: of each of the two."""
     built = [
-        blueprint_of(tree, vllm_config).build(tree, device) for tree in trees(live)
+        build_inputs_of(tree, vllm_config).build(tree, device) for tree in trees(live)
     ]
     if not isinstance(live, ModelWithDrafter):
         return built[0]

@@ -7,8 +7,8 @@ layers to pack afterwards.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -19,18 +19,23 @@ from vllm.inflight.worker.model.quantized import (
     is_quantised,
     quantised_layers,
 )
+from vllm.inflight.worker.model_state import ModelState, recall
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 """Live tensor → a tensor of the same form and content, elsewhere."""
 
-_twinned: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = (
-    weakref.WeakKeyDictionary()
-)
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """The parameters of a module tree are shadow parameters."""
+
+    reloaded: list[torch.nn.Module]
+    """The quantised layers; upstream's layerwise reload processes them."""
 
 
 def is_mirrored(model: torch.nn.Module) -> bool:
     """Whether loading into `model` writes kernel format."""
-    return model in _twinned
+    return recall(model, Mirrored) is not None
 
 
 def reloaded(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -38,7 +43,8 @@ def reloaded(model: torch.nn.Module) -> list[torch.nn.Module]:
 
     With twins, the quantised ones; looked for once, since decoding waits meanwhile.
     """
-    return _twinned.get(model, [model])
+    mirrored = recall(model, Mirrored)
+    return [model] if mirrored is None else mirrored.reloaded
 
 
 def mirror_parameters(
@@ -58,7 +64,7 @@ def mirror_parameters(
                 twin.__dict__.update(vars(built))
                 twins[id(param)] = twin
             b._parameters[key] = twins[id(param)]
-    _twinned[module] = quantised_layers(module)
+    ModelState.of(module).set(Mirrored(quantised_layers(module)))
 
 
 def mirror_processed(
