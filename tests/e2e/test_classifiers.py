@@ -241,6 +241,6 @@ def test_what_was_not_tried_of_such_a_classifier_is_refused_by_name() -> None:
     text.method = "no_post_processing"
     assert classifier.classifier_obstacle(live, config) is None
     config.parallel_config.world_size = 2
-    assert "was not tried on 2 ranks" in str(
+    assert "has not been tested on 2 ranks" in str(
         classifier.classifier_obstacle(live, config)
     )

@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_built_twice_is_served_and_not_updated(
     monkeypatch.setattr(Peculiar, "most_built", 1)
     llm = start(old, **peculiar)
     reason = is_refused(llm, new)
-    assert "a second copy of the model could not be built" in reason
+    assert "the shadow model could not be built" in reason
     assert "a model is built once in a process" in reason
     (live,) = llm.collective_rpc(lambda worker: worker.model_runner.model)
     assert _hpc_rope_norm_instances[Peculiar.NAME] is live

@@ -99,7 +99,7 @@ def test_a_captured_graph_computes_with_the_set_that_is_live(arena):
     torch._foreach_copy_(weights, old)
     assert not torch.equal(with_old, with_new)
 
-    torch._foreach_copy_([arena.twin(w) for w in weights], new)
+    torch._foreach_copy_([arena.shadow_tensor(w) for w in weights], new)
     assert torch.equal(graph(), with_old)
     arena.flip()
     assert torch.equal(graph(), with_new)
@@ -108,7 +108,10 @@ def test_a_captured_graph_computes_with_the_set_that_is_live(arena):
     arena.flip()
     arena.settle()
     assert torch.equal(graph(), with_new)
-    assert all(torch.equal(arena.twin(w), o) for w, o in zip(weights, old, strict=True))
+    assert all(
+        torch.equal(arena.shadow_tensor(w), o)
+        for w, o in zip(weights, old, strict=True)
+    )
     assert [w.data_ptr() for w in weights] == places
 
 
@@ -116,7 +119,7 @@ def test_a_captured_graph_computes_with_the_same_set_after_a_sleep(arena):
     weights = paired(arena)
     graph = Captured(weights)
     with_old = graph()
-    twins = [arena.twin(w) for w in weights]
+    twins = [arena.shadow_tensor(w) for w in weights]
     one, free = sum(n for _, n in arena.runs()), torch.cuda.mem_get_info()[0]
     backup = HostCopy(arena, everything(arena))
     arena.unpair()
@@ -141,7 +144,7 @@ def test_the_second_range_settles_beside_a_stream_that_computes(arena):
     weights = paired(arena)
     graph = Captured(weights)
     for each in weights:
-        arena.twin(each).normal_()
+        arena.shadow_tensor(each).normal_()
     torch.cuda.synchronize()
     arena.flip()
     expected = graph()
@@ -174,15 +177,15 @@ def test_a_twin_looks_like_its_tensor(arena):
         eighth = small.view(torch.float8_e4m3fn)
     arena.consolidate()
     arena.pair()
-    shift = arena.twin(whole).data_ptr() - whole.data_ptr()
+    shift = arena.shadow_tensor(whole).data_ptr() - whole.data_ptr()
     for tensor in (whole, whole.t(), whole[3:9, 1:4], small[1:], eighth):
-        twin = arena.twin(tensor)
+        twin = arena.shadow_tensor(tensor)
         assert (twin.shape, twin.dtype, twin.device, twin.stride()) == (
             *(tensor.shape, tensor.dtype, tensor.device, tensor.stride()),
         )
         assert twin.data_ptr() - tensor.data_ptr() == shift
     with pytest.raises(ValueError, match="does not lie in the arena"):
-        arena.twin(weight())
+        arena.shadow_tensor(weight())
 
 
 def test_the_time_of_a_flip(arena, capsys):
@@ -196,7 +199,7 @@ def test_the_time_of_a_flip(arena, capsys):
     arena.pair()
     assert len(arena.runs()) <= 4
     for i, each in enumerate(weights):
-        arena.twin(each).fill_(100 + i)
+        arena.shadow_tensor(each).fill_(100 + i)
     flips, settles = [], []
     for turn in range(1, 7):
         torch.cuda.synchronize()
@@ -227,7 +230,7 @@ def test_too_little_memory_for_a_second_set_is_told_in_bytes(arena):
     assert all(tensor[place].item() == 7 for place in (0, GIB, -1))
     del hog
     arena.pair()
-    assert bool((arena.twin(tensor) == 7).all())
+    assert bool((arena.shadow_tensor(tensor) == 7).all())
 
 
 def test_an_arena_that_is_full_is_torchs_out_of_memory():
@@ -256,7 +259,7 @@ def test_two_arenas_of_one_gpu_flip_apart():
         both = paired(first), paired(second)
         before = [[w.clone() for w in weights] for weights in both]
         for tensor in both[1]:
-            second.twin(tensor).fill_(3)
+            second.shadow_tensor(tensor).fill_(3)
         second.flip()
         assert all(map(torch.equal, both[0], before[0]))
         assert all(bool((tensor == 3).all()) for tensor in both[1])

@@ -144,8 +144,8 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         known_names={},
         asks_loader=True,
         classifier=None,
-        spares=IgnoredTensors(),
-        origin=StartCheckpoint({}),
+        ignored=IgnoredTensors(),
+        start_checkpoint=StartCheckpoint({}),
         may_idle=lambda name: False,
         has_all=True,
         dtypes={},
@@ -158,7 +158,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         plan=(plan := Plan()),
         place=plan.place,
         load=lambda weights: type(second).load_weights(second, weights),
-        behind=set(),
+        stale=set(),
         quantised=set(),
         tables={},
         views={},
@@ -199,7 +199,7 @@ class Sets:
         with torch.device("meta"):
             self.second = kind(torch.empty)
         mirror_parameters(
-            self.live, self.second, arena.twin if is_reversible else make_copy
+            self.live, self.second, arena.shadow_tensor if is_reversible else make_copy
         )
         self.shadow = shadow_of(self.live, self.second)
         self.shadow.is_reversible = is_reversible

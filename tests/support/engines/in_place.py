@@ -81,7 +81,7 @@ class Player:
         with set_current_vllm_config(self.config):
             blueprint = BuildInputs(self.config, self.config.model_config)
             self.second = blueprint.build(self.live, torch.device("meta"))
-        mirror_parameters(self.live, self.second, arena.twin)
+        mirror_parameters(self.live, self.second, arena.shadow_tensor)
         self.shadow = self._shadow()
         worker: Any = SimpleNamespace(device=HOST, vllm_config=self.config)
         self.stager = StagingWorker(worker, self.shadow, lambda _: arena.flip)
@@ -166,8 +166,8 @@ class Player:
         }
         shadow.known_names = ShadowModel.known_names.func(shadow)
         shadow.asks_loader = ShadowModel.asks_loader.fget(shadow)
-        shadow.spares = IgnoredTensors.of(self.live, self.config.model_config)
-        shadow.origin = StartCheckpoint.of(self.config)
+        shadow.ignored = IgnoredTensors.of(self.live, self.config.model_config)
+        shadow.start_checkpoint = StartCheckpoint.of(self.config)
         shadow.may_idle = lambda name: ShadowModel.may_idle(shadow, name)
         return shadow
 

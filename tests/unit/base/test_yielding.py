@@ -219,7 +219,7 @@ def test_a_manifest_of_91_000_names_is_judged_in_slices(change):
 
         def judge() -> None:
             told.append(
-                looked.foreseen(
+                looked.problems_announced(
                     announced,
                     places,
                     lambda specs: [(set(), KeyError())] * len(specs),
@@ -231,7 +231,7 @@ def test_a_manifest_of_91_000_names_is_judged_in_slices(change):
 
     limit_s = LONGEST_S if change is str else LONGEST_OF_REFUSALS_S
     assert longest(prepared) < limit_s
-    assert [refusal is None for refusal in told] == [change is str] * 3
+    assert [rejection is None for rejection in told] == [change is str] * 3
 
 
 def test_more_names_than_are_paired_are_all_told_as_unknown_and_as_missing():
@@ -241,12 +241,12 @@ def test_more_names_than_are_paired_are_all_told_as_unknown_and_as_missing():
     def ask(specs: Sequence[TensorSpec]) -> list[tuple[set[str], Exception | None]]:
         return [(set(), KeyError())] * len(specs)
 
-    refusal = looked.foreseen(announced, places, ask, are_all=True)
-    assert refusal is not None
-    assert set(refusal.named[Cause.UNKNOWN]) == set(announced)
-    assert set(refusal.named[Cause.MISSING]) == set(NAMES)
-    assert f"{2 * len(NAMES)} tensors of the update" in refusal.message
-    assert f"and {len(NAMES) - MAX_TOLD} more" in refusal.message
+    rejection = looked.problems_announced(announced, places, ask, are_all=True)
+    assert rejection is not None
+    assert set(rejection.named[Cause.UNKNOWN]) == set(announced)
+    assert set(rejection.named[Cause.MISSING]) == set(NAMES)
+    assert f"{2 * len(NAMES)} tensors of the update" in rejection.message
+    assert f"and {len(NAMES) - MAX_TOLD} more" in rejection.message
 
 
 def test_names_are_compared_in_slices():

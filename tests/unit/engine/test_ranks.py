@@ -24,7 +24,7 @@ from vllm.inflight.patch import worker
 from vllm.inflight.patch.sleep import inflight_drowse
 from vllm.inflight.patch.worker_rpc import inflight_attach, inflight_flip
 from vllm.inflight.worker.status_board import StatusBoard
-from vllm.inflight.worker.verify.checks import refusal
+from vllm.inflight.worker.verify.checks import rejection
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}
@@ -250,7 +250,7 @@ def failed(error: InflightError, **more: Any) -> dict[str, Any]:
 
 
 def missing(*names: str) -> WeightsMismatch:
-    return refusal({}, {}, [], names, {}, num_asked=8)
+    return rejection({}, {}, [], names, {}, num_asked=8)
 
 
 def test_one_refusal_names_what_each_rank_has_refused():

@@ -62,7 +62,7 @@ def equal(tensors, others):
 
 
 def twins(arena, tensors):
-    return [arena.twin(tensor) for tensor in tensors]
+    return [arena.shadow_tensor(tensor) for tensor in tensors]
 
 
 def stage(arena, tensors, seed=7):
@@ -133,7 +133,7 @@ def test_a_twin_is_refused_until_the_second_range_is_settled(arena):
     stage(arena, tensors)
     arena.flip()
     with pytest.raises(RuntimeError, match="settle first"):
-        arena.twin(tensors[0])
+        arena.shadow_tensor(tensors[0])
     with ThreadPoolExecutor(1) as thread:
         thread.submit(arena.settle).result()
     arena.settle()
@@ -146,19 +146,19 @@ def test_a_twin_looks_like_its_tensor(arena):
     scale = arena.empty((), torch.float32)
     arena.consolidate()
     arena.pair()
-    shift = arena.twin(whole).data_ptr() - whole.data_ptr()
+    shift = arena.shadow_tensor(whole).data_ptr() - whole.data_ptr()
     for tensor in (
         *(whole, whole.t(), whole[2:, 1:4], whole[3, 5], small[1:]),
         *(scale, scale.expand(3, 2)),
     ):
-        twin = arena.twin(tensor)
+        twin = arena.shadow_tensor(tensor)
         assert (twin.shape, twin.dtype) == (tensor.shape, tensor.dtype)
         assert twin.stride() == tensor.stride()
         assert twin.data_ptr() - tensor.data_ptr() == shift
     with pytest.raises(ValueError, match=r"float32.*\(4,\).*does not lie in"):
-        arena.twin(torch.zeros(4))
+        arena.shadow_tensor(torch.zeros(4))
     assert not arena.contains(torch.zeros(4))
-    arena.twin(whole[2:, 1:4]).fill_(3)
+    arena.shadow_tensor(whole[2:, 1:4]).fill_(3)
     arena.flip()
     assert float(whole.float().sum()) == 48 + 2 * 18
 

@@ -10,7 +10,7 @@ def test_a_layer_that_upstream_shares_is_left_as_it_is_with_what_is_inside():
     rotary = torch.nn.ModuleDict({"turn": inside})
     live = torch.nn.ModuleDict({"rotary": rotary, "proj": weight})
     second = torch.nn.ModuleDict({"rotary": rotary, "proj": torch.nn.Linear(2, 2)})
-    build._part(second, live)
+    build._unshare(second, live)
     assert rotary["turn"] is inside
     assert {id(m) for m in second.modules()}.isdisjoint(map(id, live.modules()))
     assert dict(second.named_modules()).keys() == dict(live.named_modules()).keys()

@@ -9,7 +9,7 @@ from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
 
 def shadow(origin: StartCheckpoint, known: Any) -> Any:
-    return SimpleNamespace(origin=origin, known_names=known)
+    return SimpleNamespace(start_checkpoint=origin, known_names=known)
 
 
 def test_it_is_that_of_the_checkpoint_that_the_engine_started_from():

@@ -73,22 +73,22 @@ def test_what_the_loader_knows_by_another_name_is_taken_and_replayed(sets):
 def test_all_that_it_does_not_know_is_told_and_what_comes_after_is_looked_at(sets):
     many = {f"no such {n}": torch.ones(2) for n in range(50)}
     bad = {"attention.q": torch.full_like(version(1)["attention.q"], torch.nan)}
-    with pytest.raises(WeightsMismatch, match="NaN or Inf") as refusal:
+    with pytest.raises(WeightsMismatch, match="NaN or Inf") as rejection:
         sets.stage((renamed(1) | many | bad).items())
-    assert {*many, "attention.q"} <= set(refusal.value.tensors)
-    assert STRANGE not in refusal.value.tensors
-    assert refusal.value.num_tensors == len(many) + len(bad)
-    assert refusal.value.causes == {"unknown": len(many), "not_finite": 1}
+    assert {*many, "attention.q"} <= set(rejection.value.tensors)
+    assert STRANGE not in rejection.value.tensors
+    assert rejection.value.num_tensors == len(many) + len(bad)
+    assert rejection.value.causes == {"unknown": len(many), "not_finite": 1}
     assert sets.second.num_loads <= MOST_ASKED + len(version(1))
-    assert f"was asked about {MOST_ASKED} of these names" in str(refusal.value)
+    assert f"was asked about {MOST_ASKED} of these names" in str(rejection.value)
 
 
 def test_what_it_failed_on_is_never_replayed(sets):
     sets.second.is_broken = ValueError
     for _ in range(2):
-        with pytest.raises(WeightsMismatch, match="unknown") as refusal:
+        with pytest.raises(WeightsMismatch, match="unknown") as rejection:
             sets.stage(renamed(1).items())
-        assert refusal.value.tensors[0] == STRANGE
+        assert rejection.value.tensors[0] == STRANGE
     sets.second.is_broken = RuntimeError
     with pytest.raises(WeightsMismatch, match=f"{STRANGE}: the model's loader"):
         sets.stage(renamed(1).items())
@@ -171,8 +171,8 @@ def test_a_name_is_looked_up_among_spares_only_if_it_does_not_fit(monkeypatch):
         asks_loader=False,
         allow_nonfinite=False,
     )
-    assert inspection.admits("one", torch.ones(2, 1))
-    assert not inspection.admits("two", torch.ones(1, 2))
+    assert inspection.accepts("one", torch.ones(2, 1))
+    assert not inspection.accepts("two", torch.ones(1, 2))
     assert asked == ["two"]
 
 
@@ -190,15 +190,15 @@ def test_what_is_announced_and_may_yet_come_is_not_called_missing(sets):
         allow_nonfinite=False,
     )
     wrong = torch.ones(3)
-    assert not inspection.admits("norm", wrong)
+    assert not inspection.accepts("norm", wrong)
     for is_end, named in ((False, {"norm"}), (True, version(1).keys())):
         places = sets.shadow.places
-        refusal = inspection.refusal([], places, places.params_of, is_end=is_end)
-        assert set(refusal.tensors) == named
+        rejection = inspection.rejection([], places, places.params_of, is_end=is_end)
+        assert set(rejection.tensors) == named
 
 
 def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):
-    sets.shadow.spares = IgnoredTensors(endings=("head.weight",))
+    sets.shadow.ignored = IgnoredTensors(endings=("head.weight",))
     with pytest.raises(WeightsMismatch, match="nothing was sent of the subset"):
         sets.stage([("head.weight", torch.ones(2))], ("head.*",))
 
@@ -214,7 +214,7 @@ def test_what_is_kept_of_a_tensor_is_nothing_to_a_collection_of_garbage():
         allow_nonfinite=False,
     )
     for name, tensor in named.items():
-        assert inspection.admits(name, tensor)
+        assert inspection.accepts(name, tensor)
         assert inspection.judge(name, Digest(1, 2), 0)
     kept = inspection.facts()
     for _ in range(3):  # one for each of the tuples in a tuple

@@ -61,7 +61,7 @@ class Tandems(Sets):
         mirror_parameters(
             self.live,
             self.second,
-            lambda t: next(a for a in arenas if a.contains(t)).twin(t),
+            lambda t: next(a for a in arenas if a.contains(t)).shadow_tensor(t),
         )
         self.arena: Any = SimpleNamespace(
             settle=lambda: [arena.settle() for arena in arenas]

@@ -90,7 +90,7 @@ def test_one_that_cannot_go_back_says_so(trees):
     flip = Exchange(*trees)
     mine, theirs = flip._params[3]
     flip._params[3] = mine, Unwilling(theirs, 2)
-    with pytest.raises(ArenaTorn, match=r"no memory; and going back: no memory"):
+    with pytest.raises(ArenaTorn, match=r"no memory; and undoing it: no memory"):
         flip()
 
 

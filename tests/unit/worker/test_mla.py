@@ -61,7 +61,7 @@ def test_halves_are_of_the_version_that_is_served(memory):
         if memory == "arena":
             arena.consolidate()
             arena.pair()
-            mirror_parameters(live, second, arena.twin)
+            mirror_parameters(live, second, arena.shadow_tensor)
             flip = arena.flip
         else:
             flip = Exchange(live, second)

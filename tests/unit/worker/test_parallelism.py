@@ -36,8 +36,8 @@ def configured(**fields: Any) -> Any:
 def test_every_field_of_vllms_is_tried_or_indifferent_or_refused():
     """A field of a new release stands in no list: it is refused, and noticed here."""
     fields = {field.name for field in dataclasses.fields(ParallelConfig)}
-    assert parallelism.TRIED.isdisjoint(parallelism.INDIFFERENT)
-    assert fields - parallelism.TRIED - parallelism.INDIFFERENT == UNTRIED
+    assert parallelism.TESTED.isdisjoint(parallelism.INDIFFERENT)
+    assert fields - parallelism.TESTED - parallelism.INDIFFERENT == UNTRIED
 
 
 def test_an_engine_of_one_rank_and_engines_of_several_are_updated():

@@ -10,6 +10,7 @@ from vllm.inflight.errors import ArenaTorn, ConfigError
 from vllm.inflight.patch.worker import _shutdown
 from vllm.inflight.worker.memory import placement
 from vllm.inflight.worker.memory.arena import Arena, refuse_expandable_segments
+from vllm.inflight.worker.model_state import ModelState
 
 open_arena = Arena.open
 
@@ -63,7 +64,7 @@ def test_an_arena_that_was_torn_at_the_start_gives_its_memory_back(monkeypatch):
 def test_a_worker_that_ends_takes_no_memory_away_under_what_is_staged(is_busy):
     with open_arena(torch.device("cpu")) as arena:
         model = torch.nn.Identity()
-        placement._residences[model] = placement.Placement(arena, None)
+        ModelState.of(model).set(placement.Placement(arena, None))
         stager = SimpleNamespace(
             is_busy=is_busy, close=lambda: None, shadow=SimpleNamespace(live=model)
         )

@@ -94,7 +94,7 @@ def second_of(live: Any, arena: Arena, of: type[Any] = Model) -> Any:
         record_metadata_for_reloading(second)
     for layer in second.modules():
         upstream.get_layerwise_info(layer).restore_device = torch.device("cpu")
-    mirror_parameters(live, second, arena.twin)
+    mirror_parameters(live, second, arena.shadow_tensor)
     return second
 
 
@@ -197,7 +197,7 @@ def test_a_break_that_ends_an_update_leaves_no_layer_without_memory(
     shapes = {name: tensor.shape for name, tensor in version(0).items()}
     coverage = Coverage(second, shapes, set())
     with pytest.raises(Cancelled), yielding.resting_by(stop), coverage.hollow():
-        coverage.stand_behind()
+        coverage.watch_loaders()
     for name, param in second.named_parameters():
         assert torch.equal(param, served[name]), name
         assert not hasattr(param, "weight_loader"), name

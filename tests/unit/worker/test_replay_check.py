@@ -65,7 +65,7 @@ def test_what_was_recorded_wrongly_is_never_served(sets, told):
         sets.arena.flip()
         assert shows(sets.live, version(seed))
     assert len(told) == 1
-    assert "not what they do" in told[0] and "attention.k" in told[0]
+    assert "disagrees with the model" in told[0] and "attention.k" in told[0]
     assert sets.shadow.plan.num_proved == EVERYTHING - 1
 
 
@@ -167,7 +167,7 @@ def test_a_loader_that_makes_tensors_of_its_own_is_never_replayed(sets):
 def test_what_is_refused_once_is_not_recorded_again(sets):
     sets.stage(version(1).items())
     sets.arena.flip()
-    sets.shadow.plan.refuse(["norm"])
+    sets.shadow.plan.reject(["norm"])
     for seed in (2, 3, 4):
         sets.stage(version(seed).items())
         sets.arena.flip()
@@ -181,7 +181,7 @@ def test_what_the_proof_wrote_is_carried_by_a_subset(sets):
         sets.stager.flip()
     for name in version(1):
         sets.shadow.plan.known(name).is_proved = False
-    sets.shadow.behind.clear()  # both sets are version 1
+    sets.shadow.stale.clear()  # both sets are version 1
     embed = version(3)["embed.weight"]
     sets.stage([("embed.weight", embed)], subset=["embed.weight"])
     sets.stager.flip()

@@ -175,8 +175,8 @@ def test_loaders_that_are_not_called_are_left_alone_until_one_is():
     coverage = Coverage(model, {"weight": model.weight.shape}, set())
     coverage.watch(lambda weights: None, at_once=False)
     assert model.weight.weight_loader is own
-    coverage.stand_behind()
-    coverage.stand_behind()
+    coverage.watch_loaders()
+    coverage.watch_loaders()
     with torch.no_grad():
         model.weight.weight_loader(model.weight, torch.ones(2, 3))
     assert coverage.short({"weight"}) == []

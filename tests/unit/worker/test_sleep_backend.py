@@ -16,6 +16,7 @@ from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError
 from vllm.inflight.worker.integrity.outside_writes import overwritten
 from vllm.inflight.worker.memory import placement
 from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.model_state import ModelState
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.sleep import SleepBackend, backend_of
 
@@ -232,7 +233,7 @@ def test_an_arena_that_a_sleep_has_torn_does_not_wake_up(asked: list[str]) -> No
             worker.backend.suspend(1)
         limit(arena)
         for tags in (["weights"], None):
-            with pytest.raises(ArenaTorn, match="a sleep has failed"):
+            with pytest.raises(ArenaTorn, match="a sleep failed"):
                 worker.backend.resume(tags)
         assert asked == []
 
@@ -269,5 +270,6 @@ def test_weights_outside_of_both_are_refused_at_the_start(
         backend_of(stager)
     monkeypatch.setattr("vllm.inflight.worker.sleep.is_wanted", lambda _: False)
     assert backend_of(stager) is None  # upstream's own
-    placement._residences[stager.shadow.live] = placement.Placement(worker.arena, "no")
+    state = ModelState.of(stager.shadow.live)
+    state.set(placement.Placement(worker.arena, "no"))
     assert isinstance(backend_of(stager), SleepBackend)  # no updates, but sleep

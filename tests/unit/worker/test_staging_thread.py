@@ -88,7 +88,7 @@ def stager(board: StatusBoard, transport: Transport) -> Iterator[StagingWorker]:
         device=worker.device, live=None, module=None, reason=None, num_threads=1
     )
     shadow.arenas = ()
-    shadow.origin = StartCheckpoint({"norm.weight": (4,)})
+    shadow.start_checkpoint = StartCheckpoint({"norm.weight": (4,)})
     made = StagingWorker(worker, shadow, lambda _: lambda: 0.0)
     made.attach(board.path, NUM_RANKS)
     made.lane = nullcontext  # type: ignore[method-assign]

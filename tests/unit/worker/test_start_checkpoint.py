@@ -95,7 +95,7 @@ def test_it_is_what_was_there_at_the_start(tmp_path: Path):
 @pytest.mark.parametrize("has_some", [False, True])
 def test_where_ranks_hold_parts_nothing_is_known_to_be_of_no_use(has_some: bool):
     shadow: Any = SimpleNamespace(
-        origin=StartCheckpoint({"a": (1,)}), _has_some=has_some
+        start_checkpoint=StartCheckpoint({"a": (1,)}), _has_some=has_some
     )
     assert ShadowModel.may_idle(shadow, "a") is not has_some
     assert not ShadowModel.may_idle(shadow, "b")

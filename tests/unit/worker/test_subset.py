@@ -95,14 +95,14 @@ def test_what_is_served_is_what_was_committed(moves, is_reversible):
                         sets.stager.flip()
                         before = served if is_reversible else None
                         served = staged
-                        assert sets.shadow.behind == (
+                        assert sets.shadow.stale == (
                             {PARAMS[p] for p in patterns or GROUPS}
                             if is_reversible
                             else set()
                         )
             assert shows(sets.live, served)
             if is_reversible and sets.arena.stats()["settled"]:
-                assert differing(sets) <= sets.shadow.behind
+                assert differing(sets) <= sets.shadow.stale
 
 
 def stage(sets, sent, patterns, outcome, where, in_place) -> bool:
@@ -166,7 +166,7 @@ def test_a_parameter_that_was_begun_is_filled(sets):
     q = {"attention.q": version(1)["attention.q"]}
     with pytest.raises(WeightsMismatch, match="missing"):
         sets.stage(q.items(), ["attention.*"])
-    assert sets.shadow.behind == {"attention.qkv"}
+    assert sets.shadow.stale == {"attention.qkv"}
     sets.stage([("norm", version(1)["norm"])], ["norm"])
     sets.stager.flip()
     assert shows(sets.live, version(0) | {"norm": version(1)["norm"]})

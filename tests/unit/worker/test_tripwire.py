@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.inflight.worker.integrity.tripwire import Tripwire, wire_of
+from vllm.inflight.worker.integrity.tripwire import Tripwire, tripwire_of
 from vllm.inflight.worker.status_board import StatusBoard
 
 NAMES = "up.weight", "down.weight"
@@ -272,14 +272,14 @@ def test_layers_of_a_model_that_is_gone_have_no_tripwire() -> None:
 
     worker = Worker()
     layer = worker.model.up
-    assert wire_of(layer) is worker.wire
+    assert tripwire_of(layer) is worker.wire
     wire = worker.wire
     del worker
     gc.collect()
-    assert wire_of(layer) is wire
+    assert tripwire_of(layer) is wire
     del wire
     gc.collect()
-    assert wire_of(layer) is None
+    assert tripwire_of(layer) is None
 
 
 def test_loads_from_another_thread_are_noted_too(worker: Worker) -> None:

@@ -121,9 +121,9 @@ def _load_with_shadow(original: Any) -> Any:
         both = shadow.live, shadow.module
         layerwise_reload.forget_with(self, [tree for tree in both if tree is not None])
         if shadow.module is not None:
-            from vllm.inflight.worker.integrity.outside_writes import refuse_second_set
+            from vllm.inflight.worker.integrity.outside_writes import reject_load
 
-            vars(shadow.module)["load_weights"] = refuse_second_set
+            vars(shadow.module)["load_weights"] = reject_load
         if self.model_config.enable_sleep_mode:
             from vllm.inflight.worker.sleep import backend_of
 

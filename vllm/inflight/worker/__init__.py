@@ -1,1 +1,1 @@
-"""The second set of weights and what fills it."""
+"""The shadow weights of one rank, and the code that loads, checks and flips them."""

@@ -1,24 +1,27 @@
-"""One rank's side of loading an adapter: proposed, then taken, or neither.
+"""One rank's side of loading an adapter: propose, then take, or put back.
 
-An adapter is read while the one of its number stays where it is. When all ranks have
-read theirs, all take it, in one turn of the engine core; a rank that cannot puts the
-ones before back. The reading and the taking are upstream's.
+An adapter is read while the adapter that has its number stays in place. When all ranks
+have read theirs, all take it in one turn of the step queue. If a rank cannot, all put
+the
+adapters before back. The reading and the taking are upstream's.
 
-What was taken is kept in the host's memory as long as the engine core names it.
-Upstream lets an adapter go to make room for another, and reads it again in the middle
-of a step that needs it. Its files may be gone by then, or be others. So no step reads a
-file.
+A taken adapter is kept in host memory as long as the engine core names it. Upstream
+drops
+adapters to make room for others, and reads them again in the middle of a step. By then
+the
+files may be gone or changed. So no step reads a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
+from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.transport.files.allowed_paths import resolved_folder
 
@@ -29,17 +32,19 @@ Key = tuple[str, int]
 class AdapterProposal:
     """An adapter that a rank has read and does not use yet."""
 
-    def __init__(self, manager: Any, request: Any) -> None:
+    def __init__(
+        self, manager: upstream.WorkerLoRAManager, request: upstream.LoRARequest
+    ) -> None:
         self._manager = manager
         self._request = request
         self._read = manager._load_adapter(request)
         self._there = manager._adapter_manager.list_adapters()
-        """Number → adapter, in the host's memory; the one used least recently first."""
+        """Number → adapter in host memory; the least recently used first."""
         self._kept = _kept(manager)
         self._pinned = _pinned(manager._adapter_manager)
 
     def take(self) -> None:
-        """Put it into its slot; what fails leaves the ones before there."""
+        """Put the adapter into its slot; a failure leaves the adapters before there."""
         try:
             self._put(self._read)
             _pin(self._manager._adapter_manager, self._pinned)
@@ -49,7 +54,7 @@ class AdapterProposal:
         _keep(self._manager, key_of(self._request), self._read)
 
     def put_back(self) -> None:
-        """Undo `take`, which may have let another adapter go to make room."""
+        """Undo `take`, which may have dropped another adapter to make room."""
         registry = self._manager._adapter_manager
         before = self._there.get(self._request.lora_int_id)
         try:
@@ -64,7 +69,7 @@ class AdapterProposal:
             self._manager._inflight_kept = self._kept
 
     def _put(self, adapter: Any) -> None:
-        # Upstream's own way of taking an adapter, with one that has been read.
+        # Upstream's own way to take an adapter, with the one that was read.
         self._manager._load_adapter = lambda _: adapter
         try:
             self._manager.add_adapter(self._request)
@@ -73,7 +78,10 @@ class AdapterProposal:
 
 
 def step(
-    worker: Any, move: str, request: Any, needed: Collection[Key] | None = None
+    worker: upstream.WorkerBase,
+    move: str,
+    request: upstream.LoRARequest,
+    needed: Collection[Key] | None = None,
 ) -> bool:
     """Make one move of a transaction on this rank.
 
@@ -81,14 +89,15 @@ def step(
         worker: of this rank.
         move: `propose`, `take`, `put_back` or `end`.
         request: the adapter's, as upstream names it.
-        needed: with `propose`, the adapters that stay in the host's memory; others that
-            were kept are let go. None: all stay.
+        needed: with `propose`, the adapters that stay in host memory; other kept
+            adapters are
+            dropped. None: all stay.
 
     Returns:
-        whether there is something to take.
+        whether there is an adapter to take.
 
     Raises:
-        Forbidden: its files lie outside of the folders that are allowed.
+        Forbidden: the adapter's files lie outside of the allowed folders.
 
     """
     if move == "propose":
@@ -112,21 +121,24 @@ def step(
     return True
 
 
-def key_of(request: Any) -> Key:
+def key_of(request: upstream.LoRARequest) -> Key:
     """The name and number of the adapter that a request names."""
     return request.lora_name, request.lora_int_id
 
 
-def allowed(request: Any, vllm_config: Any) -> Any:
-    """`request` with the folder that was judged, which is the one that is opened.
+def allowed(
+    request: upstream.LoRARequest, vllm_config: upstream.VllmConfig
+) -> upstream.LoRARequest:
+    """`request` with the folder that was checked, which is the one that is opened.
 
-    vLLM looks for a path that is not absolute in several places: below the working
-    directory, below a home directory, at a hub. So it has to be absolute while updates
-    may read some folders only, and each file in it has to lie in one of these.
+    vLLM looks for a relative path in several places: below the working directory,
+        below a
+    home directory, at a hub. So the path has to be absolute while updates may read some
+    folders only, and each file in it has to lie in one of these.
 
     Raises:
         Forbidden: the folder, or a file in it, lies elsewhere.
-        Malformed: it cannot be a path.
+        Malformed: the value is no path.
 
     """
     if not (folders := InflightConfig.of(vllm_config).allowed_paths):
@@ -135,8 +147,12 @@ def allowed(request: Any, vllm_config: Any) -> Any:
     return replace(request, lora_path=str(folder))
 
 
-def kept_or_read(manager: Any, request: Any, read: Any) -> Any:
-    """The adapter of a request from the host's memory, else as `read(request)` has it.
+def kept_or_read(
+    manager: upstream.WorkerLoRAManager,
+    request: upstream.LoRARequest,
+    read: Callable[[upstream.LoRARequest], Any],
+) -> Any:
+    """The adapter of a request from host memory; if it is not there, `read(request)`.
 
     Args:
         manager: upstream's, of one rank.
@@ -148,18 +164,19 @@ def kept_or_read(manager: Any, request: Any, read: Any) -> Any:
     return read(request) if found is None else found
 
 
-def write_again(runner: Any) -> None:
-    """Have all adapters written anew, since the memory of their slots was lost."""
+def write_again(runner: upstream.GPUModelRunner) -> None:
+    """Write all adapters again, since the memory of their slots was lost."""
     with kept(runner):
         runner.reset_lora_state()
 
 
 @contextmanager
-def kept(runner: Any) -> Iterator[None]:
-    """Around what lets all adapters go: they are there again when it has succeeded.
+def kept(runner: upstream.GPUModelRunner) -> Iterator[None]:
+    """Context around a call that drops all adapters: afterwards they are there again.
 
-    Upstream lets them go where it writes below them, and they would be read from their
-    files, which may be gone by now, or others.
+    Upstream drops them when it writes the weights below them. It would read them again
+    from
+    their files, which may be gone or changed by then.
     """
     if not runner.lora_config:
         yield
@@ -172,8 +189,10 @@ def kept(runner: Any) -> Iterator[None]:
     _pin(registry, pinned)
 
 
-def _is_there(manager: Any, request: Any) -> bool:
-    """Whether nothing has to be read; what is in a slot is kept from now on."""
+def _is_there(
+    manager: upstream.WorkerLoRAManager, request: upstream.LoRARequest
+) -> bool:
+    """Whether nothing has to be read; an adapter in a slot is kept from now on."""
     if request.load_inplace:
         return False
     key = key_of(request)
@@ -186,21 +205,23 @@ def _is_there(manager: Any, request: Any) -> bool:
     return True
 
 
-def _pinned(registry: Any) -> set[int]:
-    """The numbers of those that make room for no others."""
+def _pinned(registry: upstream.LoRAModelManager) -> set[int]:
+    """The numbers of the adapters that upstream never drops for others."""
     return set(registry._registered_adapters.pinned_items)
 
 
-def _pin(registry: Any, numbers: set[int]) -> None:
-    for number in numbers - _pinned(registry):  # who came in the place of one is not
+def _pin(registry: upstream.LoRAModelManager, numbers: set[int]) -> None:
+    for number in numbers - _pinned(
+        registry
+    ):  # the adapter that replaced a pinned one is not pinned
         registry.pin_adapter(number)
 
 
-def _kept(manager: Any) -> dict[Key, Any]:
-    """Adapter → what was read of it, in the host's memory."""
+def _kept(manager: upstream.WorkerLoRAManager) -> dict[Key, Any]:
+    """Adapter → what was read of it, in host memory."""
     known: dict[Key, Any] = getattr(manager, "_inflight_kept", {})
     return known
 
 
-def _keep(manager: Any, key: Key, adapter: Any) -> None:
+def _keep(manager: upstream.WorkerLoRAManager, key: Key, adapter: Any) -> None:
     manager._inflight_kept = _kept(manager) | {key: adapter}

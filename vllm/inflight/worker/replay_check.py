@@ -1,13 +1,16 @@
-"""The proof of a plan: what it replays is what the loaders do.
+"""The replay check: a replay of the plan does exactly what the loaders do.
 
-A loader is recorded at one update. Before the next one receives anything, the model's
-own loaders are given index patterns in the place of tensors: no two elements of a
-pattern are alike, so where every element went can be read off the parameters. That has
-to be what the plan says, element by element, and nothing else may have been written.
-The same is asked of the replay itself. Weights could not prove it: those of a norm are
-all ones, and a matrix may be symmetric.
+A loader is recorded at one update. Before the next update receives anything, the
+model's
+own loaders get index patterns in place of tensors. No two elements of a pattern are
+alike, so the parameters show where every element went. That has to agree with the plan,
+element by element, and nothing else may have been written. The replay itself has to
+pass
+the same test. Real weights could not prove it: those of a norm may all be one, and a
+matrix may be symmetric.
 
-The patterns are written into the second set, which the update is about to fill anyway.
+The patterns are written into the shadow weights, which the update is about to
+overwrite.
 """
 
 from __future__ import annotations
@@ -22,15 +25,17 @@ from vllm.inflight.errors import InflightError
 from vllm.inflight.worker.replay_plan import Entry, Plan, overlapping, replay
 
 NEITHER = 3
-"""What is in no place of a pattern's that is looked at: nothing was written there."""
+"""A value that no compared place of a pattern has: nothing was written there."""
 
 BATCH_BYTES = 256 << 20
-"""Patterns that are loaded at once; a larger tensor comes alone."""
+"""Bytes of patterns that are loaded at once; a larger tensor is loaded alone."""
 PIECE = 1 << 24
-"""Elements that are made or compared at once: more need more memory, and fewer more
-calls of torch, each of which waits for the interpreter beside a thread that decodes."""
+"""Elements that are made or compared at once. More elements need more memory. Fewer
+elements need more calls of torch, and each call waits for the interpreter while
+another thread decodes.
+"""
 MARGIN_BYTES = 512 << 20
-"""Of a GPU's free memory, what is left alone."""
+"""Bytes of a GPU's free memory that are never used."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 logger = upstream.init_logger(__name__)
@@ -40,14 +45,14 @@ Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 class ReplayCheck:
-    """The proof of what a plan has recorded and nobody has proved yet.
+    """Checks the entries of a plan that are not checked yet.
 
     Args:
-        plan: what was recorded; entries that are wrong are refused for good.
-        params: the parameters that loaders write, by name; overwritten.
+        plan: the recorded entries; wrong entries are removed for good.
+        params: the parameters that loaders write, by name; they are overwritten.
         load: the model's own loader.
-        between: called after each batch with the bytes written so far; what it raises
-            ends the proof, and what is proved by then stays so.
+        between: called after each batch with the bytes written so far. An exception
+            from it ends the check; entries checked by then stay checked.
 
     """
 
@@ -65,7 +70,7 @@ class ReplayCheck:
         self._num_bytes = 0
 
     def begun(self) -> set[str]:
-        """The parameters that the proof is going to write."""
+        """The parameters that the check will write."""
         return {
             param
             for _, entry in self._plan.items()
@@ -74,29 +79,29 @@ class ReplayCheck:
         }
 
     def run(self) -> None:
-        """Prove every entry that is not proved, or refuse it."""
-        self._plan.refuse(self._ambiguous())
+        """Check every unchecked entry; a wrong one is removed from the plan."""
+        self._plan.reject(self._ambiguous())
         wrong: set[str] = set()
         unproved = [(n, e) for n, e in self._plan.items() if not e.is_proved]
         for batch in _batches(unproved):
             if not self._has_room(batch):
-                continue  # it goes through its loader until there is some
+                continue  # its loader is used until there is room
             proved = self._proves(batch)
-            # One that is wrong may have spoilt the others: each is asked alone.
+            # A wrong entry may have spoilt the others, so each entry is checked alone.
             good = batch if proved else [each for each in batch if self._proves([each])]
             self._plan.prove(entry for _, entry in good)
             wrong |= {name for name, entry in batch if not entry.is_proved}
-            self._plan.refuse(wrong)
+            self._plan.reject(wrong)
         if wrong:
             logger.error(
-                "what was recorded of the model's loaders is not what they do with %d "
-                "tensors (%s): these go through them at every update, which is slower",
+                "the replay plan disagrees with the model's loaders for %d tensors "
+                "(%s): these go through their loaders at every update, which is slower",
                 len(wrong),
                 ", ".join(sorted(wrong)[:4]),
             )
 
     def _ambiguous(self) -> set[str]:
-        """Tensors that write to places of each other: the order of them decides."""
+        """Tensors that write to the same elements: their order decides."""
         params = overlapping(at for _, e in self._plan.items() for at in e.filled)
         return {n for n, e in self._plan.items() if not params.isdisjoint(e.params)}
 
@@ -133,13 +138,13 @@ class ReplayCheck:
             self._load(patterns.items())
         except (InflightError, torch.OutOfMemoryError):
             raise
-        except Exception:  # each loader has its own for what it does not take
+        except Exception:  # every loader raises its own kind of error
             return False
         return True
 
 
 def _batches(known: Known) -> Iterator[Known]:
-    """Entries of one parameter one after the other, as many as fit a batch."""
+    """Batches of entries; entries of one parameter follow one another."""
     batch: Known = []
     num_bytes = 0
     for name, entry in sorted(known, key=lambda pair: sorted(pair[1].params)):
@@ -153,7 +158,7 @@ def _batches(known: Known) -> Iterator[Known]:
 
 
 def _num_digits(batch: Known) -> int:
-    """Patterns that it takes until no two elements of a batch are alike."""
+    """Number of patterns until no two elements of a batch are alike."""
     highest = max(1, sum(entry.shape.numel() for _, entry in batch) - 1)
     return max(math.ceil(highest.bit_length() / _bits(entry)) for _, entry in batch)
 
@@ -179,11 +184,13 @@ def _patterns(
 
 
 def _bits(entry: Entry) -> int:
-    """Bits of an element's number that one pattern can tell.
+    """Bits of an element number that one pattern can hold.
 
-    Where the dtype stays, all bits of an element travel as they are, but for those of
-    what is not a number: a GPU that copies many tensors at once makes one NaN of all.
-    Where a loader casts, the numbers are such that both dtypes have them.
+    Where the dtype stays, all bits of an element are copied as they are, except those
+    of
+    NaN: a GPU that copies many tensors at once makes one NaN of all. Where a loader
+        casts,
+    the pattern uses numbers that both dtypes can hold.
     """
     casts = [c.target.dtype for c in entry.copies if not c.is_exact]
     if not casts and entry.dtype is not torch.bool:
@@ -193,7 +200,7 @@ def _bits(entry: Entry) -> int:
 
 
 def _exact_bits(dtype: torch.dtype) -> int:
-    """Numbers of so many bits can be kept in a dtype."""
+    """Number of bits of the integers that a dtype holds exactly."""
     if dtype is torch.bool:
         return 1
     if dtype.is_floating_point:
@@ -202,7 +209,7 @@ def _exact_bits(dtype: torch.dtype) -> int:
 
 
 def _is_there(entry: Entry, pattern: torch.Tensor) -> torch.Tensor:
-    """Whether a pattern is where its entry says; it is taken away from there."""
+    """Whether a pattern is where its entry says; the pattern is erased there."""
     found = []
     for copied in entry.copies:
         offset, shape, stride = copied.part
@@ -239,5 +246,5 @@ def _is_equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of each element, since not every dtype can be compared."""
+    """The bits of each element as integers, since not every dtype can be compared."""
     return tensor.view(INTEGERS[tensor.dtype.itemsize])

@@ -1,19 +1,22 @@
-"""The plan: where each checkpoint tensor goes, recorded once and replayed.
+"""The replay plan: where a loader copies each checkpoint tensor, recorded and replayed.
 
 A model's loader takes a tensor by its name through mappings, shards and narrow views,
-in Python, and in the end copies slices of it into slices of parameters. Where both
-sides stay where they are, as twins do, the slices are the same at every update: what
-a loader did the first time is written down, and done again without it.
+in
+Python. In the end it copies slices of the tensor into slices of parameters. Shadow
+parameters stay where they are, so the slices are the same at every update. The loader's
+copies are recorded at one update, and repeated at later ones without the loader.
 
-Only what is certainly that is recorded: copies out of the very tensor that was handed
-over, and fills with zero. Every element has to be written once: where a loader writes
-an element twice, the order decides, and a replay has no order. Anything else goes
-through the loader every time. An entry is replayed only after replay_check.py has
-proved it.
+Only certain operations are recorded: copies out of the very tensor that was given to
+the loader, and fills with zero. Every element has to be written once. Where a loader
+writes an element twice, the order decides, and a replay has no order. Any other tensor
+goes through its loader at every update. An entry is replayed only after the replay
+check
+(replay_check.py) has passed it.
 
-The record also tells where the content of each checkpoint tensor is served, so that
-it can be read back from there; see scrub.py. The CPU build, which packs what it has
-loaded, records for that purpose alone.
+The record also tells where each checkpoint tensor is served, so that the scrub
+(integrity/scrub.py) can read it back. The CPU build packs what it has loaded, and
+records
+for that purpose alone.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from vllm.inflight.ops.reference import row_major
 from vllm.inflight.transport.buckets.reassembly import Destination
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Offset, shape and strides within a tensor, in elements."""
+"""Offset, shape and strides of a view within a tensor, in elements."""
 
 _COPY = torch.ops.aten.copy_.default
 _FILLS = {
@@ -47,13 +50,13 @@ class Copied(NamedTuple):
 
     param: str
     view: View
-    """Where in the parameter."""
+    """The written part of the parameter."""
     part: View
-    """Which part of the checkpoint tensor."""
+    """The copied part of the checkpoint tensor."""
     target: torch.Tensor
-    """The view as a tensor; an empty one where copies are not replayed."""
+    """The view as a tensor; an empty tensor where copies are not replayed."""
     is_exact: bool
-    """Whether both have one dtype, so that the bits stay what they are."""
+    """Whether both have the same dtype, so that the bits stay the same."""
 
 
 class Zeroed(NamedTuple):
@@ -74,21 +77,21 @@ class Entry:
     copies: list[Copied] = field(default_factory=list)
     zeros: list[Zeroed] = field(default_factory=list)
     filled: list[tuple[str, View]] = field(default_factory=list)
-    """(parameter, view) of everything that is written, in order."""
+    """(parameter, view) of every write, in order."""
     is_whole: bool = True
-    """Whether nothing happened that cannot be replayed."""
+    """Whether every write can be replayed."""
     is_traced: bool = True
-    """Whether all that was written is a part of the tensor, or zero."""
+    """Whether every write is a part of the tensor, or zero."""
     is_proved: bool = False
-    """Whether replaying it was seen to do what its loader does; see replay_check.py."""
+    """Whether the replay check has passed; see replay_check.py."""
     home: Destination | None = None
-    """Where the tensor ends up, if that is whole, row-major and in one piece."""
+    """Where the tensor ends up, if it is stored whole, row-major and in one piece."""
 
     @property
     def num_unread(self) -> int:
-        """Elements that are copied nowhere, where others are; 0 if nobody can tell.
+        """Elements of the tensor that are copied nowhere; 0 if that is not known.
 
-        Loaders cut what they get to the size of what they fill.
+        Loaders cut tensors to the size of the parameter.
         """
         if not (self.copies and self.is_traced):
             return 0
@@ -97,12 +100,12 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of such a tensor."""
+        """Bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     @property
     def params(self) -> set[str]:
-        """The parameters that it writes into."""
+        """The parameters that the loader writes for this tensor."""
         return {param for param, _ in self.filled}
 
 
@@ -110,40 +113,43 @@ class Plan:
     """The entries of one model, by checkpoint name.
 
     Args:
-        is_replayed: whether tensors are loaded by this record. If not, it only tells
-            where they are served, and holds none of the memory it was recorded in.
+        is_replayed: whether tensors are loaded by this record. If not, the record only
+            tells where they are served, and holds none of the recorded memory.
 
     """
 
     def __init__(self, *, is_replayed: bool = True) -> None:
         self.is_replayed = is_replayed
         self.number = 0
-        """Changes whenever the entries do."""
+        """Changes whenever the entries change."""
         self._entries: dict[str, Entry] = {}
         self._names: dict[str, set[str]] = {}
-        """Parameter → the tensors that are recorded to write into it."""
-        self._refused: set[str] = set()
+        """Parameter → the tensors recorded to write into it."""
+        self._rejected: set[str] = set()
         self.lock = threading.RLock()
-        """Held while entries change, and by whoever looks at all of them."""
+        """Held while entries change, and while all of them are read."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def num_proved(self) -> int:
-        """How many tensors are loaded by replaying their entries."""
+        """How many tensors are loaded by replay."""
         return sum(entry.is_proved for entry in self._entries.values())
 
     def items(self) -> Iterable[tuple[str, Entry]]:
-        """(name, entry) of every tensor that is recorded."""
+        """(name, entry) of every recorded tensor."""
         return self._entries.items()
 
     def known(self, name: str) -> Entry | None:
-        """What was recorded for the tensor of that name, whatever its form."""
+        """The entry of the tensor of that name, whatever its shape and dtype."""
         return self._entries.get(name)
 
     def entry(self, name: str, tensor: torch.Tensor) -> Entry | None:
-        """What was recorded for such a tensor, if anything was."""
+        """The entry for a tensor of this name, shape and dtype;
+
+        None if there is none.
+        """
         found = self._entries.get(name)
         if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
             return None
@@ -152,9 +158,10 @@ class Plan:
     def place(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Destination | None:
-        """Where such a tensor ends up, if that is whole and in one piece.
+        """Where such a tensor ends up, if it is stored whole and in one piece.
 
-        A transport may then receive it there: what else its loader writes is zeros in
+        A transport may receive the tensor there. Its loader otherwise writes only
+        zeros, in
         other places.
         """
         entry = self._entries.get(name)
@@ -163,23 +170,23 @@ class Plan:
         return entry.home if entry.is_proved else None
 
     def is_home(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether it is the very tensor that `place` told of."""
+        """Whether `tensor` is the very tensor that `place` returned."""
         entry = self._entries.get(name)
         home = None if entry is None else entry.home
         return home is not None and home.tensor is tensor
 
     def names_of(self, param: str) -> Iterable[str]:
-        """The tensors that are recorded to write into a parameter, in order."""
+        """The tensors recorded to write into a parameter, sorted."""
         return sorted(self._names.get(param, ()))
 
     def filled_by(self, name: str) -> Iterable[str]:
-        """The parameters that are written when such a tensor comes."""
+        """The parameters that are written when such a tensor is loaded."""
         entry = self._entries.get(name)
         return () if entry is None else (param for param, _ in entry.filled)
 
     def keep(self, name: str, entry: Entry) -> None:
-        """Remember an entry, if all of it can be replayed."""
-        if not entry.is_whole or not entry.filled or name in self._refused:
+        """Record an entry, if every write of it can be replayed."""
+        if not entry.is_whole or not entry.filled or name in self._rejected:
             return
         entry.filled = list(dict.fromkeys(entry.filled))  # each once, for replays
         if overlapping(entry.filled):
@@ -198,20 +205,20 @@ class Plan:
                 self._names.setdefault(param, set()).add(name)
 
     def prove(self, entries: Iterable[Entry]) -> None:
-        """Replay these from now on."""
+        """Replay these entries from now on."""
         for entry in entries:
             entry.is_proved = True
             self.number += 1
 
-    def refuse(self, names: Iterable[str]) -> None:
-        """Forget what was recorded of tensors, for good."""
+    def reject(self, names: Iterable[str]) -> None:
+        """Forget the entries of these tensors, and record none of them again."""
         with self.lock:
             for name in names:
-                self._refused.add(name)
+                self._rejected.add(name)
                 self._drop(name)
 
     def forget(self) -> None:
-        """Forget everything, and replay nothing from now on."""
+        """Forget all entries, and replay nothing from now on."""
         with self.lock:
             self.is_replayed = False
             self.number += 1
@@ -226,7 +233,7 @@ class Plan:
 
 
 def overlapping(filled: Iterable[tuple[str, View]]) -> set[str]:
-    """The parameters of which two of these views share an element."""
+    """The parameters in which two of these views share an element."""
     by_param: dict[str, list[View]] = {}
     for param, view in filled:
         by_param.setdefault(param, []).append(view)
@@ -238,7 +245,7 @@ def are_apart(views: Sequence[View]) -> bool:
     views = [view for view in views if prod(view[1])]
     if _apart(_spans(views)) or _apart(_columns(views)):
         return True
-    # Rare and on the host: a GPU that serves has no memory to spare.
+    # This is rare, and done on the host: a GPU that serves has no spare memory.
     size = max((end for _, end in _spans(views)), default=0)
     written = torch.zeros(size, dtype=torch.bool, device="cpu")
     for offset, shape, stride in views:
@@ -247,17 +254,17 @@ def are_apart(views: Sequence[View]) -> bool:
 
 
 def _apart(ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether none of (first, end) reaches into another one."""
+    """Whether no range (first, end) reaches into another one."""
     return all(end <= first for (_, end), (first, _) in pairwise(sorted(ranges)))
 
 
 def _spans(views: Sequence[View]) -> list[tuple[int, int]]:
-    """From the first element of each view to its last, whatever it leaves out."""
+    """(first element, end) of each view, gaps included."""
     return [(view[0], view[0] + span(view)) for view in views]
 
 
 def _columns(views: Sequence[View]) -> list[tuple[int, int]]:
-    """The columns of views of the same rows; of others, ranges that are not apart."""
+    """The columns of views of the same rows; for other views, ranges that overlap."""
     if all(len(step) == 2 and step[0] and step[1] == 1 for _, _, step in views):
         rows = {(at // step[0], shape[0], step[0]) for at, shape, step in views}
         if len(rows) == 1:
@@ -268,7 +275,7 @@ def _columns(views: Sequence[View]) -> list[tuple[int, int]]:
 
 
 def span(view: View) -> int:
-    """Elements from the first of a view to its last, those between them included."""
+    """Elements from the first of a view to its last, gaps included."""
     _, shape, stride = view
     if not prod(shape):
         return 0
@@ -281,7 +288,8 @@ def _home(entry: Entry) -> Destination | None:
     copied = entry.copies[0]
     target, (offset, shape, stride) = copied.target, copied.part
     is_whole = offset == 0 and shape == tuple(entry.shape) == tuple(target.shape)
-    # The bytes arrive row by row. A loader that turns the tensor reads them otherwise.
+    # A transport writes the bytes row by row. A loader that transposes the tensor
+    # stores them in another order.
     is_row_major = all(
         step == expected
         for size, step, expected in zip(shape, stride, row_major(shape), strict=True)
@@ -293,7 +301,7 @@ def _home(entry: Entry) -> Destination | None:
 
 
 def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
-    """Do with each tensor what its loader did with the one that was recorded."""
+    """Repeat for each tensor the copies that its loader made."""
     alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for entry, tensor in known:
         first = tensor.storage_offset()
@@ -302,7 +310,8 @@ def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
                 continue  # received in place
             offset, shape, stride = copied.part
             source = tensor.as_strided(shape, stride, first + offset)
-            # Of one call: torch 2.11 takes all targets for what the first one is.
+            # One call takes tensors of one kind: torch 2.11 treats all targets like the
+            # first.
             kind = copied.target.dtype, source.dtype, source.device
             targets, sources = alike.setdefault(kind, ([], []))
             targets.append(copied.target)
@@ -313,13 +322,13 @@ def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
         if sources[0].device == targets[0].device:
             torch._foreach_copy_(targets, sources)
             continue
-        # From the host, where a source may be gone as soon as this returns.
+        # The source is host memory that may be freed as soon as this returns.
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
 
 class RecordedWrites(TorchDispatchMode):
-    """Records the in-place writes to one parameter, while a loader has a tensor."""
+    """Records the in-place writes to one parameter while a loader has a tensor."""
 
     def __init__(
         self,
@@ -331,16 +340,22 @@ class RecordedWrites(TorchDispatchMode):
         super().__init__()
         self._name = name
         self._storage = param.untyped_storage()._cdata
-        # Twins share the storage of an arena: views are told from where this begins.
+        # Shadow parameters share the storage of an arena, so views are counted from the
+        # start of the parameter.
         self._first = int(param.storage_offset())
         self._handed = handed
         self._entry = entry
         self.views: dict[View, int] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # `.data` and views are made by other calls; what counts is where they lead.
+        # Aliases such as `.data` and views are made by other calls. What counts is the
+        # memory that is written.
         if args and isinstance(args[0], torch.Tensor) and func._schema.is_mutable:
             target = args[0]
             if target.untyped_storage()._cdata == self._storage and target.numel():
@@ -356,7 +371,8 @@ class RecordedWrites(TorchDispatchMode):
             return
         filled = (self._name, view)
         if filled in self._entry.filled:
-            # The second write decides, and which one that is a replay does not know.
+            # The second write decides the content, and a replay does not know which is
+            # second.
             self._entry.is_whole = False
         self._entry.filled.append(filled)
         if func is _COPY and (part := self._part(args[1], target)) is not None:
@@ -369,7 +385,7 @@ class RecordedWrites(TorchDispatchMode):
             self._entry.is_whole = self._entry.is_traced = False
 
     def _part(self, source: torch.Tensor, target: torch.Tensor) -> View | None:
-        """`source` as a part of the tensor handed over; None if it is not one."""
+        """`source` as a part of the tensor given to the loader; None if it is none."""
         handed = self._handed
         if (
             handed is None
@@ -384,10 +400,11 @@ class RecordedWrites(TorchDispatchMode):
         last = offset + sum(
             (n - 1) * step for n, step in zip(shape, stride, strict=True)
         )
-        # Tensors of one bucket share a storage: it has to be this one's part of it.
+        # Tensors of one bucket share a storage: the source has to lie within this
+        # tensor.
         return (offset, shape, stride) if 0 <= offset <= last < handed.numel() else None
 
 
 def view_of(tensor: torch.Tensor) -> View:
-    """Where a tensor lies, within its storage."""
+    """The place of a tensor within its storage."""
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())

@@ -1,13 +1,16 @@
-"""Sleep on a GPU: upstream's way for what lies in its pools, ours for the arena.
+"""Sleep on a GPU: upstream handles memory in its own pools, and this backend the arena.
 
-    level 1    the live set is copied to the host, and its memory given back
-    level 2    only what is no weight is copied: buffers, and what lies between
-    awake      memory at the same addresses, so that CUDA graphs stay valid; after
-               level 2 the weights are zeros until an update has filled them
+| state | what happens |
+|---|---|
+| level 1 | the live weights are copied to the host, and their memory is given back |
+| level 2 | only buffers and gaps are copied; the weights are lost |
+| awake | memory at the same addresses, so that CUDA graphs stay valid |
 
-The second set is given back at either level, and with it the way back. It comes again
-as a copy of the live set when the weights wake up, or if there is no room for it then,
-when the next update begins.
+After level 2 the weights are zeros until an update has filled them.
+
+Either level gives the shadow weights back, and with them the rollback target. When the
+engine wakes up, they get memory again, as a copy of the live weights. If there is no
+room then, the next update tries again.
 """
 
 from __future__ import annotations
@@ -23,26 +26,27 @@ logger = upstream.init_logger(__name__)
 
 
 class SleepBackend(upstream.CuMemBackend):
-    """Upstream's backend, for a worker with a second set of weights.
+    """Upstream's backend, for a worker with shadow weights.
 
     Args:
-        stager: of the worker.
-        arena: where the live weights lie, if not in upstream's pools.
+        staging: the staging worker.
+        arena: where the live weights lie; None if they lie in upstream's pools.
 
     """
 
-    def __init__(self, stager: StagingWorker, arena: Arena | None) -> None:
+    def __init__(self, staging: StagingWorker, arena: Arena | None) -> None:
         super().__init__()
-        self._stager = stager
-        self._shadow = stager.shadow
+        self._staging = staging
+        self._shadow = staging.shadow
         self._arena = arena
         self._backup: HostCopy | None = None
-        """What waits on the host while the weights sleep, or are about to."""
+        """The host copy while the weights sleep, or are about to."""
         self._is_asleep = False
-        """Until the last byte is back."""
+        """True until the last byte is back."""
 
     def prepare(self, level: int) -> None:
-        """Copy what a sleep will keep; level 0 lets go of it, as the sleep is off.
+        """Copy what a sleep will keep; level 0 frees the copy, as the sleep is called
+        off.
 
         Raises:
             RuntimeError: the host lacks the memory; nothing has changed.
@@ -52,18 +56,18 @@ class SleepBackend(upstream.CuMemBackend):
             self._backup = self._copy(self._arena, level == 1) if level else None
 
     def suspend(self, level: int = 1) -> None:
-        """Give back the memory of the weights, and what upstream gives back."""
+        """Give back the memory of the weights, and upstream's memory."""
         self._give_back(keeps_weights=level == 1)
         super().suspend(level)
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Bring it again; of what `tags` do not name, only what upstream brings."""
+        """Get the memory again; without the tag `weights`, only upstream's memory."""
         if tags is None or "weights" in tags:
-            self._bring()
+            self._restore()
         super().resume(tags)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Give back what `tags` name; nothing of that is kept."""
+        """Give back the memory that `tags` name; its content is lost."""
         if "weights" in tags:
             self._give_back(keeps_weights=False)
         super().discard(tags)
@@ -76,25 +80,25 @@ class SleepBackend(upstream.CuMemBackend):
 
     def _give_back(self, *, keeps_weights: bool) -> None:
         if self._arena is None:
-            self._stager.forget(served=not keeps_weights)
-            self._shadow.behind.update(self._shadow.required)
+            self._staging.forget(served=not keeps_weights)
+            self._shadow.stale.update(self._shadow.required)
             return
         if self._is_asleep:
             return
         self._backup = self._backup or self._copy(self._arena, keeps_weights)
-        self._stager.forget(served=not keeps_weights)
+        self._staging.forget(served=not keeps_weights)
         if self._arena.phase == "paired":
             self._arena.unpair()
         try:
             self._arena.suspend()
-        finally:  # its memory may be gone although a call has failed
+        finally:  # the memory may be gone although the call failed
             self._is_asleep = self._arena.phase == "suspended"
 
-    def _bring(self) -> None:
+    def _restore(self) -> None:
         if self._arena is not None and self._arena.phase == "torn":
-            raise ArenaTorn("a sleep has failed, and what it had taken is not back")
+            raise ArenaTorn("a sleep failed, and the weights are not restored")
         if self._arena is None or not self._is_asleep:
-            self._backup = None  # of a sleep that failed: what is live goes on
+            self._backup = None  # a sleep failed, and the live weights are intact
             return
         assert self._backup is not None
         if self._arena.phase == "suspended":
@@ -105,25 +109,25 @@ class SleepBackend(upstream.CuMemBackend):
             self._shadow.pair()
         except OutOfDeviceMemory as error:
             logger.warning(
-                "awake with one set of weights, as there is no memory for a second "
-                "one now; the next update tries again: %s",
+                "awake without shadow weights, as there is no memory for them now; "
+                "the next update tries again: %s",
                 error,
             )
 
 
-def backend_of(stager: StagingWorker) -> SleepBackend | None:
-    """The backend of a worker; None if sleep is upstream's alone.
+def backend_of(staging: StagingWorker) -> SleepBackend | None:
+    """The sleep backend of a worker; None if upstream's own backend is enough.
 
     Raises:
-        ConfigError: its weights are where nothing could give their memory back.
+        ConfigError: the weights lie in memory that cannot be given back.
 
     """
-    residence = placement_of(stager.shadow.live)
-    if residence.arena is None and is_wanted(stager.worker.vllm_config):
+    placement = placement_of(staging.shadow.live)
+    if placement.arena is None and is_wanted(staging.worker.vllm_config):
         raise ConfigError(
             "--enable-sleep-mode could not give the memory of these weights back: "
-            f"{residence.reason}; --inflight-staging off leaves them to upstream"
+            f"{placement.reason}; --inflight-staging off leaves them to upstream"
         )
-    if residence.arena is None and stager.shadow.reason is not None:
+    if placement.arena is None and staging.shadow.reason is not None:
         return None
-    return SleepBackend(stager, residence.arena)
+    return SleepBackend(staging, placement.arena)

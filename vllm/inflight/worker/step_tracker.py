@@ -1,47 +1,49 @@
 """The steps of one worker: whether it decodes, and on which stream of a GPU.
 
-The second is asked when the weights change. Where an engine is in its caller's process,
-another thread may do that, whose current stream is not the one that computes.
+The stream is needed when the weights change. Where the engine runs in its caller's
+process, the thread that changes them may be another one than the thread that steps.
 
-How busy the process is does not tell: the queue that brings a worker its calls spins
-for a second after each of them, and an order to stage is one.
+The load of the process does not show whether it decodes. The queue that brings calls to
+a
+worker spins for a second after each call, and a command to stage is a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
+from vllm.inflight import upstream
+
 
 class StepTracker:
-    """Counts steps; written by the thread that steps, read by any."""
+    """Counts steps; one thread writes the counts, and any thread reads them."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
         self.num_begun = 0
         self.num_ended = 0
         self.stream: torch.cuda.Stream | None = None
-        """Of the last step, on a GPU."""
+        """The stream of the last step, on a GPU."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What is in it is a step, or a part of one."""
+        """Context: its body is a step, or a part of one."""
         self.num_begun += 1
         try:
             yield
         finally:
-            # Not before: vLLM may choose one of its own in the middle of the first.
+            # Set at the end: vLLM may choose a stream in the middle of its first step.
             if self._device is not None:
                 self.stream = torch.cuda.current_stream(self._device)
             self.num_ended += 1
 
     @contextmanager
     def between(self) -> Iterator[None]:
-        """What is in it comes after the last step, and is done before the next one."""
-        with torch.cuda.stream(self.stream):  # of None: the current one
+        """Context: its body comes after the last step, and ends before the next."""
+        with torch.cuda.stream(self.stream):  # None means the current stream
             try:
                 yield
             finally:
@@ -49,7 +51,7 @@ class StepTracker:
                     torch.cuda.current_stream(self._device).synchronize()
 
 
-def between_steps(worker: Any) -> AbstractContextManager[None]:
-    """See `StepTracker.between`, of a worker that may have no second set."""
+def between_steps(worker: upstream.WorkerBase) -> AbstractContextManager[None]:
+    """`StepTracker.between` for a worker; does nothing without a staging worker."""
     stager = getattr(worker, "_inflight_stager", None)
     return nullcontext() if stager is None else stager.steps.between()

@@ -1,1 +1,1 @@
-"""Whether live weights are still those that were committed."""
+"""Detection of writes into live weights outside of updates."""

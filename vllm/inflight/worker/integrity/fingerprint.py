@@ -1,14 +1,17 @@
-"""Fingerprints of tensors: whether anything has written into them, and how much of it.
+"""Fingerprints of tensors: whether a tensor was written, and whether all of it was.
 
-A fingerprint is a sample of the bytes of a tensor, copied to the host. It sees every
-write, whoever made it: through `.data`, by a kernel on another stream, by a network
-card. Reading whole weights would take much longer than a step. `LINES` lines of
-`LINE_BYTES` are 2048 numbers in bf16: an optimizer's step that changes one number in
-a hundred is missed with a probability of 1e-9 per tensor. A write of a few numbers by
-such a way can be missed.
+A fingerprint is a sample of the bytes of a tensor, copied to the host. It detects
+writes of
+every kind: through `.data`, by a kernel on another stream, by a network card.
+    Reading whole
+weights would take much longer than a step. `LINES` lines of `LINE_BYTES` are 2048
+numbers
+in bf16. An optimizer's step that changes one number in a hundred is missed with a
+probability of 1e-9 per tensor. A write of a few numbers by such a way can be missed.
 
-A blank tensor holds one number of 64 bits all over. What is not blank any more has
-been written since, so the words that are left tell whether all of it was.
+A blank tensor is filled with one 64-bit number. A word that differs has been written,
+so
+the words that are left show whether the whole tensor was written.
 """
 
 from __future__ import annotations
@@ -18,23 +21,24 @@ from collections.abc import Sequence
 import torch
 
 LINES = 64
-"""Lines of a tensor that are looked at, at equal distances."""
+"""Sampled lines of a tensor, at equal distances."""
 LINE_BYTES = 64
 WORD_BYTES = 8
 SLAB_WORDS = 1 << 24
-"""Words that are compared at once, which takes a byte of memory for each."""
+"""Words that are compared at once; each takes a byte of memory."""
 BLANK = 0x0D0B_0705_0B03_0907
 """A small finite number in every dtype, so that a step on blank weights is harmless."""
 
 Sample = list[torch.Tensor]
-"""One tensor of the host for each tensor that was sampled."""
+"""One host tensor for each sampled tensor."""
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The memory of a tensor as int64 words, shape `[nbytes // 8]`.
 
-    A word that is shared with what lies beside the tensor is left out. None if the
-    elements of the tensor do not lie side by side.
+    A word that is shared with a neighbouring tensor is left out. None if the elements
+    of the
+    tensor are not adjacent.
     """
     if not _is_dense(tensor):
         return None
@@ -67,7 +71,7 @@ def is_same(one: Sample, other: Sample) -> bool:
 
 
 def make_blank(tensor: torch.Tensor) -> bool:
-    """Fill a tensor with `BLANK`; whether that can be seen in it afterwards."""
+    """Fill a tensor with `BLANK`; returns whether blank words can be recognised."""
     words = words_of(tensor)
     if words is None or not words.numel():
         return False
@@ -76,7 +80,7 @@ def make_blank(tensor: torch.Tensor) -> bool:
 
 
 def is_blank_in(sampled: torch.Tensor) -> bool:
-    """Whether a sample of a tensor that was blank has a blank word left."""
+    """Whether the sample of a tensor that was blank still has a blank word."""
     flat = sampled.reshape(-1)
     if flat.dtype is not torch.int64:
         flat = flat[: flat.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
@@ -84,7 +88,7 @@ def is_blank_in(sampled: torch.Tensor) -> bool:
 
 
 def has_blank(tensor: torch.Tensor) -> bool:
-    """Whether anything is left blank of a tensor; reads all of it."""
+    """Whether a tensor still has a blank word; reads all of it."""
     words = words_of(tensor)
     if words is None:
         return False
@@ -92,7 +96,7 @@ def has_blank(tensor: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one piece of memory, in whatever order."""
+    """Whether the elements fill one piece of memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -110,7 +114,7 @@ def _lines_of(words: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a small tensor; the first ones of one with gaps."""
+    """All bytes of a small tensor; the first bytes of a tensor with gaps."""
     whole = tensor.detach()
     if not _is_dense(whole):
         whole = whole.reshape(-1)[: LINES * LINE_BYTES // whole.element_size()]
@@ -121,13 +125,13 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _memory_of(
     tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int
 ) -> torch.Tensor:
-    """Some of the memory that a tensor lies in, counted in elements of `dtype`."""
+    """A part of the storage of a tensor, counted in elements of `dtype`."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), first, (count,), (1,))
 
 
 def _to_host(pieces: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-    """Copy pieces of one width, device by device, in their order."""
+    """Copy pieces of one width to the host, device by device, keeping the order."""
     found: list[torch.Tensor] = [torch.empty(0)] * len(pieces)
     for device in {piece.device for piece in pieces}:
         own = [i for i, piece in enumerate(pieces) if piece.device == device]

@@ -1,8 +1,10 @@
-"""What a rank does about writes into what it serves, past any update.
+"""What a rank does about writes into its live weights that no update makes.
 
-Upstream's `reload_weights` and `reset_weights` write there, and so may a call of the
-user's own. The tripwire (tripwire.py) notices it; the engine core asks for it by the
-moves below, and decides.
+Upstream's `reload_weights` and `reset_weights` write there, and a call of the user may.
+The
+tripwire (tripwire.py) notices such a write. The engine core asks for the calls below,
+and
+decides.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from typing import Any
 
 import torch
 
+from vllm.inflight import upstream
 from vllm.inflight.errors import WrongPhase
-from vllm.inflight.worker.integrity.tripwire import Tripwire, WriteReport, wire_of
+from vllm.inflight.worker.integrity.tripwire import Tripwire, WriteReport, tripwire_of
 from vllm.inflight.worker.lora import kept
 from vllm.inflight.worker.step_tracker import between_steps
 
@@ -23,29 +26,31 @@ SOURCE = "model", "model_weights", "revision"
 
 
 def note(layer: torch.nn.Module) -> None:
-    """What comes next is written into `layer`, which a worker may serve."""
-    if (wire := wire_of(layer)) is not None:
-        wire.note()
+    """Tell the tripwire that `layer`, which may be live, is about to be written."""
+    if (tripwire := tripwire_of(layer)) is not None:
+        tripwire.note()
 
 
 def note_load(layer: torch.nn.Module) -> None:
-    """A reload takes `layer` aside next, which a worker may serve."""
-    if (wire := wire_of(layer)) is not None:
-        wire.note_load()
+    """Tell the tripwire that a reload sets `layer` aside, which may be live."""
+    if (tripwire := tripwire_of(layer)) is not None:
+        tripwire.note_load()
 
 
 def note_copied(layer: torch.nn.Module) -> None:
-    """A reload has written all of `layer`, which a worker may serve."""
-    if (wire := wire_of(layer)) is not None:
-        wire.note_copied(layer)
+    """Tell the tripwire that a reload has written all of `layer`, which may be live."""
+    if (tripwire := tripwire_of(layer)) is not None:
+        tripwire.note_copied(layer)
 
 
 @contextmanager
-def overwriting(worker: Any) -> Iterator[None]:
-    """Around upstream's calls that write: adapters stay loaded, and no step runs.
+def overwriting(worker: upstream.WorkerBase) -> Iterator[None]:
+    """Context around upstream's calls that write: adapters stay loaded, and no step
+    runs.
 
-    Upstream lets adapters go when the weights below them change. A call that fails
-    before its first write leaves the model's config as it was.
+    Upstream drops adapters when the weights below them change. If a call fails before
+    its
+    first write, the model's config is restored.
     """
     config = worker.vllm_config.model_config
     source = {field: getattr(config, field) for field in SOURCE}
@@ -60,7 +65,7 @@ def overwriting(worker: Any) -> Iterator[None]:
 
 
 def refuse(method: str) -> None:
-    """Refuse a phase of an update that is called on one rank alone.
+    """Reject a step of an update that is called on one rank alone.
 
     Raises:
         WrongPhase: always.
@@ -68,92 +73,99 @@ def refuse(method: str) -> None:
     """
     raise WrongPhase(
         f"Worker.{method} was called inside a call of the workers. Here an update is "
-        "staged beside what is served, and the engine core leads it, so one rank "
+        "staged beside the live weights, and the engine core leads it, so one rank "
         "cannot take a step of it alone; nothing was received. Call it by "
         f"collective_rpc({method!r}), LLM.{method} or POST /{method}"
     )
 
 
-def refuse_second_set(*_: Any, **__: Any) -> None:
-    """Refuse to load into the second set of weights outside of an update.
+def reject_load(*_: object, **__: object) -> None:
+    """Reject a load into the shadow model outside of an update.
 
     Raises:
         WrongPhase: always.
 
     """
     raise WrongPhase(
-        "the second set of weights is written by updates alone, and none has begun; "
+        "the shadow weights are written by updates alone, and none has begun; "
         "load into model_runner.model, or begin with start_weight_update"
     )
 
 
-def attach(worker: Any, path: str, num_ranks: int, is_eager: bool) -> None:
-    """Let the tripwire of this rank tell on the board; see `Tripwire.attach`."""
-    if (wire := wire_on(worker)) is not None:
-        wire.attach(path, num_ranks, is_eager)
+def attach(
+    worker: upstream.WorkerBase, path: str, num_ranks: int, is_eager: bool
+) -> None:
+    """Let the tripwire of this rank use the status board; see `Tripwire.attach`."""
+    if (tripwire := tripwire_of_worker(worker)) is not None:
+        tripwire.attach(path, num_ranks, is_eager)
 
 
-def arm(worker: Any) -> None:
+def arm(worker: upstream.WorkerBase) -> None:
     """See `Tripwire.arm`."""
-    if (wire := wire_on(worker)) is not None:
-        wire.arm()
+    if (tripwire := tripwire_of_worker(worker)) is not None:
+        tripwire.arm()
 
 
-def look(worker: Any) -> dict[str, Any]:
+def look(worker: upstream.WorkerBase) -> dict[str, Any]:
     """The report of the tripwire, as plain data; see `WriteReport`."""
-    if (wire := wire_on(worker)) is None:
+    if (tripwire := tripwire_of_worker(worker)) is None:
         return WriteReport().to_dict()
-    if not wire.is_asleep:
+    if not tripwire.is_asleep:
         worker.synchronize_device()  # a call may have written on a stream of its own
-    return wire.look().to_dict()
+    return tripwire.look().to_dict()
 
 
-def overwritten(worker: Any) -> None:
-    """Nobody knows what this rank serves, nor in what its second set differs."""
-    if (wire := wire_on(worker)) is not None:
-        wire.acknowledge()
+def overwritten(worker: upstream.WorkerBase) -> None:
+    """Record that the content of live weights is unknown, and every parameter stale."""
+    if (tripwire := tripwire_of_worker(worker)) is not None:
+        tripwire.acknowledge()
     if (stager := getattr(worker, "_inflight_stager", None)) is not None:
         stager.forget(served=True)
-        stager.shadow.behind.update(stager.shadow.required)
+        stager.shadow.stale.update(stager.shadow.required)
 
 
-def put_back(worker: Any) -> dict[str, Any]:
-    """Take what is served out of a load that has not ended; what has become of it.
+def put_back(worker: upstream.WorkerBase) -> dict[str, Any]:
+    """End an unfinished reload of the live model; returns the report of the tripwire.
 
-    Else its parameters would have no memory, and nothing could be put into it.
+    During the reload its parameters have no memory, so no weights could be written to
+    them.
     """
-    if (wire := wire_on(worker)) is not None:
-        wire.put_back()
+    if (tripwire := tripwire_of_worker(worker)) is not None:
+        tripwire.put_back()
     return look(worker)
 
 
-def make_blank(worker: Any, keeps_some: bool) -> None:
-    """Make weights blank that are lost, so that it can be seen what is written.
+def make_blank(worker: upstream.WorkerBase, keeps_some: bool) -> None:
+    """Blank weights whose content is lost, so that missing writes can be seen.
 
     Args:
         worker: of this rank.
-        keeps_some: whether upstream has kept parameters over a sleep, by the patterns
-            of its config.
+        keeps_some: whether upstream has kept parameters over a sleep, by the
+            patterns of its
+            config.
 
     """
     config = worker.vllm_config.model_config
     patterns = config.sleep_preserve_parameter_names if keeps_some else ()
-    if (wire := wire_on(worker)) is not None:
-        wire.make_blank(patterns or ())
+    if (tripwire := tripwire_of_worker(worker)) is not None:
+        tripwire.make_blank(patterns or ())
     if (stager := getattr(worker, "_inflight_stager", None)) is not None:
-        stager.shadow.behind.update(stager.shadow.required)
+        stager.shadow.stale.update(stager.shadow.required)
 
 
-def let_go(worker: Any) -> None:
-    """See `Stager.let_go`."""
+def let_go(worker: upstream.WorkerBase) -> None:
+    """See `StagingWorker.let_go`."""
     if (stager := getattr(worker, "_inflight_stager", None)) is not None:
         stager.let_go()
 
 
-def wire_on(worker: Any) -> Tripwire | None:
-    """The tripwire of a worker; None if its models were loaded past upstream's way."""
-    wire: Tripwire | None = getattr(worker, "_inflight_tripwire", None)
-    return wire
+def tripwire_of_worker(worker: upstream.WorkerBase) -> Tripwire | None:
+    """The tripwire of a worker;
+
+    None if its models were not loaded by upstream's loader.
+    """
+    tripwire: Tripwire | None = getattr(worker, "_inflight_tripwire", None)
+    return tripwire
 
 
 MOVES: dict[str, Callable[..., Any]] = {
@@ -165,4 +177,4 @@ MOVES: dict[str, Callable[..., Any]] = {
     "make_blank": make_blank,
     "let_go": let_go,
 }
-"""What the engine core asks a rank for, by an RPC that replies in an envelope."""
+"""The calls that the engine core makes on a rank, by an RPC with an envelope."""

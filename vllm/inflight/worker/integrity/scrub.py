@@ -1,15 +1,19 @@
-"""A scrub: whether what a rank serves is still what was committed, read back from it.
+"""The scrub: live weights are read back and compared with the committed digests.
 
-What was recorded of the loaders (replay_plan.py) tells where in the parameters every
-element of a checkpoint tensor lies. So the digest of that tensor can be made of what is
-served. The parts of all ranks are added up, and compared with the digest that was
-announced and received under the label. Of a parameter that is no copy of checkpoint
-tensors (exponentials, quantised weights, halves of MLA, experts that the CPU build
-packs) a rank has the digest from when it was staged.
+The record of the loaders (replay_plan.py) tells where in the parameters every element
+of a
+checkpoint tensor lies. So the digest of that tensor can be computed from the live
+weights.
+The sums of all ranks are added up, and compared with the digest that was received under
+the version. Some parameters are no copy of checkpoint tensors (exponentials, quantised
+weights, halves of MLA, experts that the CPU build packs). For these, a rank compares
+with
+their digest from when they were staged.
 
 A scrub reads in slices, between steps and on the stream that steps, so that nothing
-changes under it. A slice is small enough not to be felt, and what can be worked out
-once for all versions is.
+changes
+while it reads. A slice is small enough not to be noticed. Results that hold for all
+versions are computed once.
 """
 
 from __future__ import annotations
@@ -36,36 +40,37 @@ from vllm.inflight.worker.verify.content import Facts
 from vllm.inflight.worker.verify.readback import content
 
 SLICE_BYTES, SLICE_BYTES_OF_HOST = 256 << 20, 4 << 20
-"""Of parameters that are read between two steps, on a GPU and on the CPU build."""
+"""Bytes of parameters that are read between two steps, on a GPU and on the CPU build.
+"""
 PIECE_BYTES = 16 << 20
-"""Of scratch memory, for what does not lie in one piece."""
+"""Bytes of scratch memory, for parts that do not lie in one piece."""
 
 logger = upstream.init_logger(__name__)
 
 Digests = dict[str, ops.Digest]
-"""By parameter."""
+"""Parameter → digest."""
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of checkpoint tensors."""
 Copying = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Scratch memory, a view of it, and what is copied there."""
+"""Scratch memory, a view of it, and the source that is copied into the view."""
 
 
 @dataclass(slots=True)
 class ScrubbedParameter:
-    """A parameter, where it is served, and what it is made of."""
+    """A live parameter, and the parts of checkpoint tensors in it."""
 
     param: str
     layer: torch.nn.Module
     key: str
     row: int
-    """Of the sums of the parameter itself, where it is no copy."""
+    """Row of the sums for the parameter itself, where it is no copy."""
     parts: list[tuple[int, str, View, View]] = field(default_factory=list)
-    """Row, tensor, where in the parameter, which part of the tensor; if copies of
-    tensors and zeros are all that is in it."""
+    """(row, tensor, view of the parameter, part of the tensor); empty unless the
+    parameter consists of copies and zeros alone."""
     zeros: list[tuple[int, View]] = field(default_factory=list)
-    """Row, and where in the parameter."""
+    """(row, view of the parameter)."""
     shape: torch.Size | None = None
-    """As its loaders know it, if it has parts."""
+    """The shape that its loaders know, if it has parts."""
 
     @property
     def names(self) -> set[str]:
@@ -73,10 +78,10 @@ class ScrubbedParameter:
         return {name for _, name, _, _ in self.parts}
 
     def tensor(self) -> torch.Tensor:
-        """What is served of it.
+        """The live content of the parameter.
 
         Raises:
-            EngineFault: it is there in two forms, which are not the same.
+            EngineFault: it exists in two forms, which differ.
 
         """
         param = self.layer._parameters[self.key]
@@ -85,10 +90,10 @@ class ScrubbedParameter:
 
 
 class Layout:
-    """Where one rank serves what, whatever version that is.
+    """Where one rank serves each checkpoint tensor, in every version.
 
     Args:
-        shadow: knows what was recorded of the loaders.
+        shadow: the shadow model, with the record of the loaders.
 
     """
 
@@ -102,26 +107,26 @@ class Layout:
         for place in self.places:
             for row, name, _, part in place.parts:
                 parts.setdefault(name, {}).setdefault(part, []).append(row)
-        # Of parts that overlap and are not the same, the sums do not add up.
+        # The sums of different parts that overlap do not add up.
         self.names = sorted(n for n, held in parts.items() if are_apart(list(held)))
         """Tensors that are served as copies, on this rank at least."""
         self.forms = [_form(shadow, name) for name in self.names]
         held = [parts[name] for name in self.names]
         self.rows = _numbers(r for of in held for r, *_ in of.values())
-        """Of every part of every name, once."""
+        """The row of every part of every name, once."""
         self.owners = _numbers(n for n, of in enumerate(held) for _ in of)
-        """Of these rows, the number of the name."""
+        """For each of these rows, the index of the name."""
         self.twice = [
             (name, rows)
             for name, of in zip(self.names, held, strict=True)
             for rows in of.values()
             if len(rows) > 1
         ]
-        """Names with a part that is in two places."""
+        """Names with a part that is served in two places, and the rows."""
         self.covered = _numbers(sum(prod(shape) for _, shape, _ in of) for of in held)
         """Elements of each name that this rank serves."""
         self.numel = _numbers(prod(shape) for _, shape in self.forms)
-        """Of each name."""
+        """Elements of each name."""
         self.holds = _numbers(_mark(of) for of in held)
         """Equal on two ranks that serve the same parts of a name."""
         self.counts = _signed(
@@ -130,17 +135,19 @@ class Layout:
                 for dtype, shape in self.forms
             )
         )
-        """What the bytes of each tensor add to its digest, whatever they are."""
+        """The part of the digest of each tensor that does not depend on its content."""
 
         self._sliced: tuple[set[str], list[ScrubSlice]] | None = None
-        """Parameters that are copies, and the slices that were made for these."""
+        """Parameters that are copies, and the slices that were made for them."""
         self._scratch = Scratch(self.device)
 
     def slices(self, copied: set[str]) -> list[ScrubSlice]:
-        """What a scrub reads, a slice at a time, where these parameters are copies.
+        """The slices of a scrub in which the parameters of `copied` are copies of
+        tensors.
 
-        Worked out once, and by the thread that stages if there is one: to tell a GPU
-        what to read takes long.
+        Made once, and by the staging thread if there is one: preparing the tables
+            for a GPU
+        takes long.
         """
         made = self._sliced
         if made and made[0] == copied and all(each.is_there() for each in made[1]):
@@ -159,7 +166,7 @@ class Layout:
             slices[-1].add(place, forms if place.param in copied else None)
         for each in slices:
             each.close()
-        # At once, and whole: another thread may ask meanwhile.
+        # Assigned in one step: another thread may ask meanwhile.
         self._sliced = set(copied), slices
         return slices
 
@@ -169,7 +176,7 @@ class Layout:
         place = ScrubbedParameter(name, layer, key, self._row())
         shape = self._shadow.required.get(name)
         if shape is None or moe.is_packed(layer):
-            return place  # it is derived, or was processed out of what was loaded
+            return place  # it is derived, or was processed after loading
         parts, zeros = self._filled(name, param.dtype)
         views = [*(view for _, view, _ in parts), *zeros]
         is_all = sum(prod(size) for _, size, _ in views) == shape.numel()
@@ -182,7 +189,7 @@ class Layout:
     def _filled(
         self, param: str, dtype: torch.dtype
     ) -> tuple[list[tuple[str, View, View]], list[View]]:
-        """The parts of a parameter, and its zeros, as far as nothing was lost."""
+        """The parts of a parameter, and its zeros, as far as copies kept every bit."""
         parts, zeros = [], []
         plan = self._shadow.plan
         for name in plan.names_of(param):
@@ -214,7 +221,7 @@ def is_lossless(kept: torch.dtype, wider: torch.dtype) -> bool:
 
 
 def _repeats(part: View) -> bool:
-    """Whether an element of a tensor is in a part of it more than once."""
+    """Whether a part of a tensor contains an element more than once."""
     _, shape, stride = part
     return any(n > 1 and not step for n, step in zip(shape, stride, strict=True))
 
@@ -226,7 +233,7 @@ def _mark(held: Mapping[View, object]) -> int:
 
 
 def _signed(numbers: Iterator[int]) -> torch.Tensor:
-    """Pairs of u64 as int64 [n, 2]: torch adds these, modulo 2**64."""
+    """Pairs of u64 as int64 [n, 2]: torch adds these modulo 2**64."""
     packed = array("Q", numbers)
     if not packed:
         return torch.zeros(0, 2, dtype=torch.int64, device="cpu")
@@ -234,18 +241,19 @@ def _signed(numbers: Iterator[int]) -> torch.Tensor:
 
 
 def _numbers(values: Iterable[int]) -> torch.Tensor:
-    # The thread that stages makes tensors on its GPU where it does not say otherwise.
+    # The staging thread has a default device, which would be used otherwise.
     return torch.tensor(list(values), dtype=torch.int64, device="cpu")
 
 
 class Scrub:
-    """One pass over what a rank serves.
+    """One pass over the live weights of a rank.
 
     Args:
         layout: of the rank.
-        facts: of the tensors of the version served; empty if nothing is known of them.
+        facts: of the tensors of the live version; empty if nothing is known of them.
         marks: digests of parameters that are no copies, from when they were staged;
-            None if nothing is known of them.
+            None if
+            nothing is known of them.
 
     """
 
@@ -266,22 +274,28 @@ class Scrub:
         return len(self._slices)
 
     def slice(self) -> None:
-        """Read the next slice; on a GPU, have the current stream read it."""
+        """Read the next slice; on a GPU, enqueue that on the current stream."""
         if self._slices:
             self._wrong |= self._slices.pop(0).read(self._sums)
 
     def result(self) -> dict[str, Any]:
-        """What was found, once every slice has been read.
+        """The findings, once every slice has been read.
 
         Returns:
-            `names` of checkpoint tensors; of each of them in that order, as the bytes
-            of int64: `sums` (two each) of what is served of it here, `expected` of all
-            of it, `numel`, `covered` elements of it, and `holds`, which is equal on two
-            ranks that serve the same part. `wrong` are parameters that are not as they
-            were staged, and tensors with a part that is served in two forms. `unknown`
-            are parameters of which nothing is known. `num_marked` is how many were
-            compared with how they were staged, and `marks` are the digests of all
-            that are no copies.
+            a dictionary with these keys. All numbers are int64 bytes, in the order of
+            `names`.
+
+            - `names`: checkpoint tensors.
+            - `sums` (two each): the sums of the part that is served here.
+            - `expected`: the sums of the whole tensor.
+            - `numel`: elements of the tensor, and `covered`: elements served here.
+            - `holds`: equal on two ranks that serve the same part.
+            - `wrong`: parameters that differ from when they were staged, and tensors
+            with a
+              part that is served in two different forms.
+            - `unknown`: parameters of which nothing is known.
+            - `num_marked`: number of parameters compared with how they were staged.
+            - `marks`: digests of all parameters that are no copies.
 
         """
         while self._slices:
@@ -309,7 +323,7 @@ class Scrub:
         found = [self._facts.get(name) for name in layout.names]
         numbers = ((0, 0) if fact is None else fact[2] for fact in found)
         expected = _signed(chain.from_iterable(numbers)) - layout.counts
-        # Of what the version does not have, nothing is covered.
+        # Of a tensor that the version lacks, nothing is covered.
         is_here = _numbers(fact is not None for fact in found)
         return {
             "names": layout.names,
@@ -326,7 +340,7 @@ class Scrub:
 
 
 def copies(layout: Layout, facts: Mapping[str, Facts]) -> set[str]:
-    """The parameters that are copies of these tensors, and of nothing else."""
+    """The parameters that are copies of these tensors alone."""
     if not facts:
         return set()
     same = {
@@ -341,10 +355,11 @@ def copies(layout: Layout, facts: Mapping[str, Facts]) -> set[str]:
 def marks_of(
     layout: Layout, module: torch.nn.Module, facts: Mapping[str, Facts]
 ) -> Digests:
-    """The digests of what is no copy in a second set, which has been staged.
+    """The digests of the parameters that are no copies, in staged shadow weights.
 
-    Of packed weights of the CPU build nothing: both sets may look into one packing, and
-    two threads must not.
+    Packed weights of the CPU build are left out: both models may refer to one
+        packing, and
+    two threads must not use it.
     """
     copied = copies(layout, facts)
     named = [
@@ -371,12 +386,13 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 class Sums:
-    """Sums of parts of tensors, row by row, without what bytes add whatever they are.
+    """Sums of parts of tensors, row by row, without the part that no content changes.
 
-    On a GPU they stay there until they are asked for, for to ask waits for the GPU.
+    On a GPU they stay there until they are asked for, since reading them waits for the
+    GPU.
 
     Args:
-        device: of the engine; what lies on the host is added there.
+        device: of the engine; parts on the host are summed there.
         num_rows: how many sums there are.
 
     """
@@ -387,7 +403,7 @@ class Sums:
         self._on_device: torch.Tensor | None = None
 
     def add(self, row: int, tensor: torch.Tensor, part: View) -> None:
-        """Add a tensor of the host, which is this part of a whole tensor."""
+        """Add a host tensor, which is this part of a whole tensor."""
         offset, shape, stride = part
         digest = ops.digest_part(tensor, stride, offset)
         width = tensor.element_size()
@@ -396,7 +412,7 @@ class Sums:
 
     @property
     def on_device(self) -> torch.Tensor:
-        """Those that a GPU adds to: int64 [rows, 4], two of them in use."""
+        """The sums on the GPU: int64 [rows, 4], two columns in use."""
         if self._on_device is None:
             shape = len(self._of_host), 4
             made = torch.zeros(shape, dtype=torch.int64, device=self._device)
@@ -417,15 +433,15 @@ class ScrubSlice:
         self._scratch = scratch
         self._reading = Reading(scratch)
         self._of_host: list[tuple[ScrubbedParameter, Forms | None]] = []
-        """What is asked for at each scrub: packed weights are not where they were."""
+        """Parameters that are located at each scrub: packed weights move."""
         self._addresses: list[tuple[torch.Tensor, int]] = []
 
     def add(self, place: ScrubbedParameter, forms: Forms | None) -> None:
         """Read a parameter too; part by part if it is a copy of tensors.
 
         Args:
-            place: of the parameter.
-            forms: dtype and shape of the tensors it has parts of; None if it is none.
+            place: the parameter.
+            forms: dtype and shape of the tensors it consists of; None if it is no copy.
 
         """
         param = place.layer._parameters[place.key]
@@ -441,15 +457,15 @@ class ScrubSlice:
                 self._reading.add(row, tensor, *part)
 
     def close(self) -> None:
-        """That is all of them."""
+        """No more parameters are added."""
         self._reading.close()
 
     def is_there(self) -> bool:
-        """Whether what is read lies where it did when it was added."""
+        """Whether the parameters lie where they did when they were added."""
         return all(param.data_ptr() == at for param, at in self._addresses)
 
     def read(self, sums: Sums) -> set[str]:
-        """Add all of it; returns the parameters that are in two forms, not the same."""
+        """Add all of it; returns the parameters that exist in two different forms."""
         self._reading.run(sums)
         odd = set()
         for place, forms in self._of_host:
@@ -474,7 +490,7 @@ class ScrubSlice:
 def _parts(
     place: ScrubbedParameter, tensor: torch.Tensor, forms: Forms | None
 ) -> Iterator[tuple[int, torch.Tensor, tuple[View, torch.dtype] | None]]:
-    """(row, tensor, which part of which dtype it is) of all that is in a parameter."""
+    """(row, tensor, part and dtype) of everything in a parameter."""
     if forms is None:
         yield place.row, tensor, None
         return
@@ -498,9 +514,9 @@ class Reading:
         self._scratch = scratch
         self._of_host: list[tuple[int, torch.Tensor, View]] = []
         self._steps: list[tuple[list[Copying], torch.Tensor]] = []
-        """On a GPU: what is put into scratch memory, and a table of what is read."""
+        """On a GPU: copies into scratch memory, and the table of what is read then."""
         self._places: list[tuple[int, int, int, int]] = []
-        """Address, number of chunks, number of the first, and row: not in a table."""
+        """Address, number of chunks, index of the first, row; not in a table yet."""
 
     def add(
         self, row: int, tensor: torch.Tensor, part: View, dtype: torch.dtype
@@ -519,11 +535,11 @@ class Reading:
         self.add(row, ordered, (0, shape, tuple(row_major(shape))), tensor.dtype)
 
     def close(self) -> None:
-        """That is all of it; needed on a GPU."""
+        """No more tensors are added; needed on a GPU."""
         self._end_step([])
 
     def run(self, sums: Sums) -> None:
-        """Add all of it; on a GPU, have the current stream add it."""
+        """Add all of it; on a GPU, enqueue that on the current stream."""
         for row, tensor, part in self._of_host:
             sums.add(row, tensor, part)
         for copying, table in self._steps:
@@ -550,7 +566,7 @@ class Reading:
             self._steps.append((copying, table))
 
     def _add_dense(self, row: int, tensor: torch.Tensor, part: View) -> bool:
-        """Whether it is one run of whole chunks here and there, and is added."""
+        """Add a tensor that is one run of whole chunks; returns whether it is one."""
         offset, shape, stride = part
         start = offset * tensor.element_size()
         is_run = tensor.is_contiguous() and all(
@@ -568,7 +584,7 @@ class Reading:
     def _add_scattered(
         self, row: int, tensor: torch.Tensor, part: View, dtype: torch.dtype
     ) -> None:
-        """Add a part by way of scratch memory, in which it lies as in its tensor."""
+        """Add a part through scratch memory, where it lies as in its tensor."""
         self._end_step([])
         width = dtype.itemsize
         for piece, (offset, shape, stride) in _pieces(tensor, part, width):
@@ -580,15 +596,15 @@ class Reading:
             target = whole.as_strided(shape, stride, offset - first // width)
             place = (scratch.data_ptr(), num_bytes // 8, first // 8, row)
             self._places.append(place)
-            # The next piece is put into the same memory: it is read before that.
+            # The next piece uses the same memory, so this one is read before.
             self._end_step([(scratch, target, piece)])
 
 
 class Scratch:
-    """Memory in which parts are put as they lie in their tensors; one at a time.
+    """Memory in which parts are laid out as in their tensors, one at a time.
 
     Args:
-        device: where it is made, when it is needed.
+        device: where it is allocated, when it is needed.
 
     """
 
@@ -597,7 +613,7 @@ class Scratch:
         self._data: torch.Tensor | None = None
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """So many bytes of it."""
+        """The first `num_bytes` of it."""
         if self._data is None or len(self._data) < num_bytes:
             size = max(num_bytes, PIECE_BYTES)
             self._data = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -607,11 +623,11 @@ class Scratch:
 def _pieces(
     tensor: torch.Tensor, part: View, width: int
 ) -> Iterator[tuple[torch.Tensor, View]]:
-    """Cut a tensor, and the part that it is, so that no piece spans too much.
+    """Cut a tensor, and the part that it is, so that no piece spans too many bytes.
 
     Args:
         tensor: to be cut.
-        part: which it is.
+        part: the part of the whole tensor that it is.
         width: bytes of an element of the whole tensor.
 
     """

@@ -1,20 +1,21 @@
-"""The tripwire of one rank: what is written into live weights, past any update.
+"""The tripwire of one rank: it detects writes into live weights that no update makes.
 
 A worker extension, a function given to `collective_rpc`, or Python code in the engine's
-own process may write into live weights. The tripwire notices four signs of it:
+own process may write into live weights. The tripwire detects four signs of it:
 
-| sign | what it sees |
+| sign | what it detects |
 |---|---|
 | a tensor goes into `load_weights` of a live model | every load, at its first tensor |
-| upstream's reload takes a layer aside, or writes it | every reload |
-| version counters and addresses of parameters | writes by torch, but for `.data` |
-| fingerprints of parameters (fingerprint.py) | what is in the memory |
+| upstream's reload sets a layer aside, or writes it | every reload |
+| version counters and addresses of parameters | writes by torch, except `.data` |
+| fingerprints of parameters (fingerprint.py) | changed bytes in memory |
 
-The first two are noted when they happen, and told on the board. The other two are
-compared when the engine core asks, with a reference that was taken before.
+The first two are noted when they happen, and posted on the status board. The other two
+are
+compared with an earlier reference when the engine core asks.
 
-A layer that upstream's reload has taken aside has parameters without memory until all
-of its tensors have come. A step on such a layer would end the engine.
+When upstream's reload has set a layer aside, the parameters of the layer have no memory
+until all of its tensors have come. A step on such a layer would end the engine.
 """
 
 from __future__ import annotations
@@ -38,41 +39,45 @@ from vllm.inflight.worker.model.drafter import served_by, trees
 from vllm.inflight.worker.model.layers import layers, parameters
 from vllm.inflight.worker.model.mla import is_derived
 from vllm.inflight.worker.model.quantized import has_cache_scales
+from vllm.inflight.worker.model_state import ModelState, recall
 from vllm.inflight.worker.status_board import StatusBoard
 
 logger = upstream.init_logger(__name__)
 
 MOST_NAMED = 4
-"""Parameters that a report names, of those that are missing."""
+"""Most missing parameters that a report names."""
 
 State = tuple[int, int, int]
-"""Of a parameter: its object, its version counter, its address."""
+"""Of a parameter: the id of the object, its version counter, its address."""
 
-_wires: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Tripwire]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Layer of a live model → the tripwire of its rank; neither keeps the other alive."""
+
+@dataclass(frozen=True, slots=True)
+class WatchedBy:
+    """The tripwire of the rank whose live model a layer belongs to."""
+
+    tripwire: weakref.ref[Tripwire]
+    """Weak: the layer does not keep the tripwire alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
-    """What a rank tells when it is asked."""
+    """The report of a rank on writes."""
 
     is_written: bool = False
-    """Whether something was written since the core took note of it last."""
+    """Whether there was a write since the engine core last took note."""
     is_loading: bool = False
-    """Whether layers are taken aside, by a reload that has not ended."""
+    """Whether a reload that has not ended has set layers aside."""
     is_asleep: bool = False
-    """Whether the memory is given back, so that nothing could be looked at."""
+    """Whether the memory is given back, so that nothing can be compared."""
     missing: list[str] = field(default_factory=list)
-    """Parameters that were made blank and are not wholly written: the first few."""
+    """The first parameters that were made blank and are not fully written."""
     num_missing: int = 0
     num_required: int = 0
-    """Parameters that were made blank; 0 if none was."""
+    """Number of parameters that were made blank; 0 if none was."""
     thread: tuple[int, int] | None = None
-    """Process and thread that has begun the reload."""
+    """Process and thread that have begun the reload."""
     displaced: list[str] = field(default_factory=list)
-    """Parameters that were put elsewhere in another form, so that they stay there."""
+    """Parameters that now lie elsewhere in another form, and stay there."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for the reply of an RPC."""
@@ -87,52 +92,55 @@ class Tripwire:
 
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: upstream.WorkerBase) -> None:
         self._root = served_by(worker)
         parallel = worker.vllm_config.parallel_config
         self._moves_experts = parallel.enable_eplb
-        """Whether upstream writes into experts itself, between any two steps."""
+        """Whether upstream itself writes into experts, between any two steps."""
         self._board: StatusBoard | None = None
         self._is_eager = False
         self.is_asleep = False
-        """From a sleep of this worker on, until its weights are awake."""
+        """True from a sleep of this worker until its weights are awake."""
         self._is_written = False
         self._may_load = False
         """Whether a reload was begun; it may have ended since."""
         self._thread: tuple[int, int] | None = None
         self._reference: tuple[list[State], fingerprint.Sample] | None = None
         self._blank: dict[str, torch.nn.Parameter] | None = None
-        """Parameters that were made blank and are not wholly written yet."""
+        """Parameters that were made blank and are not fully written yet."""
         self._num_blank = 0
         self._homes: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}
-        """Parameters and where they lie, on a device whose graphs know the place."""
+        """Parameters and their memory, on a device whose graphs refer to that memory.
+        """
         self._displaced: set[str] = set()
         if worker.device.type == "cuda":
             self.keep_places()
         for tree in trees(self._root):
             for layer in tree.modules():
-                _wires[layer] = weakref.ref(self)
+                ModelState.of(layer).set(WatchedBy(weakref.ref(self)))
             if hasattr(tree, "load_weights"):
                 vars(tree)["load_weights"] = NotedLoad(tree)
 
     def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:
-        """Open the board of the engine.
+        """Open the status board of the engine.
 
         Args:
             board_path: of its file.
             num_ranks: of the engine.
             is_eager: whether Python code beside the engine can reach the weights at
-                any time, so that there always has to be a reference.
+                any time,
+                so that there always has to be a reference.
 
         """
         self._board, self._is_eager = StatusBoard(board_path, num_ranks), is_eager
         self.changed()
 
     def keep_places(self) -> None:
-        """Have every parameter stay where it is from now on.
+        """Keep every parameter where it is from now on.
 
-        On a GPU an update exchanges the pages of these places, and graphs read them. A
-        parameter that somebody puts elsewhere is brought back when it is looked at.
+        On a GPU, a flip exchanges the pages of these places, and graphs read them. A
+        parameter
+        that was moved is brought back when the tripwire looks at it.
         """
         for name, _, _, param in parameters(self._root):
             if _has_memory(param):
@@ -140,12 +148,12 @@ class Tripwire:
 
     # ------------------------------------------------------- what is noted
     def note(self) -> None:
-        """Something writes into what is served, now."""
+        """Live weights are being written now."""
         self._is_written = True
         self._touch()
 
     def note_load(self) -> None:
-        """Upstream's reload takes layers aside, now."""
+        """Upstream's reload is setting layers aside now."""
         self._may_load = True
         self._thread = (os.getpid(), threading.get_ident())
         self._touch()
@@ -153,8 +161,9 @@ class Tripwire:
     def note_copied(self, layer: torch.nn.Module) -> None:
         """Upstream's reload has written all of a layer.
 
-        The CPU build packs weights away, so that their parameters are empty and have
-        nothing in them that could be looked at.
+        The CPU build packs weights, so their parameters are empty and have no bytes
+        that could
+        be compared.
         """
         if self._blank is not None:
             own = {id(each) for each in layer._parameters.values() if each is not None}
@@ -169,14 +178,14 @@ class Tripwire:
             self._reference = self._now()
 
     def changed(self) -> None:
-        """An update, a reload or a sleep has changed the weights, and it is known."""
+        """An update, a reload or a sleep has changed the weights, and that is known."""
         self._reference = self._blank = None
         self._num_blank = 0
         if self._is_eager:
-            self.arm()  # which never fails: a flip that was made would look undone
+            self.arm()  # it never fails: a flip that was made would look undone
 
     def look(self) -> WriteReport:
-        """What has become of the weights since the reference was taken."""
+        """Compare the weights with the reference; returns a report."""
         if self.is_asleep:
             return WriteReport(is_asleep=True, is_written=self._is_written)
         is_loading = self.is_loading()
@@ -195,22 +204,22 @@ class Tripwire:
         )
 
     def acknowledge(self) -> None:
-        """The engine core has taken note of what was written."""
+        """The engine core has taken note of the write."""
         self._is_written = False
         self._reference = None
         self.arm()
 
     def put_back(self) -> None:
-        """Take what is served out of a reload that has not ended."""
+        """Take the live model out of a reload that has not ended."""
         for tree in trees(self._root):
             layerwise_reload.leave(tree)
         self._may_load = False
 
     def put_back_for_step(self) -> None:
-        """The same if a step comes in the middle of a reload, and may not fail."""
+        """End a reload when a step comes in the middle of it, and must not fail."""
         if self._may_load and self.is_loading():
             logger.error(
-                "a step came while layers were taken aside by a reload of somebody's; "
+                "a step came while a reload had set layers aside; "
                 "they were put back, and that reload has failed"
             )
             self.put_back()
@@ -219,8 +228,9 @@ class Tripwire:
     def make_blank(self, kept: Iterable[str] = ()) -> None:
         """Make the weights blank: all of them have to be written from now on.
 
-        But for those of a drafter, which decide no token, and for what is computed from
-        others.
+        Weights of a drafter are left alone, as they decide no token. So are parameters
+        that are
+        computed from others.
 
         Args:
             kept: patterns of the names of parameters that are left as they are.
@@ -239,7 +249,7 @@ class Tripwire:
         self._blank, self._num_blank = blank, len(blank)
 
     def is_loading(self) -> bool:
-        """Whether layers are taken aside, by a reload that has not ended."""
+        """Whether a reload that has not ended has set layers aside."""
         if self._may_load:
             self._may_load = any(
                 upstream.get_layerwise_info(layer).kernel_tensors is not None
@@ -281,14 +291,14 @@ class Tripwire:
             self._blank = {
                 name: param
                 for name, param, sampled in _with_samples(self._blank)
-                # Reading all of it is for what looks as if it were full.
+                # All of a parameter is read only if its sample looks full.
                 if fingerprint.is_blank_in(sampled)
                 or not param.numel()
                 or fingerprint.has_blank(param.data)
             }
 
     def _now(self) -> tuple[list[State], fingerprint.Sample] | None:
-        """States and samples of all parameters; None if they could not be had."""
+        """States and samples of all parameters; None if they cannot be taken."""
         if self._moves_experts:
             return None
         try:
@@ -302,10 +312,10 @@ class Tripwire:
         states = [(id(p), _version(p), p.data_ptr()) for p in found]
         return states, fingerprint.sample([p.data for p in found])
 
-    def noted(self, weights: Any) -> Any:
-        """What goes into `load_weights`, so that its first tensor is noted."""
-        # While every layer is taken aside, nothing is written but by upstream's copy
-        # of a layer that is complete, and that is noted there.
+    def noted(self, weights: Iterable[Any]) -> Iterable[Any]:
+        """`weights` for `load_weights`; the first tensor taken from them is noted."""
+        # While every layer is set aside, only upstream's copy of a complete layer
+        # writes, and that is noted there.
         if self._may_load and all(p.is_meta for *_, p in parameters(self._root)):
             return weights
         if isinstance(weights, list | tuple | dict):
@@ -323,7 +333,7 @@ class Tripwire:
 class NotedLoad:
     """The `load_weights` of a live model, which tells the tripwire of its rank.
 
-    A copy of the model has one of its own, and is nobody's to watch.
+    A copy of the model gets a `NotedLoad` of its own, and no tripwire watches the copy.
 
     Args:
         model: that is loaded into.
@@ -333,12 +343,12 @@ class NotedLoad:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._whole = vars(model).get("load_weights")
-        """What somebody else has put there before; None for its class's own."""
+        """The attribute that was there before; None for the method of the class."""
 
-    def __call__(self, weights: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, weights: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         """Load, as the model does."""
-        if (wire := wire_of(self._model)) is not None:
-            weights = wire.noted(weights)
+        if (tripwire := tripwire_of(self._model)) is not None:
+            weights = tripwire.noted(weights)
         if self._whole is not None:
             return self._whole(weights, *args, **kwargs)
         load: Callable[..., Any] = type(self._model).load_weights  # type: ignore[attr-defined]
@@ -348,10 +358,10 @@ class NotedLoad:
         return NotedLoad(memo.get(id(self._model), self._model))
 
 
-def wire_of(layer: torch.nn.Module) -> Tripwire | None:
-    """The tripwire of the rank that serves `layer`; None if none does."""
-    found = _wires.get(layer)
-    return None if found is None else found()
+def tripwire_of(layer: torch.nn.Module) -> Tripwire | None:
+    """The tripwire of the rank whose live model has `layer`; None if there is none."""
+    watched = recall(layer, WatchedBy)
+    return None if watched is None else watched.tripwire()
 
 
 def _with_samples(
@@ -363,13 +373,13 @@ def _with_samples(
 
 
 def _has_memory(param: torch.Tensor) -> bool:
-    """Whether there are bytes to look at; tensors made of others have none."""
+    """Whether there are bytes to compare; wrapper tensors have none of their own."""
     is_made_of_others = is_traceable_wrapper_subclass(param)
     return bool(param.numel()) and not (param.is_meta or is_made_of_others)
 
 
 def _may_be_blank(param: torch.Tensor) -> bool:
-    """Whether it can be made blank; one that was packed away has no memory."""
+    """Whether a parameter can be made blank; a packed one has no memory."""
     return not param.numel() or _has_memory(param)
 
 

@@ -1,20 +1,20 @@
-"""The memory that live weights and a second set lie in, and the flip between them.
+"""The memory that holds live and shadow weights, and the flip between them.
 
     with arena.loading():        # tensors made here lie in the arena
         model = load()
     arena.consolidate()          # few handles; no tensor moves
-    arena.pair()                 # a second set, of equal bytes
+    arena.pair()                 # the shadow range, with equal bytes
     ...                          # then for every update:
-    arena.twin(tensor).copy_()   #   write the set that is not live
-    seconds = arena.flip()       #   the live addresses show it
-    arena.settle()               #   the second range shows the one that was live
-    arena.unpair()               # asleep: the memory is given back,
+    arena.shadow_tensor(t).copy_() #   write the shadow weights
+    seconds = arena.flip()       #   the live addresses show the new weights
+    arena.settle()               #   the shadow range shows the old ones
+    arena.unpair()               # sleep: the memory is given back,
     arena.suspend()              #   the addresses stay,
-    arena.resume()               #   and get memory again, and `pair`
+    arena.resume()               #   and get memory again; then `pair`
 
-Between `flip` and `settle` the second range shows what is live: a write to a twin
-then changes the weights in use, and `twin` is refused. A second `flip` instead of
-`settle` is the way back. On the host the memory is files in memory, for tests.
+Between `flip` and `settle` the shadow range shows the live weights. A write to a shadow
+tensor would then change the weights in use, so `shadow_tensor` raises. A second `flip`
+instead of `settle` is a rollback. On the host, the memory is memory files, for tests.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError, OutOfDevice
 
 HOST_RESERVE_BYTES = 1 << 30
 RESERVES_PER_MEMORY = 4
-"""Addresses reserved, in multiples of the GPU's memory; none is given out twice."""
+"""Reserved addresses, as a multiple of the GPU's memory; no address is used twice."""
 
 
 class Arena:
     """The arena of one device; open it before the model is loaded."""
 
-    def __init__(self, device: torch.device, core: Any, handle: Any) -> None:
+    def __init__(self, device: torch.device, core: Any, handle: int) -> None:
         self.device = device
         self._core = core
         self._handle = handle
-        self._pools: list[Any] = []
+        self._pools: list[torch.cuda.MemPool] = []
         self._loading = False
 
     @classmethod
     def open(cls, device: torch.device, reserve_bytes: int | None = None) -> Arena:
-        """An empty arena, to hold at most `reserve_bytes` in its whole life.
+        """Open an empty arena that holds at most `reserve_bytes` in its whole life.
 
         Raises:
-            ConfigError: torch would not take its segments from it.
+            ConfigError: torch would not take its segments from the arena.
 
         """
         core = ops.native_core()
@@ -78,9 +78,9 @@ class Arena:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Let this thread make its tensors on the device in the arena.
+        """Place the device tensors that this thread makes in the arena.
 
-        Other threads do not follow: check with `contains` what must be inside.
+        Tensors that other threads make are not placed in it. Check with `contains`.
         """
         if self._loading:
             raise RuntimeError("loading is under way in this arena; it does not nest")
@@ -93,7 +93,7 @@ class Arena:
             with torch.cuda.device(self.device):
                 pool = torch.cuda.MemPool(_allocator(self._core.__file__).allocator())
             atexit.register(self._release_pools)  # more than once does no harm
-            # A pool is never entered twice: it would hand out what is dropped below.
+            # A pool is never entered twice: it would hand out the memory dropped below.
             self._pools.append(pool)
             try:
                 with torch.cuda.use_mem_pool(pool, device=self.device):
@@ -121,48 +121,48 @@ class Arena:
         return torch.frombuffer(buffer, dtype=dtype)[:numel].view(tuple(shape))
 
     def consolidate(self) -> None:
-        """Few large handles; needs the largest run's memory once more meanwhile."""
+        """Merge the memory into few handles; needs spare room for the largest run."""
         self._make_room()
         with _translated(self.device):
             self._core.arena_consolidate(self._handle)
 
     def pair(self) -> None:
-        """Back a second range with the bytes of the live one."""
+        """Give the shadow range memory, with the bytes of the live range."""
         self._make_room()
         with _translated(self.device):
             self._core.arena_pair(self._handle)
 
     def unpair(self) -> None:
-        """Give the second set's memory back; twins wait for the next `pair`."""
+        """Free the shadow weights' memory; shadow tensors wait for the next `pair`."""
         with _translated(self.device):
             self._core.arena_unpair(self._handle)
 
     def suspend(self) -> None:
-        """Give the live set's memory back, bytes and all; addresses stay."""
+        """Free the live weights' memory, and lose their bytes; the addresses stay."""
         with _translated(self.device):
             self._core.arena_suspend(self._handle)
 
     def resume(self) -> None:
-        """Memory at the same addresses again, with anything in it."""
+        """Back the same addresses with memory again; the content is undefined."""
         self._make_room()
         with _translated(self.device):
             self._core.arena_resume(self._handle)
 
     def flip(self) -> float:
-        """Exchange the two sets at the live addresses; returns the seconds it took.
+        """Exchange live and shadow weights at the live addresses; returns the seconds.
 
-        What reads the weights must be drained: nothing is waited for.
+        The caller must have waited for all work that reads the weights.
         """
         with _translated(self.device):
             return self._core.arena_flip(self._handle)
 
     def settle(self) -> None:
-        """Let the second range, at rest meanwhile, show the set that is not live."""
+        """Let the shadow range, at rest since the flip, show the shadow weights."""
         with _translated(self.device):
             self._core.arena_settle(self._handle)
 
-    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor in the second range, whichever set that shows."""
+    def shadow_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor in the shadow range, whichever weights the range shows."""
         place = (self._handle, tensor.data_ptr(), extent(tensor))
         if tensor.numel() == 0:
             return torch.empty_like(tensor)
@@ -173,16 +173,16 @@ class Arena:
                 raise ValueError(
                     f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on "
                     f"{tensor.device} does not lie in the arena; it was not made "
-                    "inside loading(), or by another thread"
+                    "inside loading(), or another thread made it"
                 ) from None
         data = self.bytes_at(address, num_bytes)
         start, rest = divmod(offset, tensor.element_size())
         assert rest == 0  # runs are aligned, and torch aligns elements
-        twin = torch.empty(0, dtype=tensor.dtype, device=self.device)
-        return twin.set_(data.untyped_storage(), start, tensor.size(), tensor.stride())
+        made = torch.empty(0, dtype=tensor.dtype, device=self.device)
+        return made.set_(data.untyped_storage(), start, tensor.size(), tensor.stride())
 
     def bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Memory of either range, as it is; there must be some."""
+        """The memory at an address of either range, as bytes; it must be backed."""
         if self.device.type == "cpu":
             buffer = _host_buffer(address, num_bytes, self)
             return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -190,7 +190,7 @@ class Arena:
         return torch.as_tensor(cuda_buffer, device=self.device)
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether all of the tensor lies in the live range, under one handle."""
+        """Whether the whole tensor lies in the live range, under one handle."""
         place = (self._handle, tensor.data_ptr(), extent(tensor))
         return tensor.numel() == 0 or self._core.arena_contains(*place)
 
@@ -200,7 +200,7 @@ class Arena:
         return self.stats()["phase"]
 
     def runs(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of what has one handle, in each set."""
+        """(offset, bytes) of each handle, within a range."""
         return self._core.arena_runs(self._handle)
 
     def stats(self) -> dict[str, Any]:
@@ -208,17 +208,17 @@ class Arena:
         return self._core.arena_stats(self._handle)
 
     def close(self) -> None:
-        """Give all memory back; idempotent. Waits for all work of the device.
+        """Free all memory; may be called twice. Waits for all work of the device.
 
-        No tensor of the arena may be touched afterwards, nor any of its twins.
+        No tensor of the arena, live or shadow, may be touched afterwards.
         """
         self._release_pools()
         atexit.unregister(self._release_pools)
         with _translated(self.device):
             self._core.arena_close(self._handle)
 
-    def _drop_idle(self, pool: Any) -> None:
-        # What loading has freed stays in torch's cache; nobody will ask for it again.
+    def _drop_idle(self, pool: torch.cuda.MemPool) -> None:
+        # torch's cache keeps the memory that loading has freed, and nobody will use it.
         gc.collect()
         torch.cuda.synchronize(self.device)
         idle = [one["address"] for one in pool.snapshot() if not one["allocated_size"]]
@@ -233,16 +233,16 @@ class Arena:
             torch.cuda.empty_cache()
 
     def _release_pools(self) -> None:
-        # While their allocator lives: at the end of a process it might go first, and
-        # a pool that has lost its allocator aborts the process.
+        # Released while their allocator lives. At process exit the allocator may be
+        # destroyed first, and a pool without an allocator aborts the process.
         self._pools.clear()
 
 
 def refuse_expandable_segments(settings: dict[str, Any]) -> None:
-    """Raise ConfigError if torch would not take its segments from the arena."""
+    """Raise `ConfigError` if torch would not take its segments from the arena."""
     if settings.get("expandable_segments"):
         raise ConfigError(
-            "a second set of weights on the device and expandable segments exclude "
+            "shadow weights on the device and expandable segments exclude "
             "each other; take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF "
             "(or PYTORCH_ALLOC_CONF)"
         )
@@ -250,14 +250,14 @@ def refuse_expandable_segments(settings: dict[str, Any]) -> None:
 
 @functools.cache
 def _allocator(library: str) -> Any:
-    """torch's way to the arena's C functions; lives as long as the process."""
+    """torch's interface to the arena's C functions; lives as long as the process."""
     return torch.cuda.memory.CUDAPluggableAllocator(
         library, "inflight_arena_malloc", "inflight_arena_free"
     )
 
 
 class _CudaBuffer:
-    """Device memory as torch imports it; a tensor over it keeps the arena."""
+    """Device memory that torch imports; a tensor over it keeps the arena alive."""
 
     def __init__(self, address: int, num_bytes: int, arena: Arena) -> None:
         self.arena = arena
@@ -270,7 +270,7 @@ class _CudaBuffer:
 
 
 def _host_buffer(address: int, num_bytes: int, arena: Arena) -> Any:
-    """Host memory as torch imports it; a tensor over it keeps the arena."""
+    """Host memory that torch imports; a tensor over it keeps the arena alive."""
     buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(address)
     buffer.arena = arena
     return buffer
@@ -285,7 +285,7 @@ def extent(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def _translated(device: torch.device) -> Iterator[None]:
-    """Failures of the native arena as errors of ours."""
+    """Turn errors of the native arena into our error classes."""
     core = ops.native_core()
     try:
         yield

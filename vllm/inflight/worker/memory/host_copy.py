@@ -1,4 +1,4 @@
-"""What the host keeps of the live weights while their own memory is given back."""
+"""A copy of the live weights on the host, kept while their GPU memory is given back."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ import torch
 from vllm.inflight.worker.memory.arena import Arena, extent
 
 CHUNK_BYTES = 1 << 30
-"""Page-locked memory comes in powers of two: what is copied at once is one."""
+"""Bytes that are copied at once. Page-locked memory comes in powers of two."""
 
 Place = tuple[int, int]
 """(address, bytes) in the live range."""
 
 
 class HostCopy:
-    """Bytes of an arena's live range, and their way back to the same addresses."""
+    """A copy of parts of an arena's live range, which can be written back.
+
+    Args:
+        arena: where the live weights lie.
+        places: the parts that are copied.
+
+    """
 
     def __init__(self, arena: Arena, places: Iterable[Place]) -> None:
         self._arena = arena
         self._kept: list[tuple[int, torch.Tensor]] = []
-        """What was at an address."""
+        """(address, its bytes)."""
         for start, num_bytes in places:
             for at in range(start, start + num_bytes, CHUNK_BYTES):
                 part = arena.bytes_at(at, min(CHUNK_BYTES, start + num_bytes - at))
@@ -31,7 +37,7 @@ class HostCopy:
                 self._kept.append((at, kept.copy_(part)))
 
     def restore(self) -> None:
-        """Put everything back; what was not kept becomes zero."""
+        """Write all copied bytes back; bytes that were not copied become zero."""
         for start, num_bytes in everything(self._arena):
             self._arena.bytes_at(start, num_bytes).zero_()
         for at, kept in self._kept:
@@ -41,13 +47,13 @@ class HostCopy:
 
 
 def everything(arena: Arena) -> list[Place]:
-    """All of the live range that has memory."""
+    """All parts of the live range that have memory."""
     base = arena.stats()["base"]
     return [(base + offset, num_bytes) for offset, num_bytes in arena.runs()]
 
 
 def beside(arena: Arena, tensors: Iterable[torch.Tensor]) -> Iterator[Place]:
-    """All of it but what `tensors` are made of: buffers, and what lies between."""
+    """The parts of the live range that are not in `tensors`: buffers, and gaps."""
     taken = sorted((t.data_ptr(), extent(t)) for t in tensors if arena.contains(t))
     for start, num_bytes in everything(arena):
         end = start + num_bytes

@@ -1,20 +1,20 @@
-"""Where the two sets of weights of a model live on a GPU.
+"""Where the live weights and the shadow weights of a model lie on a GPU.
 
-    while the model is loaded      everything it allocates is carved from an arena
-    once it is loaded              few large handles, and a second range beside it
-    from then on                   nothing is allocated, and nothing moves
+| when | memory |
+|---|---|
+| while the model is loaded | everything the model allocates comes from an arena |
+| once the model is loaded | the arena has few large handles and a shadow range |
+| from then on | nothing is allocated, and nothing moves |
 
-The arena is opened around upstream's model loader, and no wider: what a model runner
-makes beside its model (samplers, LoRA stacks, input buffers) changes while it serves
-and must stay where it is when the two sets change places.
+The arena is open around upstream's model loader alone. A model runner makes other
+tensors beside its model (samplers, LoRA stacks, input buffers). These change while
+the engine serves, and must stay where they are at a flip.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -23,32 +23,28 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ArenaTorn, ConfigError, InflightError
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model import support
+from vllm.inflight.worker.model_state import ModelState, recall
 
 logger = upstream.init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The home of one model's weights."""
+    """The arena that holds the weights of one model."""
 
     arena: Arena | None
     reason: str | None
-    """Why the arena holds one set only; None if it holds two."""
-
-
-_residences: weakref.WeakKeyDictionary[torch.nn.Module, Placement] = (
-    weakref.WeakKeyDictionary()
-)
+    """Why the arena has no shadow range; None if it has one."""
 
 
 def placement_of(model: torch.nn.Module) -> Placement:
-    """Where `model` lives, as `settle_in` has left it."""
-    return _residences.get(
-        model, Placement(None, "its loader goes past upstream's BaseModelLoader")
+    """Where the weights of `model` lie, as `load_into_arena` left them."""
+    return recall(model, Placement) or Placement(
+        None, "its loader goes past upstream's BaseModelLoader"
     )
 
 
-def is_wanted(vllm_config: Any) -> bool:
+def is_wanted(vllm_config: upstream.VllmConfig) -> bool:
     """Whether the weights of an engine are to lie in an arena."""
     return (
         torch.device(vllm_config.device_config.device).type == "cuda"
@@ -58,12 +54,12 @@ def is_wanted(vllm_config: Any) -> bool:
 
 
 def load_into_arena(
-    load: Callable[[], torch.nn.Module], vllm_config: Any
+    load: Callable[[], torch.nn.Module], vllm_config: upstream.VllmConfig
 ) -> torch.nn.Module:
     """Run `load` so that the model's weights lie in an arena with room for two sets.
 
     Raises:
-        ConfigError: `--inflight-staging device` was asked for and cannot be had.
+        ConfigError: `--inflight-staging device` is set, and there is no room.
 
     """
     if not is_wanted(vllm_config):
@@ -77,39 +73,39 @@ def load_into_arena(
     try:
         with arena.loading():
             model = load()
-        residence = _add_shadow_range(model, arena, vllm_config)
+        placement = _add_shadow_range(model, arena, vllm_config)
     except BaseException:
         arena.close()
         raise
-    return _report(model, residence, staging)
+    return _report(model, placement, staging)
 
 
 def release(model: torch.nn.Module) -> None:
-    """Give the memory back; nothing may touch `model` or its shadow any more."""
-    residence = _residences.pop(model, None)
-    if residence is not None and residence.arena is not None:
-        residence.arena.close()
+    """Free the memory; nothing may use `model` or its shadow model any more."""
+    placement = ModelState.of(model).pop(Placement)
+    if placement is not None and placement.arena is not None:
+        placement.arena.close()
 
 
 def _report(
-    model: torch.nn.Module, residence: Placement, staging: str
+    model: torch.nn.Module, placement: Placement, staging: str
 ) -> torch.nn.Module:
-    _residences[model] = residence
-    if residence.reason is None:
+    ModelState.of(model).set(placement)
+    if placement.reason is None:
         return model
     if staging == "device":
         release(model)
         raise ConfigError(
-            f"--inflight-staging device cannot be had: {residence.reason}"
+            f"--inflight-staging device cannot be had: {placement.reason}"
         )
-    logger.warning("weights get no second set of pages: %s", residence.reason)
+    logger.warning("the arena gets no shadow range: %s", placement.reason)
     return model
 
 
 def _add_shadow_range(
-    model: torch.nn.Module, arena: Arena, vllm_config: Any
+    model: torch.nn.Module, arena: Arena, vllm_config: upstream.VllmConfig
 ) -> Placement:
-    # Before a second set takes its memory: not every model can use one.
+    # Asked before the shadow range takes memory: not every model can use one.
     if (reason := support.support_obstacle(model, vllm_config)) is not None:
         return Placement(arena, reason)
     for name, tensor in tensors(model):
@@ -122,11 +118,12 @@ def _add_shadow_range(
     except ArenaTorn:
         raise
     except InflightError as error:
-        # The live set is whole, whatever happened: it only has no second one.
+        # The live weights are whole, whatever happened. Only the shadow range is
+        # missing.
         return Placement(arena, str(error))
     runs = arena.runs()
     logger.info(
-        "a second set of weights lies beside the live one: %.2f GiB in %d handles",
+        "shadow weights lie beside the live weights: %.2f GiB in %d handles",
         sum(num_bytes for _, num_bytes in runs) / 2**30,
         len(runs),
     )

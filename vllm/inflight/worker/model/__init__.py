@@ -1,1 +1,1 @@
-"""What the modules of a model are made of, and which of them can be updated."""
+"""The modules that a model consists of, and which of them can be updated."""

@@ -1,10 +1,11 @@
 """Classifiers that upstream makes of a causal model when it loads one.
 
-Upstream's loader gives the model a head for the time of a load, computes the weight of
-the `score` layer of a few of the head's rows, and deletes the head again. At an update
-it would do so in every call, with a head that was just made and never filled. So an
-update loads all other tensors with the loader below that one. The score is computed
-here, when the tensor with those rows comes.
+Upstream's loader gives the model a head during the load. It computes the weight of the
+`score` layer from a few rows of the head, and deletes the head again. At an update, it
+would do so in every call, with a new head that was never filled. So an update loads all
+other tensors with the loader below that one, and computes the score here, when the
+tensor
+with those rows comes.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from vllm.inflight.worker.model import moe
 HEAD = "lm_head.weight"
 SCORE = "score.weight"
 DIFFERENCE = "from_2_way_softmax"
-"""The method that serves the second of two tokens' rows less the first."""
+"""The method that serves the second of two tokens' rows minus the first."""
 METHODS = (DIFFERENCE, "no_post_processing")
 PREFIXES = ("", "model.")
-"""That upstream puts before a checkpoint's names, whichever fits."""
+"""Prefixes that upstream adds to a checkpoint's names, whichever fits."""
 BASE_LOADER = "_load_pooling_model_weights"
-"""What loads a model that was made to classify, but for its score."""
+"""The method that loads a classifier, except its score."""
 INNER = ("language_model", "lm", "text_model")
-"""Attributes in which a model of several has the one that classifies."""
+"""Attributes in which a multimodal model has the model that classifies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Where the weight of a `score` layer comes from.
+    """How the weight of a `score` layer is computed.
 
     Attributes:
         source: the tensor that has its rows, under the model's name.
         is_tied: whether that is the embedding, which is loaded as well.
-        rows: which rows, one for each of the classifier's tokens.
-        method: what upstream calls it.
+        rows: the row numbers, one for each of the classifier's tokens.
+        method: upstream's name of the method.
         dtype: of the model, in which upstream holds those rows.
         mapper: from a checkpoint's names to the model's; None if they are the same.
 
@@ -53,8 +54,10 @@ class Classifier:
     mapper: Any = None
 
     @classmethod
-    def of(cls, live: torch.nn.Module, model_config: Any) -> Self | None:
-        """That of a model; None if its score is in its checkpoint, or it has none."""
+    def of(
+        cls, live: torch.nn.Module, model_config: upstream.ModelConfig
+    ) -> Self | None:
+        """The classifier of a model; None if its score is loaded, or it has none."""
         if (method := method_of(live, model_config)) is None:
             return None
         config = model_config.hf_config.get_text_config()
@@ -75,7 +78,7 @@ class Classifier:
         )
 
     def reads(self, name: str) -> bool:
-        """Whether the tensor of this name in a checkpoint has the rows."""
+        """Whether the tensor of this checkpoint name has the rows."""
         if not self.is_tied:
             return name.endswith(HEAD)
         mapped = self.mapper.apply_list([name]) if self.mapper else [name]
@@ -90,10 +93,10 @@ class Classifier:
             tensor: the head or the embedding, [vocabulary, hidden].
 
         Returns:
-            [1, hidden] in float32 of `from_2_way_softmax`, else [tokens, hidden].
+            [1, hidden] in float32 for `from_2_way_softmax`, else [tokens, hidden].
 
         Raises:
-            ValueError: it has no such rows.
+            ValueError: the tensor has no such rows.
 
         """
         if tensor.dim() != 2 or tensor.shape[0] <= max(self.rows):
@@ -101,7 +104,8 @@ class Classifier:
                 f"its shape is {list(tensor.shape)}, and the classifier is made of its "
                 f"rows {', '.join(map(str, self.rows))}"
             )
-        # In the order of upstream's arithmetic, so that the bits are a fresh engine's.
+        # In the order of upstream's arithmetic, so that the bits equal those of a fresh
+        # engine.
         rows = tensor[list(self.rows)].to(self.dtype)
         if self.method != DIFFERENCE:
             return rows
@@ -109,41 +113,43 @@ class Classifier:
         return (yes - no).unsqueeze(0)
 
 
-def method_of(live: torch.nn.Module, model_config: Any) -> str | None:
-    """By which method upstream makes the score of a model; None if it does not."""
+def method_of(live: torch.nn.Module, model_config: upstream.ModelConfig) -> str | None:
+    """The method by which upstream computes the score; None if it does not."""
     if not hasattr(live, BASE_LOADER) or model_config.runner_type != "pooling":
         return None
     method: str | None = _setting(model_config, "method")
     return method if _setting(model_config, "classifier_from_token") else None
 
 
-def classifier_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
+def classifier_obstacle(
+    live: torch.nn.Module, vllm_config: upstream.VllmConfig
+) -> str | None:
     """Why such a classifier cannot be updated; None if it can, or is none."""
     model_config = vllm_config.model_config
     if (method := method_of(live, model_config)) is None:
         return None
     parallel = vllm_config.parallel_config
-    made = f"its score is made of rows of the head when it is loaded ({method})"
+    made = f"its score is computed from rows of the head at load ({method})"
     if method not in METHODS:
-        return f"{made}, by a method that was not tried"
+        return f"{made}, by a method that has not been tested"
     if parallel.world_size > 1:
-        return f"{made}, and that was not tried on {parallel.world_size} ranks"
+        return f"{made}, which has not been tested on {parallel.world_size} ranks"
     if model_config.quantization is not None:
-        return f"{made}, and that was not tried with quantised weights"
+        return f"{made}, which has not been tested with quantised weights"
     is_inner = any(
         isinstance(getattr(live, name, None), torch.nn.Module) for name in INNER
     )
     if is_inner or getattr(live, "supports_multimodal", False):
-        return f"{made}, and that was not tried in a model of several models"
+        return f"{made}, which has not been tested in a multimodal model"
     return None
 
 
 def loader_of(
     module: torch.nn.Module, classifier: Classifier | None
 ) -> Callable[..., Any]:
-    """What loads the tensors of an update into a tree.
+    """The method that loads the tensors of an update into a tree.
 
-    It is the class's own: an update puts another in the instance's place.
+    It is the method of the class: during an update, the instance has the update loader.
     """
     kind: Any = type(module)
     load: Callable[..., Any] = (
@@ -155,14 +161,15 @@ def loader_of(
 def tensor_names(
     module: torch.nn.Module, param: str, classifier: Classifier | None
 ) -> list[str]:
-    """What a checkpoint calls the tensors that fill a parameter of any model."""
+    """The checkpoint names of the tensors that fill a parameter of any model."""
     if classifier is not None and param == SCORE:
         return [classifier.source]
     return moe.tensor_names(module, param)
 
 
 def drop_left_out(module: torch.nn.Module, live: torch.nn.Module) -> None:
-    """Take layers out of a second tree that are never run, and that `live` has lost."""
+    """Remove layers from a shadow model that are never run, and that `live` has
+    removed."""
     for name, layer in list(module.named_modules()):
         parent, _, key = name.rpartition(".")
         if isinstance(layer, upstream.StageMissingLayer) and not _has(live, name):
@@ -179,7 +186,7 @@ def _has(model: torch.nn.Module, name: str) -> bool:
 
 
 def _embedding(live: Any) -> str:
-    """The name of the parameter that a tied head is."""
+    """The name of the embedding weight, to which the head is tied."""
     backbone = live.model
     layer = getattr(backbone, "embed_tokens", None) or backbone.get_input_embeddings()
     return next(
@@ -187,7 +194,7 @@ def _embedding(live: Any) -> str:
     )
 
 
-def _setting(model_config: Any, name: str) -> Any:
-    """A setting of the model's configuration, or of its text's."""
+def _setting(model_config: upstream.ModelConfig, name: str) -> Any:
+    """A setting of the model's configuration, or of its text configuration."""
     config = model_config.hf_config
     return getattr(config, name, getattr(config.get_text_config(), name, None))

@@ -1,13 +1,15 @@
-"""Direct writes: a model's loader copies into a parameter, past the parameter's own.
+"""Direct writes: a model's loader copies into a parameter without the parameter's
+loader.
 
-The loader of gpt-oss does so with experts and sinks, whole parameters at a time. Nobody
-stands behind it there, so the copies themselves are watched. On the CPU build a layer
-that is loaded has no memory until it is complete; such a layer is given some before.
+The loader of gpt-oss does so with experts and sinks, whole parameters at a time. No
+parameter's loader sees these copies, so the copies themselves are watched. On the CPU
+build, a layer has no memory during a load until it is complete; such a layer gets its
+memory before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.inflight import upstream
 
 WRITERS = ("GptOssForCausalLM",)
-"""Models whose loaders write so."""
+"""Models whose loaders write directly."""
 
 WRITTEN = ("sinks", "w13_weight", "w13_bias", "w2_weight", "w2_bias")
 """The parameters that they write."""
 
 
 def writes(model: torch.nn.Module) -> bool:
-    """Whether the loader of a model writes past its parameters'."""
+    """Whether a model's loader writes directly into parameters."""
     return type(model).__name__ in WRITERS
 
 
 def direct_writes_obstacle(model: torch.nn.Module, num_ranks: int) -> str | None:
-    """Why such a model cannot be exchanged; None if it can."""
+    """Why such a model cannot be updated; None if it can."""
     if writes(model) and num_ranks > 1:
         return (
             f"the loader of {type(model).__name__} writes into the tensors it is "
@@ -38,12 +40,13 @@ def direct_writes_obstacle(model: torch.nn.Module, num_ranks: int) -> str | None
 
 
 class DirectWrites(TorchDispatchMode):
-    """Sees what a loader copies into these parameters.
+    """Sees the copies of a loader into these parameters.
 
     Args:
         module: the tree that is loaded, with a load under way.
-        seen: called with the name of a parameter, it, and what is copied into it,
-            before all of it is written.
+        seen: called before a whole parameter is written, with its name, the
+            parameter, and
+            the source of the copy.
 
     """
 
@@ -67,7 +70,11 @@ class DirectWrites(TorchDispatchMode):
                     self._places[param.data_ptr()] = f"{path}.{key}", param, info
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.copy_.default:
             found = self._places.get(args[0].data_ptr())
@@ -75,6 +82,7 @@ class DirectWrites(TorchDispatchMode):
                 name, param, info = found
                 self._seen(name, param, args[1])
                 if info.can_load():
-                    # Not complete by its own count, so it is processed in the end.
+                    # The layer does not count this write, so it is processed at the end
+                    # of the load.
                     info.load_numel = max(1, info.load_numel)
         return func(*args, **(kwargs or {}))

@@ -1,12 +1,15 @@
-"""A model and its drafter as one tree, so that they are staged and flipped as one.
+"""A model and its drafter as one module tree, which is staged and flipped as one.
 
-The layers of the model keep their names, those of the drafter are under `draft.`, as in
-upstream's sleep mode; so are the tensors that come for it. A layer that the drafter
-shares with its model (an embedding, a head) is the model's: it has the model's name,
-and what comes for it with a drafter is passed over, since the model may have moved on.
+The layers of the model keep their names, and those of the drafter are under `draft.`,
+as
+in upstream's sleep mode. The same holds for the tensors of an update. A layer that the
+drafter shares with its model (an embedding, a head) counts as the model's and has the
+model's name. A tensor for it that comes with the drafter is skipped, since the model
+may
+be of a newer version.
 
-MTP layers are a drafter whose tensors are among the model's: those come once, under the
-model's names, and both loaders are shown each of them.
+MTP layers are a drafter whose tensors are among the model's. They come once, under the
+model's names, and both loaders get each of them.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from vllm.inflight.worker.model.layers import layers
 Pair = tuple[str, torch.Tensor]
 
 BLOCK = ".mtp_block."
-"""Where the layers of DeepSeek's kind keep what is like a layer of the model; their
-checkpoints have it beside the rest."""
+"""Name part of the layers of DeepSeek's MTP block that are like a layer of the model; a
+checkpoint does not have it."""
 
 RENAMED = "model.", "mtp."
-"""What the tree of Qwen3-Next's kind has for a prefix, and its checkpoint. A drafter of
-that kind tells which names it does not read; of those is every one with the first."""
+"""Prefix in the module tree, and prefix in the checkpoint, of drafters like
+Qwen3-Next's. Such a drafter tells which names it does not read, and all names with the
+first prefix are among them."""
 
 
 class ModelWithDrafter(torch.nn.Module):
@@ -38,7 +42,7 @@ class ModelWithDrafter(torch.nn.Module):
         target: the model.
         draft: its drafter.
         is_mtp: whether the drafter's tensors come among the model's.
-        is_drafting: whether the drafter's loader is at work at this moment.
+        is_drafting: whether the drafter's loader runs now.
 
     """
 
@@ -50,7 +54,7 @@ class ModelWithDrafter(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.is_mtp = is_mtp
-        # Not through __setattr__: the model is to be this root, and not below it.
+        # Not through __setattr__: the model is this root, and not a child of it.
         vars(self)["target"] = target
         self._parameters, self._buffers = target._parameters, target._buffers
         self._non_persistent_buffers_set = target._non_persistent_buffers_set
@@ -63,7 +67,7 @@ class ModelWithDrafter(torch.nn.Module):
         }
 
     def load_weights(self, weights: Iterable[Pair]) -> Any:
-        """Give each its own, in the order in which they come."""
+        """Give each loader its tensors, in the order of arrival."""
         return self.target.load_weights(self._of_target(weights))  # type: ignore[operator]
 
     def _of_target(self, weights: Iterable[Pair]) -> Iterator[Pair]:
@@ -74,12 +78,12 @@ class ModelWithDrafter(torch.nn.Module):
                 self._draft(name.removeprefix(DRAFT), tensor)
                 continue
             yield name, tensor
-            del tensor  # a transport uses memory again that nobody looks into
+            del tensor  # a transport reuses memory that no tensor refers to
 
     def _draft(self, name: str, tensor: torch.Tensor) -> None:
-        # One by one: loaders of drafters collect what they are given before they load.
-        # Some look then whether each layer has come, which a stream of them cannot
-        # pass; that all have come is looked at by the audit.
+        # One by one: loaders of drafters collect their tensors before they load. Some
+        # then check that each layer has come, which a stream of tensors cannot pass.
+        # The checks of the update look at completeness.
         self.is_drafting = True
         try:
             with upstream.disable_mtp_completeness_check():
@@ -88,10 +92,10 @@ class ModelWithDrafter(torch.nn.Module):
             self.is_drafting = False
 
     def sent_name(self, name: str) -> str:
-        """What a tensor is sent as that fills `name` of the tree, shards told apart."""
+        """The checkpoint name of the tensor that fills `name` of the tree."""
         if not self.is_mtp or not name.startswith(DRAFT):
             return name
-        # As the drafter's loader reads it, backwards.
+        # The reverse of the drafter's loader.
         name = name.removeprefix(DRAFT)
         mapper: Any = getattr(self.draft, "hf_to_vllm_mapper", None)
         if mapper is None:
@@ -101,21 +105,21 @@ class ModelWithDrafter(torch.nn.Module):
             return name.replace(BLOCK, ".")
         read = mapper.orig_to_new_substr | mapper.orig_to_new_prefix
         for sent, known in read.items():
-            if known is not None:  # else it is dropped
+            if known is not None:  # None: the loader drops it
                 name = name.replace(known, sent, 1)
         return name
 
 
-def drafter_of(worker: Any) -> Any:
-    """The drafter of a worker that has loaded its models, if it has weights."""
+def drafter_of(worker: upstream.WorkerBase) -> Any:
+    """A worker's drafter, if it has weights; the models have to be loaded."""
     runner = getattr(worker, "model_runner", None)
     drafter: Any = getattr(runner, "get_draft_model", lambda: None)()
     if not hasattr(drafter, "parameters"):
-        return None  # one that looks drafts up
+        return None  # it finds drafts without weights
     return drafter if next(drafter.parameters(), None) is not None else None
 
 
-def served_by(worker: Any) -> torch.nn.Module:
+def served_by(worker: upstream.WorkerBase) -> torch.nn.Module:
     """The model of a worker; with its drafter, if that has weights."""
     model: torch.nn.Module = worker.model_runner.get_model()
     drafter = drafter_of(worker)
@@ -124,27 +128,28 @@ def served_by(worker: Any) -> torch.nn.Module:
     return ModelWithDrafter(model, drafter, is_mtp=has_mtp(worker.vllm_config))
 
 
-def has_mtp(vllm_config: Any) -> bool:
-    """Whether the drafter of an engine is layers of its model's checkpoint."""
+def has_mtp(vllm_config: upstream.VllmConfig) -> bool:
+    """Whether the drafter consists of layers of its model's checkpoint."""
     return getattr(vllm_config.speculative_config, "method", None) == "mtp"
 
 
 def sent_names(root: torch.nn.Module, names: list[str]) -> list[str]:
-    """As what tensors come that have these names in the tree."""
+    """The checkpoint names of the tensors that fill these names of the tree."""
     if not isinstance(root, ModelWithDrafter):
         return names
     return [root.sent_name(name) for name in names]
 
 
 def trees(root: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """The models that a tree consists of: one, or a model and its drafter."""
+    """The models of a tree: one, or a model and its drafter."""
     return (root.target, root.draft) if isinstance(root, ModelWithDrafter) else (root,)
 
 
 def share(
     live: ModelWithDrafter, target: torch.nn.Module, draft: torch.nn.Module
 ) -> None:
-    """Let a second drafter share with a second model what the live ones share."""
+    """Let the second drafter share the layers with the second model that the live ones
+    share."""
     own = {id(layer): name for name, layer in layers(live.target)}
 
     def walk(layer: torch.nn.Module, second: torch.nn.Module) -> None:
@@ -158,7 +163,7 @@ def share(
                 second._modules[key] = target.get_submodule(name)
             elif built is not None:
                 walk(child, built)
-        # In the same order: the two trees are walked side by side.
+        # In the same order, since the two trees are walked side by side.
         built_of = second._modules
         order = [key for key in layer._modules if key in built_of]
         second._modules = {key: built_of[key] for key in order} | built_of

@@ -1,9 +1,9 @@
-"""Hidden weights: tensors that a model can reach, and that no walk of parameters finds.
+"""Hidden weights: tensors that a model uses, and that are not among its parameters.
 
-vLLM keeps layers in plain dictionaries (poolers by their task), and a layer may keep a
-tensor in a list, an object, a closure or a partial function. No update loads these,
-proves them complete or exchanges them, so the version of the start would stay in them.
-They are looked for from every attribute of every layer, to any depth.
+vLLM keeps some layers in plain dictionaries (poolers by their task). A layer may keep a
+tensor in a list, an object, a closure or a partial function. No update loads, checks or
+flips these tensors, so they would stay at the version of the start. They are searched
+from every attribute of every layer, to any depth.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.worker import model_state
 from vllm.inflight.worker.model import quantized
 from vllm.inflight.worker.model.cpu_packing import UNPACKED
 from vllm.inflight.worker.model.layers import buffer_names, layers
@@ -27,21 +28,32 @@ PACKED = "cpu_linear"
 """Attribute in which the CPU build keeps a packed weight: a callable."""
 
 IMPLEMENTATION = "impl"
-"""Attribute in which attention layers keep what computes them."""
+"""Attribute in which attention layers keep their implementation."""
 
 OF_CONFIGURATION = ("alibi_slopes",)
 """Attributes with tensors that no checkpoint has."""
 
-LOOKED_AT = ("_parameters", "_buffers", "_modules", PACKED, UNPACKED)
-"""Attributes of layers that are exchanged, or looked at by themselves."""
+LOOKED_AT = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    PACKED,
+    UNPACKED,
+    model_state.ATTRIBUTE,
+)
+"""Attributes that are flipped, that are searched separately, or that are ours."""
 
 OF_A_STEP = ("deepstack_input_embeds",)
-"""Attributes that a step fills with what it has seen, reads, and clears (Qwen3-VL): no
-version is in them between two steps."""
+"""Attributes that a step fills, reads and clears (Qwen3-VL).
+
+Between two steps they hold nothing of a version.
+"""
 
 WITHOUT_WEIGHTS = ("vllm.config.", "vllm.distributed.", "torch.", "enum.", "logging.")
-"""Packages whose objects hold settings, connections or compiled code. Whether a thing
-is a tensor or a layer of torch is asked before this."""
+"""Packages whose objects hold settings, connections or compiled code.
+
+Tensors and torch layers are recognised before this is asked.
+"""
 
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, torch.Size),
@@ -51,14 +63,16 @@ PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Something that a layer can reach.
+    """An object that a layer can reach.
 
     Attributes:
-        value: the thing.
-        path: how it is reached from the layer.
-        is_near: whether the layer itself, or what computes its attention, holds the
-            thing or a container of it. There a tensor of any dtype counts as a weight.
-            Objects that are farther away also have tables of indices.
+        value: the object.
+        path: the path to it from the layer.
+        is_near: whether the layer itself, its attention implementation, or a
+            container in
+            one of these holds it. A near tensor of any dtype counts as a weight.
+            Objects
+            that are farther away also have tables of indices.
 
     """
 
@@ -66,8 +80,8 @@ class Reached:
     path: str
     is_near: bool
 
-    def to(self, step: str, value: Any, *, is_near: bool = False) -> Reached:
-        """What is one step away."""
+    def to(self, step: str, value: object, *, is_near: bool = False) -> Reached:
+        """The object one step further."""
         return Reached(value, f"{self.path}{step}", is_near)
 
 
@@ -82,15 +96,17 @@ class HiddenWeights:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._known = {id(layer) for layer in model.modules()}
-        """Layers that are walked by themselves, and tensors that are exchanged."""
+        """Layers that are walked themselves, and tensors that are flipped."""
         for _, layer in layers(model):
             tensors = (*layer._parameters.values(), *layer._buffers.values())
             self._known.update(id(one) for one in (layer, *tensors))
         self._seen: dict[tuple[int, bool, bool], Any] = {}
-        """All that was looked at, and how; held, so that no id is given out twice.
+        """All objects that were searched, and how. They are held, so that no id is
+        reused.
 
-        What is looked at through a quantised layer, or from farther away, is not looked
-        into as closely as another layer that holds it has it looked into.
+        An object is searched less closely through a quantised layer, or from farther
+        away. So it
+        is searched again if another layer holds it.
         """
 
     def __iter__(self) -> Iterator[tuple[str, torch.nn.Module, str]]:
@@ -99,7 +115,8 @@ class HiddenWeights:
                 yield name, layer, path
 
     def _of_layer(self, layer: torch.nn.Module) -> Iterator[str]:
-        # What processing leaves of a quantised layer has rules of its own, by scheme.
+        # The tensors that processing leaves in a quantised layer have rules of their
+        # own.
         is_deep = not quantized.is_processed(layer)
         ahead = deque(_attributes(layer))
         while ahead:
@@ -109,7 +126,7 @@ class HiddenWeights:
                 continue
             if isinstance(value, torch.Tensor):
                 if _is_weight(reached):
-                    self._known.add(id(value))  # it is reached in many ways
+                    self._known.add(id(value))  # it may be reached by several paths
                     self._seen[id(value), is_deep, True] = value
                     yield reached.path
                 continue
@@ -125,7 +142,7 @@ class HiddenWeights:
                 ahead.extend(_inside(reached))
 
     def _of_stranger(self, reached: Reached) -> Iterator[str]:
-        """Weights of a layer that is not among the model's own, and of all below it."""
+        """Weights of a layer that is not among the model's own, and of its children."""
         for name, layer in reached.value.named_modules():
             if id(layer) in self._known:
                 continue
@@ -151,14 +168,14 @@ def _is_weight(reached: Reached) -> bool:
 
 
 def _attributes(layer: torch.nn.Module) -> Iterator[Reached]:
-    """What a layer holds, but for what is exchanged."""
+    """The attributes of a layer that are not flipped."""
     if isinstance(layer, upstream.StageMissingLayer):
-        return  # it stands for a layer that is never run, and holds that one
+        return  # it stands for a layer that is never run
     for name, value in vars(layer).items():
         if name in LOOKED_AT or name in OF_A_STEP:
             continue
         if name == "weight" and not getattr(layer, "has_weight", True):
-            continue  # a norm without one multiplies by ones, if at all
+            continue  # a norm without a weight multiplies by ones
         if name != IMPLEMENTATION:
             yield Reached(value, name, is_near=True)
             continue
@@ -168,7 +185,7 @@ def _attributes(layer: torch.nn.Module) -> Iterator[Reached]:
 
 
 def _items(reached: Reached) -> list[Reached] | None:
-    """What a container of Python's holds; None of anything else."""
+    """The items of a Python container; None for any other object."""
     value, is_near = reached.value, reached.is_near
     if isinstance(value, dict | types.MappingProxyType):
         return [
@@ -184,7 +201,7 @@ def _items(reached: Reached) -> list[Reached] | None:
 
 
 def _inside(reached: Reached) -> Iterator[Reached]:
-    """What a function or an object holds."""
+    """The objects that a function or an object holds."""
     value = reached.value
     if isinstance(value, types.MethodType):
         yield reached.to(".__self__", value.__self__)

@@ -1,9 +1,10 @@
-"""Upstream's registers of layers, kept as the live model has left them.
+"""Upstream's registries of layers, kept as the live model has left them.
 
-Some layers enter themselves in a dictionary of their module when they are built, under
-the name that they have in the model, and a step looks them up there. A second tree has
-the same names. Without this, steps would compute with layers of the second tree, whose
-weights are of another version or of none.
+Some layers registry themselves in a dictionary of their module when they are built, by
+their name in the model. A step looks them up there. The layers of the shadow model have
+the same names. Without this module, steps would compute with layers of the shadow
+model,
+whose weights belong to another version or to none.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from typing import Any
 import torch
 
 OF_MODELS = ("vllm.model_executor.", "vllm.models.")
-"""Packages of upstream whose modules define layers."""
+"""Upstream's packages whose modules define layers."""
 
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """While a second tree is built: entries of layers that it replaces are put back."""
+    """Context for building a second tree: entries that it replaces are restored."""
     before = [
-        (register, key, layer)
-        for register in _registers()
-        for key, layer in list(register.items())
+        (registry, key, layer)
+        for registry in _registries()
+        for key, layer in list(registry.items())
         if isinstance(layer, torch.nn.Module)
     ]
     try:
         yield
     finally:
-        for register, key, layer in before:
-            if register.get(key) is not layer:
-                register[key] = layer
+        for registry, key, layer in before:
+            if registry.get(key) is not layer:
+                registry[key] = layer
 
 
-def _registers() -> Iterator[MutableMapping[Any, Any]]:
+def _registries() -> Iterator[MutableMapping[Any, Any]]:
     """The variables of upstream's modules, and the dictionaries among them."""
     for name, module in list(sys.modules.items()):
         if name.startswith(OF_MODELS) and module is not None:

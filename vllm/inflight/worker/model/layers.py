@@ -1,9 +1,16 @@
-"""The layers of a model as it was loaded, whatever was put around them since.
+"""The layers and buffers of a model as it was loaded, without the wrappers put around
+them.
 
-With LoRA, upstream replaces layers of a loaded model by wrappers, which hold the layer
-as `base_layer` and stacks of adapters beside it. The stacks are no part of a version:
-they stay where they are when the weights change. Whoever walks a live model walks it
-here, and finds the same layers under the same names as in a model without wrappers.
+With LoRA, upstream replaces layers of a loaded model by wrappers. A wrapper holds the
+layer
+as `base_layer`, and stacks of adapters beside it. The stacks belong to no version: they
+stay where they are when the weights change. Code that walks a live model walks it with
+`layers`, and finds the same layers under the same names as without wrappers.
+
+An update loads, checks and flips parameters. A buffer that a model's loader fills, and
+that
+its layer reads at every step, is made a parameter in both models, so that it changes
+with them.
 """
 
 from __future__ import annotations
@@ -15,11 +22,11 @@ import torch
 from vllm.inflight import upstream
 
 Layer = tuple[str, torch.nn.Module]
-"""With its name."""
+"""Name and module of a layer."""
 
 
 def layers(model: torch.nn.Module) -> Iterator[Layer]:
-    """`model.named_modules()`, each wrapper replaced by the layer it is around."""
+    """`model.named_modules()`, with each wrapper replaced by the layer in it."""
     seen: set[int] = set()  # tied layers may have a wrapper each
 
     def walk(name: str, layer: torch.nn.Module) -> Iterator[Layer]:
@@ -39,7 +46,8 @@ def layers(model: torch.nn.Module) -> Iterator[Layer]:
 def parameters(
     model: torch.nn.Module,
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
-    """Every parameter of `layers(model)` once: its name, its layer, its key there."""
+    """Every parameter of `layers(model)` once: name, layer, key in the layer,
+    parameter."""
     seen: set[int] = set()
     for name, layer in layers(model):
         for key, param in layer._parameters.items():
@@ -49,16 +57,19 @@ def parameters(
 
 
 FILLED = ("layer_scalar",)
-"""Of Gemma 4. Others may be read once, when a model is built, and are refused."""
+"""Buffers of Gemma 4.
+
+Other models may read such a buffer once, at start, and are rejected.
+"""
 
 OF_CONFIGURATION = ("position_ids",)
-"""Kept in old checkpoints, and always the same."""
+"""Buffers that old checkpoints contain, and whose content is always the same."""
 
 
 def adopt_buffers(model: torch.nn.Module) -> None:
     """Make parameters of the buffers of `model` that a checkpoint fills.
 
-    After its construction, before it is loaded a second time.
+    Called when the model is built, before it is loaded a second time.
     """
     for layer in model.modules():
         for key in layer._buffers.keys() & set(FILLED):
@@ -70,12 +81,12 @@ def adopt_buffers(model: torch.nn.Module) -> None:
 
 
 def buffer_names(layer: torch.nn.Module) -> Iterator[str]:
-    """Buffers of `layer` that a checkpoint may fill, and no update would."""
+    """Buffers of `layer` that a checkpoint may fill, and that no update would fill."""
     if isinstance(layer, upstream.FusedMMInputNorm):
-        return  # mean and deviation of pixels, from the processor's configuration
+        return  # mean and deviation of pixels come from the configuration
     for key in layer._buffers.keys() - layer._non_persistent_buffers_set:
         tensor = layer._buffers[key]
-        # No checkpoint has names like vLLM's own, `_k_scale` and others.
+        # Checkpoints have no names like vLLM's own, `_k_scale` and others.
         if tensor is None or key.startswith("_") or key in OF_CONFIGURATION:
             continue
         if tensor.is_floating_point() or tensor.numel() > 1:

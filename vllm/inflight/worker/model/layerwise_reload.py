@@ -1,7 +1,8 @@
-"""Upstream's reload of a model, layer by layer, that does not come to its end.
+"""Leaving upstream's layerwise reload of a model before its end.
 
-While one is under way a layer's parameters have no memory: each gets it back when all
-of its tensors have come.
+During such a reload, a layer's parameters have no memory. Each layer gets its memory
+back
+when all of its tensors have come.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from vllm.inflight import upstream
 
 
 def release(model: torch.nn.Module, chosen: Callable[[Any], bool]) -> None:
-    """Take the layers of a load that are `chosen` out of it, as they were before.
+    """Take the layers that are `chosen` out of a load, as they were before it.
 
     Args:
         model: that is loaded.
-        chosen: what upstream notes of a layer → whether it is meant.
+        chosen: called with upstream's record of a layer; whether the layer is meant.
 
     """
     for layer in model.modules():
         info = upstream.get_layerwise_info(layer)
-        # One that has failed on its way into the load has its tensors aside already.
+        # A layer that failed on its way into the load has its tensors set aside
+        # already.
         is_in_load = info.can_load() or info.kernel_tensors is not None
         if is_in_load and chosen(info):
             if info.kernel_tensors is not None:
@@ -34,11 +36,12 @@ def release(model: torch.nn.Module, chosen: Callable[[Any], bool]) -> None:
             info.reset()
 
 
-def forget_with(owner: Any, models: Iterable[torch.nn.Module]) -> None:
-    """Forget what is noted of the layers of `models` when their `owner` is freed.
+def forget_with(owner: object, models: Iterable[torch.nn.Module]) -> None:
+    """Drop upstream's records of the layers of `models` when their `owner` is freed.
 
-    From its first reload on, what upstream notes of a layer refers to that layer, and
-    would keep it and its weights in memory as long as the process.
+    From its first reload on, upstream's record of a layer refers to that layer. It
+    would
+    keep the layer and its weights in memory as long as the process.
     """
     noted = WeakSet(layer for model in models for layer in model.modules())
     weakref.finalize(owner, _forget, noted).atexit = False

@@ -1,9 +1,10 @@
-"""Derived parameters: what loading makes of others, and no checkpoint has.
+"""Derived parameters: parameters that loading computes from others, in no checkpoint.
 
-Latent attention (MLA) multiplies with two halves of its `kv_b_proj` on their own, made
-when the model has been loaded. A second set has its own two, made again of every
-version before it is voted on. They change places as parameters do, and nothing has to
-come for them.
+Latent attention (MLA) multiplies with the two halves of its `kv_b_proj` separately.
+They
+are computed when the model has been loaded. The shadow model has two halves of its own,
+computed again for every version before its prepare. They are flipped as parameters are,
+and no tensor has to come for them.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ HALVES = ("W_UV", "W_UK_T")
 
 
 def is_derived(layer: torch.nn.Module, key: str) -> bool:
-    """Whether the parameter `key` of a layer is made of others."""
+    """Whether the parameter `key` of a layer is computed from others."""
     return key in HALVES and isinstance(layer, upstream.MLAAttention)
 
 
 def derived_obstacle(layer: Any) -> str | None:
-    """Why what a layer derives cannot be exchanged; None if it can."""
+    """Why a layer with derived parameters cannot be updated; None if it can."""
     if not isinstance(layer, upstream.MLAAttention):
         return None
     if quantized.is_quantised(layer.kv_b_proj):
-        return "is latent attention over quantised weights, which was not tried"
+        return "is latent attention over quantised weights, which has not been tested"
     return None
 
 
 def make_places(live: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Give `module`, which was not loaded, what loading has derived in `live`."""
+    """Give `module`, which was not loaded, the derived parameters of `live`."""
     for (_, a), (_, b) in zip(layers(live), layers(module), strict=True):
         for key, param in a._parameters.items():
             if param is not None and is_derived(a, key):
@@ -48,7 +49,7 @@ def make_places(live: torch.nn.Module, module: torch.nn.Module) -> None:
 
 
 def derive(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Make them again, of what `module` holds now, where they lie."""
+    """Compute the derived parameters of `module` again, where they lie."""
     for layer in module.modules():
         if isinstance(layer, upstream.MLAAttention):
             layer.process_weights_after_loading(dtype)

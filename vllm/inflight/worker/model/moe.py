@@ -1,10 +1,12 @@
-"""Mixture-of-experts layers: which can be exchanged, and what that takes.
+"""Mixture-of-experts layers: which of them can be updated, and what that takes.
 
-Their weights are two parameters, `w13_weight` and `w2_weight`, in the format of the
-kernel that multiplies them. The CPU build packs them for it, once: its layers keep a
-kernel that was made with the first weights, and later ones are copied over the packed
-ones as they come. So a layer that is loaded again is made to forget its kernel first.
-Triton's kernels, the choice on Hopper GPUs, read what a loader writes as it is.
+Their weights are two parameters, `w13_weight` and `w2_weight`, in the format of their
+kernel. The CPU build packs them once: its layers keep a kernel that was made with the
+first weights, and later weights are copied over the packed ones as they come. So a
+layer
+has to forget its kernel before it is loaded again. Triton's kernels, the choice on
+Hopper
+GPUs, read the weights as a loader writes them.
 """
 
 from __future__ import annotations
@@ -19,25 +21,25 @@ from vllm.inflight.worker.model import direct_writes
 from vllm.inflight.worker.model.drafter import sent_names
 
 PACKED_ONCE = "CPU"
-"""The name of the kernels that upstream packs weights for at their first load only."""
+"""The kernels that upstream packs weights for at their first load only."""
 
 UNPACKED = ("TRITON", "BATCHED_TRITON")
-"""Of those that upstream packs nothing for."""
+"""The kernels that upstream packs nothing for."""
 
 
-def is_experts(method: Any) -> bool:
-    """Whether a layer's method is that of unquantised experts."""
+def is_experts(method: object) -> bool:
+    """Whether a method of a layer is that of unquantised experts."""
     return type(method) is upstream.UnquantizedFusedMoEMethod
 
 
-def is_packed(layer: Any) -> bool:
-    """Whether a layer's experts lie otherwise than a loader writes them."""
+def is_packed(layer: torch.nn.Module) -> bool:
+    """Whether a layer's experts are stored in another form than a loader writes."""
     method: Any = getattr(layer, "quant_method", None)
     return is_experts(method) and method.unquantized_backend.name == PACKED_ONCE
 
 
 def experts_obstacle(method: Any) -> str | None:
-    """Why the experts of a layer cannot be exchanged; None if they can."""
+    """Why the experts of a layer cannot be updated; None if they can."""
     kernels = method.unquantized_backend
     if kernels.name in (PACKED_ONCE, *UNPACKED):
         return None
@@ -48,7 +50,7 @@ def experts_obstacle(method: Any) -> str | None:
 
 
 def are_shared_out(model: torch.nn.Module) -> bool:
-    """Whether each rank holds some of the experts, and a map of which."""
+    """Whether each rank holds some of the experts (expert parallelism)."""
     return any(
         getattr(layer, "_expert_map", None) is not None for layer in model.modules()
     )
@@ -63,7 +65,7 @@ def forget_kernels(module: torch.nn.Module) -> None:
 
 
 def expert_checkpoint_names(layer: Any, path: str, key: str) -> list[str] | None:
-    """What a checkpoint calls the tensors of the parameter `key` of a layer.
+    """The checkpoint names of the tensors of the parameter `key` of a layer.
 
     Args:
         layer: any layer.
@@ -71,7 +73,7 @@ def expert_checkpoint_names(layer: Any, path: str, key: str) -> list[str] | None
         key: `w13_weight` or `w2_weight`, or a parameter of another layer.
 
     Returns:
-        One name for each expert and projection; None if these are no experts.
+        one name for each expert and projection; None if the layer has no experts.
 
     """
     stem, _, kind = key.partition("_")
@@ -87,9 +89,9 @@ def expert_checkpoint_names(layer: Any, path: str, key: str) -> list[str] | None
 
 
 def tensor_names(module: torch.nn.Module, param: str) -> list[str]:
-    """What a checkpoint calls the tensors that fill a parameter of any layer."""
+    """The checkpoint names of the tensors that fill a parameter of any layer."""
     if direct_writes.writes(module):
-        return [param]  # its loader has names of its own
+        return [param]  # its loader uses other names
     path, _, key = param.rpartition(".")
     found = expert_checkpoint_names(module.get_submodule(path), path, key)
     if found is None:

@@ -1,19 +1,19 @@
-"""Parallelism: which ways to divide weights and steps have been run with updates.
+"""Parallelism: the ways to divide weights and steps that updates have been tested with.
 
 vLLM's `ParallelConfig` has a field for each way, and every release has new ones. So the
-fields that may differ from their defaults are named here. A field that is not named
-keeps updates out until a test has shown that they work with it.
+fields that may differ from their defaults are listed here. Any other field rules
+updates
+out, until a test has shown that they work with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from vllm.inflight import upstream
 
-TRIED = frozenset(
+TESTED = frozenset(
     {
         *("tensor_parallel_size", "pipeline_parallel_size", "world_size", "rank"),
         *("data_parallel_size", "data_parallel_size_local", "data_parallel_index"),
@@ -21,7 +21,7 @@ TRIED = frozenset(
         "enable_expert_parallel",
     }
 )
-"""Fields that divide weights or steps, and that updates have been run with."""
+"""Fields that divide weights or steps, and that updates have been tested with."""
 
 INDIFFERENT = frozenset(
     {
@@ -44,7 +44,7 @@ INDIFFERENT = frozenset(
         "enable_shm_tensor_arena",
         # What the model is.
         "is_moe_model",
-        # Settings of ways that are refused by a field of their own.
+        # Settings of parallelism that is rejected by another field.
         *("dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size"),
         *("dcp_comm_backend", "dcp_q_replicate"),
         "_allow_auto_resolve_cp_interleave_size",
@@ -58,8 +58,8 @@ OF_EXPERTS = ("expert_placement_strategy", "all2all_backend")
 """Fields without effect unless experts are shared out over the ranks."""
 
 
-def parallelism_obstacle(parallel: Any) -> str | None:
-    """Why an engine that is divided in this way is not updated; None if it is.
+def parallelism_obstacle(parallel: upstream.ParallelConfig) -> str | None:
+    """Why an engine with this parallelism is not updated; None if it is.
 
     Args:
         parallel: vLLM's `ParallelConfig`.
@@ -67,19 +67,19 @@ def parallelism_obstacle(parallel: Any) -> str | None:
     """
     if parallel.enable_eplb:
         return "expert load balancing is enabled (--enable-eplb)"
-    if untried := list(_untried(parallel)):
+    if untested := list(_untested(parallel)):
         return (
-            "updates have not been run with this parallelism of its configuration yet: "
-            f"{', '.join(untried)}"
+            "updates have not been tested with this parallelism of its configuration: "
+            f"{', '.join(untested)}"
         )
     return None
 
 
-def _untried(parallel: Any) -> Iterator[str]:
+def _untested(parallel: upstream.ParallelConfig) -> Iterator[str]:
     default = upstream.ParallelConfig()
     for field in dataclasses.fields(default):
         name = field.name
-        if name in TRIED or name in INDIFFERENT:
+        if name in TESTED or name in INDIFFERENT:
             continue
         if name in OF_EXPERTS and not getattr(parallel, "enable_expert_parallel", True):
             continue

@@ -1,13 +1,13 @@
-"""Quantised layers: which can be exchanged, and what holds a version of theirs.
+"""Quantised layers: which can be updated, and what belongs to a version of them.
 
-What a checkpoint has of them is not what their kernel multiplies with: weights are
-transposed, packed or quantised when they are loaded. So a second set of theirs has the
-parameters that loading has left in the live layer, and every update goes through
-upstream's layerwise reload, which loads a layer beside them, processes it and copies
-the result into them. A kernel may keep something of a version beside the parameters;
-that is exchanged with them.
+Kernels do not multiply with the weights as a checkpoint has them: loading transposes,
+packs or quantises them. So the shadow model has the parameters that loading has left in
+the live layer. Every update goes through upstream's layerwise reload, which loads a
+layer
+beside them, processes it and copies the result into them. A kernel may keep a part of a
+version beside the parameters; that part is flipped with them.
 
-Only what has been seen to equal a fresh engine is let through.
+Only kernels that were shown to equal a fresh engine are accepted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROVED: dict[str, set[tuple[str, str]]] = {
         ("Fp8PtpcOnlineLinearMethod", "CutlassFP8ScaledMMLinearKernel"),
     },
 }
-"""Device → the schemes and their kernels that were seen to equal a fresh engine."""
+"""Device → schemes and kernels that were shown to equal a fresh engine."""
 
 PROVED_ON_RANKS: dict[str, set[tuple[str, str]]] = {
     "cpu": {
@@ -58,34 +58,40 @@ PROVED_ON_RANKS: dict[str, set[tuple[str, str]]] = {
         ("Fp8PerBlockOnlineLinearMethod", "CutlassFp8BlockScaledMMKernel"),
     },
 }
-"""Those of them that were seen to on several ranks, too."""
+"""The same for several ranks."""
 
 AGREED_UPON = ("Fp8PerTensorOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod")
-"""Schemes whose ranks find a scale together, in a collective of the group that decodes.
-One of a thread that stages would take the place of another, and wait for a rank that
-failed as long as the group waits."""
+"""Schemes whose ranks compute a scale together, in a collective of the group that
+decodes. A collective of the staging thread would take the place of another one, and
+would wait for a failed rank as long as the group waits."""
 
 KEPT = {"CPUInt8ScaledMMLinearKernel": ("dnnl_handler",)}
-"""Kernel → attributes in which it keeps a part of a version; on a CPU only, where the
-two sets exchange objects and not pages."""
+"""Kernel → attributes in which it keeps a part of a version.
+
+On a CPU only, where a flip exchanges objects and not pages.
+"""
 
 PERMUTES_BIAS = ("MarlinLinearKernel",)
-"""Kernels that give a layer's bias other memory when they process it. A bias is loaded
-where it lies, so what is exchanged would stay behind."""
+"""Kernels that give a layer's bias other memory when they process it.
+
+A bias is loaded where it lies, so a flip would exchange the wrong memory.
+"""
 
 CHANNEL = "channel"
 STRATEGIES = {"CompressedTensorsWNA16": "group"}
-"""Scheme → the one strategy of compressed-tensors that was seen of it. Of others it is
-a scale per output."""
+"""Scheme → the one tested strategy of compressed-tensors.
+
+For other schemes it is a scale per output.
+"""
 
 NUMBERS = {"CompressedTensorsWNA16": {"num_bits": 4, "symmetric": True}}
-"""Scheme → what else of it was seen: int4 without zero points."""
+"""Scheme → its other tested settings: int4 without zero points."""
 
 KERNELS = "kernel", "fp8_linear"
-"""Where a scheme keeps its kernel."""
+"""Attributes in which a scheme keeps its kernel."""
 
 SCALARS = bool, int, float, str, torch.dtype
-"""Types of what a compiled graph takes for a constant."""
+"""Types that a compiled graph treats as constants."""
 
 
 def is_quantised(layer: torch.nn.Module) -> bool:
@@ -107,7 +113,7 @@ def has_cache_scales(layer: torch.nn.Module) -> bool:
 
 
 def is_processed(layer: torch.nn.Module) -> bool:
-    """Whether a layer's parameters are others when it has been loaded."""
+    """Whether loading replaces a layer's parameters by others."""
     return is_quantised(layer) or has_cache_scales(layer)
 
 
@@ -117,7 +123,7 @@ def quantised_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def quantized_obstacle(layer: Any, device: str, num_ranks: int) -> str | None:
-    """Why a quantised layer cannot be exchanged on so many such devices, if so."""
+    """Why a quantised layer cannot be updated on so many devices; None if it can."""
     scheme, kernel = scheme_of(layer), kernel_of(layer)
     pair = type(scheme).__name__, type(kernel).__name__
     at = f" and {pair[1]}" if kernel is not None else ""
@@ -147,7 +153,7 @@ def quantized_obstacle(layer: Any, device: str, num_ranks: int) -> str | None:
         if (given := getattr(scheme, name)) != value:
             return f"has {name}={given} ({pair[0]}), and {value} was seen"
     if pair[1] in PERMUTES_BIAS and getattr(layer, "bias", None) is not None:
-        return f"has a bias that {pair[1]} permutes, which has not been tried"
+        return f"has a bias that {pair[1]} permutes, which has not been tested"
     for owner in {id(o): o for o in (scheme, kernel, layer.quant_method)}.values():
         for name, value in vars(owner).items():
             if name not in KEPT.get(pair[1], ()) and _holds_tensor(value):
@@ -156,23 +162,24 @@ def quantized_obstacle(layer: Any, device: str, num_ranks: int) -> str | None:
 
 
 def scheme_of(layer: Any) -> Any:
-    """What decides how a layer's weights are processed."""
+    """The object that decides how a layer's weights are processed."""
     return getattr(layer, "scheme", None) or layer.quant_method
 
 
 def kernel_of(layer: Any) -> Any:
-    """What multiplies with them; None if that is not an object of its own."""
+    """The layer's kernel; None if that is no object of its own."""
     scheme = scheme_of(layer)
     return next((vars(scheme)[k] for k in KERNELS if k in vars(scheme)), None)
 
 
 def kept(live: torch.nn.Module, second: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
-    """(kernel, kernel of the other tree, attribute) of what is beside parameters."""
+    """(kernel, shadow kernel, attribute) of each part of a version beside the
+    parameters."""
     if not is_quantised(live):
         return
     a, b = kernel_of(live), kernel_of(second)
     for name in KEPT.get(type(a).__name__, ()):
-        if name in vars(a):  # packed for AMX, all of it is in parameters
+        if name in vars(a):  # with AMX, all parts are parameters
             yield a, b, name
 
 
@@ -188,13 +195,13 @@ def difference(live: torch.nn.Module, second: torch.nn.Module) -> str | None:
 def require_same_numbers(
     live: torch.nn.Module, second: torch.nn.Module, begun: set[str]
 ) -> None:
-    """Refuse a version for which a number in Python would have to change.
+    """Reject a version that would need another number in Python.
 
-    Compiled graphs have the live ones in them, and an exchange would not reach those.
+    Compiled graphs contain the live number, and a flip does not reach it.
 
     Args:
-        live: what is served.
-        second: the other tree, loaded.
+        live: the live model.
+        second: the shadow model, loaded.
         begun: the parameters of quantised layers that were loaded.
 
     Raises:
@@ -223,7 +230,7 @@ def require_same_numbers(
 
 
 def unused_scales(model: torch.nn.Module) -> tuple[str, ...]:
-    """Ends of names that are without effect, unless a KV cache is quantised."""
+    """Endings of tensor names without effect, unless a KV cache is quantised."""
     if not any(has_cache_scales(layer) for layer in model.modules()):
         return ()
     return tuple(f".{of}_{what}" for of in "qkv" for what in ("scale", "zero_point"))
@@ -231,7 +238,7 @@ def unused_scales(model: torch.nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def put_aside(model: torch.nn.Module) -> Iterator[None]:
-    """Let upstream's processing of a whole model pass over what has been processed."""
+    """Context in which upstream's processing of a model skips processed layers."""
     methods = [
         (layer, layer.quant_method) for _, layer in layers(model) if is_processed(layer)
     ]
@@ -244,7 +251,7 @@ def put_aside(model: torch.nn.Module) -> Iterator[None]:
             layer.quant_method = method
 
 
-def _holds_tensor(value: Any) -> bool:
+def _holds_tensor(value: object) -> bool:
     if isinstance(value, dict):
         return any(_holds_tensor(item) for item in value.values())
     if isinstance(value, list | tuple | set):

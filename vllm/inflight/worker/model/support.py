@@ -1,9 +1,10 @@
-"""Which models can change their weights in flight, decided when the engine starts.
+"""Which models can be updated in flight; decided when the engine starts.
 
-A layer's weights can be exchanged when all of its state is in its parameters,
-or is packed into `cpu_linear` (the CPU build's GEMM).
-Anything else that holds tensors would keep the old version alive, so it is
-found here and named.
+The weights of a layer can be flipped if all of its state is in its parameters, or is
+packed
+into `cpu_linear` (the GEMM of the CPU build). Any other tensor of a layer would stay at
+the
+old version. So such a tensor is searched for here, and named.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from vllm.inflight.worker.model.layers import buffer_names, layers
 logger = upstream.init_logger(__name__)
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-"""Drafters that look for drafts in the text: nothing of them has a version."""
+"""Drafters that find drafts in the text: they have no weights."""
 
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "mtp")
-"""Drafters that are a second tree beside their model's (see drafter.py)."""
+"""Drafters that are a second module tree beside their model (see drafter.py)."""
 
 MTP = {
     "cpu": (
@@ -55,29 +56,29 @@ MTP = {
         "Qwen3_5MoeMTP",
     ),
 }
-"""Architectures of MTP layers, by the device on which they were seen to equal a fresh
-engine; upstream makes one method of all."""
+"""Architectures of MTP layers, by the device on which they were shown to equal a fresh
+engine. Upstream has one method for all."""
 
 BESIDE_QUANTISED = ("draft_model", "eagle", "eagle3")
-"""Drafters, themselves not quantised, that were seen to change beside a model that is,
-on both devices."""
+"""Drafters without quantisation that were tested beside a quantised model, on both
+devices."""
 
 
-def config_obstacle(vllm_config: Any) -> str | None:
-    """What in an engine's configuration rules an exchange out; None if nothing.
+def config_obstacle(vllm_config: upstream.VllmConfig) -> str | None:
+    """Why an engine with this configuration cannot be updated; None if it can.
 
     Raises:
-        ConfigError: a knob of this package has no value that it may have.
+        ConfigError: an option of this package has an invalid value.
 
     """
     return _answered(lambda: _config_obstacle(vllm_config))
 
 
 def _answered(look: Callable[[], str | None]) -> str | None:
-    """What `look` finds; if it fails, that.
+    """The answer of `look`; if it fails, the failure is the reason.
 
-    A look that fails must not keep an engine from starting, which would start without
-    this package.
+    A failure here must not keep an engine from starting that would start without this
+    package.
     """
     try:
         return look()
@@ -91,7 +92,7 @@ def _answered(look: Callable[[], str | None]) -> str | None:
         )
 
 
-def _config_obstacle(vllm_config: Any) -> str | None:
+def _config_obstacle(vllm_config: upstream.VllmConfig) -> str | None:
     device = vllm_config.device_config.device_type
     drafting = vllm_config.speculative_config
     seen = WITHOUT_WEIGHTS + WITH_WEIGHTS
@@ -117,7 +118,8 @@ def _config_obstacle(vllm_config: Any) -> str | None:
         return reason
     model_config = vllm_config.model_config
     if model_config.enable_sleep_mode and model_config.sleep_mode_backend != "cumem":
-        # It would have to know of two sets of weights, as worker/sleep.py does.
+        # The backend would have to know live and shadow weights, as worker/sleep.py
+        # does.
         return f"sleep mode goes by the backend {model_config.sleep_mode_backend!r}"
     if device not in ("cpu", "cuda"):
         return f"weights are staged on CPU and CUDA, and the device is {device}"
@@ -126,8 +128,8 @@ def _config_obstacle(vllm_config: Any) -> str | None:
     return None
 
 
-def _beside_drafter(vllm_config: Any, device: str) -> str | None:
-    """What has not been exchanged where a drafter is flipped with its model."""
+def _beside_drafter(vllm_config: upstream.VllmConfig, device: str) -> str | None:
+    """Why a drafter cannot be flipped with this model; None if it can."""
     drafting = vllm_config.speculative_config
     if drafting is None or drafting.method in WITHOUT_WEIGHTS:
         return None
@@ -153,10 +155,13 @@ def _beside_drafter(vllm_config: Any, device: str) -> str | None:
     return None
 
 
-def _memory_of_others(vllm_config: Any, device: str) -> str | None:
-    """Why weights of a GPU's engine lie in memory that an update may not write."""
+def _memory_of_others(vllm_config: upstream.VllmConfig, device: str) -> str | None:
+    """Why the weights lie in memory that an update may not write;
+
+    None if they do not.
+    """
     if device == "cpu":
-        return None  # there upstream offloads nothing, and maps nothing
+        return None  # upstream offloads and maps nothing on a CPU
     loading = getattr(vllm_config, "load_config", None)
     given = getattr(loading, "model_loader_extra_config", None) or {}
     is_shared = getattr(loading, "load_format", None) == "ipc_cache"
@@ -183,18 +188,20 @@ def _offloader() -> str | None:
     if isinstance(offloader, upstream.NoopOffloader):
         return None
     if isinstance(offloader, upstream.UVAOffloader) and not offloader.cpu_offload_bytes:
-        return None  # it has found nothing to offload, as on the CPU build
+        return None  # it offloads nothing, as on the CPU build
     return (
         f"its weights are offloaded by {type(offloader).__name__}, which moves them "
         "between the host and the device"
     )
 
 
-def support_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
-    """Why the weights of `live` cannot be exchanged; None if they can.
+def support_obstacle(
+    live: torch.nn.Module, vllm_config: upstream.VllmConfig
+) -> str | None:
+    """Why the weights of `live` cannot be updated; None if they can.
 
     Raises:
-        ConfigError: a knob of this package has no value that it may have.
+        ConfigError: an option of this package has an invalid value.
 
     """
     return _answered(
@@ -206,7 +213,9 @@ def support_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
     )
 
 
-def _model_obstacle(live: torch.nn.Module, vllm_config: Any) -> str | None:
+def _model_obstacle(
+    live: torch.nn.Module, vllm_config: upstream.VllmConfig
+) -> str | None:
     device = vllm_config.device_config.device_type
     num_ranks = getattr(vllm_config.parallel_config, "world_size", 1)
     if (reason := direct_writes.direct_writes_obstacle(live, num_ranks)) is not None:
@@ -259,7 +268,7 @@ def _read_once(layer: Any, device: str) -> str | None:
 
 
 def names_differ(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
-    """Why two trees of a model cannot be walked side by side; None if they can."""
+    """Why two module trees cannot be walked side by side; None if they can."""
     names = [name for name, _ in layers(live)]
     others = [name for name, _ in layers(shadow)]
     if names == others:
@@ -271,7 +280,7 @@ def names_differ(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
 
 
 def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
-    """Why two trees of a model are not alike; None if they are."""
+    """Why two module trees of a model are not alike; None if they are."""
     if (reason := names_differ(live, shadow)) is not None:
         return reason
     for (name, a), (_, b) in zip(layers(live), layers(shadow), strict=True):
@@ -281,16 +290,17 @@ def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
             continue
         if quantized.has_cache_scales(a):
             continue
-        # One that is None was registered as not there; a loader may fill it even so.
+        # A parameter that is None was registered as absent; a loader may fill it even
+        # so.
         if odd := sorted(_filled(a) ^ _filled(b)):
             return f"layer {name} gains or loses the parameters {odd} after loading"
         for key in sorted(_filled(a)):
-            param, twin = a._parameters[key], b._parameters[key]
+            param, other = a._parameters[key], b._parameters[key]
             assert param is not None
-            assert twin is not None
+            assert other is not None
             if param.is_cpu:
-                continue  # that build takes packed weights out of their parameters
-            if _form(param) != _form(twin):
+                continue  # the CPU build takes packed weights out of their parameters
+            if _form(param) != _form(other):
                 return f"the layout of {name}.{key} changes after loading"
     return None
 

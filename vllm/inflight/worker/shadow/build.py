@@ -1,15 +1,13 @@
-"""The blueprint of a model: what upstream's loader built it from.
+"""Building the shadow model from the same inputs as the live model.
 
-A model is built a second time from the same: a drafter has a configuration and a
-prefix of its own. Written down when a loader returns the model.
+Upstream's loader gets a configuration and a prefix; a drafter has its own. They are
+remembered on each model when its loader returns, and used once more here.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,21 +16,22 @@ from vllm.inflight.worker.model import layer_registries
 from vllm.inflight.worker.model.classifier import drop_left_out
 from vllm.inflight.worker.model.drafter import ModelWithDrafter, share, trees
 from vllm.inflight.worker.model.layers import adopt_buffers, layers
+from vllm.inflight.worker.model_state import ModelState, recall
 
 
 @dataclass(frozen=True, slots=True)
 class BuildInputs:
-    """The arguments of the loader."""
+    """The arguments of upstream's loader for one model."""
 
-    vllm_config: Any
-    model_config: Any
+    vllm_config: upstream.VllmConfig
+    model_config: upstream.ModelConfig
     prefix: str = ""
 
     def build(self, live: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-        """A second tree of `live`, with which it shares no layer."""
-        # The layers of a model enter themselves in the compilation config when they
-        # are built, and refuse a second layer of the same name; the shadow gets a
-        # copy with empty registers.
+        """A second module tree like `live`, which shares no layer with it."""
+        # Layers register themselves in the compilation config when they are built, and
+        # reject a second layer of the same name. So the shadow model gets a copy of the
+        # config with empty registries.
         config = copy.copy(self.vllm_config)
         config.compilation_config = copy.copy(config.compilation_config)
         config.compilation_config.static_forward_context = {}
@@ -49,33 +48,30 @@ class BuildInputs:
             )
             adopt_buffers(module)
             drop_left_out(module, live)
-            _part(module, live)
+            _unshare(module, live)
         _tie(module, live)
         return module.eval()
 
 
-_blueprints: weakref.WeakKeyDictionary[torch.nn.Module, BuildInputs] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def note(model: torch.nn.Module, blueprint: BuildInputs) -> None:
-    """Write down what `model` was built from."""
+def note(model: torch.nn.Module, inputs: BuildInputs) -> None:
+    """Remember what `model` was built from, and adopt its buffers."""
     adopt_buffers(model)
-    _blueprints[model] = blueprint
+    ModelState.of(model).set(inputs)
 
 
-def blueprint_of(model: torch.nn.Module, vllm_config: Any) -> BuildInputs:
+def build_inputs_of(
+    model: torch.nn.Module, vllm_config: upstream.VllmConfig
+) -> BuildInputs:
     """What `model` was built from; by default, what its engine is configured with."""
     default = BuildInputs(vllm_config, vllm_config.model_config)
-    return _blueprints.get(model, default)
+    return recall(model, BuildInputs) or default
 
 
 def _tie(module: torch.nn.Module, live: torch.nn.Module) -> None:
-    """Let the layers of `module` share what those of `live` share.
+    """Tie the layers of `module` as those of `live` are tied.
 
-    A checkpoint may have a head though its model is configured with a tied one. Then
-    upstream builds it untied, and ties it when both have come and are equal.
+    A checkpoint may have a head although the configuration ties it to the embedding.
+    Upstream then builds the head untied, and ties it once both are loaded and equal.
     """
     built, shared = dict(layers(module)), dict[int, torch.nn.Parameter]()
     for name, layer in layers(live):
@@ -85,39 +81,39 @@ def _tie(module: torch.nn.Module, live: torch.nn.Module) -> None:
                 built[name]._parameters[key] = shared.setdefault(id(param), second)
 
 
-def _part(module: torch.nn.Module, live: torch.nn.Module) -> None:
-    """Let `module` share no layer with `live`.
+def _unshare(module: torch.nn.Module, live: torch.nn.Module) -> None:
+    """Make `module` share no layer with `live`.
 
-    Upstream caches rotary embeddings by their parameters, and a reload of one
-    tree would take the buffers of the other's. They hold nothing of a version,
-    and this tree never runs, so an empty layer stands in for them.
+    Upstream caches rotary embeddings by their parameters, so both trees would share
+    them. A reload of one tree would take the buffers of the other. They hold nothing of
+    a version and the shadow model never runs, so an empty layer stands in for them.
     """
     shared = {id(layer) for layer in live.modules()}
-    hollow: dict[int, torch.nn.Module] = {}
+    stand_ins: dict[int, torch.nn.Module] = {}
 
     def stand_in(layer: torch.nn.Module) -> torch.nn.Module:
         if next(layer.parameters(), None) is not None:
             raise RuntimeError(f"a {type(layer).__name__} is shared between two copies")
-        if id(layer) not in hollow:
-            hollow[id(layer)] = torch.nn.Module()
+        if id(layer) not in stand_ins:
+            stand_ins[id(layer)] = torch.nn.Module()
             for name, child in layer.named_children():
-                hollow[id(layer)].add_module(name, stand_in(child))
-        return hollow[id(layer)]
+                stand_ins[id(layer)].add_module(name, stand_in(child))
+        return stand_ins[id(layer)]
 
     for layer in list(module.modules()):
         if id(layer) in shared:
-            continue  # what is inside it is the live tree's
+            continue  # its children belong to the live model
         for name, child in layer._modules.items():
             if child is not None and id(child) in shared:
                 layer._modules[name] = stand_in(child)
 
 
 def build_second(
-    live: torch.nn.Module, vllm_config: Any, device: torch.device
+    live: torch.nn.Module, vllm_config: upstream.VllmConfig, device: torch.device
 ) -> torch.nn.Module:
-    """A second tree of a model, or of a tandem: of each of the two."""
+    """The second module tree of a model; of a model with drafter, one of each."""
     built = [
-        blueprint_of(tree, vllm_config).build(tree, device) for tree in trees(live)
+        build_inputs_of(tree, vllm_config).build(tree, device) for tree in trees(live)
     ]
     if not isinstance(live, ModelWithDrafter):
         return built[0]

@@ -1,14 +1,15 @@
-"""The remainder: what an update does not replace, brought up to what is served.
+"""Carry-over: weights that an update does not send are copied from the live model.
 
-The second set holds the version before, so a subset alone would put old values back.
-What differs between the two sets is known by name (`ShadowModel.behind`), from the
-first write on; what of it was not written anew is copied here, and no more. So a subset
-costs what it and the commit before it changed.
+The shadow weights are those of the version before. So a subset alone would bring old
+values back. `ShadowModel.stale` has the names of the parameters in which live and
+shadow
+weights may differ. Those that the update does not write are copied here, and no others.
+So a subset costs what the subset and the commit before it have changed.
 
-Nothing here writes to what is served. Tensors are copied into memory of the second
-set's own. A weight that the CPU build has packed away is shared by both sets instead:
-a load makes a new packing and leaves the old one alone. Where a weight was packed and
-kept (embeddings, heads), the packing may look into it, and is made again.
+Nothing here writes to live weights. Tensors are copied into shadow memory. A weight
+that the CPU build has packed is shared by both models instead: a load makes a new
+packing and leaves the old one alone. Where a weight exists packed and unpacked
+(embeddings, heads), the packing may refer to the weight, and is made again.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from vllm.inflight.worker.shadow.parameters import is_mirrored
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 
 Layers = tuple[torch.nn.Module, torch.nn.Module]
-"""The same layer of the live tree, and of the second."""
+"""The same layer of the live model and of the shadow model."""
 
 
 def copy_unsent(
     shadow: ShadowModel, begun: set[str], between: Callable[[int], None]
 ) -> int:
-    """Copy what the second set is behind in, and an update has not written anew.
+    """Copy the stale parameters that the update has not written.
 
     Args:
-        shadow: the second set, in kernel format, with no load under way.
-        begun: the parameters that the update has written; they stay `behind`.
-        between: called after each parameter with the bytes copied so far; what it
-            raises ends this, and the others stay behind.
+        shadow: the shadow model, in kernel format, with no load under way.
+        begun: the parameters that the update has written; they stay stale.
+        between: called after each parameter with the bytes copied so far. An exception
+            from it ends the copying, and the rest stays stale.
 
     Returns:
-        how many parameters were copied.
+        the number of copied parameters.
 
     """
     assert shadow.module is not None
-    if shadow.behind <= begun:
+    if shadow.stale <= begun:
         return 0
     num_bytes, num_layers = _carry_quantised(shadow, begun, between)
     served = {name: param for name, _, _, param in parameters(shadow.live)}
-    names = sorted(shadow.behind - begun - shadow.quantised)
+    names = sorted(shadow.stale - begun - shadow.quantised)
     owners = {} if is_mirrored(shadow.module) else owners_of(shadow)
     for name in names:
         param = served[name]
@@ -60,7 +61,7 @@ def copy_unsent(
                 _pack(layer)
             elif PACKED in vars(live):
                 vars(layer)[PACKED] = vars(live)[PACKED]
-        shadow.behind.discard(name)
+        shadow.stale.discard(name)
         num_bytes += param.nbytes
         between(num_bytes)
     return len(names) + num_layers
@@ -69,14 +70,14 @@ def copy_unsent(
 def _carry_quantised(
     shadow: ShadowModel, begun: set[str], between: Callable[[int], None]
 ) -> tuple[int, int]:
-    """The same for quantised layers, which are copied as they are processed.
+    """Copy the stale quantised layers, in the form that processing has given them.
 
     Returns:
-        bytes and parameters, in load format, that were carried over.
+        bytes and parameters, in load format, that were copied.
 
     """
     assert shadow.module is not None
-    stale = shadow.quantised & shadow.behind - begun
+    stale = shadow.quantised & shadow.stale - begun
     paths = {name.rpartition(".")[0] for name in stale}
     num_bytes = 0
     for (path, live), (_, layer) in zip(
@@ -90,20 +91,20 @@ def _carry_quantised(
                 num_bytes += param.nbytes
         for a, b, name in kept(live, layer):
             vars(b)[name] = vars(a)[name]
-        shadow.behind -= {n for n in stale if n.rpartition(".")[0] == path}
+        shadow.stale -= {n for n in stale if n.rpartition(".")[0] == path}
         between(num_bytes)
     return num_bytes, len(stale)
 
 
 def retie(shadow: ShadowModel, names: Iterable[str]) -> None:
-    """Pack again what shares one of these weights with the layer that was loaded.
+    """Pack again the layers that share one of these weights with a loaded layer.
 
-    The layerwise reload packs the layer a tensor was sent for; a head tied to the
-    embedding gets the new weight with it but keeps its old packing.
+    The layerwise reload packs only the layer that a tensor was sent for. A head tied to
+    the embedding gets the new weight, but keeps its old packing.
     """
     assert shadow.module is not None
     if is_mirrored(shadow.module):
-        return  # nothing is packed
+        return  # shadow parameters are never packed
     owners = owners_of(shadow)
     for name in names:
         layers = owners.get(name, [])
@@ -112,9 +113,9 @@ def retie(shadow: ShadowModel, names: Iterable[str]) -> None:
 
 
 def layer_siblings(shadow: ShadowModel, names: Iterable[str]) -> set[str]:
-    """These parameters, and those that a load of these may have spoilt.
+    """These parameters, and those that a load of these may have damaged.
 
-    The layerwise reload makes a layer anew with whatever was sent of it.
+    The layerwise reload makes a layer anew from the tensors that were sent for it.
     """
     assert shadow.module is not None
     if is_mirrored(shadow.module):
@@ -124,7 +125,7 @@ def layer_siblings(shadow: ShadowModel, names: Iterable[str]) -> set[str]:
 
 
 def owners_of(shadow: ShadowModel) -> dict[str, list[Layers]]:
-    """The layers that multiply with each weight, or look it up: several if tied."""
+    """The layers that use each weight; several layers if the weight is tied."""
     owners: dict[int, list[Layers]] = {}
     for pair in _layers(shadow):
         if (weight := pair[1]._parameters.get("weight")) is not None:

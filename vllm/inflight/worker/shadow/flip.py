@@ -1,15 +1,14 @@
-"""The flip: two sets of weights change places, and nobody has to be told.
+"""The flip: live and shadow weights are exchanged, and no other code has to know.
 
-Objects stay, contents move: every Parameter of the live tree is the same object
-before and after, so nothing that refers to it (compiled graphs, tied layers)
-notices. Doing it twice is doing nothing, which is what makes a rollback as fast as a
-commit.
+Objects stay, contents move. Every Parameter of the live model is the same object
+before and after. So compiled graphs and tied layers, which refer to it, need no change.
+Two flips restore the first state, so a rollback is as fast as a commit.
 
-`Exchange`, on the CPU build: every pair of tensors exchanges its storage.
-`PageFlip`, on a GPU: two ranges of memory exchange their pages, so that even the
-addresses stay, and with them every captured graph.
-`Copy`, on a GPU without that: the new set is copied over the live one. There is no
-way back from it.
+- `Exchange`, on the CPU build: every pair of tensors exchanges its storage.
+- `PageFlip`, on a GPU with an arena: two address ranges exchange their pages. The
+  addresses stay, and so do captured graphs.
+- `Copy`, on a GPU without an arena: the new weights are copied over the live ones.
+  There is no rollback.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from vllm.inflight.worker.model.layers import layers, parameters
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
-"""Of the live tree and of the other."""
+"""A tensor of the live model and its counterpart in the shadow model."""
 
 
 class Flip(Protocol):
-    """Exchanges the two sets of one rank."""
+    """Exchanges live and shadow weights on one rank."""
 
     def __call__(self) -> float:
-        """Exchange them; returns the seconds for which neither could be read."""
+        """Exchange them; returns the seconds in which neither set was readable."""
         ...
 
 
 def flip_of(shadow: ShadowModel) -> Flip:
-    """The flip between a model and its shadow, prepared before it is needed."""
+    """The flip between a model and its shadow model, prepared in advance."""
     assert shadow.module is not None
     if shadow.arenas:
         return PageFlip(shadow.arenas, shadow.device)
@@ -51,7 +50,7 @@ def flip_of(shadow: ShadowModel) -> Flip:
 
 
 class Exchange:
-    """The pairs of one live tree and its shadow."""
+    """Exchanges the storage of every pair of tensors of two module trees."""
 
     def __init__(self, live: torch.nn.Module, shadow: torch.nn.Module) -> None:
         self._params: list[Tensors] = []
@@ -62,25 +61,25 @@ class Exchange:
             self._kept += [(a, b, attribute) for attribute in beside]
             self._kept += quantized.kept(a, b)
             for key, param in a._parameters.items():
-                twin = b._parameters.get(key)
+                other = b._parameters.get(key)
                 if param is None or id(param) in seen:
-                    continue  # tied: one object, two layers
+                    continue  # a tied parameter is one object in two layers
                 seen.add(id(param))
-                if twin is None or twin.shape != param.shape:
+                if other is None or other.shape != param.shape:
                     raise RuntimeError(
-                        f"{name}.{key} of the staged set is "
-                        f"{None if twin is None else tuple(twin.shape)}, the live "
+                        f"{name}.{key} of the shadow model is "
+                        f"{None if other is None else tuple(other.shape)}, the live "
                         f"one {tuple(param.shape)}"
                     )
-                self._params.append((param, twin))
+                self._params.append((param, other))
         self._params += views(live, shadow)
 
     def __call__(self) -> float:
-        """Exchange every pair, or none; what breaks off, Ctrl-C too, exchanges none.
+        """Exchange every pair, or none: an exception, Ctrl-C included, undoes all.
 
         Raises:
-            ArenaTorn: some are exchanged, and could not go back.
-            BaseException: one could not be exchanged, and none is.
+            ArenaTorn: some pairs are exchanged, and could not be exchanged back.
+            BaseException: a pair could not be exchanged, so none is.
 
         """
         started = time.perf_counter()
@@ -99,16 +98,16 @@ class Exchange:
                 for x, y, name, of_x, of_y in kept_moved:
                     x[name], y[name] = of_x, of_y
             except BaseException as error:
-                raise ArenaTorn(f"{fault}; and going back: {error}") from error
+                raise ArenaTorn(f"{fault}; and undoing it: {error}") from error
             raise
         return time.perf_counter() - started
 
 
 def views(live: torch.nn.Module, shadow: torch.nn.Module) -> list[Tensors]:
-    """The buffers that show a parameter in another shape, and those of the other tree.
+    """The buffers of both models that show a parameter in another shape.
 
-    Mamba's layers look at the weight of their convolution through one. It has to look
-    at the new weight when the parameter does.
+    Mamba's layers read the weight of their convolution through such a buffer. It has to
+    show the new weight when the parameter does.
     """
     for tree in (live, shadow):
         cpu_packing.show(tree)
@@ -118,17 +117,17 @@ def views(live: torch.nn.Module, shadow: torch.nn.Module) -> list[Tensors]:
         for key, buffer in a._buffers.items():
             if buffer is None or (param := of_live.get(_storage(buffer))) is None:
                 continue
-            twin = b._buffers.get(key)
-            if twin is None or of_shadow.get(_storage(twin)) != param:
+            other = b._buffers.get(key)
+            if other is None or of_shadow.get(_storage(other)) != param:
                 raise RuntimeError(
-                    f"{name}.{key} shows {param}, and that of the staged set does not"
+                    f"{name}.{key} shows {param}, and that of the shadow model does not"
                 )
-            found.append((buffer, twin))
+            found.append((buffer, other))
     return found
 
 
 def _storages(tree: torch.nn.Module) -> dict[int, str]:
-    """Storage → the parameter that lies in it, or was packed from it."""
+    """Storage → the parameter that lies in it or was packed from it."""
     found = {}
     for name, layer, key, param in parameters(tree):
         unpacked = vars(layer).get(UNPACKED) if key == "weight" else None
@@ -142,28 +141,29 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class PageFlip:
-    """The pages of an arena, or of several: a drafter has one of its own."""
+    """Exchanges the pages of one arena or several; a drafter has its own."""
 
     def __init__(self, arenas: Sequence[Arena], device: torch.device) -> None:
         self._arenas = arenas
         self._device = device
 
     def __call__(self) -> float:
-        """Exchange the pages, once the step under way has read the last of them.
+        """Exchange the pages, once the running step has read the last of them.
 
-        Waits for the stream that computes and for no other: a device-wide wait would
-        hang with a transfer that has stalled.
+        Waits only for the stream that computes. A device-wide wait would hang while a
+        transfer is stalled.
         """
         torch.cuda.current_stream(self._device).synchronize()
         return flip_all(self._arenas)
 
 
 def flip_all(arenas: Sequence[Arena]) -> float:
-    """Exchange the pages of all of them, or of none; returns the seconds it took.
+    """Exchange the pages of all arenas, or of none; returns the seconds.
 
     Raises:
-        ArenaTorn: one is exchanged in part, or those before it could not go back.
-        BaseException: one could not be exchanged, and none is.
+        ArenaTorn: an arena is exchanged in part, or an earlier one could not be
+            exchanged back.
+        BaseException: an arena could not be exchanged, so none is.
 
     """
     seconds = 0.0
@@ -185,29 +185,29 @@ def flip_all(arenas: Sequence[Arena]) -> float:
 
 
 class Copy:
-    """Every parameter of the shadow, into the live one."""
+    """Copies every shadow parameter over the live one."""
 
     def __init__(self, shadow: ShadowModel) -> None:
         assert shadow.module is not None
         self._shadow = shadow
         self._pairs = [
-            (param, twin)
-            for (*_, param), (*_, twin) in zip(
+            (param, other)
+            for (*_, param), (*_, other) in zip(
                 parameters(shadow.live), parameters(shadow.module), strict=True
             )
         ]
 
     def __call__(self) -> float:
-        """Copy them all on the stream that computes, between two of its steps."""
+        """Copy all parameters on the computing stream, between two steps."""
         stream = torch.cuda.current_stream(self._shadow.device)
         started = time.perf_counter()
         try:
             with torch.no_grad():
-                for param, twin in self._pairs:
-                    param.copy_(twin, non_blocking=True)
+                for param, other in self._pairs:
+                    param.copy_(other, non_blocking=True)
             self._shadow.busy = torch.cuda.Event(blocking=True)
             self._shadow.busy.record(stream)
             self._shadow.busy.synchronize()
-        except BaseException as error:  # Ctrl-C, too: there is no way back
+        except BaseException as error:  # Ctrl-C, too: there is no rollback target
             raise ArenaTorn(f"copying the new weights broke off: {error!r}") from error
         return time.perf_counter() - started

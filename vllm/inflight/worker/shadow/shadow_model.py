@@ -1,13 +1,15 @@
-"""The second set of weights: a module tree of the same model beside the live one.
+"""The shadow model: a second module tree of the same model, which holds the shadow
+weights.
 
-It is built at start-up exactly as upstream builds the live model, with the same
-shards and the same loaders, but nothing ever runs through it. A transport
-loads into it as if it were the live model. At a commit the two trees exchange
-what they hold (see worker/shadow/flip.py), so the tree that is not served is the next
-stage and, until that begins, the way back.
+It is built at start-up exactly as upstream builds the live model, with the same shards
+and the same loaders, but no step ever runs through it. A transport loads into it as if
+it were the live model. At a commit, the two models exchange their weights (see
+flip.py).
+The shadow model then holds the rollback target, until the next update writes.
 
-On a GPU its parameters are twins of the live ones (see parameters.py): in the second
-range of the arena, or where there is none, in memory that a commit copies from.
+On a GPU its parameters are shadow parameters (see parameters.py). They lie in the
+shadow
+range of the arena. Without an arena they lie in memory that a commit copies from.
 """
 
 from __future__ import annotations
@@ -49,64 +51,67 @@ logger = upstream.init_logger(__name__)
 
 
 class ShadowModel:
-    """A second module tree of one worker's model.
+    """The shadow model of one worker's model.
 
     Attributes:
-        module: the tree; load into it, never run it.
-        reason: why this model cannot be updated in flight; None if it can.
-        num_threads: that look into what arrives on the host.
+        module: the module tree; it is loaded into, and never run.
+        reason: why this model cannot be updated; None if it can.
+        num_threads: threads that check tensors on the host.
         is_alone: whether no other rank has a part of the model.
         required: parameter name → shape, in load format, that an update must fill.
 
     """
 
     def __init__(
-        self, live: torch.nn.Module, vllm_config: Any, device: torch.device
+        self,
+        live: torch.nn.Module,
+        vllm_config: upstream.VllmConfig,
+        device: torch.device,
     ) -> None:
         self.live = live
         self.device = device
         self.model_config = vllm_config.model_config
-        self.spares = IgnoredTensors()
+        self.ignored = IgnoredTensors()
         self.classifier: Classifier | None = None
-        """Of what tensor the score of a model that classifies is made, if it is."""
-        self.origin = StartCheckpoint({})
+        """How the score of a classifier is computed; None if it is not computed."""
+        self.start_checkpoint = StartCheckpoint({})
         self.num_threads = 1
         self.is_alone = False
         self._is_stage = False
         self._has_some = False
-        """Whether other ranks have tensors that this one has nothing of."""
+        """Whether other ranks have tensors that this rank uses no part of."""
         self.module: torch.nn.Module | None = None
         self.quantised: set[str] = set()
         """Parameters of quantised layers, in load format."""
         self.arenas: tuple[Arena, ...] = ()
-        """Where both trees' parameters lie, if their pages can be exchanged."""
+        """The arenas that hold live and shadow weights, if there are any."""
         self.busy: torch.Event | None = None
-        """Set while a commit may still be reading this tree."""
+        """Set while a commit may still be copying from this model."""
         self.plan = Plan(is_replayed=device.type != "cpu")
-        """What loaders do; replayed where the parameters stay where they are."""
+        """The record of what loaders do; replayed where parameters stay in place."""
         self.tables: gpu_digest.Tables = {}
         self.views: dict[str, torch.Tensor] = {}
-        """Of the samples of tensors that are received in place."""
+        """Checkpoint name → the view that samples a tensor received in place."""
         self.required: dict[str, torch.Size] = {}
-        self.behind: set[str] = set()
-        """Parameters in which the two sets may differ, under the names of `required`.
+        self.stale: set[str] = set()
+        """Parameters in which live and shadow weights may differ, named as in
+        `required`.
 
-        A flip changes nothing about that; a copy of one set over the other ends it.
+        A flip does not change this set; a copy of one set over the other empties it.
         """
         self.dtypes: dict[str, str] = {}
-        """Of the same parameters, as they are served."""
+        """Parameter name → the dtype in which it is served."""
         self._processed = False
         try:
             self.reason = self._build(vllm_config)
         except (ConfigError, ArenaTorn):
-            raise  # a knob that is no knob; weights of no version
+            raise  # a flag with an invalid value; weights of no version
         except Exception as error:
             # Upstream's own code has failed, somewhere in a model that it can run. The
             # engine serves without updates, as it would without this package.
-            logger.exception("no second copy of the model was built")
+            logger.exception("the shadow model was not built")
             self.reason = (
-                "a second copy of the model could not be built: "
-                f"{type(error).__name__}: {error}"
+                f"the shadow model could not be built: {type(error).__name__}: {error}"
             )
         if self.reason is not None:
             self.module, self.arenas = None, ()
@@ -114,29 +119,29 @@ class ShadowModel:
             self.required.clear()
             return
         if device.type == "cpu":
-            self.behind.update(self.required)  # twins begin as copies, this does not
+            self.stale.update(self.required)  # no copy of the live weights yet
 
-    def _build(self, vllm_config: Any) -> str | None:
-        """Build the second tree; why it cannot be, if it cannot."""
+    def _build(self, vllm_config: upstream.VllmConfig) -> str | None:
+        """Build the module tree; returns the reason if that is impossible."""
         live, parallel = self.live, vllm_config.parallel_config
         for tree in trees(live):
             if (reason := support.support_obstacle(tree, vllm_config)) is not None:
                 return reason
         self.classifier = Classifier.of(live, self.model_config)
-        self.spares = IgnoredTensors.of(live, self.model_config, self.classifier)
-        self.origin = StartCheckpoint.of(vllm_config)
+        self.ignored = IgnoredTensors.of(live, self.model_config, self.classifier)
+        self.start_checkpoint = StartCheckpoint.of(vllm_config)
         self._is_stage = parallel.pipeline_parallel_size > 1
         self._has_some = self._is_stage or moe.are_shared_out(live)
         self.num_threads = num_threads(self.device, parallel)
         self.is_alone = parallel.world_size == 1 and not self._has_some
-        # On a GPU there is memory for the twins, and for nothing beside them.
+        # On a GPU there is memory for the shadow parameters, and for no others.
         is_cpu = self.device.type == "cpu"
-        # The map of which experts are whose is read while a model is built.
+        # The map from ranks to experts is read while a model is built.
         nowhere = "cpu" if moe.are_shared_out(live) else "meta"
         at = self.device if is_cpu else torch.device(nowhere)
         self.module = build_second(live, vllm_config, at)
-        # Upstream's loader may have changed the live tree since it was built. Whatever
-        # walks the two side by side comes after this.
+        # Upstream's loader may have changed the live model after it was built. Code
+        # that walks both trees side by side comes after this check.
         if (reason := support.names_differ(live, self.module)) is not None:
             return reason
         mla.make_places(live, self.module)
@@ -146,7 +151,7 @@ class ShadowModel:
         return None if is_cpu else self._settle_in(vllm_config)
 
     def _note_parameters(self) -> None:
-        """Write down what there is to fill, as long as it is in load format."""
+        """Record the parameters to fill, while they are in load format."""
         assert self.module is not None
         # Tied parameters appear once here, under their first name.
         for name, param in self.module.named_parameters():
@@ -159,22 +164,22 @@ class ShadowModel:
             if quantized.is_quantised(layer):
                 self.quantised.add(name)
 
-    def _settle_in(self, vllm_config: Any) -> str | None:
-        """Give the second tree its memory on a GPU; why it has none, if it has none."""
+    def _settle_in(self, vllm_config: upstream.VllmConfig) -> str | None:
+        """Give the tree its memory on a GPU; returns the reason if there is none."""
         assert self.module is not None
         gpu_digest.warm(self.device, {p.dtype for p in self.module.parameters()})
         for layer in self.module.modules():
             upstream.get_layerwise_info(layer).restore_device = self.device
-        residences = [placement_of(tree) for tree in trees(self.live)]
-        reason = next(filter(None, (home.reason for home in residences)), None)
+        placements = [placement_of(tree) for tree in trees(self.live)]
+        reason = next(filter(None, (home.reason for home in placements)), None)
         if reason is None:
-            self.arenas = tuple(home.arena for home in residences if home.arena)
+            self.arenas = tuple(home.arena for home in placements if home.arena)
         if self.arenas:
-            parameters.mirror_parameters(self.live, self.module, self._twin)
+            parameters.mirror_parameters(self.live, self.module, self._in_shadow_range)
         elif InflightConfig.of(vllm_config).staging == "host":
             parameters.mirror_parameters(self.live, self.module, parameters.make_pinned)
         elif InflightConfig.of(vllm_config).staging == "device":
-            return reason  # there it is pages or nothing
+            return reason  # `device` allows no other memory
         else:
             try:
                 parameters.mirror_parameters(
@@ -184,10 +189,10 @@ class ShadowModel:
                 return reason
         return None
 
-    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor in the second range of its arena."""
+    def _in_shadow_range(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor in the shadow range of its arena."""
         homes = [arena for arena in self.arenas if arena.contains(tensor)]
-        return (homes or self.arenas)[0].twin(tensor)
+        return (homes or self.arenas)[0].shadow_tensor(tensor)
 
     @property
     def has_drafter(self) -> bool:
@@ -196,20 +201,20 @@ class ShadowModel:
 
     @property
     def is_reversible(self) -> bool:
-        """Whether a commit leaves the set served before in this tree."""
+        """Whether a commit leaves the version before in this model."""
         return self.device.type == "cpu" or bool(self.arenas)
 
     @property
     def copied_bytes(self) -> int:
-        """Device memory of the twins that is torch's, not the arena's."""
+        """Device bytes of the shadow parameters in torch's own memory."""
         if self.module is None or self.device.type == "cpu" or self.arenas:
             return 0
         own = self.module.parameters()
-        return sum(twin.nbytes for twin in own if twin.device == self.device)
+        return sum(param.nbytes for param in own if param.device == self.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters of one set."""
+        """Bytes of all parameters of one model."""
         if self.module is None:
             return 0
         return sum(
@@ -228,9 +233,9 @@ class ShadowModel:
 
     @functools.cached_property
     def known_names(self) -> Known:
-        """Checkpoint names this rank's model is made of, with shape and dtype.
+        """The checkpoint names of this rank's parameters, with shape and dtype.
 
-        The shape of a shard of a fused or split parameter is not known here.
+        The shape is None for a parameter that is fused or cut over ranks.
         """
         assert self.module is not None
         known: dict[str, tuple[list[int] | None, str | None]] = {}
@@ -243,17 +248,20 @@ class ShadowModel:
 
     @functools.cached_property
     def places(self) -> ParameterMap:
-        """Which parameters the tensors of a checkpoint fill, by their names."""
+        """Which parameters the tensors of a checkpoint fill, by name."""
         assert self.module is not None
-        return ParameterMap.of(self.module, self.required, self.origin, self.classifier)
+        return ParameterMap.of(
+            self.module, self.required, self.start_checkpoint, self.classifier
+        )
 
     @property
     def asks_loader(self) -> bool:
-        """Whether the model's loader alone can tell what a name is.
+        """Whether only the model's loader can tell if it takes a name.
 
-        It may map names before it looks them up, and it passes over the layers of
-        other pipeline stages. Drafters of one kind are saved under many names, and a
-        model that sees is made of models with loaders of their own.
+        A loader may map names before it looks them up, and it skips the layers of other
+        pipeline stages. Drafters of one kind are saved under many names. A multimodal
+        model
+        consists of models that have loaders of their own.
         """
         maps_names = getattr(self.module, "hf_to_vllm_mapper", None) is not None
         maps_names |= getattr(self.module, "supports_multimodal", False)
@@ -261,19 +269,20 @@ class ShadowModel:
 
     @property
     def has_all(self) -> bool:
-        """Whether what fills nothing on this rank fills nothing on any."""
+        """Whether a tensor that is unused on this rank is unused on every rank."""
         return not self._has_some
 
     def may_idle(self, name: str) -> bool:
-        """Whether a tensor that fills nothing may come: a start passed it over, too."""
-        return name in self.origin and not self._has_some
+        """Whether a tensor may fill nothing, because it filled nothing at the start."""
+        return name in self.start_checkpoint and not self._has_some
 
     def prepare(self) -> None:
-        """Make the tree fit to be loaded into; what it held is gone after that.
+        """Make the tree ready for an update; its content is lost.
 
-        On the CPU it gets its kernel format here, once: left undone until then, its
-        memory is reserved but never touched. On a GPU the second range, which after
-        a flip still shows what is served now, goes back to the other set.
+        On the CPU the tree gets its kernel format here, once. Until then its memory is
+        reserved but never touched. On a GPU the shadow range shows the live weights
+        after a
+        flip; it is set to show the shadow weights again.
         """
         self._drop_added()
         if self.arenas:
@@ -292,7 +301,8 @@ class ShadowModel:
                 with torch.no_grad(), quantized.put_aside(self.module):
                     for param in self.module.parameters():
                         param.zero_()
-                    # Zeros are alike, and a head like its embedding would be tied.
+                    # The head and the embedding are both zero here. Upstream would find
+                    # them equal, and tie them.
                     config = copy.copy(self.model_config)
                     config.word_embeddings_untied_by_checkpoint = False
                     upstream.process_weights_after_loading(
@@ -304,40 +314,42 @@ class ShadowModel:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Have the model's own loader write tensors into this tree.
 
-        Its class's: while an update is received, the instance's is the intake's.
+        It is the loader of the class. During an update, the instance's attribute is the
+        update loader.
         """
         assert self.module is not None
         return loader_of(self.module, self.classifier)(self.module, weights)
 
     def prove(self, between: Callable[[int], None]) -> None:
-        """Prove what is recorded of the loaders and is not proved yet.
+        """Check the recorded loads that are not checked yet; see replay_check.py.
 
-        It writes into this tree; what `between` raises ends it. See replay_check.py.
+        The check writes into this tree. An exception from `between` ends it.
         """
         if self.module is None or not self.plan.is_replayed:
             return
         params = dict(self.module.named_parameters())
-        proof = ReplayCheck(self.plan, params, self.load, between)
-        self.behind.update(proof.begun())
-        proof.run()
+        check = ReplayCheck(self.plan, params, self.load, between)
+        self.stale.update(check.begun())
+        check.run()
 
     def pair(self) -> None:
-        """Give the second range memory again, after a sleep; a copy of the live set.
+        """Give the shadow range memory again after a sleep, as a copy of the live
+        weights.
 
         Raises:
-            OutOfDeviceMemory: there is too little, and by how much.
+            OutOfDeviceMemory: memory is missing; the error says how much.
 
         """
         for arena in self.arenas:
             if arena.phase != "paired":
                 arena.pair()
-                # Equal by now; but upstream may fill the live set where it lies.
-                self.behind.update(self.required)
+                # Both are equal now, but upstream may fill the live weights in place.
+                self.stale.update(self.required)
 
     def release_idle(self) -> None:
-        """Take the layers that nothing was loaded into out of a load, as they were.
+        """Take the layers that nothing was loaded into out of the load, unchanged.
 
-        Upstream's end of a reload would warn of each, and finish some of them.
+        Upstream's end of a reload would warn about each, and would finish some of them.
         """
         assert self.module is not None
         layerwise_reload.release(self.module, lambda info: not info.load_numel)
@@ -348,10 +360,11 @@ class ShadowModel:
         layerwise_reload.leave(self.module)
 
     def _drop_added(self) -> None:
-        """Take out parameters that a loader has added in an update that was refused.
+        """Remove parameters that a loader added in a rejected update.
 
-        Upstream's loader of classifiers makes one of a bias that comes. The live tree
-        has none, so the two trees would not be alike any more.
+        Upstream's loader of classifiers adds a parameter when a bias arrives. The live
+        model
+        has none, so the two trees would differ.
         """
         assert self.module is not None
         of_live = (layer for _, layer in layers(self.live))
@@ -362,12 +375,12 @@ class ShadowModel:
                     b._parameters[key] = None
 
 
-def shadow_of(worker: Any, live: torch.nn.Module) -> ShadowModel:
-    """The shadow of the model `live` of a worker and of its drafter.
+def shadow_of(worker: upstream.WorkerBase, live: torch.nn.Module) -> ShadowModel:
+    """The shadow model of the model `live` of a worker, and of the worker's drafter.
 
     It is built at the first call and kept by the worker, so it ends with its worker. A
-    shadow refers to its model: a table of all shadows in this module would keep every
-    model of the process alive, also in a dictionary with weak keys.
+    shadow model refers to its live model. A table of all shadow models in this module
+    would keep every model of the process alive, also with weak keys.
     """
     kept: ShadowModel | None = getattr(worker, "_inflight_shadow", None)
     if kept is None or trees(kept.live)[0] is not live:

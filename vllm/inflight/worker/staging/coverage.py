@@ -1,8 +1,9 @@
-"""Coverage: which elements of a parameter have been written by its loaders.
+"""Coverage: which elements of each parameter have been written by its loaders.
 
-A fused parameter is filled by several tensors, a sharded one by a part of one;
-what counts is that in the end every element was written, whatever the tensors
-were called.
+A fused parameter is filled by several tensors, and a sharded parameter by a part of
+one.
+An update is complete when every element of every parameter was written, whatever the
+names of the tensors were. So the writes are watched stale the parameters' loaders.
 """
 
 from __future__ import annotations
@@ -29,19 +30,22 @@ from vllm.inflight.yielding import with_breaks
 
 @dataclass(slots=True)
 class Fill:
-    """Which views of one parameter have been written."""
+    """The views of one parameter that have been written.
+
+    Loaders write slices. Their sizes can be added up as long as no two slices overlap.
+    """
 
     numel: int
     views: dict[View, int] = field(default_factory=dict)
 
     @property
     def missing(self) -> int:
-        """Elements that nothing was written to."""
+        """Number of elements that were never written."""
         views = [view for view, count in self.views.items() if count]
         if sum(self.views.values()) == self.numel and are_apart(views):
             return 0
-        # Views that overlap (a loader that writes twice) cannot just be added up. On
-        # the host, since a GPU that serves has no memory to spare.
+        # The sizes of views that overlap (a loader that writes twice) cannot be added
+        # up. Counted on the host, since a GPU that serves has no memory to spare.
         written = torch.zeros(self.numel, dtype=torch.bool, device="cpu")
         for offset, shape, stride in views:
             written.as_strided(shape, stride, offset).fill_(True)
@@ -49,14 +53,14 @@ class Fill:
 
 
 class Coverage:
-    """What one update writes into one tree, watched behind its loaders.
+    """The writes of one update into one module tree.
 
     Args:
         module: the tree.
-        required: parameter name → shape, of all there is to fill.
-        behind: names of the parameters whose content is not what is served; every
-            one is entered here before the first write to it.
-        quantised: those of quantised layers.
+        required: parameter name → shape, for every parameter to fill.
+        stale: names of parameters that differ from the live weights. Every parameter is
+            added here before the first write to it.
+        quantised: the parameters of quantised layers.
         device: the GPU of the engine, if it has one.
 
     """
@@ -65,47 +69,51 @@ class Coverage:
         self,
         module: torch.nn.Module,
         required: Mapping[str, torch.Size],
-        behind: set[str],
+        stale: set[str],
         quantised: Collection[str] = (),
         device: torch.device = HOST,
     ) -> None:
         self._module = module
         self._device = device
-        self._behind = behind
+        self._stale = stale
         self._quantised = quantised
         self.fills = {n: Fill(shape.numel()) for n, shape in required.items()}
         """What has been written of each parameter."""
         self.begun: set[str] = set()
-        """Parameters that a loader was called for, whatever it wrote."""
+        """Parameters whose loader was called, whatever it wrote."""
         self.refilled: set[str] = set()
-        """Parameters of which something was written twice, by two tensors."""
+        """Parameters of which an element was written by two tensors."""
         self.num_loads = 0
         self.has_strays = False
-        """Whether a loader was called with what no tensor that came is made of."""
+        """Whether a loader got a tensor that is no part of a sent tensor."""
         self.handed: torch.Tensor | None = None
-        """What the loaders have at this moment, and what they do with it."""
+        """The tensor that the loaders have now."""
         self.entry: Entry | None = None
         self.touched: set[str] = set()
-        """Parameters that were begun with the tensor that the loaders have."""
+        """Parameters whose loader was called with the current tensor."""
         self._asked: set[str] | None = None
         """While a loader is only asked: the parameters that it would fill."""
         self._watching: list[tuple[Any, Any]] = []
         self._outside: list[Any] = []
-        """What stood in the place of the module's `load_weights`, while we do."""
+        """What the module's `load_weights` was before this object replaced it."""
         self._direct: direct_writes.DirectWrites | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether something has come for every parameter, a drafter's included."""
+        """Whether every parameter got something, a drafter's parameters included."""
         return self.begun >= self.fills.keys()
 
     def due(self, manifest: Manifest) -> set[str]:
         """The parameters that an update has to fill.
 
-        Of a subset, those it has begun, and all of a quantised layer, whose parameters
-        are processed together or not at all. Else all of the model's, or of the
-        drafter's if that was announced; and all of the drafter's if one of them was
-        begun, or if its tensors are among the model's.
+        | update | parameters |
+        |---|---|
+        | subset | those it has begun, and all of a quantised layer that it has begun |
+        | of the drafter alone | all of the drafter |
+        | with a drafter's tensor, or MTP | all of the model and of the drafter |
+        | other | all of the model |
+
+        The parameters of a quantised layer are processed together or not at all.
         """
         if manifest.subset:
             paths = {name.rpartition(".")[0] for name in self.begun}
@@ -120,13 +128,13 @@ class Coverage:
         }
 
     def short(self, names: set[str]) -> list[str]:
-        """Parameters of `names` with elements that nothing wrote."""
+        """Parameters of `names` with elements that were never written."""
         return [
             name for name, fill in self.fills.items() if name in names and fill.missing
         ]
 
     def replayed(self, entry: Entry) -> None:
-        """What was recorded of a tensor is about to be done again."""
+        """A recorded load is about to be replayed."""
         for name, view in entry.filled:
             self.begin(name)
             if view in self.fills[name].views:
@@ -134,11 +142,12 @@ class Coverage:
             self.fills[name].views[view] = prod(view[1])
 
     def wrote(self, name: str, param: torch.Tensor, source: torch.Tensor) -> None:
-        """All of a parameter is about to be written, past its loader.
+        """A loader is about to write all of a parameter without the parameter's own
+        loader.
 
         Raises:
-            TypeError: a copy would make other numbers of `source`.
-            ValueError: it would repeat them, or leave some of what came.
+            TypeError: a copy would change the numbers of `source`.
+            ValueError: a copy would repeat numbers, or would not use all of them.
 
         """
         _require_dtype(param, source)
@@ -154,43 +163,50 @@ class Coverage:
             self.entry.is_whole = False
 
     def watching(self) -> AbstractContextManager[Any]:
-        """While the model's own loader runs."""
+        """Context: the model's own loader runs."""
         return self._direct or nullcontext()
 
     def passes_over(self, load: Callable[..., Any], hollow: Iterable[Any]) -> bool:
-        """Whether `load` has no use for tensors; they come again, without content.
+        """Whether `load` ignores tensors that are given to it again, without content.
 
-        A loader may have kept them until all had come, and a transport has used their
-        memory again by then: that one would try to copy now what is not there. One that
-        keeps them on for a partner (FP8's of an indexer, which are refused) would not.
+        A loader may have kept the tensors until all had come. A transport has reused
+        their
+        memory by then, so the loader would copy something else; here it fails instead.
+        A
+        loader that keeps tensors for a partner would not fail (the FP8 indexer, whose
+        models
+        are rejected at start).
         """
         before = self.num_loads
         try:
             with self.watching():
                 load(hollow)
-        except Exception:  # each loader and each kind of copy has its own
+        except Exception:  # loaders and copies raise many kinds of errors
             return False
         return self.num_loads == before
 
     def asked(
-        self, load: Callable[..., Any], hollow: Any
+        self, load: Callable[..., Any], hollow: tuple[str, torch.Tensor]
     ) -> tuple[set[str], Exception | None]:
-        """The parameters that `load` would fill with a tensor, and what it raises.
+        """The parameters that `load` would fill with a tensor, and the exception it
+        raises.
 
-        Nothing is written: a loader is called, and those of parameters are not. What it
-        writes past those is not seen, and fails, for it has no content.
+        Nothing is written: the loader of the model is called, and the loaders of
+            parameters
+        are not. A direct write to a parameter is not seen, and fails for lack of
+        content.
 
         Args:
-            load: the model's.
-            hollow: the name and a tensor without content.
+            load: the model's loader.
+            hollow: the name of a tensor, and a tensor without content.
 
         """
         found: set[str] = set()
-        self.stand_behind()
+        self.watch_loaders()
         before, self._asked = self.num_loads, found
         try:
             load([hollow])
-        except Exception as error:  # each loader has its own for what it does not know
+        except Exception as error:  # every loader raises its own kind of error
             return found, error.with_traceback(None)
         finally:
             self._asked, self.num_loads = None, before
@@ -198,53 +214,59 @@ class Coverage:
 
     @contextmanager
     def hollow(self) -> Iterator[None]:
-        """While the model's loader is asked of a tree in which no load is under way.
+        """Context: the model's loader can be asked although no load is under way.
 
-        Its layers have no memory meanwhile, so nothing can be written to what the tree
-        holds; afterwards they have what they had.
+        The layers have no memory meanwhile, so nothing can be written to the content of
+        the
+        tree. Afterwards they have their memory again.
         """
         try:
             upstream.initialize_layerwise_reload(self._module)
             yield
         finally:
-            self._step_back()
+            self._unwatch_loaders()
             layerwise_reload.leave(self._module)
 
     def begin(self, name: str) -> None:
-        """A parameter is about to be written to."""
-        self._behind.add(name)
+        """A parameter is about to be written."""
+        self._stale.add(name)
         self.begun.add(name)
         self.touched.add(name)
 
     def stand_before(self, load: Callable[..., Any]) -> None:
-        """Let `load` stand in for the module's `load_weights`; nothing else changes."""
+        """Put `load` in place of the module's `load_weights`; change nothing else."""
         if not self._outside:
             self._outside.append(vars(self._module).get("load_weights"))
         self._module.load_weights = load  # type: ignore[assignment]
 
     def watch(self, load: Callable[..., Any], *, at_once: bool = True) -> None:
-        """Let `load` stand before the loaders, and stand behind each of them.
+        """Put `load` in place of the module's loader, and watch each parameter's
+        loader.
 
         Args:
-            load: in the place of the module's `load_weights`.
-            at_once: whether a transport may call a parameter's loader past `load`. If
-                none does, it is for `load` to call `stand_behind` before it lets one be
-                called: where all is replayed none is, and to stand behind hundreds
-                takes milliseconds beside decoding.
+            load: in place of the module's `load_weights`.
+            at_once: whether a transport may call a parameter's loader without
+                `load`. If not,
+                `load` calls `watch_loaders` before it lets a parameter's loader be
+                called. A
+                replay calls none, and watching hundreds of loaders costs milliseconds
+                beside
+                decoding.
 
         """
         if direct_writes.writes(self._module):
             self._direct = direct_writes.DirectWrites(self._module, self.wrote)
         self.stand_before(load)
         if at_once:
-            self.stand_behind()
+            self.watch_loaders()
 
-    def stand_behind(self) -> None:
-        """See what every loader writes, from now on."""
+    def watch_loaders(self) -> None:
+        """Watch the writes of every parameter's loader from now on."""
         if self._watching:
             return
         for prefix, layer in with_breaks(self._module.named_modules()):
-            # Of experts that are shared out, this rank passes the others' over.
+            # With expert parallelism, the loader of this rank skips the experts of
+            # other ranks.
             takes_all = getattr(layer, "_expert_map", None) is None
             if is_quantised(layer):
                 self._let_pass(layer)
@@ -276,12 +298,12 @@ class Coverage:
             vars(self._module)["load_weights"] = self._outside.pop()
             if vars(self._module)["load_weights"] is None:
                 del vars(self._module)["load_weights"]
-        self._step_back()
+        self._unwatch_loaders()
 
-    def _step_back(self) -> None:
-        """Take what stands behind the loaders away."""
-        # Upstream keeps these tensors for the next reload, loaders and all.
-        # One that is tied was stood behind twice.
+    def _unwatch_loaders(self) -> None:
+        """Stop watching the loaders of parameters."""
+        # Upstream keeps these tensors and their loaders for the next reload. A tied
+        # tensor is watched twice, so the order is reversed.
         for tensor, loader in reversed(self._watching):
             if loader is None:
                 del tensor.weight_loader
@@ -290,16 +312,17 @@ class Coverage:
         self._watching.clear()
 
     def _let_pass(self, layer: torch.nn.Module) -> None:
-        """Let a tensor pass that comes for a layer which is complete without it.
+        """Accept a tensor for a layer that is complete without it.
 
-        The shape of an int4 weight is in a checkpoint for each part of a fused one, and
-        one is enough. Nothing is written, so what a layer lacks is still missed.
+        A checkpoint has the shape of an int4 weight for each part of a fused layer, and
+        one
+        of them is enough. Nothing is written, so a missing part is still noticed.
         """
 
-        def load(*args: Any, **kwargs: Any) -> None:
+        def load(*args: object, **kwargs: object) -> None:
             self.num_loads += 1
 
-        # What the loader then finds is what its layer was processed into.
+        # The loader then finds the parameters that processing has made.
         processed, _ = upstream.get_layerwise_info(layer).kernel_tensors or ({}, {})
         for key, tensor in processed.items():
             if key in REPEATED and tensor is not layer._parameters.get(key):
@@ -308,10 +331,11 @@ class Coverage:
                 tensor.weight_loader = load
 
     def _see_again(self, layer: torch.nn.Module, prefix: str) -> None:
-        """See what comes for a layer that is complete, and packed, already.
+        """Notice a tensor for a layer that is complete and packed already.
 
-        It is in place of what was loaded then, and has no loader: upstream would drop
-        what comes, or refuse it for its shape.
+        The packed tensor is in place of the loaded one, and has no loader. Upstream
+        would drop
+        the tensor, or reject it for its shape.
         """
         processed, _ = upstream.get_layerwise_info(layer).kernel_tensors or ({}, {})
         for key, tensor in processed.items():
@@ -322,10 +346,12 @@ class Coverage:
                 tensor.weight_loader = functools.partial(self._filled_again, name)
 
     def _unless_asked(self, loader: Callable[..., Any]) -> Callable[..., Any]:
-        """`loader`, of a parameter that need not be filled; nothing while it is asked.
+        """`loader` of a parameter that need not be filled; does nothing while it is
+        only asked.
 
-        Upstream keeps each tensor that comes for a scale, and copies it at the end. One
-        that is only asked about has no content to be copied.
+        Upstream keeps each tensor that comes for a scale, and copies it at the end. A
+        tensor
+        that is only asked about has no content.
         """
 
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:
@@ -334,7 +360,7 @@ class Coverage:
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
         return online_process_loader
 
-    def _filled_again(self, name: str, *args: Any, **kwargs: Any) -> bool:
+    def _filled_again(self, name: str, *args: object, **kwargs: object) -> bool:
         """A tensor has come for a parameter that is full."""
         if self._asked is not None:
             self._asked.add(name)
@@ -362,10 +388,10 @@ class Coverage:
             param = args[0] if args else kwargs["param"]
             if self._is_drafting() and not name.startswith(DRAFT):
                 self.num_loads += 1
-                return None  # a layer that is its model's; see drafter.py
+                return None  # the layer belongs to the target model; see drafter.py
             if self._asked is not None:
                 self._asked.add(name)
-                return True  # those of experts say whether they had a use for it
+                return True  # loaders of experts report whether they used the tensor
             loaded = args[1] if len(args) > 1 else kwargs.get("loaded_weight")
             if isinstance(loaded, torch.Tensor):
                 _require_dtype(param, loaded)
@@ -374,14 +400,14 @@ class Coverage:
             before = () if self.entry is None else self.entry.filled
             own = {view for param_name, view in before if param_name == name}
             if self.entry is not None and not is_replayable:
-                self.entry.is_whole = False  # it is processed in memory of its own
+                self.entry.is_whole = False  # the layer is processed in other memory
             with (
                 RecordedWrites(name, param, self.handed, self.entry) as writes,
                 as_fresh(self._device, param, loaded),
             ):
                 result = loader(*args, **kwargs)
             self.num_loads += 1
-            # Upstream drops what comes for a layer that is complete.
+            # Upstream drops a tensor for a layer that is complete.
             is_dropped = takes_all and not writes.views
             is_full = is_dropped and sum(fill.views.values()) >= fill.numel
             if is_full or not (writes.views.keys() - own).isdisjoint(fill.views):
@@ -389,9 +415,9 @@ class Coverage:
             fill.views.update(writes.views)
             return result
 
-        # Upstream's layerwise reload wraps a loader unless it finds its own
-        # name on it, and unwraps by following __wrapped__. What it lets a model
-        # write in place it does not wrap, and would take this one off unasked.
+        # Upstream's layerwise reload wraps a loader unless the loader has the name of
+        # its own wrapper, and unwraps by following __wrapped__. A loader that may write
+        # in place is not wrapped; under that name it would be unwrapped.
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
         if not is_deferred:
             online_process_loader.__name__ = "in_place_loader"
@@ -399,7 +425,7 @@ class Coverage:
 
 
 def _require_dtype(param: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Raise `TypeError` where a copy would make other numbers of what came."""
+    """Raise `TypeError` if a copy would change the numbers of `loaded`."""
     if loaded.dtype == param.dtype:
         return
     dtypes = [str(t.dtype).removeprefix("torch.") for t in (loaded, param)]
@@ -408,10 +434,11 @@ def _require_dtype(param: torch.Tensor, loaded: torch.Tensor) -> None:
 
 
 def tally(fills: Mapping[str, Fill]) -> dict[str, int]:
-    """How many parameters there are, are begun, and have had as much as they need.
+    """How many parameters there are, are begun, and have received enough elements.
 
-    Cheap enough for every chunk: what a loader wrote twice is counted twice, and only
-    the verdict looks closer.
+    Cheap enough for every chunk: elements that are written twice count twice, and
+        only the
+    final check looks closer.
     """
     written = [(fill.numel, sum(fill.views.values())) for fill in fills.values()]
     return {

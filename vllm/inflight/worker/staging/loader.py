@@ -1,11 +1,13 @@
-"""What a new version must pass on its way in, tensor by tensor.
+"""The update loader: takes the tensors of an update from a transport, and loads them.
 
-Every transport, ours or somebody else's, hands its tensors to the shadow's
-`load_weights`. The intake stands in that door: it renames, has every tensor inspected
-(checks.py) and digested, counts bytes for the progress report, and stops the
-stream when the update was cancelled. Behind the door it watches which part of which
-parameter each tensor fills, so that at the end a missing shard of a fused parameter is
-as visible as a missing tensor.
+Every transport, ours or another, gives its tensors to `load_weights` of the shadow
+model.
+During an update, the update loader is in the place of that method. It renames each
+tensor, checks it (verify/checks.py), digests it, and counts bytes for progress reports.
+It stops the stream when the update is aborted. Behind the model's own loader, it
+watches
+which part of which parameter each tensor fills (coverage.py). So a missing shard of a
+fused parameter is as visible as a missing tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +39,19 @@ from vllm.inflight.yielding import with_breaks
 
 
 class UpdateLoader:
-    """The door of one update on one rank."""
+    """Loads one update on one rank.
+
+    Args:
+        shadow: the shadow model that is loaded into.
+        manifest: the announced tensors, and the options of the update.
+        verify: whether contents are digested.
+        allow_nonfinite: whether NaN and Inf are accepted.
+        cancelled: whether the update was aborted.
+        progress: called with the bytes and the tensors loaded so far.
+        first_write: called before every write that may be the first one.
+        between_flips: context in which no flip exchanges live and shadow weights.
+
+    """
 
     def __init__(
         self,
@@ -58,68 +72,71 @@ class UpdateLoader:
         self._cancelled = cancelled
         self._progress = progress
         self._first_write = first_write
-        """Called before anything is written, as often as that may be the first time."""
+        """Called before every write that may be the first one."""
         self._between_flips = between_flips
-        """While it is entered, no flip exchanges the tree for what is served."""
+        """Context in which no flip exchanges live and shadow weights."""
         assert shadow.module is not None
         self._module = shadow.module
         self.coverage = Coverage(
             shadow.module,
             shadow.required,
-            shadow.behind,
+            shadow.stale,
             shadow.quantised,
             shadow.device,
         )
-        self._inspection = TensorChecks(
+        self._checks = TensorChecks(
             manifest,
             shadow.known_names,
-            shadow.spares,
-            shadow.origin,
+            shadow.ignored,
+            shadow.start_checkpoint,
             asks_loader=shadow.asks_loader,
             allow_nonfinite=allow_nonfinite,
         )
         served_as = None if allow_nonfinite else self._served_as
-        self._audit = GpuDigest(shadow.device, shadow.tables, shadow.plan, served_as)
+        self._gpu_digest = GpuDigest(
+            shadow.device, shadow.tables, shadow.plan, served_as
+        )
         self._converted: dict[str, torch.dtype] = {}
-        """Tensors that are served in a dtype of smaller numbers, and that."""
+        """Tensors that are served in a dtype of smaller range → that dtype."""
         self._computed: dict[str, list[str]] = {}
-        """Parameters that are no copy of what came → the tensors they are made of."""
+        """Parameters that a loader computes → the tensors they are made of."""
         self._sampler = Sampler(shadow.views, shadow.plan, shadow.device)
         self._renamed: set[str] = set()
-        """Parameters that are filled by names other than their own in a checkpoint."""
+        """Parameters that are filled under names other than their checkpoint names."""
         self._dtypes = {
             getattr(torch, dtype)
             for dtype in set(shadow.dtypes.values())
             if dtype in PLAIN
         }
-        """Of the parameters, those that what comes in another one is converted to."""
-        self._broken: Exception | None = None
+        """The dtypes of parameters that tensors of another dtype are converted to."""
+        self._transport_error: Exception | None = None
         self._current: str | None = None
-        """The tensor that the model's loader has been handed last."""
-        self._is_refused = False
-        """Whether it has refused that one."""
+        """The tensor that the model's loader got last."""
+        self._is_rejected = False
+        """Whether the loader has rejected that tensor."""
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""
         self.num_bytes = 0
         self.num_in_place = 0
-        """Tensors that were received where they end up."""
+        """Tensors that were received in their final place."""
 
     @property
     def is_partial(self) -> bool:
-        """Whether parameters of the model keep what is served if nothing comes."""
+        """Whether the update may leave parameters of the model unchanged."""
         return bool(self._manifest.subset) or self.is_drafters
 
     @property
     def is_drafters(self) -> bool:
-        """Whether all of it is the drafter's."""
+        """Whether the update is for the drafter alone."""
         return self._manifest.draft
 
     def load_weights(self, weights: Iterable[Pair]) -> Any:
-        """Stands in for the shadow's own `load_weights`.
+        """Stand in for `load_weights` of the shadow model.
 
-        Nothing is written before the first tensor is here: what breaks off before that
-        has cost nothing. Where the model's loader refuses a tensor, it is called again
-        for those that follow, so that the refusal can name all of them; see
+        Nothing is written before the first tensor has arrived, so a transfer that fails
+        earlier costs nothing. If the model's loader rejects a tensor, the loader is
+        called
+        again for the following ones, so that the error can name all of them; see
         `require_taken`.
         """
         try:
@@ -137,12 +154,13 @@ class UpdateLoader:
                 except (InflightError, torch.OutOfMemoryError):
                     raise
                 except Exception as error:
-                    # Upstream's loaders refuse by assertion, KeyError or ValueError,
-                    # without the tensor's name: it is the one handed over last.
-                    if error is self._broken or self._current is None:
+                    # Upstream's loaders reject by assertion, KeyError or ValueError,
+                    # without the tensor's name. It is the tensor that the loader got
+                    # last.
+                    if error is self._transport_error or self._current is None:
                         raise
-                    self._inspection.note_refused(self._current, error)
-                    self._is_refused, self._current = True, None
+                    self._checks.note_rejected(self._current, error)
+                    self._is_rejected, self._current = True, None
                     # The frames hold memory that a transport wants to use again.
                     traceback.clear_frames(error.__traceback__)
                 if (following := next(incoming, None)) is None:
@@ -150,21 +168,21 @@ class UpdateLoader:
                 rest = chain([following], incoming)
                 del following
         finally:
-            self._broken = None  # it holds the transport's frames, and their memory
+            self._transport_error = None  # it holds frames, and their memory
 
     def require_taken(self) -> None:
-        """Raise `WeightsMismatch` if the model's loader has refused a tensor.
+        """Raise `WeightsMismatch` if the model's loader has rejected a tensor.
 
-        Asked after each chunk: what follows would be sent in vain.
+        Called after each chunk: further tensors would be sent in vain.
         """
-        if self._inspection.is_refused:
+        if self._checks.is_rejected:
             raise self._mismatch()
 
     def _load(self, weights: Iterable[Pair]) -> Any:
         return self._shadow.load(weights)
 
     def _admit(self, batches: Iterable[list[Pair]]) -> Iterator[Pair]:
-        """What the model's loader has to see; what the plan knows is done here."""
+        """The tensors that the model's loader has to load; others are replayed here."""
         coverage = self.coverage
         for batch in batches:
             if self._cancelled():
@@ -174,47 +192,47 @@ class UpdateLoader:
             accepted = self._without_head(accepted)
             with undirected():
                 fresh = self._replay(accepted)
-            fresh = [pair for pair in fresh if not self._inspection.is_spare(pair[0])]
+            fresh = [pair for pair in fresh if not self._checks.is_spare(pair[0])]
             if fresh:
-                coverage.stand_behind()
+                coverage.watch_loaders()
             while fresh:
                 name, tensor = fresh.pop(0)
-                if self._inspection.is_hopeless(name):
-                    self._inspection.note_unknown(name)
+                if self._checks.is_not_asked_about(name):
+                    self._checks.note_unknown(name)
                     continue
                 before = coverage.num_loads
                 coverage.touched.clear()
                 entry = Entry(tensor.shape, tensor.dtype)
                 coverage.handed, coverage.entry = tensor, entry
-                if self._inspection.is_strange(name):
-                    # The call may itself find that the entry is not whole.
+                if self._checks.is_unknown_name(name):
+                    # The call itself may find that the entry is not whole.
                     if not self._takes(name, tensor):
                         entry.is_whole = False
                 else:
                     self._current = name
                     yield name, tensor
                     self._current = None
-                    if self._is_refused:
-                        self._is_refused, entry.is_whole = False, False
+                    if self._is_rejected:
+                        self._is_rejected, entry.is_whole = False, False
                     elif coverage.num_loads == before:
                         self.unfilled.append(name)
-                if self._inspection.is_renamed(name, coverage.fills):
+                if self._checks.is_renamed(name, coverage.fills):
                     self._renamed |= coverage.touched
                 for param, _ in () if entry.is_traced else entry.filled:
                     self._computed.setdefault(param, []).append(name)
                 if entry.num_unread and self._shadow.is_alone:
-                    self._inspection.note_cut(name, entry.num_unread)
+                    self._checks.note_cut(name, entry.num_unread)
                 elif self._shadow.plan.entry(name, tensor) is None:
                     self._shadow.plan.keep(name, entry)
-                # A transport uses memory again that nobody looks into.
+                # A transport reuses memory that no tensor refers to.
                 coverage.handed = coverage.entry = None
                 del tensor
-            self._progress(self.num_bytes, self._inspection.num_seen)
+            self._progress(self.num_bytes, self._checks.num_seen)
 
     def _without_head(self, accepted: list[Pair]) -> list[Pair]:
-        """Load the score of a classifier, if what it is made of has come.
+        """Load the score of a classifier, if the tensor it is made of has come.
 
-        Returns the tensors that the model's loader has to see: all but its head.
+        Returns the tensors that the model's loader has to see: all except the head.
         """
         if (classifier := self._shadow.classifier) is None:
             return accepted
@@ -223,8 +241,9 @@ class UpdateLoader:
                 continue
             self._current = name
             score = classifier.score(tensor)
-            self.coverage.stand_behind()
-            # Of a tensor that nobody sent, so it is loaded each time, and not replayed.
+            self.coverage.watch_loaders()
+            # The score was computed here and not sent, so it is loaded each time and
+            # never replayed.
             entry = Entry(score.shape, score.dtype, is_whole=False)
             self.coverage.handed, self.coverage.entry = score, entry
             self._load([(SCORE, score)])
@@ -239,7 +258,7 @@ class UpdateLoader:
         ]
 
     def _accepted(self, batch: list[Pair]) -> list[Pair]:
-        """Those of a batch that may go on, under the model's names."""
+        """The accepted tensors of a batch, under the model's names."""
         accepted: list[Pair] = []
         while batch:
             sent_name, tensor = batch.pop(0)
@@ -250,12 +269,13 @@ class UpdateLoader:
                 self.num_in_place += self._shadow.plan.is_home(name, tensor)
         self._sampler.add(accepted)
         if self._verify and accepted and accepted[0][1].is_cuda:
-            # Judged with the verdict: asking now would wait for the GPU.
-            self._audit.add(accepted)
+            # Checked at the end of the update: reading a result now would wait for the
+            # GPU.
+            self._gpu_digest.add(accepted)
         return accepted
 
     def _replay(self, pairs: list[Pair]) -> list[Pair]:
-        """Load what the plan knows, in one call; returns the others."""
+        """Load the tensors that the plan replays, in one call; returns the others."""
         plan = self._shadow.plan
         fresh, known = [], []
         for name, tensor in pairs:
@@ -265,13 +285,13 @@ class UpdateLoader:
                 continue
             known.append((entry, tensor))
             self.coverage.replayed(entry)
-            if self._inspection.is_renamed(name, self.coverage.fills):
+            if self._checks.is_renamed(name, self.coverage.fills):
                 self._renamed.update(param for param, _ in entry.filled)
         replay(known)
         return fresh
 
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:
-        """`weights`, as many at once as their transport has."""
+        """`weights` in batches, each as large as the transport makes it."""
         make = getattr(weights, "batches", None)
         if (into := getattr(weights, "into", None)) is not None:
             with undirected():
@@ -282,8 +302,8 @@ class UpdateLoader:
                 with undirected() if make else nullcontext():
                     batch = next(batches, None)
             except Exception as error:
-                # Remembered as a failure of the transport, and not the model's.
-                self._broken = error
+                # Remembered as an error of the transport, and not of the model.
+                self._transport_error = error
                 raise
             if batch is None:
                 return
@@ -292,25 +312,24 @@ class UpdateLoader:
     def _place(
         self, sent_name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Destination | None:
-        """Where a transport may receive a tensor, before anybody has looked at it."""
+        """Where a transport may receive a tensor that has not been checked yet."""
         name = self._manifest.model_name(sent_name)
-        if not self._inspection.may_come(name):
+        if not self._checks.may_come(name):
             return None
         plan, home = self._shadow.plan, self._shadow.place(name, shape, dtype)
         if home is not None:
             self._first_write()
-            # What is proved before the first write may have changed what is known.
+            # The replay check runs before the first write, and may have changed the
+            # plan.
             home = self._shadow.place(name, shape, dtype)
         if home is not None:
-            self._shadow.behind.update(plan.filled_by(name))
+            self._shadow.stale.update(plan.filled_by(name))
         return home
 
     def _accept(self, name: str, tensor: torch.Tensor) -> bool:
-        """Look at one tensor, its content too if it is on the host.
-
-        Whether it may go on to the loader.
-        """
-        if not self._inspection.admits(name, tensor):
+        """Check a tensor, on the host also its content; returns whether it may be
+        loaded."""
+        if not self._checks.accepts(name, tensor):
             return False
         if not self._verify or tensor.is_cuda:
             return True
@@ -319,18 +338,18 @@ class UpdateLoader:
             served_as = [self._served_as(name, tensor.dtype)]
             (bad,) = ops.count_nonfinite([tensor], served_as=served_as, num_threads=num)
         (digest,) = ops.digest([tensor], num_threads=num)
-        # Loaded whatever it holds, as on a GPU, where that is known at the end only: so
-        # nothing seems to be missing that has come.
+        # A tensor with bad content is loaded all the same, as on a GPU, where content
+        # is checked at the end. So no parameter looks unfilled because of it.
         self._judge(name, digest, bad)
         return True
 
     def _judge(self, name: str, digest: ops.Digest, num_nonfinite: int) -> None:
         converted = self._converted.get(name)
         served_as = str(converted).removeprefix("torch.") if converted else None
-        self._inspection.judge(name, digest, num_nonfinite, served_as)
+        self._checks.judge(name, digest, num_nonfinite, served_as)
 
     def _served_as(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype that a tensor is served in, if that has no numbers as large."""
+        """The dtype a tensor is served in, if its range is smaller; else None."""
         own = ops.nonfinite_limit(dtype)
         limits = {each: ops.nonfinite_limit(dtype, each) for each in self._dtypes}
         if all(limit == own for limit in limits.values()):
@@ -348,17 +367,18 @@ class UpdateLoader:
     def _takes(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the loader takes a tensor by a name that the model does not have.
 
-        Loaders may rename by themselves. It is called with this one alone, so that a
-        refusal ends no other's load.
+        Loaders may rename. The loader is called with this tensor alone, so that a
+        rejection
+        ends the load of no other tensor.
         """
-        coverage, inspection = self.coverage, self._inspection
+        coverage, inspection = self.coverage, self._checks
         before = coverage.num_loads
         try:
             self._load([(name, tensor)])
         except (InflightError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # each loader has its own for what it does not know
-            inspection.note_refused(name, error)
+        except Exception as error:  # loaders raise many kinds of errors
+            inspection.note_rejected(name, error)
             return False
         if coverage.num_loads == before and self._shadow.may_idle(name):
             self.unfilled.append(name)
@@ -373,15 +393,16 @@ class UpdateLoader:
         are_all: bool,
         is_open: bool = False,
     ) -> None:
-        """Raise `WeightsMismatch` if tensors that are to come cannot be accepted.
+        """Raise `WeightsMismatch` if tensors that are announced cannot be accepted.
 
-        Names, shapes and dtypes are judged, before a byte has come. Nothing is written,
-        and a set that a rollback can return to stays as it is.
+        Names, shapes and dtypes are checked, before a byte has come. Nothing is
+        written, and
+        the rollback target stays.
 
         Args:
             announced: the tensors, under the model's names.
             are_all: whether no other tensors will come.
-            is_open: whether a load is under way in the tree.
+            is_open: whether a load is under way in the shadow model.
 
         """
 
@@ -396,28 +417,28 @@ class UpdateLoader:
                 return [self._asked(spec) for spec in with_breaks(specs)]
 
         with undirected():
-            refusal = self._inspection.foreseen(
+            rejection = self._checks.problems_announced(
                 announced, self._shadow.places, ask, are_all=are_all
             )
-        if refusal is not None:
-            raise refusal
+        if rejection is not None:
+            raise rejection
 
     def foresee_files(
         self, announced: TensorList, *, are_all: bool, is_open: bool = False
     ) -> None:
-        """The same of files, whose headers have been read."""
+        """The same for files, whose headers have been read."""
         model_name = self._manifest.model_name
         dtypes = (str(dtype).removeprefix("torch.") for dtype in announced.dtypes)
-        told = zip(announced.names, announced.shapes, dtypes, strict=True)
+        specs_read = zip(announced.names, announced.shapes, dtypes, strict=True)
         specs = (
             TensorSpec(model_name(name), tuple(shape), dtype)
-            for name, shape, dtype in with_breaks(told)
+            for name, shape, dtype in with_breaks(specs_read)
         )
         tensors = {spec.name: spec for spec in specs}
         self.foresee(tensors, are_all=are_all, is_open=is_open)
 
     def _asked(self, spec: TensorSpec) -> tuple[set[str], Exception | None]:
-        """The parameters that the model's loader would fill; what it raises."""
+        """The parameters that the model's loader would fill, and its exception."""
         dtype = getattr(torch, spec.dtype)
         try:
             hollow = torch.empty(spec.shape, dtype=dtype, device="meta")
@@ -426,19 +447,21 @@ class UpdateLoader:
         return self.coverage.asked(self._load, (spec.name, hollow))
 
     def verdict(self) -> Content:
-        """What arrived; raises `WeightsMismatch` unless it can be served.
+        """The content of the update; raises `WeightsMismatch` unless it can be served.
 
-        Completeness is judged on the parameters: every element of every one has
-        been written, whatever the checkpoint tensors are called; of a subset, of
-        every one that was begun.
+        Completeness is checked on the parameters, whatever the tensors are called.
+        Every
+        element of every parameter has to be written; for a subset, of every parameter
+        that was
+        begun.
         """
-        inspection = self._inspection
+        inspection = self._checks
         with undirected():
-            for name, digest, bad in self._audit.results():
+            for name, digest, bad in self._gpu_digest.results():
                 self._judge(name, digest, bad)
             samples = self._sampler.samples()
         if self.coverage.has_strays:
-            self._shadow.plan.forget()  # they would not come if all else were replayed
+            self._shadow.plan.forget()  # a replay would leave them out
         why = "it is filled by tensors of two names"
         for param in sorted(self._renamed & self.coverage.refilled):
             inspection.note_wrong(param, Cause.DUPLICATE, why)
@@ -455,56 +478,58 @@ class UpdateLoader:
         return Content(inspection.facts(), samples)
 
     def require_finite(self) -> None:
-        """Raise `WeightsMismatch` if a loader has made NaN or Inf of what came.
+        """Raise `WeightsMismatch` if a loader has computed NaN or Inf from finite
+        numbers.
 
-        Asked when all layers are loaded. A copy of finite numbers is not looked at
-        again; a loader may compute others of them, an exponential say.
+        Called when all layers are loaded. Plain copies are not checked again. A loader
+        may
+        compute other numbers, an exponential for example.
         """
         if self._allow_nonfinite:
             return
         params = dict(self._module.named_parameters())
         for param, names in self._computed.items():
-            found = params.get(param)  # that of a quantised layer may have gone
+            found = params.get(param)  # a quantised layer may have lost it
             (bad,) = (0,) if found is None else ops.count_nonfinite([found.data])
             for name in names if bad else ():
                 why = (
                     f"the model's loader makes {bad} numbers of it that are NaN or Inf"
                 )
-                self._inspection.note_wrong(name, Cause.NOT_FINITE, why)
-        if self._inspection.has_refused:
+                self._checks.note_wrong(name, Cause.NOT_FINITE, why)
+        if self._checks.has_rejected:
             raise self._mismatch()
 
     def is_spare(self, name: str) -> bool:
-        """Whether a tensor may come, and fills nothing."""
-        return self._inspection.is_spare(name)
+        """Whether a tensor may come although it fills nothing."""
+        return self._checks.is_spare(name)
 
     def _note_unused(self, is_meant: Callable[[str], bool] = lambda name: True) -> None:
-        """Complain of tensors that filled nothing, unless another rank may use them."""
+        """Note tensors that filled nothing, unless another rank may use them."""
         if self._shadow.has_all:
             for name in filter(is_meant, self.unfilled):
-                self._inspection.note_unused(name)
+                self._checks.note_unused(name)
 
     def _pass_over(self) -> None:
-        """Forget of what filled nothing that which did not at the start, either."""
+        """Drop those unfilled tensors that filled nothing at the start either."""
         idle = set(filter(self._shadow.may_idle, self.unfilled))
         if not idle or (self._manifest.subset and not self.coverage.begun):
-            return  # a subset of nothing else would replace nothing
-        if self.coverage.passes_over(self._load, self._inspection.hollow(idle)):
+            return  # the subset would replace nothing
+        if self.coverage.passes_over(self._load, self._checks.hollow(idle)):
             self.unfilled = [n for n in self.unfilled if n not in idle]
 
     def _mismatch(
         self, missing: Iterable[str] = (), *, is_end: bool = False
     ) -> WeightsMismatch:
-        """What is wrong; `missing` are parameters that are not full."""
-        return self._inspection.refusal(
+        """The error of this update; `missing` are parameters that are not full."""
+        return self._checks.rejection(
             missing, self._shadow.places, self._filled_by, is_end=is_end
         )
 
     def _filled_by(self, name: str) -> set[str]:
-        """The parameters that a tensor that came fills, or would have filled."""
+        """The parameters that a tensor fills, or would have filled."""
         found = set(self._shadow.plan.filled_by(name))
         found = found or self._shadow.places.params_of(name)
         if not found:
-            for _, hollow in self._inspection.hollow([name]):
+            for _, hollow in self._checks.hollow([name]):
                 found, _ = self.coverage.asked(self._load, (name, hollow))
         return found

@@ -1,13 +1,15 @@
-"""Arithmetic of loaders: done where a fresh engine does it.
+"""Arithmetic of loaders, done on the device where a fresh engine does it.
 
-Some loaders compute: Mamba's `A` is -exp of what a checkpoint has. A fresh engine reads
+Some loaders compute: Mamba's `A` is -exp of the checkpoint's tensor. A fresh engine
+    reads
 checkpoints on the host and has its parameters on the GPU, and the two round an
-exponential differently. Here a tensor may arrive on the GPU, or a parameter be staged
-on the host; what is made of either is still made where a fresh engine would.
+exponential differently. In an update, a tensor may arrive on the GPU, or a shadow
+parameter may lie on the host. The computation still runs where a fresh engine runs it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,16 +36,17 @@ Adding, multiplying and casting single elements does not: IEEE 754 says what com
 
 
 class LoaderRounding(TorchDispatchMode):
-    """Moves the functions that are rounded, and nothing else.
+    """Moves the functions of `ROUNDED` to another device, and nothing else.
 
     Args:
-        origins: what tensors there are, and where is computed what is made of each.
+        origins: pairs of a tensor and the device on which functions of it are computed.
 
     """
 
-    def __init__(self, *origins: tuple[Any, torch.device]) -> None:
+    def __init__(self, *origins: tuple[object, torch.device]) -> None:
         super().__init__()
-        # Held weakly: its memory may be freed, its address is nobody else's meanwhile.
+        # Weak references: the memory may be freed, and its address is not reused
+        # meanwhile.
         self._places = {
             StorageWeakRef(tensor.untyped_storage()): place
             for tensor, place in origins
@@ -51,7 +54,11 @@ class LoaderRounding(TorchDispatchMode):
         }
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         place = self._place(args[0]) if args else None
         if place is not None and func in ROUNDED:
@@ -61,16 +68,16 @@ class LoaderRounding(TorchDispatchMode):
             self._places.setdefault(StorageWeakRef(result.untyped_storage()), place)
         return result
 
-    def _place(self, tensor: Any) -> torch.device | None:
+    def _place(self, tensor: object) -> torch.device | None:
         if not isinstance(tensor, torch.Tensor):
             return None
         return self._places.get(StorageWeakRef(tensor.untyped_storage()))
 
 
 def as_fresh(
-    device: torch.device, param: torch.Tensor, loaded: Any
+    device: torch.device, param: torch.Tensor, loaded: object
 ) -> AbstractContextManager[Any]:
-    """While a loader of `param` runs with `loaded`, in an engine of this device."""
+    """Context for a loader of `param` that runs with `loaded` on this device."""
     if device.type == "cpu":
         return nullcontext()
     return LoaderRounding((param, device), (loaded, HOST))

@@ -1,7 +1,7 @@
-"""Tensors that come when their version is served: compared, and never written.
+"""Tensors that arrive after their version is live: they are compared, and never loaded.
 
-A trainer may send last what fills no parameter. Where a tensor is tied to a parameter,
-as the head of a model whose head is its embedding, it has to be what that serves.
+A trainer may send tensors that fill no parameter last. Such a tensor may be tied to a
+parameter, as a head is to the embedding. Then it has to be equal to that parameter.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
-from vllm.inflight.worker.verify.checks import IS_TIED, refusal
+from vllm.inflight.worker.verify.checks import IS_TIED, rejection
 from vllm.inflight.worker.verify.content import Content, Facts
 from vllm.inflight.worker.verify.gpu_digest import GpuDigest, Pair
 
 
 class ServedComparison:
-    """What came of one piece on one rank.
+    """Compares the tensors of one call with the live weights, on one rank.
 
     Args:
-        shadow: the second tree, which a transport hands its tensors to.
-        served: what is served, if that is known tensor by tensor.
+        shadow: the shadow model, which a transport gives its tensors to.
+        served: the content of the live weights, if it is known tensor by tensor.
         verify: whether contents are compared.
 
     """
@@ -38,7 +38,7 @@ class ServedComparison:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """While it takes the place of the tree's `load_weights`."""
+        """Context: this object is in place of the model's `load_weights`."""
         module = self._shadow.module
         assert module is not None
         module.load_weights = self._take  # type: ignore[assignment]
@@ -48,17 +48,17 @@ class ServedComparison:
             vars(module).pop("load_weights", None)
 
     def judge(self) -> None:
-        """Raise `WeightsMismatch` if a tensor is not the one that it is tied to."""
+        """Raise `WeightsMismatch` if a tensor differs from what it is tied to."""
         if self._served is None or not self._verify:
             return
         served = set(self._served.facts.values())
         wrong = {
             name: IS_TIED
             for name, facts in self._facts.items()
-            if self._shadow.spares.is_tied(name) and facts not in served
+            if self._shadow.ignored.is_tied(name) and facts not in served
         }
         if wrong:
-            raise refusal({}, wrong, [], [], {}, num_asked=0)
+            raise rejection({}, wrong, [], [], {}, num_asked=0)
 
     def _take(self, weights: Iterable[Pair]) -> None:
         for name, tensor in weights:
@@ -71,6 +71,6 @@ class ServedComparison:
             return ops.Digest.ZERO
         if not tensor.is_cuda:
             return ops.digest([tensor], num_threads=self._shadow.num_threads)[0]
-        audit = GpuDigest(tensor.device, {})
-        audit.add([(name, tensor)])
-        return audit.results()[0][1]
+        digest = GpuDigest(tensor.device, {})
+        digest.add([(name, tensor)])
+        return digest.results()[0][1]

@@ -297,7 +297,7 @@ class StagingThread(Background):
         sent, begun = intake.verdict(), intake.coverage.begun
         if not intake.coverage.is_whole:
             shadow.release_idle()
-            shadow.behind.update(layer_siblings(shadow, begun))
+            shadow.stale.update(layer_siblings(shadow, begun))
         self._transport.finish_weight_update()
         self._transport_open = False
         intake.require_finite()
@@ -409,7 +409,7 @@ class StagingThread(Background):
                 intake.coverage.unwatch()
                 if self._is_open and not isinstance(self._transport, StagedEngine):
                     # It may have written past the door, where nobody watches.
-                    self._shadow.behind.update(self._shadow.required)
+                    self._shadow.stale.update(self._shadow.required)
             if self._transport_open:
                 with suppress(Exception):
                     # Not part of upstream's contract; a transport may offer it.

@@ -1,13 +1,13 @@
-"""The pace of a staging thread: where it runs, and when it rests.
+"""The pace of the staging thread: on which cores it runs, and when it rests.
 
-On a GPU it shares the memory's bandwidth, so it rests from the bytes it has written.
-What follows is about the CPU.
+On a GPU, staging shares the memory bandwidth with decoding. So the thread rests in
+proportion to the bytes it has written. The rest of this text is about the CPU.
 
-It shares a process with decoding, and so the interpreter's lock. That makes a low
-priority the wrong modesty: a thread that is put aside while it holds the lock holds
-decoding up until it is let on again, on a busy machine for seconds. So it keeps the
-priority of everybody else, stays off the cores that decoding is bound to, and rests
-after every tensor beside which a step ran, as long as its share of a core asks.
+There, staging shares a process with decoding, and so the interpreter's lock. A low
+priority would do harm: a thread that is descheduled while it holds the lock blocks
+decoding until it runs again, on a busy machine for seconds. So the thread keeps the
+normal priority and stays off the cores that decoding is bound to. After every tensor
+during which a step ran, it rests as long as its share of a core requires.
 """
 
 from __future__ import annotations
@@ -27,36 +27,41 @@ from vllm.inflight.worker.model.cpu_packing import set_threads
 from vllm.inflight.worker.step_tracker import StepTracker
 
 LONGEST_REST_S = 0.25
-"""What is owed beyond it is rested after later tensors; a cancelled job ends soon."""
+"""The longest rest. The remainder is kept for later, so an abort ends soon."""
 
 SHORTEST_NAP_S = 0.0005
-"""A sleep is never exact; what is shorter than this waits until it adds up."""
+"""Shorter sleeps are inexact; they are added up until they reach this."""
 
 BREAK_S = 4 * SLICE_S
-"""How long a break is after a slice of Python: every call of torch gives the
-interpreter's lock away, so a step lasts longer by what is done in others meanwhile."""
+"""Length of a break after a slice of Python.
+
+Every call of torch releases the interpreter's lock, so a step takes longer by the
+Python that other threads run meanwhile.
+"""
 
 IDLE_S = 0.25
-"""How long after a step the next one is expected; then the engine counts as idle."""
+"""The engine counts as idle when no step has followed within this time."""
 
 undirected = torch._C.DisableTorchFunction
-"""Context: what is in it goes without torch's default device.
+"""Context: torch's default device has no effect.
 
-Loaders want one, and while it is set every call of torch, to the size of a tensor, goes
-through Python, which takes four times as long. What is ours names its devices.
+Loaders need a default device. While it is set, every call of torch, even for the size
+of a tensor, goes through Python and takes four times as long. Our code names its
+devices.
 """
 
 
 def pace_of(
     config: InflightConfig, device: torch.device, steps: StepTracker, num_threads: int
 ) -> Throttle | DeviceThrottle:
-    """The pace of one job on that device, beside those steps.
+    """The pace of one update on a device.
 
     Args:
         config: of the engine.
-        device: that decodes.
-        steps: of its decoding.
-        num_threads: that may copy, where what is staged for a GPU is on the host.
+        device: the device that decodes.
+        steps: the steps of this worker.
+        num_threads: threads that may copy, where shadow weights of a GPU are on the
+            host.
 
     """
     if device.type == "cpu":
@@ -67,7 +72,7 @@ def pace_of(
 
 
 class _AnyThrottle:
-    """The breaks and the deadline of a job, on whichever device."""
+    """The breaks and the deadline of an update, on any device."""
 
     _hurry_at = math.inf
     _decodes_until = -math.inf
@@ -77,14 +82,11 @@ class _AnyThrottle:
         self._num_begun = steps.num_begun
 
     def hurry_after(self, seconds: float) -> None:
-        """Rest no more once `seconds` have passed: a late update is a failed one."""
+        """Rest no more after `seconds`: a late update is a failed update."""
         self._hurry_at = time.monotonic() + seconds
 
     def take_break(self) -> None:
-        """After a slice of Python, leave the interpreter to decoding for `BREAK_S`.
-
-        Where nothing is decoded there is nobody to leave it to.
-        """
+        """Let decoding have the interpreter for `BREAK_S`, if the engine decodes."""
         now = time.monotonic()
         begun = self._steps.num_begun
         if begun != self._num_begun or begun != self._steps.num_ended:
@@ -94,7 +96,7 @@ class _AnyThrottle:
 
 
 class DeviceThrottle(_AnyThrottle):
-    """The pace of a job that writes to a GPU; called by its thread."""
+    """The pace of an update into a GPU; used by the staging thread."""
 
     def __init__(
         self, gb_per_s: float, steps: StepTracker, num_threads: int | None = None
@@ -107,7 +109,7 @@ class DeviceThrottle(_AnyThrottle):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Let torch's copies on the host have their threads: upstream leaves it one."""
+        """Context: torch's copies on the host get the threads that upstream denies."""
         own = torch.get_num_threads()
         if self._num_threads is not None:
             set_threads(self._num_threads)
@@ -118,22 +120,22 @@ class DeviceThrottle(_AnyThrottle):
                 set_threads(own)
 
     def rest(self, num_bytes: int) -> None:
-        """Wait until the time of all bytes so far is over.
+        """Rest until the time for all bytes so far is over.
 
         Args:
-            num_bytes: all bytes of the job so far.
+            num_bytes: all bytes of the update so far.
 
         """
         fresh, self._num_bytes = num_bytes - self._num_bytes, num_bytes
         now = time.monotonic()
-        # Time that was not used is not made up for: that would be a burst.
+        # Unused time is not made up for: that would be a burst.
         self._over_at = max(now, self._over_at + fresh * self._seconds_per_byte)
         if self._over_at - now > SHORTEST_NAP_S and now < self._hurry_at:
             time.sleep(self._over_at - now)
 
 
 class Throttle(_AnyThrottle):
-    """The pace of one job on a CPU; called by its thread."""
+    """The pace of an update on a CPU; used by the staging thread."""
 
     def __init__(self, share: float, steps: StepTracker) -> None:
         super().__init__(steps)
@@ -144,9 +146,10 @@ class Throttle(_AnyThrottle):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Move to the cores that decoding leaves, with one torch thread.
+        """Context: this thread runs on the cores that decoding leaves free, with one
+        torch thread.
 
-        The thread ends with its job, and with it all that was settled.
+        The thread ends with its update, so nothing is restored.
         """
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):
@@ -156,12 +159,12 @@ class Throttle(_AnyThrottle):
         yield
 
     def rest(self, num_bytes: int) -> None:
-        """Rest from what was done since the last rest, if a step ran meanwhile."""
-        del num_bytes  # it is the time that counts
+        """Rest for the work since the last rest, if a step ran meanwhile."""
+        del num_bytes  # on a CPU, time counts
         self._owed += (time.thread_time() - self._worked) * self._rest_per_second
         if self._steps.num_begun == self._num_ended:
-            # Between two steps, decoding may only be waiting for its turn: what is
-            # owed is kept, but not more than can be rested at once.
+            # Between two steps, decoding may only be waiting for the lock. The debt is
+            # kept, up to the longest rest.
             self._owed = min(self._owed, LONGEST_REST_S)
         elif time.monotonic() < self._hurry_at:
             nap = min(self._owed, LONGEST_REST_S)
@@ -170,15 +173,17 @@ class Throttle(_AnyThrottle):
         self._look()
 
     def _look(self) -> None:
-        """Note how far this thread and the steps are; one that runs has not ended."""
+        """Record the CPU time of this thread, and the number of ended steps."""
         self._worked, self._num_ended = time.thread_time(), self._steps.num_ended
 
 
 def free_cores() -> set[int]:
-    """Cores of this engine that no thread of this process is bound to, or all.
+    """The cores of this engine that no thread of this process is bound to; if none,
+    all.
 
-    Upstream binds the threads of a CPU worker before its first line of Python runs,
-    so which cores there are is asked of the process that started it.
+    Upstream binds the threads of a CPU worker before its first line of Python runs. So
+    the
+    cores of the parent process are asked for.
     """
     parent = multiprocessing.parent_process()
     cores = os.sched_getaffinity(0 if parent is None else parent.pid or 0)

@@ -283,7 +283,7 @@ class StagingWorker:
             with self.steps.between():
                 seconds = flip()
             if not self.shadow.is_reversible:
-                self.shadow.behind.clear()  # the one set was copied over the other
+                self.shadow.stale.clear()  # the one set was copied over the other
             self._contents.reverse()
             self._marks.reverse()
             self._scrub = None

@@ -1,6 +1,7 @@
-"""The inspection of what arrives: each tensor against the manifest and the model.
+"""The checks of arriving tensors, each against the manifest and the model.
 
-What is wrong is kept and not raised, so that one refusal names all of it.
+Problems are collected and not raised, so that one error names all of them: every tensor
+that cannot be accepted, the cause, and the remedy.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ Form = tuple[tuple[int, ...], str]
 """Shape and dtype of a tensor."""
 
 MAX_TOLD = 8
-"""Names of one cause that are spelled out in the message; `tensors` has them all."""
+"""Names of one cause that the message spells out; `tensors` has all of them."""
 MAX_HINTS = 4
-"""Unknown names that the nearest of the model are told of."""
+"""Unknown names for which the message suggests the nearest known names."""
 
 
 class Problem(NamedTuple):
@@ -52,10 +53,10 @@ class Problem(NamedTuple):
 
     cause: Cause
     why: str
-    """A clause that follows the tensor's name."""
+    """A clause that follows the tensor's name in the message."""
 
 
-def refusal(
+def rejection(
     unknown: Mapping[str, Form],
     wrong: Mapping[str, Problem],
     unused: Collection[str],
@@ -65,23 +66,23 @@ def refusal(
     *,
     num_asked: int,
 ) -> WeightsMismatch:
-    """The error that names all of it.
+    """The error that names every problem of an update.
 
     Args:
         unknown: tensors that the model has no place for, with shape and dtype.
         wrong: tensors and what is wrong with them.
         unused: tensors that filled no parameter.
         absent: tensors that did not arrive.
-        known: what the model has places for, to suggest the nearest.
-        kept: those of the tensors that came under names that are known.
-        num_asked: unknown names that the model's loader was asked about, at most.
+        known: the tensors that the model has places for, to suggest the nearest.
+        kept: tensors that arrived under known names.
+        num_asked: how many unknown names the model's loader was asked about, at most.
 
     """
     named: dict[str, list[str]] = {}
     if unknown:
         named[Cause.UNKNOWN] = list(unknown)
-    for name, complaint in with_breaks(wrong.items()):
-        named.setdefault(complaint.cause, []).append(name)
+    for name, problem in with_breaks(wrong.items()):
+        named.setdefault(problem.cause, []).append(name)
     if unused:
         named[Cause.UNUSED] = list(unused)
     if absent:
@@ -89,8 +90,8 @@ def refusal(
     parts = [*_unknown(unknown, known, kept)] if unknown else []
     if len(unknown) > num_asked:
         parts.append(f"the model's loader was asked about {num_asked} of these names")
-    told = list(wrong.items())[:MAX_TOLD]
-    parts += [f"{name}: {complaint.why}" for name, complaint in told]
+    shown = list(wrong.items())[:MAX_TOLD]
+    parts += [f"{name}: {problem.why}" for name, problem in shown]
     if len(wrong) > MAX_TOLD:
         parts.append(f"and {len(wrong) - MAX_TOLD} more like these")
     if unused:
@@ -102,13 +103,13 @@ def refusal(
 
 
 def counted(tensors: Collection[str]) -> str:
-    """How a refusal begins."""
+    """The first clause of a rejection: how many tensors are concerned."""
     count = len(tensors)
     return f"{count} tensor{'s' * (count != 1)} of the update cannot be accepted"
 
 
 def listed(names: Collection[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """The first few names, and how many more there are."""
     first = ", ".join(list(names)[:MAX_TOLD])
     return first + f" and {len(names) - MAX_TOLD} more" * (len(names) > MAX_TOLD)
 
@@ -116,15 +117,15 @@ def listed(names: Collection[str]) -> str:
 def _unknown(
     unknown: Mapping[str, Form], known: Known, kept: Collection[str]
 ) -> Iterable[str]:
-    """What is said of unknown names: what they have in common, or the nearest."""
+    """Sentences on unknown names: a renaming they have in common, or nearest names."""
     found = renaming(unknown, known.keys() - set(kept) if kept else known)
     made = set(found[1]) if found else set()
     others = [name for name in with_breaks(unknown) if name not in made]
-    neighbours, told = Neighbours(known), []
+    neighbours, sentences = Neighbours(known), []
     for name in others[:MAX_HINTS]:
         near = neighbours.nearest(name, *unknown[name])
-        told.append(f"{name} (nearest: {', '.join(near)})" if near else name)
-    told += others[MAX_HINTS:MAX_TOLD]
+        sentences.append(f"{name} (nearest: {', '.join(near)})" if near else name)
+    sentences += others[MAX_HINTS:MAX_TOLD]
     if found is not None:
         change, names = found
         line = change.line(kept)
@@ -132,9 +133,9 @@ def _unknown(
             f"unknown: {listed(names)}; {change} {len(names)} of the {len(unknown)} "
             "unknown names are names of this model" + (f" ({line})" if line else "")
         )
-    if told:
-        more = len(others) - len(told)
-        yield f"unknown: {', '.join(told)}" + f" and {more} more" * (more > 0)
+    if sentences:
+        more = len(others) - len(sentences)
+        yield f"unknown: {', '.join(sentences)}" + f" and {more} more" * (more > 0)
 
 
 def idle_patterns(patterns: Sequence[str], names: Collection[str]) -> list[str]:
@@ -152,21 +153,26 @@ def require_matches(patterns: Sequence[str], names: Collection[str]) -> None:
 
 
 MAX_SAID = 500
-"""Characters that are quoted of a loader's error: some list every parameter."""
+"""Characters quoted from a loader's error; some errors list every parameter."""
 
 MOST_ASKED = 8
-"""Unknown tensors after which a loader is not asked any more: each time it goes through
-all that there is."""
+"""Unknown tensors that a loader is asked about.
+
+Each question makes it go through all of its parameters.
+"""
 
 MOST_COMPARED = 64
-"""Unknown names that are compared letter by letter with those that are missing."""
+"""Unknown names that are compared letter by letter with missing names."""
 
 MOST_PAIRED = 10_000
-"""Unknown names, or missing ones, for which a pair is looked for. Of more, what the
-search has made would take tens of milliseconds to be thrown away at once."""
+"""Most unknown or missing names that are paired.
+
+With more of them, freeing the memory of the search would take tens of milliseconds at
+once.
+"""
 
 REPEATED = ("weight_shape",)
-"""What a checkpoint has of each part of a fused layer, and one is enough."""
+"""Tensors that a checkpoint has for each part of a fused layer; one is enough."""
 
 NUMBERS = {
     str(dtype).removeprefix("torch.")
@@ -174,32 +180,32 @@ NUMBERS = {
     if isinstance(dtype, torch.dtype)
     and not (dtype.is_complex or str(dtype).startswith(("torch.q", "torch.bits")))
 }
-"""Dtypes whose content can be looked at."""
+"""Dtypes whose content can be checked."""
 
 Ask = Callable[[Sequence[TensorSpec]], Iterable[tuple[set[str], Exception | None]]]
-"""Of each tensor: the parameters that a loader would fill, and what it raises."""
+"""For each tensor: the parameters that a loader would fill, and its exception."""
 
 IS_TIED = Problem(
     Cause.TIED,
     "this engine uses its embedding as the head too, and the head that came differs "
     "from the embedding",
 )
-"""What is wrong with a head that is not the embedding it is tied to."""
+"""The problem of a head that differs from the embedding it is tied to."""
 
 NO_SUCH = (KeyError, AttributeError, ValueError)
-"""What loaders raise that do not know a name."""
+"""The exceptions that loaders raise for an unknown name."""
 
 
 class TensorChecks:
-    """The tensors of one update on one rank, under the model's names.
+    """The checks of one update on one rank, under the model's names.
 
     Args:
-        manifest: what was announced.
-        known: the names that the model's parameters have in a checkpoint.
-        spares: what may come and is of no use.
-        origin: the tensors of the checkpoint that the engine started from.
-        asks_loader: whether the model's loader alone can tell what a name is.
-        allow_nonfinite: whether NaN and Inf are served.
+        manifest: the announced tensors.
+        known: the checkpoint names of the model's parameters.
+        ignored: the tensors that may come and are not used.
+        start_checkpoint: the tensors of the checkpoint that the engine started from.
+        asks_loader: whether only the model's loader can tell if it takes a name.
+        allow_nonfinite: whether NaN and Inf are accepted.
 
     """
 
@@ -207,79 +213,84 @@ class TensorChecks:
         self,
         manifest: Manifest,
         known: Known,
-        spares: IgnoredTensors,
-        origin: StartCheckpoint,
+        ignored: IgnoredTensors,
+        start_checkpoint: StartCheckpoint,
         *,
         asks_loader: bool,
         allow_nonfinite: bool,
     ) -> None:
         self._manifest = manifest
         self._known = known
-        self._spares = spares
-        self._origin = origin
+        self._ignored = ignored
+        self._start_checkpoint = start_checkpoint
         self._asks_loader = asks_loader
         self._allow_nonfinite = allow_nonfinite
         self._is_declared = matcher(manifest.subset)
         self._entries: dict[str, Form] = {}
-        """Shape and dtype of all that came."""
+        """Shape and dtype of every tensor that came."""
         self._digests: dict[str, ops.Digest] = {}
-        """Of what was admitted."""
+        """Digests of the accepted tensors."""
         self._wrong: dict[str, Problem] = {}
-        """The first that was found of each tensor, or parameter."""
+        """The first problem of each tensor or parameter."""
         self._unused: dict[str, None] = {}
-        self.is_refused = False
-        """Whether the model's loader has refused a tensor that it was handed."""
+        self.is_rejected = False
+        """Whether the model's loader has rejected a tensor."""
         self._unknown: dict[str, Form] = {}
 
     @property
     def num_seen(self) -> int:
-        """How many tensors were admitted."""
+        """How many tensors were accepted."""
         return len(self._digests)
 
     @property
     def objects(self) -> bool:
-        """Whether anything is wrong, or announced and not there."""
-        return self.has_refused or bool(self._announced())
+        """Whether a tensor is wrong, or was announced and has not come."""
+        return self.has_rejected or bool(self._announced())
 
     @property
-    def has_refused(self) -> bool:
-        """Whether anything that came is wrong."""
+    def has_rejected(self) -> bool:
+        """Whether a tensor that came is wrong."""
         return bool(self._wrong or self._unknown or self._unused)
 
     def may_come(self, name: str) -> bool:
-        """Whether the update may have such a tensor: a subset declares its own."""
+        """Whether the update may contain this tensor; a subset declares its tensors."""
         return not self._manifest.subset or self._is_declared(name)
 
     def is_spare(self, name: str) -> bool:
-        """Whether it may come, and this engine has no use for it."""
+        """Whether the tensor may come although this engine does not use it."""
         is_part = bool(self._manifest.subset)
-        return name in self._spares or (not is_part and self._spares.has_left_out(name))
+        return name in self._ignored or (
+            not is_part and self._ignored.has_left_out(name)
+        )
 
-    def is_strange(self, name: str) -> bool:
-        """Whether the model has no such name, though most of its others are known."""
+    def is_unknown_name(self, name: str) -> bool:
+        """Whether the model lacks this name, although its names are known."""
         return name not in self._known and not self._asks_loader
 
-    def is_hopeless(self, name: str) -> bool:
-        """Whether a loader is not asked for such a name: it knew none like it."""
-        return len(self._unknown) >= MOST_ASKED and self.is_doubtful(name)
+    def is_not_asked_about(self, name: str) -> bool:
+        """Whether the loader is not asked: it has rejected too many such names."""
+        return len(self._unknown) >= MOST_ASKED and self.only_loader_knows(name)
 
-    def is_doubtful(self, name: str) -> bool:
-        """Whether only the model's loader can tell if there is such a name."""
-        return name not in self._known and name not in self._origin
+    def only_loader_knows(self, name: str) -> bool:
+        """Whether only the model's loader can tell if it takes the name."""
+        return name not in self._known and name not in self._start_checkpoint
 
     def is_renamed(self, name: str, params: Container[str]) -> bool:
-        """Whether what such a tensor fills has another name in a checkpoint.
+        """Whether the parameters that this tensor fills have another checkpoint name.
 
-        A loader that maps names takes a fused parameter by the engine's name of it, one
-        of `params`, and its parts by theirs. Two names that the engine's own checkpoint
-        has may fill one parameter, as they did at the start.
+        A loader that maps names takes a fused parameter by the engine's name (one of
+        `params`)
+        and its parts by their own names. Two names of the start checkpoint may fill one
+        parameter, as they did at the start.
         """
-        if self._origin:
-            return name not in self._origin
-        return self.is_strange(name) or (name not in self._known and name in params)
+        if self._start_checkpoint:
+            return name not in self._start_checkpoint
+        return self.is_unknown_name(name) or (
+            name not in self._known and name in params
+        )
 
-    def admits(self, name: str, tensor: torch.Tensor) -> bool:
-        """Check all but the content of a tensor; whether it may go on to the loader."""
+    def accepts(self, name: str, tensor: torch.Tensor) -> bool:
+        """Check a tensor except its content; returns whether it may be loaded."""
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         if name in self._digests:
             self.note_wrong(name, Cause.DUPLICATE, "it was sent twice")
@@ -296,12 +307,11 @@ class TensorChecks:
             )
             self.note_wrong(name, Cause.UNANNOUNCED, why)
             return False
-        # Not even the content of some can be looked at (digests.py), whatever they are
-        # called.
+        # The content of these dtypes cannot be checked, under any name.
         is_none = tensor.is_complex() or tensor.is_quantized
-        complaint = self._objection(name, shape, dtype, is_number=not is_none)
-        if complaint is not None:
-            self.note_wrong(name, *complaint)
+        problem = self._objection(name, shape, dtype, is_number=not is_none)
+        if problem is not None:
+            self.note_wrong(name, *problem)
             return False
         self._digests[name] = ops.Digest.ZERO
         return True
@@ -309,13 +319,13 @@ class TensorChecks:
     def _objection(
         self, name: str, shape: Shape, dtype: str, *, is_number: bool = True
     ) -> Problem | None:
-        """What is wrong with such a tensor whatever it holds; None if nothing is."""
+        """The problem of such a tensor, whatever its content; None if there is none."""
         if not self.may_come(name):
             return Problem(Cause.SUBSET, "no pattern of the subset declares it")
         if not is_number:
             return Problem(Cause.DTYPE, f"it is {dtype}, which no model has")
         misfit = self._misfit(name, shape, dtype)
-        # Asked of what does not fit alone: to map a name takes microseconds.
+        # Asked only for a misfit: mapping a name takes microseconds.
         return None if misfit is None or self.is_spare(name) else misfit
 
     def judge(
@@ -325,13 +335,13 @@ class TensorChecks:
         num_nonfinite: int,
         served_as: str | None = None,
     ) -> bool:
-        """Whether the content of a tensor is what was announced, and can be served.
+        """Whether the content of a tensor is the announced one, and can be served.
 
         Args:
             name: of the tensor.
-            digest: of what came.
-            num_nonfinite: elements that are NaN or Inf where they are served.
-            served_as: the dtype there, if it is another one.
+            digest: of the content that came.
+            num_nonfinite: elements that are NaN or Inf in the dtype they are served in.
+            served_as: that dtype, if it is another than the tensor's.
 
         """
         self._digests[name] = digest
@@ -351,23 +361,23 @@ class TensorChecks:
         return True
 
     def note_unknown(self, name: str) -> None:
-        """The model has no place for a tensor that came."""
+        """Note that the model has no place for a tensor."""
         self._unknown[name] = self._entries[name]
 
     def note_wrong(self, name: str, cause: Cause, why: str) -> None:
-        """A tensor, or a parameter, cannot be served as it came.
+        """Note that a tensor or a parameter cannot be served.
 
-        What is found of it later follows from that.
+        Only the first problem is kept; later ones follow from it.
         """
         if name not in self._unknown:
             self._wrong.setdefault(name, Problem(cause, why))
 
     def note_unused(self, name: str) -> None:
-        """A loader has taken a tensor, and nothing of the model is filled by it."""
+        """Note that the loader took a tensor, and no parameter was filled by it."""
         self._unused[name] = None
 
     def note_cut(self, name: str, num_unread: int) -> None:
-        """A loader has used a part of a tensor, and no other rank has the rest."""
+        """Note that the loader used a part of a tensor, and no rank has the rest."""
         shape, _ = self._entries[name]
         why = (
             f"its shape is {list(shape)}, and the model has no place for {num_unread} "
@@ -375,9 +385,9 @@ class TensorChecks:
         )
         self.note_wrong(name, Cause.SHAPE, why)
 
-    def note_refused(self, name: str, error: Exception) -> None:
-        """The model's loader has refused a tensor."""
-        self.is_refused |= not self.is_strange(name)
+    def note_rejected(self, name: str, error: Exception) -> None:
+        """Note that the model's loader has rejected a tensor."""
+        self.is_rejected |= not self.is_unknown_name(name)
         if name not in self._known and isinstance(error, NO_SUCH):
             self.note_unknown(name)
             return
@@ -390,35 +400,36 @@ class TensorChecks:
         self.note_wrong(name, Cause.REFUSED, why)
 
     def compare_heads(self) -> None:
-        """A tied head has no place of its own: what comes of it is the embedding."""
-        if not self._spares.has_tied_head:
+        """Note a tied head that differs from the embedding, which is its weight."""
+        if not self._ignored.has_tied_head:
             return
         facts = self.facts()
-        for name in filter(self._spares.is_tied, facts):
+        for name in filter(self._ignored.is_tied, facts):
             form = facts[name][:2]
             others = [n for n in facts if n != name and facts[n][:2] == form]
             if any(facts[n] == facts[name] for n in others):
                 continue
             if not self._wrong.keys().isdisjoint(others):
-                continue  # the embedding is wrong, and not that the head is another
+                continue  # the problem is the embedding, not the head
             self.note_wrong(name, *IS_TIED)
 
     def require_subset(self) -> None:
-        """Raise `WeightsMismatch` if nothing came of a subset, or it names what is not.
+        """Raise `WeightsMismatch` if nothing of a subset came, or a pattern matches
+        nothing.
 
-        Known by now, and not before: a loader may rename, and takes names that the
-        model does not have.
+        Checked at the end: a loader may rename tensors, and take names that the
+            model lacks.
         """
         if not (subset := self._manifest.subset):
             return
         require_matches(subset, self._names(self._entries))
-        if all(name in self._spares for name in self._digests):
+        if all(name in self._ignored for name in self._digests):
             raise WeightsMismatch(
                 f"nothing was sent of the subset {', '.join(subset[:8])}",
                 named={Cause.SUBSET: subset},
             )
 
-    def refusal(
+    def rejection(
         self,
         missing: Iterable[str],
         places: ParameterMap,
@@ -426,16 +437,16 @@ class TensorChecks:
         *,
         is_end: bool,
     ) -> WeightsMismatch:
-        """The error that names all that is wrong, each thing once.
+        """The error that names every problem, each once.
 
-        A parameter is not called missing where what should have filled it came and
-        cannot be accepted.
+        A parameter is not called missing if the tensor that should fill it came and was
+        rejected.
 
         Args:
             missing: parameters that are not full.
-            places: what fills them.
+            places: the tensors that fill each parameter.
             filled_by: the parameters that a tensor would have filled.
-            is_end: whether what was announced should have come by now.
+            is_end: whether every announced tensor should have come by now.
 
         """
         absent: dict[str, None] = {}
@@ -444,30 +455,33 @@ class TensorChecks:
         if missing:
             fills = [filled_by(name) for name in self._wrong]
             explained = {param for params in fills for param in params}
-            if self._origin and not all(fills):
-                # Nobody knows what they fill; nor what fills some parameters.
+            if self._start_checkpoint and not all(fills):
+                # It is not known what these tensors fill, nor what fills some
+                # parameters.
                 explained |= {
                     param
                     for param in missing
-                    if not any(n in self._origin for n in places.names_of(param))
+                    if not any(
+                        n in self._start_checkpoint for n in places.names_of(param)
+                    )
                 }
         came = self._digests.keys() | self._wrong.keys()
         for param in missing:
             names = places.names_of(param)
             gone = [n for n in names if n not in came]
             if not gone and param not in explained:
-                gone = list(names)  # they came, and did not fill it
+                gone = list(names)  # all came, and did not fill it
             is_whole = len(gone) == len(names)
             if is_whole and param in explained:
-                continue  # by a tensor of another name, which is told
+                continue  # a tensor of another name explains it
             absent |= dict.fromkeys(gone)
         if is_end:
             absent |= dict.fromkeys(self._announced())
-        return self._refusal(
+        return self._rejection(
             self._unknown, self._wrong, self._unused, absent, self._entries
         )
 
-    def foreseen(
+    def problems_announced(
         self,
         announced: Mapping[str, TensorSpec],
         places: ParameterMap,
@@ -475,15 +489,17 @@ class TensorChecks:
         *,
         are_all: bool,
     ) -> WeightsMismatch | None:
-        """What is certainly wrong with tensors that are announced; None if nothing is.
+        """The certain problems of announced tensors, as an error; None if there are
+        none.
 
-        Nothing of an announcement is kept here.
+        This object keeps nothing of the announcement.
 
         Args:
             announced: the tensors, under the model's names.
-            places: what fills its parameters.
-            ask: the parameters that the model's loader would fill with each of some
-                tensors, and what it raises.
+            places: the tensors that fill each parameter.
+            ask: for some tensors, the parameters that the model's loader would
+                fill, and its
+                exception.
             are_all: whether no other tensors will come.
 
         """
@@ -493,15 +509,13 @@ class TensorChecks:
         for name in with_breaks(announced):
             spec = announced[name]
             is_number = spec.dtype in NUMBERS
-            complaint = self._objection(
-                name, spec.shape, spec.dtype, is_number=is_number
-            )
-            if complaint is not None:
-                wrong[name] = complaint
-            elif self.is_doubtful(name) and not self.is_spare(name):
+            problem = self._objection(name, spec.shape, spec.dtype, is_number=is_number)
+            if problem is not None:
+                wrong[name] = problem
+            elif self.only_loader_knows(name) and not self.is_spare(name):
                 doubtful.append(name)
         taken: set[str] = set()
-        """What those fill that only the loader knows."""
+        """The parameters filled by tensors that only the loader knows."""
         are_known = True
         questions = [announced[name] for name in doubtful[:MOST_ASKED]]
         for spec, (filled, error) in zip(questions, ask(questions), strict=True):
@@ -509,8 +523,8 @@ class TensorChecks:
             if isinstance(error, NO_SUCH) and not filled:
                 unknown[spec.name] = (spec.shape, spec.dtype)
             elif not filled:
-                are_known = False  # it may wait for another one
-        if len(unknown) == MOST_ASKED:  # it knows none of their kind
+                are_known = False  # the loader may wait for another tensor
+        if len(unknown) == MOST_ASKED:  # the loader knows none of these names
             for name in with_breaks(doubtful[MOST_ASKED:]):
                 unknown[name] = (announced[name].shape, announced[name].dtype)
         elif len(doubtful) > MOST_ASKED:
@@ -524,15 +538,16 @@ class TensorChecks:
                 wrong[pattern] = Problem(Cause.SUBSET, why)
         if not (wrong or unknown or absent):
             return None
-        return self._refusal(unknown, wrong, {}, absent, announced)
+        return self._rejection(unknown, wrong, {}, absent, announced)
 
     def _lacking(
         self, announced: Collection[str], places: ParameterMap, taken: Collection[str]
     ) -> Iterator[str]:
         """The tensors without which parameters that are due stay unfilled.
 
-        Only those that the engine's own checkpoint had, or whose model has no names but
-        its own: else nobody knows what fills what.
+        Only tensors of the start checkpoint, or of a model whose own names are the only
+        ones.
+        In other cases it is not known which tensor fills which parameter.
         """
         is_drafted = any(name.startswith(DRAFT) for name in with_breaks(announced))
         for param in with_breaks(places.params):
@@ -540,11 +555,15 @@ class TensorChecks:
             if not is_due or param in taken or param.endswith(REPEATED):
                 continue
             for name in places.names_of(param):
-                is_sure = name in self._origin if self._origin else name in self._known
+                is_sure = (
+                    name in self._start_checkpoint
+                    if self._start_checkpoint
+                    else name in self._known
+                )
                 if is_sure and name not in announced:
                     yield name
 
-    def _refusal(
+    def _rejection(
         self,
         unknown: Mapping[str, Form],
         wrong: Mapping[str, Problem],
@@ -552,7 +571,7 @@ class TensorChecks:
         absent: dict[str, None],
         came: Collection[str],
     ) -> WeightsMismatch:
-        """One refusal, in which nothing is missing that has come under another name."""
+        """One error, which calls no tensor missing that came under another name."""
         if came and (subset := self._manifest.subset):
             causes = (wrong[name].cause for name in came if name in wrong)
             num_undeclared = sum(cause is Cause.SUBSET for cause in causes)
@@ -564,32 +583,32 @@ class TensorChecks:
                     named={Cause.SUBSET: idle},
                 )
         kept = [name for name in with_breaks(came) if name not in unknown]
-        known = self._origin.known or self._known
-        # What a loader passes over may be a name that it does not know.
+        known = self._start_checkpoint.known or self._known
+        # A tensor that a loader skips may have a name that it does not know.
         strays = {
-            name: self._entries[name] for name in filter(self.is_doubtful, unused)
+            name: self._entries[name] for name in filter(self.only_loader_knows, unused)
         }
         meant = _meant({**unknown, **strays}, known, absent)
         for name in meant.values():
             absent.pop(name, None)
         unknown = dict(unknown) | {n: strays[n] for n in strays if n in meant}
         unused = [name for name in unused if name not in meant]
-        return refusal(
+        return rejection(
             unknown, wrong, unused, absent, known, kept, num_asked=MOST_ASKED
         )
 
     def _names(self, came: Iterable[str]) -> set[str]:
-        """All names that a pattern may match: of the model, and of what comes."""
-        return {*self._known, *self._origin.known, *came}
+        """All names that a pattern may match: the model's, and those that came."""
+        return {*self._known, *self._start_checkpoint.known, *came}
 
     def hollow(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of those that came, tensors of their shapes and dtypes with no content."""
+        """Tensors without content, with the shapes and dtypes of those that came."""
         for name in names:
             shape, dtype = self._entries[name]
             yield name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
     def facts(self) -> dict[str, Facts]:
-        """What was admitted, with its content."""
+        """The accepted tensors, with the digests of their content."""
         return {
             name: (dtype, shape, (digest.a, digest.b))
             for name, (shape, dtype) in self._entries.items()
@@ -597,13 +616,13 @@ class TensorChecks:
         }
 
     def _misfit(self, name: str, shape: Shape, dtype: str) -> Problem | None:
-        """Why the model has no use for such a tensor; None if it may have."""
-        known = self._known.get(name) or self._origin.known.get(name)
+        """The problem of the shape or dtype of a tensor; None if there is none."""
+        known = self._known.get(name) or self._start_checkpoint.known.get(name)
         expected = (known and known[1]) or dtype
         if dtype != expected and not {dtype, expected} <= PLAIN:
             why = f"it is {dtype}, the model's is {expected}"
             return Problem(Cause.DTYPE, why)
-        whole = self._origin.shape(name)
+        whole = self._start_checkpoint.shape(name)
         if whole is None or shape == whole or _is_alike(shape, whole):
             return None
         why = (
@@ -613,13 +632,13 @@ class TensorChecks:
         return Problem(Cause.SHAPE, why)
 
     def _announced(self) -> list[str]:
-        """What was announced, did not come, and is not wrong by another count."""
+        """Announced tensors that have not come, and have no other problem."""
         missing = self._manifest.tensors.keys() - self._digests.keys()
         return sorted(missing - self._wrong.keys())
 
 
 def _is_alike(shape: Shape, whole: Shape) -> bool:
-    """Whether they differ in nothing but ones at the end: a scale is [] or [1, 1]."""
+    """Whether two shapes differ only in ones at the end: a scale is [] or [1, 1]."""
     longest = zip_longest(shape, whole, fillvalue=1)
     return all(came == expected for came, expected in longest)
 
@@ -627,7 +646,7 @@ def _is_alike(shape: Shape, whole: Shape) -> bool:
 def _meant(
     unknown: Mapping[str, Form], known: Known, absent: Collection[str]
 ) -> dict[str, str]:
-    """The unknown names under which those that are missing have come."""
+    """Unknown name → the missing name that was meant by it."""
     if not (absent and unknown):
         return {}
     meant: dict[str, str] = {}
@@ -643,7 +662,7 @@ def _meant(
     lacking: Known = {name: known.get(name, (None, None)) for name in gone}
     pairing = paired(((name, *unknown[name]) for name in left), lacking)
     meant |= pairing.name_map
-    # One with another ending is told by its letters.
+    # Names with different endings are compared by their letters.
     taken.update(pairing.name_map.values())
     neighbours = Neighbours({n: of for n, of in lacking.items() if n not in taken})
     for name in pairing.unmatched[:MOST_COMPARED]:

@@ -1,8 +1,9 @@
-"""What one set of weights holds, as a trainer would tell it: tensor by tensor.
+"""The content of one set of weights, tensor by tensor, as the trainer sent it.
 
-The set itself is in the engine's names, shards and layout. What came in is kept beside
-it in the checkpoint's, as far as it is known: of a version that was received whole, and
-of a subset on top of one. Of the weights that an engine starts with nothing is known.
+The weights themselves have the engine's names, shards and layout. The facts about the
+sent tensors are kept beside them: for a version that was received whole, and for a
+    subset
+on top of such a version. Nothing is known of the weights that an engine starts with.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from vllm.inflight.update import DRAFT
 from vllm.inflight.worker.verify.drift import Samples
 
 Facts = tuple[str, tuple[int, ...], tuple[int, int]]
-"""Dtype, shape, and the two halves of the digest of the content.
+"""Dtype, shape, and the two halves of the digest of a tensor.
 
-Tuples of what holds nothing else are soon left alone by collections of garbage, which
-objects of our own never are; of ten thousand tensors that would be felt.
+A tuple, and not an object of our own: garbage collections soon stop looking at tuples
+of plain values. With ten thousand tensors that makes a difference.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Of one version, or of the part of it that one update brings."""
+    """The content of one version, or of the part that one update brings."""
 
     facts: Mapping[str, Facts]
     samples: Samples
-    """For its drift from another; see drift.py."""
+    """Used for the drift between versions; see drift.py."""
 
     def digest(self) -> str:
-        """The manifest digest over all of it."""
+        """The manifest digest over all tensors."""
         return ops.manifest_digest((name, *facts) for name, facts in self.facts.items())
 
     def of_target(self) -> Content:
-        """Without what is a drafter's: that decides no token, and is in no digest."""
+        """The content without the drafter, which decides no token."""
         if not any(name.startswith(DRAFT) for name in self.facts):
             return self
         facts = {n: of for n, of in self.facts.items() if not n.startswith(DRAFT)}
@@ -46,14 +47,16 @@ class Content:
         base: Content | None,
         is_spare: Callable[[str], bool] = lambda name: False,
     ) -> Content | None:
-        """The whole version that is `base` with these tensors instead of its own.
+        """The whole version that is `base` with these tensors in place of its own.
 
-        None if that is not known: nothing is known of `base`, or it has no tensor of
-        that name. Some loaders take one tensor under two names. What came under the
-        other one is not served any more then, and its digest would stay.
+        None if that is not known: nothing is known of `base`, or `base` lacks one
+            of the
+        names. Some loaders take one tensor under two names. The digest of the other
+        name
+        would stay although its tensor is not served any more.
 
         Args:
-            base: what the rest is of.
+            base: the content of the version below.
             is_spare: whether a tensor fills nothing; then its name does not matter.
 
         """

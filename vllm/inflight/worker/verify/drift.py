@@ -1,11 +1,12 @@
-"""Drift: how far a version has moved from the one served before it.
+"""Drift: how far a version has moved from the live version before it.
 
     drift = |new - old| / |old|      (Euclidean norms, over a sample)
 
-Of every checkpoint tensor the same few thousand elements are kept, evenly spread: runs
-of 64, so that memory is read in whole lines. For an update that moves most of its
-elements the estimate is good to a few per cent; one that changes only a few of them may
-not show, and the digest is what tells that anything changed at all.
+A few thousand elements of every checkpoint tensor are kept. They are evenly spread, in
+runs of 64, so that memory is read in whole lines. If an update moves most elements, the
+estimate is good to a few per cent. An update that changes a few elements may not show
+in
+the drift; the digest shows every change.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ NUM_RUNS, RUN = 64, 64
 SIZE = NUM_RUNS * RUN
 """Most elements that are kept of a tensor."""
 AT_ONCE, AT_ONCE_ON_GPU = 16, 1024
-"""Samples that are compared in one go. They should fit a CPU's cache; on a GPU, which
-lends 0.12 GB for it, what counts is to make few calls."""
+"""Samples that are compared at once.
+
+They should fit a CPU cache. A GPU needs 0.12 GB for its number; there it matters to
+make few calls.
+"""
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
@@ -35,33 +39,35 @@ Pair = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What is kept of one version, on the engine's device.
+    """The samples of one version, on the engine's device.
 
-    On a GPU they stay there: of all that staging does, comparing them on the CPU took
-    longest. And with a tensor for each of them, of a model with many experts, there
-    would be ten thousand objects more for every collection of garbage to look through.
+    On a GPU they stay on the GPU: comparing them on the CPU took longest of all
+        that staging
+    does. They are kept in few blocks. With one tensor per sample, a model with many
+    experts
+    would give every garbage collection ten thousand more objects to look through.
     """
 
     blocks: Sequence[torch.Tensor]
     """Each `[rows, size]`: a row is at most `SIZE` elements, in its tensor's dtype."""
     places: Mapping[str, tuple[int, int]]
-    """Checkpoint name → its block, and the row there."""
+    """Checkpoint name → its block, and the row in the block."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         block, row = self.places[name]
         return self.blocks[block][row]
 
     def only(self, wanted: Callable[[str], bool]) -> Samples:
-        """Those with the names wanted."""
+        """The samples whose name is `wanted`."""
         places = {name: at for name, at in self.places.items() if wanted(name)}
         return Samples(self.blocks, places)
 
     def over(self, base: Samples) -> Samples:
-        """These, and those of `base` that have other names."""
+        """These samples, and the samples of `base` that have other names."""
         first = len(base.blocks)
         own = {name: (first + block, row) for name, (block, row) in self.places.items()}
         places = {**base.places, **own}
-        # A block that nothing is left of goes.
+        # A block without any sample left is dropped.
         kept = sorted({block for block, _ in places.values()})
         number = {block: n for n, block in enumerate(kept)}
         blocks = [*base.blocks, *self.blocks]
@@ -72,13 +78,14 @@ class Samples:
 
 
 class Sampler:
-    """Takes the sample of one update, where its tensors are.
+    """Takes the samples of one update, on the device of its tensors.
 
     Args:
-        views: of the samples of tensors that stay where they are; filled at first use.
-        plan: knows which those are.
-        device: where samples are kept, wherever their tensors came from; the CPU if
-            it is not given.
+        views: checkpoint name → the view that samples a tensor received in place;
+            filled
+            at first use.
+        plan: knows which tensors are received in place.
+        device: where samples are kept; the CPU by default.
 
     """
 
@@ -95,11 +102,13 @@ class Sampler:
         self._staying: list[str] = []
 
     def add(self, pairs: Sequence[Pair]) -> None:
-        """Enqueue the copy of a sample of each, one for those of one kind together.
+        """Enqueue a copy of the sample of each tensor, one copy per kind of tensor.
 
-        They may be written over as soon as the current stream has read them. What
-        was received in place is not, and is sampled when the samples are asked for:
-        then all of it takes a few calls.
+        A tensor may be overwritten as soon as the current stream has read it. A tensor
+        that was
+        received in place is not overwritten; it is sampled when the samples are asked
+        for,
+        with a few calls for all such tensors.
         """
         alike: dict[tuple[torch.dtype, int], list[Pair]] = {}
         for name, tensor in pairs:
@@ -115,7 +124,7 @@ class Sampler:
             self._taken.append(([name for name, _ in group], taken))
 
     def samples(self) -> Samples:
-        """What was taken, once the current stream has come there."""
+        """The samples, once the current stream has taken them."""
         kinds: dict[tuple[torch.dtype, torch.Size], list[str]] = {}
         for name in self._staying:
             view = self._views[name]
@@ -144,12 +153,14 @@ class Sampler:
 def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
     """`{"overall", "layers"}`, ratios; None without an old version to compare with.
 
-    A layer is what its tensors' names have in common up to their index; what has none
-    counts by its own name. Tensors that only one of the versions has are left out.
+    A layer is what the names of its tensors have in common up to an index. A tensor
+    without
+    an index counts by its own name. Tensors that only one of the versions has are left
+    out.
     """
     if old is None:
         return None
-    # Few and large calls leave the interpreter to others.
+    # Few and large calls leave the interpreter to other threads.
     alike: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
     for name, (now_in, now_at) in new.places.items():
         if (place := old.places.get(name)) is not None:
@@ -171,7 +182,7 @@ def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
     moved: Counter[str] = Counter()
     lengths: Counter[str] = Counter()
     if squares:
-        # Asked for all at once: to ask a GPU for a number waits for it.
+        # Read all at once: each read of a number waits for the GPU.
         for name, step, size in zip(
             compared, *torch.cat(squares, 1).tolist(), strict=True
         ):
@@ -185,7 +196,7 @@ def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
 
 
 def _rows(block: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """These rows of a block; as they usually are, one behind the other, no copy."""
+    """These rows of a block; no copy if they are consecutive, as they usually are."""
     first, last = rows[0], rows[-1]
     if list(rows) == list(range(first, last + 1)):
         return block[first : last + 1]
@@ -195,14 +206,14 @@ def _rows(block: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 def _parts(
     group: list[tuple[str, int, int]], block: torch.Tensor
 ) -> Iterator[list[tuple[str, int, int]]]:
-    """As many at once as it takes least time for."""
+    """The group in parts of the size that takes least time."""
     at_once = AT_ONCE if block.is_cpu else AT_ONCE_ON_GPU
     for first in range(0, len(group), at_once):
         yield group[first : first + at_once]
 
 
 def _ratio(moved: float, length: float) -> float | None:
-    """None where there was nothing but zeros, or something that is no number."""
+    """The ratio of two norms from their squares; None without a finite ratio."""
     if not (math.isfinite(moved) and math.isfinite(length)):
         return None
     if not length:

@@ -1,7 +1,7 @@
-"""The audit of an update on a GPU: digests and non-finite values, read back once.
+"""Digests on a GPU: sums and non-finite values of an update, read back once.
 
-Asking a GPU for a number waits for it. So the sums of every tensor stay where they are
-computed until the verdict, and one copy brings them all.
+Reading a number from a GPU waits for the GPU. So the sums of every tensor stay there
+until the end of the update, and one copy brings them all.
 """
 
 from __future__ import annotations
@@ -15,28 +15,33 @@ from vllm.inflight.ops.reference import COUNT, PLACE, page_key
 from vllm.inflight.worker.replay_plan import Plan
 
 AT_ONCE_BYTES = 2 << 30
-"""Of tensors that stay where they are: a launch costs a thread more than the GPU."""
+"""Bytes of tensors received in place that one launch reads: a launch costs the thread
+more than the GPU."""
 ROWS = 1024
 PAGE_BYTES = 2**35
 MAX_TABLES = 4096
 NUM_BAD = 2
-"""Where the kernel counts non-finite values in a row."""
+"""Column in which the kernel counts non-finite values."""
 
 Pair = tuple[str, torch.Tensor]
 Tables = dict[tuple[tuple[int, int, int], ...], torch.Tensor | None]
-"""By the places of tensors, and what counts as not finite there. A transport uses its
-memory over and over."""
+"""The addresses of tensors, with their limit of finite numbers → a table for the
+kernel.
+
+A transport reuses its memory, so the same tables are needed over and over.
+"""
 
 
 class GpuDigest:
-    """Sums of tensors on one device.
+    """The digests of tensors on one device.
 
     Args:
         device: of the tensors.
-        tables: of audits before; filled by this one.
-        plan: knows which tensors stay where they are.
-        served_as: the dtype that a tensor is served in, by its name and its own dtype;
-            what is an infinity there is counted.
+        tables: tables of earlier digests; new ones are added.
+        plan: knows which tensors are received in place.
+        served_as: the dtype in which a tensor is served, by its name and its own
+            dtype. A
+            number that overflows there counts as non-finite.
 
     """
 
@@ -53,20 +58,22 @@ class GpuDigest:
         self._plan = plan
         self._pages: list[torch.Tensor] = []
         self._num_rows = 0
-        """Used, of the last page."""
+        """Used rows of the last page."""
         self._stream: torch.cuda.Stream | None = None
-        """The one that was added on last."""
+        """The stream that was used last."""
         self._added: list[tuple[str, int, int, int]] = []
-        """(name, bytes, page, row)."""
+        """(name, bytes, page, row) of every tensor."""
         self._staying: list[Pair] = []
         self._staying_bytes = 0
 
     def add(self, pairs: Sequence[Pair]) -> None:
-        """Have the sums of these tensors made on the current stream.
+        """Compute the sums of these tensors on the current stream.
 
-        They may be written over as soon as the stream has read them, but for those that
-        were received where they stay: their turn comes when there are enough of them,
-        and at the latest when the results are asked for.
+        A tensor may be overwritten as soon as the stream has read it. A tensor that was
+        received
+        in place is read later: when there are enough of them, and at the latest
+            when the
+        results are asked for.
         """
         plan = self._plan
         passing: list[Pair] = []
@@ -101,7 +108,7 @@ class GpuDigest:
                 self._add(width, group[start : start + ROWS])
 
     def _follow(self) -> None:
-        """Come after what was added before, be it on another stream.
+        """Run after the sums that were added before on another stream.
 
         A transport may load each of its buffers on a stream of its own.
         """
@@ -134,7 +141,8 @@ class GpuDigest:
             self._tables[places] = make_table(places, self._device)
         if (table := self._tables[places]) is not None:
             if self._stream is not None:
-                # They may be another stream's, and given up before this one is there.
+                # The memory may belong to another stream, and be freed before this one
+                # has read it.
                 for memory in (table, self._pages[-1]):
                     memory.record_stream(self._stream)
             add_sums(table, self._pages[-1], self._num_rows, page_key(0), width)
@@ -151,27 +159,27 @@ class GpuDigest:
         results = []
         for name, size, page, row in self._added:
             a, b, bad, _ = pages[page][row]
-            # What every byte adds, whatever it is, has a closed form.
+            # The part of a sum that does not depend on the content has a closed form.
             a, b = a + COUNT * size, b + PLACE * size * size
             results.append((name, ops.Digest(a % 2**64, b % 2**64), bad))
         return results
 
 
 def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
-    """Compile the kernels for `dtypes` now rather than beside decoding."""
-    audit = GpuDigest(device, {})
-    dtypes = dtypes | {torch.uint8}  # of a scrub, which looks for nothing but sums
-    audit.add([(str(d), torch.zeros(8, device=device).to(d)) for d in dtypes])
-    audit.results()
+    """Compile the kernels for `dtypes` now, and not while decoding."""
+    digest = GpuDigest(device, {})
+    dtypes = dtypes | {torch.uint8}  # the scrub, which only needs sums
+    digest.add([(str(d), torch.zeros(8, device=device).to(d)) for d in dtypes])
+    digest.results()
 
 
 def nonfinite_width(dtype: torch.dtype) -> int:
-    """Bytes of an element that the kernel looks at; 0 if it counts none of a dtype."""
+    """Bytes of an element in which the kernel counts non-finite values; 0 for none."""
     return dtype.itemsize if dtype in ops.NONFINITE else 0
 
 
 def _chunked(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as whole chunks of 8 bytes: itself, or a copy with zeros behind."""
+    """The tensor in whole chunks of 8 bytes: itself, or a copy padded with zeros."""
     if tensor.is_contiguous() and not (tensor.nbytes % 8 or tensor.data_ptr() % 8):
         return tensor
     flat = tensor.contiguous().view(-1).view(torch.uint8)

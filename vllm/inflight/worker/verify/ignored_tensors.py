@@ -1,9 +1,11 @@
-"""Spares: what comes with many checkpoints, and is of no use to an engine.
+"""Ignored tensors: tensors that checkpoints contain and the engine does not use.
 
-Buffers of older checkpoints, a head that is tied to the embedding, what a drafter was
-trained with. And what the engine was built without: towers, if it is to see nothing
-(`--language-model-only`, or limits of 0), MTP layers, if it does not draft with them.
-An update may bring it, and nothing of it is kept.
+These are buffers of older checkpoints, a head that is tied to the embedding, and
+tensors
+that a drafter was trained with. Others belong to parts that the engine was built
+without:
+towers with `--language-model-only` or limits of 0, and MTP layers without drafting.
+An update may contain them, and the engine does not keep them.
 """
 
 from __future__ import annotations
@@ -24,24 +26,25 @@ from vllm.inflight.worker.model.layers import parameters
 ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)
 HEAD = "lm_head.weight"
 FROM_TARGET = "draft.t2d"
-"""Which tokens of the model a drafter has; its loader reads the opposite, `d2t`."""
+"""Which of the model's tokens a drafter has; its loader reads the opposite, `d2t`."""
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Fields of configurations that say how many MTP layers there are."""
+"""Fields of configurations that hold the number of MTP layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class IgnoredTensors:
-    """The spares of one model, by their names in a checkpoint.
+    """The ignored tensors of one model, by their names in a checkpoint.
 
     Attributes:
         endings: of names that may come with any update.
-        headless: prefixes of the model, and of its drafter, that have no head, or one
-            that is another layer's weight.
-        has_tied_head: whether the model's is, and is the embedding.
-        towers: prefixes, under the model's names, of what it was built without.
-        mtp: matches the names of MTP layers that nobody drafts with.
+        headless: prefixes of the model and of its drafter, where the model or the
+            drafter
+            has no head, or a head that is another layer's weight.
+        has_tied_head: whether the model's head is the embedding.
+        towers: prefixes, under the model's names, of the parts it was built without.
+        mtp: matches the names of MTP layers that no drafter uses.
         mapper: from a checkpoint's names to the model's; None if they are the same.
-        is_mtp: whether what the mapper drops is for the drafter.
+        is_mtp: whether tensors that the mapper drops are for the drafter.
 
     """
 
@@ -57,22 +60,21 @@ class IgnoredTensors:
     def of(
         cls,
         live: torch.nn.Module,
-        model_config: Any,
+        model_config: upstream.ModelConfig,
         classifier: Classifier | None = None,
     ) -> Self:
-        """Those of a model, and its drafter if it has one.
+        """The ignored tensors of a model, and of its drafter if it has one.
 
         Args:
             live: the model, as it was loaded.
-            model_config: vLLM's, of it.
-            classifier: what its score is made of, if that is made; the head is no
-                spare then.
+            model_config: vLLM's, of the model.
+            classifier: how the score is computed, if it is; then the head is used.
 
         """
         heads = [n for n, *_ in parameters(live) if n.endswith(HEAD)]
         drafts = [name for name in heads if name.startswith(DRAFT)]
         is_tied = getattr(model_config.hf_config, "tie_word_embeddings", False) or (
-            # Upstream has found the two to be one; see build.py.
+            # Upstream has found head and embedding equal; see build.py.
             model_config.word_embeddings_untied_by_checkpoint and heads == drafts
         )
         is_pooling = model_config.runner_type == "pooling"
@@ -108,12 +110,12 @@ class IgnoredTensors:
         return name.endswith(self.endings)
 
     def is_tied(self, name: str) -> bool:
-        """Whether it is the model's head, which is the embedding."""
+        """Whether a tensor is the model's head, which is tied to the embedding."""
         is_head = name.endswith(HEAD) and not name.startswith(DRAFT)
         return self.has_tied_head and is_head
 
     def has_left_out(self, name: str) -> bool:
-        """Whether it is of a part that may come with all the rest, and not alone."""
+        """Whether a tensor belongs to a part that is ignored in whole updates only."""
         if self.mtp is not None and self.mtp.match(name):
             return True
         mapped = self.mapper.apply_list([name]) if self.mapper else [name]
@@ -123,11 +125,13 @@ class IgnoredTensors:
 
 
 def mtp_names(config: Any) -> re.Pattern[str] | None:
-    """How the tensors of MTP layers are named; None if a model has none.
+    """A pattern for the names of MTP layers; None if a model has none.
 
-    By themselves (`mtp.fc.weight`, `model.mtp_block.0.*`), or as layers behind the
-    model's last. No more of these than there are: the checkpoint of a deeper model is
-    none of this one.
+    MTP layers have names of their own (`mtp.fc.weight`, `model.mtp_block.0.*`), or
+    follow the
+    model's last layer. The pattern covers exactly their number: a checkpoint of a
+    deeper
+    model does not fit this one.
     """
     num_mtp = next((n for f in MTP_LAYERS if (n := getattr(config, f, None))), 0)
     num_layers = getattr(config, "num_hidden_layers", None)

@@ -1,8 +1,9 @@
-"""What a model has built in when it starts, and no tensor can change.
+"""The parts of a model that are built at start, and that no tensor can change.
 
-The rope, the heads, the layers' kinds and their constants are read from the model's
-configuration once. A version that states another configuration would be computed with
-the old one: right in every byte and wrong in every token.
+The rope, the heads, the kinds of layers and their constants are read once from the
+model's
+configuration. A version with another configuration would be computed with the old one:
+right in every byte and wrong in every token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm.inflight.transport.files.allowed_paths import read_json
 
 CONFIG = "config.json"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-"""Spellings of one thing; transformers keeps the last."""
+"""Names of one setting; transformers keeps the last."""
 COMPARED = frozenset(
     {
         *("hidden_size", "intermediate_size", "num_hidden_layers", "layer_types"),
@@ -40,23 +41,23 @@ COMPARED = frozenset(
         ROPE[-1],
     }
 )
-"""What decides how tokens are computed, and vLLM does not change after reading it.
+"""Fields that decide how tokens are computed, and that vLLM does not change.
 
-Not here, for one of these reasons: tied embeddings, windows, vocabularies (shapes
-tell), and all that only training or a tokenizer reads.
+Not listed: tied embeddings, windows, vocabularies (shapes tell), and fields that only
+training or a tokenizer reads.
 """
 MOST_LAYERS = 1 << 16
-"""transformers makes a list of as many before anything is compared."""
+"""transformers makes a list of as many entries before anything is compared."""
 MODELS_IN_A_MODEL = "_config"
-"""How their fields end: `text_config`, `vision_config`."""
+"""Ending of fields that hold a configuration: `text_config`, `vision_config`."""
 
 
-def require_same_config(folder: Path, model_config: Any) -> None:
-    """Compare the `config.json` of a checkpoint, if it has one; see `require_same`.
+def require_same_config(folder: Path, model_config: upstream.ModelConfig) -> None:
+    """Compare the `config.json` of a checkpoint, if there is one, with the model.
 
     Raises:
-        Malformed: it is no model's configuration.
-        WeightsMismatch: it states another model.
+        Malformed: the file is no model's configuration.
+        WeightsMismatch: the file describes another model.
 
     """
     file = folder / CONFIG
@@ -68,22 +69,25 @@ def require_same_config(folder: Path, model_config: Any) -> None:
     require_same_architecture(stated, model_config)
 
 
-def require_same_architecture(stated: Mapping[str, Any], model_config: Any) -> None:
-    """Compare fields of a `config.json` with what the model was built from.
+def require_same_architecture(
+    stated: Mapping[str, Any], model_config: upstream.ModelConfig
+) -> None:
+    """Compare fields of a `config.json` with the configuration that the model was built
+    from.
 
     Args:
-        stated: the fields; those left out are not compared, nor those that
-            `--hf-overrides` set.
-        model_config: vLLM's, of the model that is served.
+        stated: the fields; fields that are missing or set by `--hf-overrides` are not
+            compared.
+        model_config: vLLM's, of the live model.
 
     Raises:
-        Malformed: they are no model's configuration.
-        WeightsMismatch: they are another model's; the message says how they differ.
+        Malformed: the fields are no model's configuration.
+        WeightsMismatch: they describe another model; the message lists the differences.
 
     """
     live = model_config.hf_config
     if getattr(model_config, "hf_config_path", None):
-        return  # it was built from another file than its checkpoint's
+        return  # the model was built from another file than the checkpoint's
     layers = stated.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise Malformed(f"not a model's configuration: {layers:.3g} layers")
@@ -103,20 +107,22 @@ def require_same_architecture(stated: Mapping[str, Any], model_config: Any) -> N
         )
 
 
-def _read(stated: Mapping[str, Any], model_config: Any) -> dict[str, Any]:
+def _read(
+    stated: Mapping[str, Any], model_config: upstream.ModelConfig
+) -> dict[str, Any]:
     """The whole configuration, read as the model's own was.
 
-    So spellings and defaults do not matter. What is not stated is the model's.
+    So spellings and defaults do not matter. Fields that are not stated are the model's.
     """
     overrides = model_config.hf_overrides
     own = model_config.hf_config.to_dict()
     whole = _without(own, stated) | dict(stated)
     if isinstance(overrides, Mapping):
-        # What they set is the model's own, whatever a checkpoint says.
+        # Fields set by overrides keep their value, whatever the checkpoint says.
         kept = _without(own, overrides)
         whole = {**_without(whole, overrides), **{n: own[n] for n in own.keys() - kept}}
     if "auto_map" in whole:
-        return whole  # the class that reads it lies in another folder
+        return whole  # the class that reads it is in another folder
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(whole, default=str))
         try:
@@ -125,14 +131,14 @@ def _read(stated: Mapping[str, Any], model_config: Any) -> dict[str, Any]:
                 model_config.trust_remote_code,
                 hf_overrides_fn=overrides if callable(overrides) else None,
             )
-        except Exception as error:  # transformers has errors of many kinds
+        except Exception as error:  # transformers raises many kinds of errors
             raise Malformed(f"not a model's configuration: {error}") from error
     found: dict[str, Any] = read.to_dict()
     return found
 
 
 def _without(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Without the fields of these names, in whatever spelling."""
+    """`config` without the fields of these names, in any spelling."""
     gone = {*names, *(ROPE if not set(names).isdisjoint(ROPE) else ())}
     return {name: value for name, value in config.items() if name not in gone}
 
@@ -144,18 +150,18 @@ def _differing(
         here, there = live.get(name), read.get(name)
         if name.endswith(MODELS_IN_A_MODEL):
             if isinstance(here, Mapping) and isinstance(there, Mapping):
-                told = stated[name]
-                inner = told if isinstance(told, Mapping) else {}
+                value_there = stated[name]
+                inner = value_there if isinstance(value_there, Mapping) else {}
                 yield from _differing(inner, there, here)
         elif name in COMPARED and not _is_same(here, there):
             yield f"{name} is {here!r} here and {there!r} there"
 
 
-def _is_same(here: Any, there: Any) -> bool:
-    """What is not said, on either side, is no difference."""
+def _is_same(here: object, there: object) -> bool:
+    """Whether two values agree; a value that is missing agrees with any."""
     if here is None or there is None:
         return True
     if isinstance(here, Mapping) and isinstance(there, Mapping):
-        # Models add to their own rope when they are built.
+        # Models add fields to their own rope when they are built.
         return all(here.get(name) == value for name, value in there.items())
     return bool(here == there)

@@ -1,8 +1,8 @@
-"""Places: which parameters a checkpoint's tensor fills, and what fills a parameter.
+"""The parameter map: which parameters a checkpoint tensor fills, and the reverse.
 
-Told by names alone, without calling a loader: by what parameters are called in a
-checkpoint, and by the mapping of names that most models have. A loader that renames by
-itself is not seen through; of its tensors nothing is known here.
+It is made from names alone, without calling a loader: from the checkpoint names of
+parameters, and from the name mapping that most models have. Renaming inside a loader is
+not seen; for its tensors the map has no answer.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from vllm.inflight.yielding import with_breaks
 
 
 class ParameterMap:
-    """The places of one model's tensors.
+    """The parameter map of one model.
 
     Args:
-        made_of: parameter → the names that fill it in a checkpoint, as far as the
-            model's own names tell.
-        origin: the checkpoint that the engine started from, whose names are told.
-        images: what the model calls a tensor of a checkpoint.
+        made_of: parameter → the names that fill it in a checkpoint, according to
+            the model.
+        start_checkpoint: the checkpoint that the engine started from; its names are
+            used.
+        images: checkpoint name → the model's names of the tensor.
 
     """
 
     def __init__(
         self,
         made_of: Mapping[str, Sequence[str]],
-        origin: StartCheckpoint,
+        start_checkpoint: StartCheckpoint,
         images: Callable[[str], Iterable[str]] = lambda name: (name,),
     ) -> None:
         self._made_of = made_of
-        self._origin = origin
+        self._start_checkpoint = start_checkpoint
         self._images = images
 
     @classmethod
@@ -46,12 +47,12 @@ class ParameterMap:
         cls,
         module: torch.nn.Module,
         required: Iterable[str],
-        origin: StartCheckpoint,
+        start_checkpoint: StartCheckpoint,
         classifier: Classifier | None = None,
     ) -> ParameterMap:
-        """Those of a tree whose parameters are `required`."""
+        """The map of a module tree whose parameters are `required`."""
         made_of = {p: tensor_names(module, p, classifier) for p in required}
-        return cls(made_of, origin, functools.partial(_images, module))
+        return cls(made_of, start_checkpoint, functools.partial(_images, module))
 
     @property
     def params(self) -> Iterable[str]:
@@ -59,7 +60,7 @@ class ParameterMap:
         return self._made_of
 
     def params_of(self, name: str) -> set[str]:
-        """The parameters that a tensor fills, if that is known; else none."""
+        """The parameters that a tensor fills; empty if that is not known."""
         found: set[str] = set()
         for image in (name, *self._images(name)):
             if image in self._made_of:
@@ -68,12 +69,12 @@ class ParameterMap:
         return found
 
     def names_of(self, param: str) -> Sequence[str]:
-        """What fills a parameter, by the names of a checkpoint where they are known."""
-        return self._of_origin.get(param) or self._made_of.get(param) or [param]
+        """The tensors that fill a parameter, by checkpoint names where known."""
+        return self._by_parameter.get(param) or self._made_of.get(param) or [param]
 
     @functools.cached_property
     def _by_name(self) -> dict[str, tuple[str, ...]]:
-        # Collections pass tuples of names over, unlike lists.
+        # Garbage collections skip tuples of strings, but not lists.
         found: dict[str, tuple[str, ...]] = {}
         for param, names in with_breaks(self._made_of.items()):
             for name in names:
@@ -81,16 +82,16 @@ class ParameterMap:
         return found
 
     @functools.cached_property
-    def _of_origin(self) -> dict[str, list[str]]:
+    def _by_parameter(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for name in with_breaks(self._origin.known):
+        for name in with_breaks(self._start_checkpoint.known):
             for param in self.params_of(name):
                 found.setdefault(param, []).append(name)
         return found
 
 
 def _images(module: torch.nn.Module, name: str) -> list[str]:
-    """What a tree calls a tensor; nothing if its mapping of names drops it."""
+    """The model's names of a tensor; empty if its name mapping drops the tensor."""
     if not isinstance(module, ModelWithDrafter):
         return _mapped(module, name)
     if module.is_mtp:

@@ -1,9 +1,11 @@
-"""Reading what one rank serves: digests of its parameters, and their first rows.
+"""Reading back live weights on one rank: digests of parameters, and their first rows.
 
 The CPU build takes the weights of a linear layer out of their parameter and packs them
-for its GEMM. They are read back through that GEMM, by multiplying with the unit matrix:
-what is read is what decoding uses. (Each result is one product and many zeros, which is
-exact, but for the sign of a zero.)
+for
+its GEMM. They are read back through that GEMM, by multiplying with the unit matrix. So
+the
+result is the weight that decoding uses. (Each element is a sum of one product and many
+zeros, which is exact except for the sign of a zero.)
 """
 
 from __future__ import annotations
@@ -31,21 +33,22 @@ from vllm.inflight.worker.verify.gpu_digest import GpuDigest
 SLAB = 1024
 """Columns of a packed weight that are read at a time."""
 MOST_NUMBERS = 1 << 22
-"""That a rank is asked for at once: as Python's they are many times as large."""
+"""Most numbers that a rank returns at once; as Python objects they are many times as
+large."""
 CHECKSUMS = "checksums tell whether two engines have the same"
-"""What is left to who is refused."""
+"""The alternative that is named in a rejection."""
 
 Pair = tuple[str, torch.Tensor]
 
 
 def checksums(
-    worker: Any, skipped: Sequence[str], is_target: bool = False
+    worker: upstream.WorkerBase, skipped: Sequence[str], is_target: bool = False
 ) -> dict[str, Any]:
     """The digest of every parameter of this rank, in its own shard and layout.
 
     Args:
         worker: of this rank.
-        skipped: parts of names that are left out.
+        skipped: a parameter is left out if its name contains one of these.
         is_target: leave the drafter out, whose parameters are under `draft.`.
 
     """
@@ -57,12 +60,12 @@ def checksums(
             if any(part in name for part in skipped):
                 continue
             if tensor.is_cuda:
-                audit = GpuDigest(tensor.device, {})
-                audit.add([(name, tensor)])
-                found[name] = audit.results()[0][1]
+                digest = GpuDigest(tensor.device, {})
+                digest.add([(name, tensor)])
+                found[name] = digest.results()[0][1]
             else:
                 found[name] = ops.digest([tensor])[0]
-    # Over names as well, so that two parameters cannot change places unseen.
+    # The digest covers the names, so that two parameters cannot be swapped unnoticed.
     whole = ops.manifest_digest((n, "", (), d) for n, d in found.items())
     parallel = worker.vllm_config.parallel_config
     rank = rank_in_engine(parallel)
@@ -82,35 +85,38 @@ def checksums(
     }
 
 
-def unused(worker: Any, names: Sequence[str]) -> dict[str, list[str]]:
-    """Of tensors that a whole update may have, those that fill no parameter here.
+def unused(worker: upstream.WorkerBase, names: Sequence[str]) -> dict[str, list[str]]:
+    """The tensors that a whole update may contain, and that fill no parameter here.
 
     Args:
         worker: of this rank.
-        names: as a checkpoint has them.
+        names: the checkpoint's names.
 
     Returns:
-        `unused`, and those of them that are `tied`: the same as a parameter.
+        `unused`, and those of them that are `tied`: equal to a parameter.
 
     """
-    spares = worker._inflight_stager.shadow.spares
-    found = [n for n in names if n in spares or spares.has_left_out(n)]
-    return {"unused": found, "tied": [n for n in found if spares.is_tied(n)]}
+    ignored = worker._inflight_stager.shadow.ignored
+    found = [n for n in names if n in ignored or ignored.has_left_out(n)]
+    return {"unused": found, "tied": [n for n in found if ignored.is_tied(n)]}
 
 
-def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
+def rows(
+    worker: upstream.WorkerBase, name: str, num_rows: int
+) -> dict[str, Any] | None:
     """This rank's part of the first rows of a tensor; None if it has no part of it.
 
     Args:
         worker: of this rank.
-        name: as the checkpoint calls it, or as the engine does; a drafter's begins
-            with `draft.`.
-        num_rows: how many are wanted of the whole tensor.
+        name: the checkpoint's or the engine's; a drafter's name begins with `draft.`.
+        num_rows: how many rows of the whole tensor are wanted.
 
     Returns:
-        Where they cannot be had as they are in a checkpoint, only why they are
-        `refused`. Else `rows`, and the dimension along which the parts of a `stage`'s
-        ranks lie side by side: 0, 1, or None where every rank has the whole.
+        `refused`, the reason, if the rows cannot be read as in a checkpoint. Else
+        `rows`,
+        and `dim`: the dimension along which the parts of the ranks of a `stage` lie
+            side
+        by side: 0, 1, or None where every rank has the whole.
 
     """
     model = served_by(worker)
@@ -118,7 +124,7 @@ def rows(worker: Any, name: str, num_rows: int) -> dict[str, Any] | None:
     layer: Any
     for path, layer in layers(model):
         if is_quantised(layer):
-            # Of its weights there may be no parameter left that has the name.
+            # A quantised layer may have no parameter of that name left.
             shards = [path, *checkpoint_names(f"{path}.weight", fused)]
             if name.rpartition(".")[0] in (s.removesuffix(".weight") for s in shards):
                 return {
@@ -175,13 +181,13 @@ def served(model: torch.nn.Module) -> Iterator[Pair]:
 
 
 def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tensor:
-    """What `param` holds, wherever the build keeps it."""
+    """The content of `param`, wherever the build keeps it."""
     if key == "weight" and (unpacked := vars(layer).get(UNPACKED)) is not None:
         return unpacked.unsqueeze(1)
     multiply = vars(layer).get(PACKED)
     if key != "weight" or multiply is None:
         return param.data
-    # A head is there twice: it is looked up in one form and multiplied with in one.
+    # A tied head exists twice: one form is looked up, the other is multiplied with.
     is_twice = param.numel() > 0
     parts: Any = getattr(layer, "input_size_per_partition", None) or layer.input_size
     width: Any = param.shape[1] if is_twice else parts
@@ -193,55 +199,58 @@ def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tens
     packed = torch.cat(columns, dim=1).contiguous()
     if not is_twice:
         return packed
-    # Zero times Inf is NaN: one such number hides all others of its row.
+    # Zero times Inf is NaN, so one such number hides all others of its row.
     is_plain, is_read = (t.isfinite().all(dim=1) for t in (param.data, packed))
     same = torch.equal(packed[is_read], param.data[is_read])
     if not (same and torch.equal(is_plain, is_read)):
-        raise EngineFault("a weight and its packed form are of two versions")
+        raise EngineFault("a weight and its packed form belong to two versions")
     return packed if is_plain.all() else param.data
 
 
-def _stage(worker: Any) -> int:
+def _stage(worker: upstream.WorkerBase) -> int:
     parallel = worker.vllm_config.parallel_config
     stage = rank_in_engine(parallel) // parallel.tensor_parallel_size
     return stage % int(parallel.pipeline_parallel_size)
 
 
-def _dimension(layer: Any, whole: torch.Tensor, worker: Any) -> int | None:
-    # Of the tensor as it is decoded with: of one that is packed the parameter is empty.
+def _dimension(
+    layer: Any, whole: torch.Tensor, worker: upstream.WorkerBase
+) -> int | None:
+    # The tensor that decoding uses counts: the parameter of a packed one is empty.
     if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
     if "Row" in type(layer).__name__ and whole.dim() < 2:
-        return None  # the bias of a row-parallel layer is whole
+        return None  # every rank has the whole bias of a row-parallel layer
     for dim, attribute in (
         (0, "output_size_per_partition"),
         (0, "num_embeddings_per_partition"),
         (1, "input_size_per_partition"),
     ):
         full = attribute.replace("_per_partition", "")
-        part = getattr(layer, attribute, None)  # a layer that is on every rank has none
+        part = getattr(layer, attribute, None)  # None for a layer that every rank has
         if part is not None and part != getattr(layer, full, part):
             return dim
     return None
 
 
 def _is_cut_apart(
-    layer: Any, key: str, dim: int | None, worker: Any, *, is_one: bool
+    layer: Any, key: str, dim: int | None, worker: upstream.WorkerBase, *, is_one: bool
 ) -> bool:
     """Whether ranks may have other parts of a parameter than `dim` says.
 
-    Experts and layers with a state cut theirs by loaders of their own, and of several
-    tensors in one each is cut for itself.
+    Experts, and layers with a state, are cut by their own loaders. In a parameter of
+    several
+    tensors, each tensor is cut on its own.
 
     Args:
-        is_one: whether one of these is asked for.
+        is_one: whether one of these tensors is asked for.
 
     """
     if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
         return False
     if is_experts(getattr(layer, "quant_method", None)) or UNPACKED in vars(layer):
         return True
-    # A parameter that was packed away has lost its loader; upstream keeps a note of it.
+    # A packed parameter has lost its loader; upstream keeps a note of it.
     noted = upstream.get_layerwise_info(layer).restore_metadata[0]
     param = noted.get(key, layer._parameters[key])
     loader = getattr(param, "weight_loader", upstream.default_weight_loader)
@@ -255,8 +264,8 @@ def _is_cut_apart(
     return is_joint and not is_one
 
 
-def _is_copy(layer: Any, number: int | None, worker: Any) -> bool:
-    """Whether the rank before has the same part: a KV head that is on several."""
+def _is_copy(layer: Any, number: int | None, worker: upstream.WorkerBase) -> bool:
+    """Whether the rank before has the same part: a KV head that several ranks have."""
     replicas = getattr(layer, "num_kv_head_replicas", 1)
     if number not in (1, 2) or replicas == 1:
         return False

@@ -1,14 +1,19 @@
-"""The checkpoint that an engine started from: its tensors, and how they are shaped.
+"""The checkpoint that an engine started from: its tensors, and their shapes.
 
-Loaders cut what they get to the size of their shard, and do not ask whether it was the
-whole that they expect: a tensor of twice as many rows would fill a parameter with its
-first half. So what has a name of that checkpoint has to have its shape there.
+It is used for two checks. A loader cuts a tensor to the size of its shard, and does not
+check that the tensor is whole. Of a tensor with twice as many rows, it would load the
+first
+half. So a tensor with a name of that checkpoint has to have its shape, too.
 
-And a loader passes over more than can be foretold: layers of a tower behind the last
-one that is looked at (LLaVA), biases that a quantiser left, MTP layers that no field of
-the configuration counts. It did so when the engine started. So a tensor that fills
-nothing may come again if that checkpoint has it, too: an engine that is started from
-the new one passes it over as well.
+A loader also skips tensors, and not all of these can be foretold:
+
+- layers of a tower behind the last one in use (LLaVA);
+- biases that a quantiser left;
+- MTP layers that no field of the configuration counts.
+
+A tensor that fills nothing is accepted if that checkpoint has it: an engine that is
+    started
+from the new checkpoint skips it as well.
 """
 
 from __future__ import annotations
@@ -16,10 +21,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from huggingface_hub import snapshot_download
 
+from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed
 from vllm.inflight.tensor_names import Known
 from vllm.inflight.transport.files.safetensors_files import TensorFiles
@@ -29,17 +35,17 @@ from vllm.inflight.yielding import with_breaks
 Shape = tuple[int, ...]
 
 OF_RANKS = ("sharded_state", "runai_streamer_sharded")
-"""Load formats whose files hold parameters of the engine, and not a checkpoint."""
+"""Load formats whose files hold parameters of the engine instead of a checkpoint."""
 
 
 class StartCheckpoint:
-    """The tensors of that checkpoint, a drafter's under `draft.`.
+    """The tensors of that checkpoint; those of a drafter are under `draft.`.
 
-    Of safetensors alone: what came in another form has no names here.
+    Only safetensors are read; tensors in another format are not listed.
 
     Args:
-        shapes: name → shape; None, where files of a folder do not agree.
-        dtypes: name → dtype (like `bfloat16`), of those whose dtype is known.
+        shapes: name → shape; None where files of a folder do not agree.
+        dtypes: name → dtype (like `bfloat16`), where the dtype is known.
 
     """
 
@@ -52,14 +58,14 @@ class StartCheckpoint:
         self._dtypes = dtypes or {}
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Self:
-        """That of an engine that has just been loaded, as it is now."""
+    def of(cls, vllm_config: upstream.VllmConfig) -> Self:
+        """The start checkpoint of an engine that was just loaded."""
         loading, drafting = vllm_config.load_config, vllm_config.speculative_config
         configs = {
             "": vllm_config.model_config,
             DRAFT: getattr(drafting, "draft_model_config", None),
         }
-        # If nothing was loaded, the model need not be what is in the folder.
+        # If nothing was loaded, the model may differ from the checkpoint in the folder.
         is_other = loading.load_format == "dummy" and configs[""].hf_overrides
         shapes: dict[str, Shape | None] = {}
         dtypes: dict[str, str] = {}
@@ -80,17 +86,17 @@ class StartCheckpoint:
         return name in self._shapes
 
     def shape(self, name: str) -> Shape | None:
-        """The shape that a tensor had; None if it had none, or more than one."""
+        """The shape of a tensor; None if it is unknown or ambiguous."""
         return self._shapes.get(name)
 
     @functools.cached_property
     def known(self) -> Known:
-        """Every name, with the shape and dtype that its tensor had."""
+        """Every name, with the shape and dtype of its tensor."""
         shapes = with_breaks(self._shapes.items())
         return {name: (shape, self._dtypes.get(name)) for name, shape in shapes}
 
 
-def _files(config: Any, cache: str | None) -> list[Path]:
+def _files(config: upstream.ModelConfig, cache: str | None) -> list[Path]:
     folder = Path(config.model)
     if not folder.is_dir():
         try:
@@ -102,7 +108,7 @@ def _files(config: Any, cache: str | None) -> list[Path]:
                     local_files_only=True,
                 )
             )
-        except (OSError, ValueError):  # it was streamed, or is gone
+        except (OSError, ValueError):  # it was streamed, or was deleted
             return []
     return sorted(folder.glob("*.safetensors"))
 
@@ -110,8 +116,8 @@ def _files(config: Any, cache: str | None) -> list[Path]:
 def _tensors(file: Path) -> Iterable[tuple[str, Shape, str]]:
     try:
         with TensorFiles([file]) as opened:
-            told = opened.announced
-            dtypes = (str(dtype).removeprefix("torch.") for dtype in told.dtypes)
-            return list(zip(told.names, told.shapes, dtypes, strict=True))
+            announced = opened.announced
+            dtypes = (str(dtype).removeprefix("torch.") for dtype in announced.dtypes)
+            return list(zip(announced.names, announced.shapes, dtypes, strict=True))
     except Malformed:
-        return ()  # it has been replaced, or is being written
+        return ()  # the file was replaced, or is being written

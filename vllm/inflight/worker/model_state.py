@@ -1,0 +1,63 @@
+"""What the worker remembers of one module of a model, kept on that module.
+
+Each package below `worker/` defines a small class for what it has to remember: where
+the
+weights lie, what the model was built from, which tripwire watches a layer. All of it is
+in one attribute of the module, so it ends with the module.
+
+A table of modules would have to be emptied by hand. An entry whose value refers to its
+key
+is never freed, even from a dictionary with weak keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self, TypeVar
+
+import torch
+
+ATTRIBUTE = "inflight"
+"""The attribute of a module that holds its `ModelState`."""
+
+Fact = TypeVar("Fact")
+
+
+class ModelState:
+    """The facts about one module, at most one of each class.
+
+    A deep copy or a pickle of the module gets an empty state: the facts are about the
+    original.
+    """
+
+    def __init__(self) -> None:
+        self._facts: dict[type, Any] = {}
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Self:
+        """The state of `module`, created when it is first asked for."""
+        # Not by setattr, which would register a fact that is a module as a child.
+        state: Self = vars(module).setdefault(ATTRIBUTE, cls())
+        return state
+
+    def set(self, fact: object) -> None:
+        """Keep `fact`, in the place of an earlier one of its class."""
+        self._facts[type(fact)] = fact
+
+    def get(self, kind: type[Fact]) -> Fact | None:
+        """The fact of class `kind`, or None."""
+        found: Fact | None = self._facts.get(kind)
+        return found
+
+    def pop(self, kind: type[Fact]) -> Fact | None:
+        """Remove and return the fact of class `kind`, or None."""
+        found: Fact | None = self._facts.pop(kind, None)
+        return found
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+
+def recall(module: torch.nn.Module, kind: type[Fact]) -> Fact | None:
+    """The fact of class `kind` about `module`, or None; the module is not changed."""
+    state: ModelState | None = vars(module).get(ATTRIBUTE)
+    return None if state is None else state.get(kind)
