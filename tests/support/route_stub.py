@@ -1,19 +1,23 @@
-"""The control routes as the server attaches them, in front of no engine at all."""
+"""The control routes as the server attaches them, in front of a recorded engine."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from tests.support.engine_replies import recorded
 from vllm.inflight.api.server.routes import InflightEndpoints
+
+REPLIES = recorded()
 
 
 class Engine:
-    """Answers every control call, and notes that it was asked."""
+    """Answers each control call as a real core did, and notes the call."""
 
     def __init__(self) -> None:
         self.engine_core = self
@@ -22,7 +26,13 @@ class Engine:
         parallel = SimpleNamespace(
             world_size=1, world_size_across_dp=1, data_parallel_size=1
         )
-        model = SimpleNamespace(enable_sleep_mode=False)
+        model = SimpleNamespace(
+            enable_sleep_mode=False,
+            model="model",
+            tokenizer="model",
+            runner_type="generate",
+            hf_config=SimpleNamespace(model_type="qwen3"),
+        )
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel, model_config=model, additional_config={}
         )
@@ -32,20 +42,7 @@ class Engine:
         self, _: str, method: str, body: dict[str, Any]
     ) -> list[dict[str, Any]]:
         self.asked.append(method)
-        facts = {"update_id": "u", "phase": "staging", "is_paused": False}
-        facts |= {"owner": None, "ends_on_waking": False}
-        facts |= {"active": None, "num_running": 0, "num_waiting": 0, "paused": False}
-        facts |= {"num_aborted": 0, "ranks": [], "rows": [], "dropped": {}}
-        facts |= {"unused": [], "tied": []}
-        facts |= {
-            "was_begun": False,
-            "found": None,
-            "path": None,
-            "tried": True,
-            "weights": "live",
-        }
-        facts |= {"parameters": {"total": 1, "begun": 1, "complete": 1}}
-        return [{"ok": facts | {"weight_version": "v", "epoch": 0}}]
+        return [{"ok": reply(method, body)}]
 
     def ensure_alive(self) -> None:
         """It is."""
@@ -55,6 +52,19 @@ class Engine:
 
     async def reset_prefix_cache(self, *_: bool) -> bool:
         return True
+
+
+def reply(method: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The recorded reply to a call of an idle engine, with the caller's update id."""
+    key = method
+    if method == "pause" and body.get("is_trial"):
+        key = "pause as a trial"
+    if method == "status" and body.get("update_id") is not None:
+        key = "status of an update"
+    found: dict[str, Any] = deepcopy(REPLIES[key])
+    if "update_id" in found and body.get("update_id") is not None:
+        found["update_id"] = body["update_id"]
+    return found
 
 
 def served(engine: Engine, **args: Any) -> FastAPI:

@@ -183,6 +183,9 @@ NAMES = {
     "get_prometheus_registry": "vllm.v1.metrics.prometheus:get_prometheus_registry",
     "NoSignalServer": "vllm.entrypoints.launchers.launcher:NoSignalServer",
     "health": "vllm.entrypoints.serve.instrumentator.health:health",
+    "attach_offline_docs": (
+        "vllm.entrypoints.serve.instrumentator.offline_docs:attach_router"
+    ),
     "show_version": "vllm.entrypoints.serve.instrumentator.basic:show_version",
     "FlexibleArgumentParser": "vllm.utils.argparse_utils:FlexibleArgumentParser",
 }

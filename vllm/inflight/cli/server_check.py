@@ -1,9 +1,9 @@
-"""A visit to a live server: what is wrong with its updates, and what to do about it.
+"""The check of a live server: what is wrong with its updates, and what to do about it.
 
-`GET /health` says 200 whatever becomes of an update, while the engine core answers.
-Here a server is asked twice, a few seconds apart, and the two looks are judged: what
-stands still between them is stuck. A look is plain data, path → `{"status", "body"}`,
-or `{"problem"}` where no answer came.
+`GET /health` answers 200 as long as the engine core answers, whatever state an update
+is in. This check probes the server twice, a few seconds apart, and compares the probes:
+an update that has not moved in between is stuck. A probe is plain data: path →
+`{"status", "body"}`, or `{"problem"}` where no answer came.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Facts = dict[str, Any]
 
 PATHS = ("/health", "/version", "/metrics")
 CONTROL = ("/weight_info", "/weight_update", "/is_paused")
-PATIENCE_S = 5.0
-"""A server that takes longer for any of these hangs."""
+ANSWER_TIMEOUT_S = 5.0
+"""A server that takes longer to answer one of these requests hangs."""
 
 RESTART = "The server's log says why; restart it."
 GIVE_UP = "POST /abort_weight_update gives it up; what is served does not change."
@@ -49,18 +49,18 @@ ELSEWHERE = (
     "Ask the port of --inflight-port, on the server's host unless --inflight-host says "
     "otherwise.",
 )
-"""Where the routes are not, and the metrics of updates are."""
+"""Said where the server has the metrics of updates and not the control routes."""
 
 
 def check_server(url: str, key: str | None, apart_s: float) -> list[Finding]:
-    """Look at a server twice, `apart_s` seconds apart.
+    """Probe a server twice, `apart_s` seconds apart.
 
     Raises:
-        ConfigError: nothing can be sent to such an address, or with such a key.
-        EngineUnreachable: nobody answers there.
+        ConfigError: the URL or the key is invalid.
+        EngineUnreachable: no server answers at the URL.
 
     """
-    with connect(url, key, timeout=PATIENCE_S) as client:
+    with connect(url, key, timeout=ANSWER_TIMEOUT_S) as client:
         first = probe(client)
         if not is_updating(first):
             return diagnose(first, first, 0.0)
@@ -69,18 +69,18 @@ def check_server(url: str, key: str | None, apart_s: float) -> list[Finding]:
 
 
 def probe(client: httpx.Client) -> Probe:
-    """Ask everything once."""
-    found = {path: _asked(client, path) for path in PATHS}
+    """Send every request of a check once."""
+    found = {path: _get(client, path) for path in PATHS}
     if "problem" in found["/health"] and "problem" in found["/version"]:
         raise EngineUnreachable(f"{client.base_url} {found['/health']['problem']}")
-    return found | {path: _asked(client, path) for path in CONTROL}
+    return found | {path: _get(client, path) for path in CONTROL}
 
 
-def _asked(client: httpx.Client, path: str) -> dict[str, Any]:
+def _get(client: httpx.Client, path: str) -> dict[str, Any]:
     try:
         reply = client.get(path)
     except httpx.TimeoutException:
-        return {"problem": f"does not answer within {PATIENCE_S:g} s"}
+        return {"problem": f"does not answer within {ANSWER_TIMEOUT_S:g} s"}
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return {"problem": f"cannot be reached: {error}"}
     try:
@@ -91,13 +91,12 @@ def _asked(client: httpx.Client, path: str) -> dict[str, Any]:
 
 
 def is_updating(found: Probe) -> bool:
-    """Whether a second look tells more than the first."""
+    """Whether an update is under way; a second probe can show whether it moves."""
     return any(engine.get("active") for engine in _engines(found, "/weight_update"))
 
 
-# ------------------------------------------------------------- the judgement
 def diagnose(first: Probe, second: Probe, apart_s: float) -> list[Finding]:
-    """What two looks amount to, the newer one counting."""
+    """The findings of two probes; the newer one counts."""
     findings = [_server(second), _release(second)]
     obstacles = [f for path in CONTROL if (f := _obstacle(second, path)) is not None]
     if obstacles:
@@ -105,7 +104,7 @@ def diagnose(first: Probe, second: Probe, apart_s: float) -> list[Finding]:
     findings += [_versions(_engines(second, "/weight_info"))]
     before = _engines(first, "/weight_update")
     updates = _engines(second, "/weight_update")
-    if len(before) != len(updates):  # the server has been started anew in between
+    if len(before) != len(updates):  # the server was restarted in between
         before, apart_s = updates, 0.0
     pauses = _engines(second, "/is_paused")
     for number, (old, new, pause) in enumerate(
@@ -129,8 +128,8 @@ def _server(found: Probe) -> Finding:
 
 def _release(found: Probe) -> Finding:
     body = found["/version"].get("body")
-    told = body.get("version") if isinstance(body, dict) else None
-    return Finding("vLLM", str(told or "its version is not told"))
+    version = body.get("version") if isinstance(body, dict) else None
+    return Finding("vLLM", str(version or "its version is not told"))
 
 
 def _obstacle(found: Probe, path: str) -> Finding | None:
@@ -141,34 +140,34 @@ def _obstacle(found: Probe, path: str) -> Finding | None:
     status, body = reply["status"], reply["body"]
     if status == 200 and isinstance(body, dict):
         return None
-    what, remedy = OBSTACLES.get(status, (f"{path} says {status}", RESTART))
+    problem, remedy = OBSTACLES.get(status, (f"{path} says {status}", RESTART))
     if status == 404 and "vllm:inflight_" in str(found["/metrics"].get("body")):
-        what, remedy = ELSEWHERE
-    return Finding(name, what, State.WRONG, remedy)
+        problem, remedy = ELSEWHERE
+    return Finding(name, problem, State.WRONG, remedy)
 
 
 def _versions(engines: list[Facts]) -> Finding:
     name = "weights"
-    told = [
+    versions = [
         f"{e['weight_version']!r} (epoch {e['epoch']}, "
         f"digest {e['digest'] or 'unknown'})"
         for e in engines
     ]
     missing = {e["weights"] for e in engines} - {"live"}
     if missing:
-        found = f"{' and '.join(sorted(missing))}; served last was {told[0]}"
+        found = f"{' and '.join(sorted(missing))}; served last was {versions[0]}"
         return Finding(name, found, State.NOTE, EngineAsleep.remedy)
-    spoilt = [e["scrub"] for e in engines if e.get("scrub")]
-    spoilt = [scrub for scrub in spoilt if scrub["result"] == "different"]
-    if spoilt:
-        names = ", ".join(name for scrub in spoilt for name in scrub["different"])
-        found = f"{told[0]}, and are not what was committed: {names}"
+    scrubs = [e["scrub"] for e in engines if e.get("scrub")]
+    different = [scrub for scrub in scrubs if scrub["result"] == "different"]
+    if different:
+        names = ", ".join(name for scrub in different for name in scrub["different"])
+        found = f"{versions[0]}, and are not what was committed: {names}"
         return Finding(name, found, State.WRONG, "Publish a whole version.")
     if len({(e["weight_version"], e["digest"]) for e in engines}) == 1:
-        return Finding(name, told[0])
+        return Finding(name, versions[0])
     return Finding(
         name,
-        "the engines differ: " + "; ".join(f"{n}: {t}" for n, t in enumerate(told)),
+        "the engines differ: " + "; ".join(f"{n}: {t}" for n, t in enumerate(versions)),
         State.WRONG,
         "Publish one version to all of them.",
     )
@@ -212,13 +211,13 @@ def _outcome(name: str, outcomes: list[Facts]) -> Finding:
     if not outcomes:
         return Finding(name, "none yet")
     last = outcomes[0]
-    told = f"{last['update_id']!r} was {last['phase'].replace('_', ' ')}"
+    outcome = f"{last['update_id']!r} was {last['phase'].replace('_', ' ')}"
     if (error := last.get("error")) is None:
         is_live = last["phase"] == "committed"
-        return Finding(name, told, State.GOOD if is_live else State.NOTE)
+        return Finding(name, outcome, State.GOOD if is_live else State.NOTE)
     return Finding(
         name,
-        f"{told}: {error['code']}: {error['message']}",
+        f"{outcome}: {error['code']}: {error['message']}",
         State.WRONG,
         InflightError.from_dict(error).remedy,
     )
@@ -250,14 +249,14 @@ def _pause(name: str, pause: Facts, requests: tuple[int, int]) -> Finding:
 
 
 def _requests(found: Probe, engine: int) -> tuple[int, int]:
-    """How many run and wait, from the metrics; zeros where they say nothing."""
-    told = found["/metrics"]
-    text = told.get("body") if told.get("status") == 200 else ""
+    """How many requests run and wait, by the metrics; 0 where they do not say it."""
+    metrics = found["/metrics"]
+    text = metrics.get("body") if metrics.get("status") == 200 else ""
     sums = {"running": 0.0, "waiting": 0.0}
     for sample in _samples(text if isinstance(text, str) else ""):
-        what = sample.name.removeprefix("vllm:num_requests_")
-        if what in sums and sample.labels.get("engine") == str(engine):
-            sums[what] += sample.value
+        state = sample.name.removeprefix("vllm:num_requests_")
+        if state in sums and sample.labels.get("engine") == str(engine):
+            sums[state] += sample.value
     return int(sums["running"]), int(sums["waiting"])
 
 
@@ -269,7 +268,7 @@ def _samples(text: str) -> Iterator[Any]:
 
 
 def _engines(found: Probe, path: str) -> list[Facts]:
-    """The facts of every engine of a data-parallel server; none if it said none."""
+    """The reply of each engine of a data-parallel server; empty if there is none."""
     body = found[path].get("body")
     if found[path].get("status") != 200 or not isinstance(body, dict):
         return []

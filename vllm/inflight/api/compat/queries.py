@@ -86,6 +86,7 @@ async def abort_requests(engine: Any, body: dict[str, Any]) -> Reply:
 
 async def weight_version(engine: Any, body: dict[str, Any]) -> Reply:
     """The label of what is served."""
+    Fields(body).only()
     info = await control_of(engine).info()
     return {"weight_version": info["weight_version"]}
 
@@ -104,6 +105,7 @@ async def model_info(engine: Any, body: dict[str, Any]) -> Reply:
 
     What came without a path, over a wire, leaves the one of the start.
     """
+    Fields(body).only()
     (source, *_) = await control_of(engine).ask("source")
     model = engine.vllm_config.model_config
     return {

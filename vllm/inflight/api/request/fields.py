@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from vllm.inflight.api.request.schema import FLAG, OPENING, Schema
+from vllm.inflight.api.request.schema import OPENING, Schema
 from vllm.inflight.errors import Malformed
 from vllm.inflight.release_fields import ReleaseField, settled
 
@@ -105,10 +105,12 @@ class Fields:
 
         What else they may be is the engine's to say.
         """
-        said = {
-            name: self.flag(name, None) for name in schemas if schemas[name] is FLAG
+        flags = {
+            name: value
+            for name, schema in schemas.items()
+            if schema.get("type") == "boolean"
+            and (value := self.flag(name, None)) is not None
         }
-        flags = {name: value for name, value in said.items() if value is not None}
         return self.only(*schemas, *names) | flags
 
 

@@ -27,10 +27,11 @@ from vllm.inflight.api.control.restore import restore, restore_at_start, tried
 from vllm.inflight.api.request import auth, control_port, rate_limit
 from vllm.inflight.api.request.body import SMALL_BYTES, parse, parsed, read
 from vllm.inflight.api.request.fields import Fields
-from vllm.inflight.api.request.schema import FINISHING, OPENING, ROLLING_BACK, described
+from vllm.inflight.api.request.schema import FINISHING, OPENING, ROLLING_BACK
 from vllm.inflight.api.server.admission import Admission
 from vllm.inflight.api.server.health import health
 from vllm.inflight.api.server.metrics import metrics
+from vllm.inflight.api.server.openapi import TAGS, described, serve_docs_offline
 from vllm.inflight.errors import InflightError, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
@@ -209,9 +210,7 @@ class InflightEndpoints:
         auth.check_api_keys(app.state.args.api_key)
         self._app = app
         self._config = control_port.config_of(app.state.args)
-        router = APIRouter(
-            tags=["weight updates"], route_class=framework_routes.DeferringRoute
-        )
+        router = APIRouter(route_class=framework_routes.DeferringRoute)
         if self._config.port:
             paths = {path for _, path in ROUTES}
             app.router.routes[:] = [
@@ -226,11 +225,13 @@ class InflightEndpoints:
                 key for key in ROUTES if framework_routes.owner(app, *key) is not None
             }
             add_routes(router, rate_limit.RateLimit(self._config.begin_rate), taken)
+            app.openapi_tags = [*(app.openapi_tags or ()), *TAGS]
         router.add_api_route("/metrics", metrics, methods=["GET"])
         router.add_api_route(
             "/health", health, methods=["GET"], response_class=Response
         )
         app.include_router(router)
+        serve_docs_offline(app)
         app.add_middleware(Admission)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:

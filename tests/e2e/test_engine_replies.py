@@ -1,0 +1,25 @@
+"""The replies that stand for an engine in route tests are those of an engine."""
+
+from pathlib import Path
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from tests.support.engine_replies import UNRECORDED, record, recorded, shape
+from vllm.inflight.engine.controller import _CALLS
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_core_replies_with_the_keys_that_are_recorded(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    found = record(core, folders["new"])
+    known = recorded()
+    assert {key: shape(reply) for key, reply in found.items()} == {
+        key: shape(reply) for key, reply in known.items() if key not in UNRECORDED
+    }
+
+
+def test_every_call_has_a_recorded_reply() -> None:
+    assert _CALLS.keys() <= recorded().keys()
