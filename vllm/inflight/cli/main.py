@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import vllm.inflight
+from vllm.inflight.cli import control
 from vllm.inflight.config import ADMIN_KEY_ENV, admin_key
 
 Command = Callable[[argparse.Namespace], int]
@@ -149,6 +150,7 @@ def parser() -> argparse.ArgumentParser:
         help="look a second time after so many seconds, to see whether an update "
         "moves. Default: 2",
     )
+    control.add_commands(commands)
     return whole
 
 
