@@ -101,7 +101,7 @@ def test_a_failure_that_nobody_asks_for_is_logged_before_the_publisher_closes(
     engine, logged
 ):
     engine.faults[UPDATE] = [WeightsMismatch("unknown: a.weight")] * 2
-    with publisher(engine) as to:
+    with pytest.raises(WeightsMismatch), publisher(engine) as to:
         to.publish("step-7", block=False)
     (line,) = logged
     assert "'step-7'" in line and "unknown: a.weight" in line

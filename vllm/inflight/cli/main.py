@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import vllm.inflight
+from vllm.inflight.cli import control
 from vllm.inflight.config import ADMIN_KEY_ENV, API_KEY_ENV, admin_key
 
 # Commands import what they need when they run: `--help` waits neither for vLLM nor for
@@ -120,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
         help="look a second time after so many seconds, to see whether an update "
         "moves. Default: 2",
     )
+    control.add_commands(commands)
     return whole
 
 

@@ -45,7 +45,9 @@ class Engine(Protocol):
         """`POST /abort_weight_update`."""
         ...
 
-    def rollback(self, to_version: str | None, patience: RetryBudget) -> Reply:
+    def rollback(
+        self, to_version: str | None, patience: RetryBudget, mode: str | None = None
+    ) -> Reply:
         """`POST /rollback_weights`, once: made twice it goes forth again."""
         ...
 
@@ -59,6 +61,18 @@ class Engine(Protocol):
 
     def names(self, patience: RetryBudget) -> Reply:
         """`GET /weight_names`."""
+        ...
+
+    def pause(self, body: Reply, patience: RetryBudget) -> Reply:
+        """`POST /pause_generation`."""
+        ...
+
+    def resume(self, owner: str | None, patience: RetryBudget) -> Reply:
+        """`POST /continue_generation`."""
+        ...
+
+    def pause_state(self, patience: RetryBudget) -> Reply:
+        """`GET /is_paused`; an engine of this process has `is_paused` alone."""
         ...
 
     def close(self) -> None:
@@ -124,9 +138,14 @@ class InProcessEngine:
         """Give an update up."""
         return self._run(patience, self._engine.abort_weight_update, update_id)
 
-    def rollback(self, to_version: str | None, patience: RetryBudget) -> Reply:
+    def rollback(
+        self, to_version: str | None, patience: RetryBudget, mode: str | None = None
+    ) -> Reply:
         """Serve the version before again."""
-        return self._run(patience, self._engine.rollback_weights, to_version)
+        rollback = self._engine.rollback_weights
+        if mode is None:
+            return self._run(patience, rollback, to_version)
+        return self._run(patience, rollback, to_version, mode=mode)
 
     def status(self, update_id: str | None, patience: RetryBudget) -> Reply:
         """Where an update stands, or all that is known."""
@@ -139,6 +158,19 @@ class InProcessEngine:
     def names(self, patience: RetryBudget) -> Reply:
         """Name, shape and dtype of every tensor that an update may bring."""
         return self._run(patience, self._engine.weight_names)
+
+    def pause(self, body: Reply, patience: RetryBudget) -> Reply:
+        """Pause, or renew a pause."""
+        return self._run(patience, self._engine.pause_generation, **body)
+
+    def resume(self, owner: str | None, patience: RetryBudget) -> Reply:
+        """Continue decoding after a pause."""
+        return self._run(patience, self._engine.continue_generation, owner)
+
+    def pause_state(self, patience: RetryBudget) -> Reply:
+        """Whether decoding is paused."""
+        # The method returns a plain truth value.
+        return {"is_paused": bool(self._run(patience, self._engine.is_paused))}
 
     def close(self) -> None:
         """Nothing to close."""

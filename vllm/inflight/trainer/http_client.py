@@ -59,10 +59,16 @@ class HttpEngine:
         body = {"update_id": update_id}
         return self._ask("POST", "/abort_weight_update", patience, body)
 
-    def rollback(self, to_version: str | None, patience: RetryBudget) -> Reply:
-        """Serve the version before again."""
-        body = {"to_version": to_version}
-        return self._ask("POST", "/rollback_weights", patience, body, is_repeated=False)
+    def rollback(
+        self, to_version: str | None, patience: RetryBudget, mode: str | None = None
+    ) -> Reply:
+        """Serve the version before again; with mode `wait` the reply may take long."""
+        body = {"to_version": to_version} | ({} if mode is None else {"mode": mode})
+        path, reply_s = (
+            "/rollback_weights",
+            None if mode is None else patience.timeout_s,
+        )
+        return self._ask("POST", path, patience, body, reply_s, is_repeated=False)
 
     def status(self, update_id: str | None, patience: RetryBudget) -> Reply:
         """Where an update stands, or all that is known."""
@@ -76,6 +82,25 @@ class HttpEngine:
     def names(self, patience: RetryBudget) -> Reply:
         """Name, shape and dtype of every tensor that an update may bring."""
         return self._ask("GET", "/weight_names", patience)
+
+    def update_from_disk(self, body: Reply, patience: RetryBudget) -> Reply:
+        """Serve a checkpoint of the server's host; `body` names its update."""
+        path = "/update_weights_from_disk"
+        return self._ask("POST", path, patience, body, patience.timeout_s)
+
+    def pause(self, body: Reply, patience: RetryBudget) -> Reply:
+        """Pause, or renew a pause; with mode `wait` the reply may take long."""
+        return self._ask(
+            "POST", "/pause_generation", patience, body, patience.timeout_s
+        )
+
+    def resume(self, owner: str | None, patience: RetryBudget) -> Reply:
+        """Continue decoding after a pause."""
+        return self._ask("POST", "/continue_generation", patience, {"owner": owner})
+
+    def pause_state(self, patience: RetryBudget) -> Reply:
+        """Whether decoding is paused, in which mode, and by which owner."""
+        return self._ask("GET", "/is_paused", patience)
 
     def init_transport(self, init_info: Reply, patience: RetryBudget) -> Reply:
         """Connect the configured backend, once: made twice it is refused as busy."""

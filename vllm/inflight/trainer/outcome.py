@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm.inflight.errors import Cancelled
 
@@ -44,9 +45,58 @@ class Outcome:
         return next(iter(self.epochs.values()), None)
 
 
-def note_failure(version: str | None, future: Future[Outcome]) -> None:
-    """Log a publish that failed: nobody may ever ask its future."""
-    error = None if future.cancelled() else future.exception()
+class PublishFuture(Future[Outcome]):
+    """The future of a publish, which knows whether its user has read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_read = False
+        """Whether result(), exception(), cancel() or a callback has the outcome."""
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        """The outcome; raises the error of the publish."""
+        self.is_read |= timeout is None or self.done()
+        try:
+            return super().result(timeout)
+        finally:
+            self.is_read |= self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error of the publish; None if it has none."""
+        self.is_read |= timeout is None or self.done()
+        try:
+            return super().exception(timeout)
+        finally:
+            self.is_read |= self.done()
+
+    def cancel(self) -> bool:
+        """Cancel the publish if it has not begun."""
+        self.is_read = True
+        return super().cancel()
+
+    def add_done_callback(self, call: Callable[[Future[Outcome]], object]) -> None:
+        """Have `call` called with this future when it is done."""
+        self.is_read = True
+        super().add_done_callback(call)
+
+    def note_failure(self, version: str | None) -> None:
+        """Log the error of the publish, if it fails: nobody may ever read it."""
+        super().add_done_callback(partial(_note_failure, version))
+
+    @property
+    def unread_error(self) -> BaseException | None:
+        """The error of a publish that failed, if its user has not read it."""
+        if self.is_read or not self.done():
+            return None
+        return _error_of(self)
+
+
+def _error_of(future: Future[Outcome]) -> BaseException | None:
+    return None if future.cancelled() else Future.exception(future)
+
+
+def _note_failure(version: str | None, future: Future[Outcome]) -> None:
+    error = _error_of(future)
     if isinstance(error, Cancelled):
         logger.error("publish of %r was given up: %s", version, error)
     elif error is not None:

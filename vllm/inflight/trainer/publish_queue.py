@@ -16,13 +16,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from vllm.inflight.background import Background
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.trainer.coordinator import GIVE_UP_S, SLACK_S
-from vllm.inflight.trainer.outcome import Outcome
+from vllm.inflight.trainer.outcome import Outcome, PublishFuture
 from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot
 
@@ -53,7 +52,7 @@ class QueuedPublish:
     snapshot_s: float = 0.0
     mapped: dict[str, str] = field(default_factory=dict)
     """From names of the source to those of the model, as `auto` has found them."""
-    future: Future[Outcome] = field(default_factory=Future)
+    future: PublishFuture = field(default_factory=PublishFuture)
     patience: RetryBudget = field(default_factory=lambda: RetryBudget(0.0))
     """Made when its turn comes; whoever gives the job up, gives this up."""
 
@@ -110,7 +109,8 @@ class PublishQueue:
                 raise RuntimeError(
                     "one publish is under way and one waits, so this call would block "
                     "the engine's event loop until there is a place; await one of "
-                    "them first, or use await asyncio.to_thread(publisher.publish, ...)"
+                    "them first, or use await publisher.apublish(...) "
+                    "or await asyncio.to_thread(publisher.publish, ...)"
                 )
             self._changed.wait_for(lambda: self._waiting is None)
             self._require_open()
@@ -147,9 +147,13 @@ class PublishQueue:
                         raise  # its own
                     tell(job)
         except KeyboardInterrupt:
-            if not job.future.cancel():
-                job.patience.give_up(Cancelled("the call of publish was interrupted"))
+            self.give_one_up(job, "the call of publish was interrupted")
             raise
+
+    def give_one_up(self, job: QueuedPublish, why: str) -> None:
+        """Give one job up, unless it is committed; the others go on."""
+        if not job.future.cancel():
+            job.patience.give_up(Cancelled(why))
 
     def give_way(self, seconds: float) -> bool:
         """Wait; True as soon as a newer job is to replace the one under way.

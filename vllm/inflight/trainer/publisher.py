@@ -16,23 +16,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import torch
+
 from vllm.inflight.errors import (
+    Cancelled,
     ConfigError,
     EngineUnreachable,
     TooManyUpdates,
     UpdateBusy,
 )
 from vllm.inflight.tensor_names import matcher
-from vllm.inflight.trainer.coordinator import Coordinator, Progress
+from vllm.inflight.trainer.controls import Controls
+from vllm.inflight.trainer.coordinator import Coordinator, Progress, asked
 from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
+from vllm.inflight.trainer.http_client import Reply
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
-from vllm.inflight.trainer.outcome import Outcome, note_failure, note_unheard
+from vllm.inflight.trainer.outcome import Outcome, note_unheard
+from vllm.inflight.trainer.pausing import Pause, in_thread
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
-from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S
+from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
 from vllm.inflight.update import PauseMode, check_label, check_subset, renamer
@@ -41,10 +46,7 @@ WIRES = ("shm", "disk")
 SHORT_S = 1.0
 """A server that does not answer in less than this may be well, and busy."""
 
-BLOCKS = (
-    "would block the event loop that the engine answers on; use block=False, or "
-    "await asyncio.to_thread(...)"
-)
+BLOCKS = "would block the event loop that the engine answers on; use "
 
 
 class Publisher:
@@ -132,6 +134,10 @@ class Publisher:
         )
         self._queue = PublishQueue(on_busy, timeout_s, self._deliver)
         self._calls = threading.Lock()
+        self._unread: list[QueuedPublish] = []
+        """With `block=False`: under way, or failed and not read."""
+        self._controls = Controls(self._engines, asked)
+        self._timeout_s = timeout_s
         self._committed = float("-inf")
         for one in {None, self._directory}:
             sweep(directory=one)
@@ -194,15 +200,91 @@ class Publisher:
                 be missing from every later one. Or a subset, and `name_map="auto"`
                 has not found out the names yet.
             InflightError: what an engine refused. No engine serves the version then.
-                With `block=False` the future raises it, and a line is logged.
+                With `block=False` the future raises it, and a line is logged. If
+                nobody reads the future, the next `publish` or `close` raises it; that
+                publish sends nothing.
             OSError: there is no room for a snapshot.
             RuntimeError: the publisher is closed, or this is called on the event loop
-                of an `AsyncLLM` and would block it.
+                of an `AsyncLLM` and would block it; await `apublish` there.
 
         """
         may_wait = not self._is_on_the_loop()
         if block and not may_wait:
-            raise RuntimeError(f"publish(block=True) {BLOCKS}")
+            raise RuntimeError(
+                f"publish(block=True) {BLOCKS}block=False, await apublish(...), or "
+                "await asyncio.to_thread(...)"
+            )
+        job = self._taken(
+            version, mode, step, subset, base_version, may_wait=may_wait, block=block
+        )
+        return self._queue.result(job) if block else job.future
+
+    async def apublish(
+        self,
+        version: str | None = None,
+        *,
+        mode: str | None = None,
+        step: int | None = None,
+        subset: Sequence[str] | None = None,
+        base_version: str | None = None,
+    ) -> Outcome:
+        """Publish, and let the event loop go on; for the loop of an `AsyncLLM` too.
+
+        The snapshot is taken in another thread. Change the weights only after this
+        has returned. If the task is cancelled, the publish is given up, unless it is
+        committed.
+
+        Args:
+            version: the label to serve it under; the engine names it if None.
+            mode: what happens to running requests at the commit: `in_place`,
+                `retract`, `abort` or `wait`; by default the engine says.
+            step: the trainer's step number, which `/weight_info` then tells.
+            subset: patterns of the model's names, if only these have changed.
+            base_version: refuse unless this is the label that is served.
+
+        Returns:
+            The `Outcome`.
+
+        Raises:
+            ConfigError: as `publish` raises it.
+            InflightError: what an engine refused. No engine serves the version then.
+            OSError: there is no room for a snapshot.
+            RuntimeError: the publisher is closed.
+
+        """
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def take() -> QueuedPublish:
+            if device is not None:
+                torch.cuda.set_device(device)  # it is another one in a new thread
+            facts = version, mode, step, subset, base_version
+            return self._taken(*facts, may_wait=True, block=True)
+
+        why = "the task that called apublish was cancelled"
+
+        def give_up(taken: Future[QueuedPublish]) -> None:
+            if taken.exception() is None:
+                self._queue.give_one_up(taken.result(), why)
+
+        job = await in_thread(take, undo=give_up)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(job.future))
+        except asyncio.CancelledError:
+            self._queue.give_one_up(job, why)
+            raise
+
+    def _taken(
+        self,
+        version: str | None,
+        mode: str | None,
+        step: int | None,
+        subset: Sequence[str] | None,
+        base_version: str | None,
+        *,
+        may_wait: bool,
+        block: bool,
+    ) -> QueuedPublish:
+        """A publish whose snapshot is taken and which is in the queue."""
         mode = None if mode is None else PauseMode.parse(mode).value
         version = check_label(version)
         step = None if step is None else operator.index(step)
@@ -218,26 +300,54 @@ class Publisher:
             version, mode, step, patterns, base_version, time.monotonic()
         )
         with self._turn(may_wait):
+            self._raise_unread()
             has_place = self._queue.make_room(may_wait=may_wait)
             if has_place:
                 self._enqueue(job)
             else:
                 sources.take_part(self._source)
                 job.future.set_result(job.skipped())
-        if block:
-            return self._queue.result(job)
-        job.future.add_done_callback(partial(note_failure, version))
-        return job.future
+            if not block:
+                job.future.note_failure(version)
+                self._unread.append(job)
+        return job
+
+    def _raise_unread(self) -> None:
+        """Raise the error of an earlier publish whose future nobody has read."""
+        unread = self._failures()
+        if not unread:
+            return
+        sources.take_part(self._source)  # else the trainer's other ranks wait for it
+        raise _of_unread(unread, "nothing of this publish was sent")
+
+    def _failures(self) -> list[QueuedPublish]:
+        """Publishes that failed and whose futures nobody has read, once each."""
+        left = [job for job in self._unread if not job.future.is_read]
+        self._unread = [job for job in left if not job.future.done()]
+        errors = [(job, job.future.unread_error) for job in left]
+        # What was given up, was given up by the user of this publisher.
+        return [
+            job
+            for job, error in errors
+            if error is not None and not isinstance(error, Cancelled)
+        ]
 
     def close(self) -> None:
         """Finish what was published, then let the engines go. Idempotent.
 
         While it waits it logs what for, if an engine is busy or does not answer.
+
+        Raises:
+            InflightError: the error of a publish with `block=False` whose future
+                nobody has read; it is raised once, after everything is closed.
+
         """
         if not self._queue.is_idle and self._is_on_the_loop():
-            raise RuntimeError(f"close() {BLOCKS}")
+            raise RuntimeError(f"close() {BLOCKS}await asyncio.to_thread(...)")
         self._queue.close()
         self._let_go()
+        if unread := self._failures():
+            raise _of_unread(unread, "the publisher is closed")
 
     def __enter__(self) -> Publisher:
         """The publisher, closed at the end of the `with`."""
@@ -254,6 +364,86 @@ class Publisher:
         self._queue.give_up(why, wait=may_wait)
         if may_wait:
             self._let_go()
+
+    def status(self, update_id: str | None = None) -> dict[str, Reply]:
+        """`ControlClient.status` of every engine.
+
+        Returns:
+            Name of the engine → its reply; likewise for the methods below.
+
+        """
+        return self._controls.status(update_id, self._budget("status"))
+
+    def weight_info(self) -> dict[str, Reply]:
+        """`ControlClient.weight_info` of every engine."""
+        return self._controls.weight_info(self._budget("weight_info"))
+
+    def rollback(
+        self, to_version: str | None = None, mode: str | None = None
+    ) -> dict[str, Reply]:
+        """Roll every engine back, or none: see `ControlClient.rollback`.
+
+        Raises:
+            VersionConflict: the engines have different rollback targets.
+
+        """
+        return self._controls.rollback(to_version, mode, self._budget("rollback"))
+
+    def pause(
+        self,
+        mode: str = "in_place",
+        *,
+        lease_s: float | None = None,
+        owner: str | None = None,
+        flush_cache: bool = False,
+    ) -> Pause:
+        """Pause every engine, or none: see `ControlClient.pause`.
+
+        Returns:
+            A `Pause` for a `with` block; its `replies` has the reply of each engine.
+
+        """
+        budget = self._budget("pause")
+        pause = self._controls.pause(
+            self._timeout_s,
+            mode=mode,
+            lease_s=lease_s,
+            owner=owner,
+            flush_cache=flush_cache,
+        )
+        pause._begin(budget)
+        return pause
+
+    def continue_(self, owner: str | None = None) -> dict[str, Reply]:
+        """Continue every engine, then raise if one rejected it."""
+        return self._controls.continue_(owner, self._budget("continue_"))
+
+    def is_paused(self) -> bool:
+        """Whether decoding is paused on one engine at least."""
+        return self._controls.is_paused(self._budget("is_paused"))
+
+    def abort(self, update_id: str | None = None) -> dict[str, Reply]:
+        """Abort an update on every engine that has it.
+
+        Returns:
+            Replies of those engines.
+
+        """
+        return self._controls.abort(update_id, self._budget("abort"))
+
+    def wait_for(
+        self, version: str, timeout_s: float | None = None
+    ) -> dict[str, Reply]:
+        """Wait until every engine serves a version: see `ControlClient.wait_for`."""
+        return self._controls.wait_for(version, self._budget("wait_for", timeout_s))
+
+    def _budget(self, method: str, timeout_s: float | None = None) -> RetryBudget:
+        if self._is_on_the_loop():
+            raise RuntimeError(
+                f"{method}() {BLOCKS}the engine's own methods, or await "
+                "asyncio.to_thread(...)"
+            )
+        return RetryBudget(self._timeout_s if timeout_s is None else timeout_s)
 
     def _let_go(self) -> None:
         for engine in self._engines:
@@ -399,3 +589,19 @@ class Publisher:
         return any(
             isinstance(e, InProcessEngine) and e.loop is running for e in self._engines
         )
+
+
+def _of_unread(unread: Sequence[QueuedPublish], consequence: str) -> BaseException:
+    """The error of the first of these publishes, with notes on all of them."""
+    first, *others = [job.future.unread_error for job in unread]
+    assert first is not None
+    for job, error in zip(unread, [first, *others], strict=True):
+        # Whoever has the future after all is told there.
+        job.future.is_read = True
+        also = "" if error is first else f"; its error: {error}"
+        first.add_note(
+            f"the publish of {job.version!r} failed earlier, and nobody has "
+            f"read its future (block=False){also}"
+        )
+    first.add_note(consequence)
+    return first
