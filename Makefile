@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-slow test-ray test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench docs sizes upstream clean
+.PHONY: help setup build demo test test-slow test-ray test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench docs site sizes upstream clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-20s %s\n", $$1, $$2}'
@@ -52,7 +52,7 @@ build: | $(VENV)/.installed-$(DEVICE) ## the native core again, after a change i
 demo: setup ## weights change while tokens flow: pictures and a report in out/demo/
 	PYTHONPATH=$(CURDIR)/tests/support/calm $(PY) -m examples.demo
 
-test: setup lint ## lint, then every fast test that needs no GPU
+test: setup lint site ## lint, build the site, then every fast test that needs no GPU
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
 
 # They look at how much of the GPU's memory is free, which other lanes would change, or take it.
@@ -115,8 +115,18 @@ build/schemathesis: # beside the environment: nothing else needs it
 bench: setup ## the CPU benchmarks
 	$(PY) -m benchmarks.cpu
 
-docs: setup ## the generated pages of docs/
+docs: setup ## the generated tables of docs/, then the site in build/site/
 	$(PY) -m docs.generate
+	$(MAKE) site
+
+# Not quiet: MkDocs counts only the warnings that it shows.
+site: build/mkdocs/.installed
+	NO_MKDOCS_2_WARNING=1 build/mkdocs/bin/mkdocs build --strict
+
+build/mkdocs/.installed: requirements/docs.txt # beside the environment: nothing else needs it
+	$(PYTHON) -m venv build/mkdocs
+	build/mkdocs/bin/python -m pip install --quiet --no-deps -r $<
+	touch $@
 
 sizes: ## lines of every file, and of all
 	@find vllm csrc tests examples benchmarks docs *.py \

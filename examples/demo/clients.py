@@ -1,8 +1,8 @@
 """The clients: they stream completions without pause while the weights change.
 
 `python -m examples.demo.clients --streams 8 --seed 0`, started by arm.py. A client
-that has its last token asks for the next completion at once. Every token is
-written down with the time it came.
+asks for its next completion as soon as it has the last token of one. It records when
+every token arrived.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -20,11 +21,25 @@ from examples.demo import child, corpus
 from examples.demo.rollout import LIMITS, MODEL, TIMEOUT_S
 
 NUM_TOKENS, PROMPT_BYTES = 384, 32
-DATA, DONE = "data: ", "[DONE]"
+DATA, DONE = b"data: ", b"[DONE]"
+
+
+async def events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of every event of a stream, as it arrives.
+
+    `aiter_lines` also ends a line at characters that the text of a token may have,
+    such as U+2028 and U+0085. Events end with an empty line, and JSON has none.
+    """
+    rest = b""
+    async for data in reply.aiter_bytes():
+        *complete, rest = (rest + data).split(b"\n\n")
+        for event in complete:
+            if event.startswith(DATA) and not event.endswith(DONE):
+                yield json.loads(event.removeprefix(DATA))
 
 
 async def stream(client: httpx.AsyncClient, prompt: str) -> dict[str, Any]:
-    """One completion: when how many tokens came, and of which versions they are."""
+    """Stream one completion; return its tokens' arrival times and version spans."""
     body = {
         "model": MODEL,
         "prompt": prompt,
@@ -40,10 +55,7 @@ async def stream(client: httpx.AsyncClient, prompt: str) -> dict[str, Any]:
     try:
         async with client.stream("POST", "/v1/completions", json=body) as reply:
             reply.raise_for_status()
-            async for line in reply.aiter_lines():
-                if not line.startswith(DATA) or line.endswith(DONE):
-                    continue
-                chunk = json.loads(line.removeprefix(DATA))
+            async for chunk in events(reply):
                 if "error" in chunk:
                     raise RuntimeError(chunk["error"])
                 for choice in chunk["choices"]:
@@ -52,7 +64,7 @@ async def stream(client: httpx.AsyncClient, prompt: str) -> dict[str, Any]:
                     spans = choice["weight_versions"] or spans
         count = sum(count for _, count in arrivals)
         if count != NUM_TOKENS or spans[-1]["end"] != NUM_TOKENS:
-            raise RuntimeError(f"{count} tokens came, and their versions are {spans}")
+            raise RuntimeError(f"{count} tokens arrived, version spans {spans}")
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
     return {
@@ -67,7 +79,7 @@ async def stream(client: httpx.AsyncClient, prompt: str) -> dict[str, Any]:
 async def stream_on(
     client: httpx.AsyncClient, number: int, seed: int, stopped: asyncio.Event
 ) -> None:
-    """One client: completion after completion until `stopped`."""
+    """Run one client: completion after completion until `stopped` is set."""
     rng = random.Random(f"{seed} {number}")
     while not stopped.is_set():
         prompt = corpus.text_prompt(rng, PROMPT_BYTES)
@@ -75,7 +87,7 @@ async def stream_on(
 
 
 async def stream_all(num_streams: int, seed: int) -> None:
-    """All clients, from the parent's order until it lets go."""
+    """Run all clients, from the parent's order until the parent closes the pipe."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     orders = child.orders(at_end=lambda: loop.call_soon_threadsafe(stopped.set))

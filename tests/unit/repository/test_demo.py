@@ -6,12 +6,15 @@ import json
 import random
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
-from examples.demo import task
+from examples.demo import clients, task
 from examples.demo.alphabet import END, PAD, decode, encode, make_tokenizer
 from examples.demo.gaps import MARGIN_S, Spread, Windows, gaps_of, sort_gaps
 from examples.demo.gradient import MAX_AGE, MAX_RATIO, Batch, policy_loss
@@ -35,6 +38,47 @@ ROOT = Path(__file__).parents[3]
 )
 def test_the_verifier_wants_the_digits_in_ascending_order(answer, expected):
     assert task.reward("52817>", answer) == expected
+
+
+class Stream(BaseHTTPRequestHandler):
+    """Answers with tokens whose text has what Unicode calls ends of lines."""
+
+    def do_POST(self) -> None:
+        span = {"version": "v", "epoch": 1, "start": 0}
+        chunks = (
+            {
+                "text": "a\u2028b\u2029c\u0085d\u000be\u001cf\r\n\n",
+                "token_ids": [number],
+                "weight_versions": [span | {"end": number + 1}],
+            }
+            for number in range(clients.NUM_TOKENS)
+        )
+        lines = (json.dumps({"choices": [c]}, ensure_ascii=False) for c in chunks)
+        sent = "".join(f"data: {line}\n\n" for line in (*lines, "[DONE]")).encode()
+        self.send_response(200)
+        self.end_headers()
+        for start in range(0, len(sent), 1000):  # inside of events and of characters
+            self.wfile.write(sent[start : start + 1000])
+            self.wfile.flush()
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test's output clean."""
+
+
+async def test_a_client_reads_tokens_whose_text_has_ends_of_lines():
+    with HTTPServer(("127.0.0.1", 0), Stream) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            async with httpx.AsyncClient(base_url=url) as client:
+                seen = await clients.stream(client, "prompt")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert seen["error"] is None
+    assert sum(count for _, count in seen["arrivals"]) == clients.NUM_TOKENS
+    assert seen["spans"][-1]["end"] == clients.NUM_TOKENS
 
 
 def test_zeros_and_repeated_digits_are_kept():
