@@ -37,14 +37,14 @@ from vllm.inflight.update import ACTIVE, MOVES, PAUSE_MOVES, STRICTNESS
 DOCS = Path(__file__).parent
 
 AT_START_UP = (ConfigError, UpstreamChanged)
-"""Errors that stop a start and that nobody meets over HTTP."""
+"""Errors that stop the start, and never occur over HTTP."""
 
 ENVIRONMENT = {
     ADMIN_KEY_ENV: "Key of the control routes; "
-    "[who may call](http.md#who-may-call) tells what it opens.",
+    "[who may call](http.md#who-may-call) says what it opens.",
     patch.ALLOW_UNTESTED_ENV: "Start on a release of vLLM that was not tested.",
-    doors.ALLOW_RUST_ENV: f"Start with {doors.RUST_ENV} set, although that front "
-    "end has none of our routes.",
+    doors.ALLOW_RUST_ENV: f"Start although {doors.RUST_ENV} is set; that front "
+    "end has none of the control routes.",
 }
 
 
@@ -95,7 +95,7 @@ def fields() -> str:
 
 
 def environment() -> str:
-    """The environment variables that we read."""
+    """The environment variables."""
     rows = ([code(name), what] for name, what in ENVIRONMENT.items())
     return table(["variable", "what it does"], rows)
 
@@ -116,7 +116,7 @@ def errors() -> str:
 
 
 def causes() -> str:
-    """Why tensors of an update are refused."""
+    """Why tensors of an update are rejected."""
     rows = ([code(cause), *told] for cause, told in CAUSES.items())
     return table(["cause", "what happened", "what to do"], rows)
 
@@ -183,7 +183,7 @@ def moves() -> str:
         ]
         for phase, to in MOVES.items()
     )
-    return table(["phase", "what can follow", "holds the second set"], rows)
+    return table(["phase", "what can follow", "occupies the shadow weights"], rows)
 
 
 def pauses() -> str:
@@ -195,7 +195,7 @@ def pauses() -> str:
         ]
         for mode in (None, *STRICTNESS)
     )
-    return table(["in force", "may be asked for"], rows)
+    return table(["current mode", "modes that a pause may ask for"], rows)
 
 
 def upstream_faults() -> str:

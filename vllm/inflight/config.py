@@ -1,4 +1,4 @@
-"""The knobs, each once: dataclass field, `vllm serve` flag and documentation.
+"""The configuration: each knob is a field, a `vllm serve` flag and its documentation.
 
 `vllm serve --inflight-staging host` and
 `LLM(additional_config={"inflight": {"staging": "host"}})` are the same setting:
@@ -31,7 +31,7 @@ def _knob(
 
 
 def _choice(value: Any) -> Any:
-    """The choice that a value belongs to: `versioned:2` is one of `versioned:K`."""
+    """The entry of `choices` that allows a value: `versioned:2` is `versioned:K`."""
     name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
     if number.isdecimal() and 1 <= int(number) <= 64:
         return f"{name}:K"
@@ -44,140 +44,142 @@ def _is_within(value: Any, kind: type, low: float, high: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InflightConfig:
-    """Configuration of vLLM in-flight, equal in every process of an engine."""
+    """Configuration of vLLM in-flight; the same in every process of an engine."""
 
     staging: str = _knob(
         "auto",
-        "Where a new version grows beside the one served: 'device' (a second set "
-        "of pages in GPU memory; the choice of 'auto' on a GPU), 'host' (a second "
-        "set of weights in host memory; the choice of 'auto' on the CPU build), "
-        "'off' (no second set: weight updates are refused).",
+        "Where the shadow weights are, into which an update is loaded while the live "
+        "weights serve. 'device': in GPU memory. 'host': in host memory. 'auto': "
+        "'device' on a GPU, 'host' on the CPU build. 'off': there are none, and "
+        "weight updates are rejected.",
         choices=("auto", "device", "host", "off"),
     )
     prefix_cache: str = _knob(
         "versioned",
-        "'versioned': a new request never reads KV that other weights computed. "
-        "'versioned:K': it may read KV that is up to K updates old, K from 1 to 64. "
-        "'versioned:auto': it may read KV of weights that have hardly moved since, see "
-        "prefix_cache_drift. 'shared': it may read any, as in upstream vLLM.",
+        "Which KV in the prefix cache a new request may read. 'versioned': only KV "
+        "that the live weights computed. 'versioned:K': KV that is up to K updates "
+        "old, K from 1 to 64. 'versioned:auto': KV of weights that have hardly "
+        "changed since, see prefix_cache_drift. 'shared': all KV, as in upstream "
+        "vLLM.",
         choices=("versioned", "versioned:K", "versioned:auto", "shared"),
     )
     prefix_cache_drift: float = _knob(
         0.001,
-        "With 'versioned:auto': how far the weights may move away from those that "
-        "computed KV, as a share of their length and added up over updates, before new "
-        "requests do not read it any more. 0 to 1.",
+        "Limit for 'versioned:auto'. The change of the weights since the KV was "
+        "computed is summed over updates, as a share of the weights' norm. Above the "
+        "limit, new requests no longer read that KV. 0 to 1.",
         limits=(0, 1),
     )
     openai_spans: str = _knob(
         "on",
-        "'on': the choices of OpenAI's replies have the field weight_versions. "
-        "'off': only if the request asks for it.",
+        "'on': every choice of an OpenAI reply has the field weight_versions. 'off': "
+        "only if the request asks for it.",
         choices=("on", "off"),
     )
     kv_versions: str = _knob(
         "off",
         "'on': every output says which versions computed the KV that it attended to. "
-        "'off': those of requests that ask for it do.",
+        "'off': only outputs of requests that ask for it.",
         choices=("off", "on"),
     )
     when_paused: str = _knob(
         "queue",
-        "What happens to requests that arrive during a pause: 'queue' (they wait), "
-        "'reject' (503 with Retry-After; each request then asks the engine first).",
+        "What happens to requests that arrive during a pause. 'queue': they wait. "
+        "'reject': they are answered with 503 and Retry-After; the server then asks "
+        "the engine before each request.",
         choices=("queue", "reject"),
     )
     update_deadline_s: float = _knob(
         600.0,
-        "Most seconds from the start of an update to its commit; after that it "
-        "is aborted and serving goes on with the old weights. 0.1 to 86400.",
+        "Most seconds from the start of an update to its commit. After that the "
+        "update is aborted, and the old weights serve on. 0.1 to 86400.",
         limits=(0.1, 86400),
     )
     pause_lease_s: float = _knob(
         0.0,
-        "Seconds after which a pause ends by itself unless its controller renews it, "
-        "where the pause does not say; 0: never. 0 to 86400.",
+        "Default lease of a pause: the pause ends after so many seconds unless its "
+        "owner renews it. 0: it does not end by itself. 0 to 86400.",
         limits=(0, 86400),
     )
     health_s: float = _knob(
         60.0,
-        "Seconds after which `/health` says 503 because the engine core has not "
-        "answered, more than any step or call of the core may take; 0: never, as in "
-        "upstream vLLM. 0 to 86400.",
+        "`/health` answers 503 if the engine core has not answered for so many "
+        "seconds. Choose more than any step or call of the core may take. 0: never, "
+        "as in upstream vLLM. 0 to 86400.",
         limits=(0, 86400),
     )
     stage_share: float = _knob(
         0.07,
-        "Share of one core that staging may take from each rank while it decodes; "
-        "1 stages as fast as it can. An idle rank stages at full speed, and so "
-        "does one with half of the deadline gone. 0.01 to 1.",
+        "Share of one core that staging may take from each rank while it decodes. "
+        "With 1, staging is as fast as it can be. An idle rank stages at full speed, "
+        "and so does every rank once half of the deadline is over. 0.01 to 1.",
         limits=(0.01, 1),
     )
     stage_gb_per_s: float = _knob(
         250.0,
-        "Most GB a second that staging writes on a GPU, of the memory bandwidth "
-        "that decoding lives on. 1 to 10000.",
+        "Most GB per second that staging writes on a GPU. Staging and decoding share "
+        "the memory bandwidth. 1 to 10000.",
         limits=(1, 10000),
     )
     verify: str = _knob(
         "digest",
-        "'digest': compute the content digest of every tensor, compare it with "
-        "the manifest's and refuse NaN and Inf. 'served': that, and after every commit "
-        "read back what is served, beside decoding, as at each scrub_interval_s. "
-        "'off': check names, shapes, dtypes and completeness only.",
+        "'digest': compute the content digest of every tensor, compare it with the "
+        "manifest's, and reject NaN and Inf. 'served': as 'digest', and after every "
+        "commit scrub the live weights once, see scrub_interval_s. 'off': check "
+        "names, shapes, dtypes and completeness only.",
         choices=("digest", "served", "off"),
     )
 
     scrub_interval_s: float = _knob(
         0.0,
-        "Seconds between two scrubs: what every rank serves is read, slowly and beside "
-        "decoding, and compared with what the digest of its label says; a difference "
-        "is logged, counted in /metrics and told by /health. 0: only on demand. 0 to "
-        "86400.",
+        "Seconds between two scrubs. A scrub reads back the live weights of every "
+        "rank, slowly and while decoding goes on, and compares them with the "
+        "committed digest. A difference is logged, counted in /metrics and reported "
+        "by /health. 0: only on request. 0 to 86400.",
         limits=(0, 86400),
     )
     port: int = _knob(
         0,
-        "Port on which the control routes answer, and then on no other; of several API "
-        "servers the first one listens there. 0: they answer on the server's own port. "
-        "0 to 65535.",
+        "Port of its own for the control routes; no other port then answers them. "
+        "With several API servers, the first one listens there. 0: the server's own "
+        "port answers them. 0 to 65535.",
         limits=(0, 65535),
     )
     host: str = _knob(
         "127.0.0.1",
-        "Address that 'port' is opened on; without a key only this host is answered "
-        "on any.",
+        "Address on which 'port' is opened. Without a key, only callers on this host "
+        "are answered, whatever the address.",
     )
     allowed_paths: str = _knob(
         "",
-        "Folders of the engine's host, with ':' between them, from which updates may "
-        "read files; symlinks are followed before that is judged. Empty: any that the "
+        "Folders on the engine's host from which updates may read files, separated "
+        "by ':'. Symlinks are followed before the check. Empty: every file that the "
         "process can read.",
     )
     journal: str = _knob(
         "",
-        "File of the engine's host that says what is served and which files it came "
-        "from, written at every switch. A server that starts with it serves that "
-        "again. Empty: none.",
+        "File on the engine's host that records the live version and the files it "
+        "was loaded from. It is written at every commit and rollback. A server that "
+        "starts with it serves that version again. Empty: none.",
     )
     begin_rate: float = _knob(
         0.0,
-        "Updates a minute that one caller, told by key or address, may begin over "
-        "HTTP; more are answered 429. Each API server counts its own. 0: any number. "
-        "0 to 6000.",
+        "Most updates per minute that one caller may start over HTTP; a caller is a "
+        "key or an address. Further starts are answered with 429. Each API server "
+        "counts for itself. 0: no limit. 0 to 6000.",
         limits=(0, 6000),
     )
     log_level: str = _knob(
         "info",
-        "Level of the lines that the server's log has of updates, rollbacks and "
-        "pauses, one for each event: 'debug', 'info', 'warning'. What is refused or "
-        "given up is a warning at least. 'off': there are none.",
+        "Level of the server's log lines on updates, rollbacks and pauses, one line "
+        "per event: 'debug', 'info', 'warning'. Rejected and aborted calls are "
+        "logged as warnings at least. 'off': no lines.",
         choices=("debug", "info", "warning", "off"),
     )
     pickled_tensors: str = _knob(
         "off",
-        "'on': `/update_weights_from_tensor` reads SGLang's pickled tensors as well, "
-        "with an unpickler that knows tensors only. 'off': safetensors only.",
+        "'on': `/update_weights_from_tensor` also reads SGLang's pickled tensors, "
+        "with an unpickler that accepts tensors only. 'off': safetensors only.",
         choices=("off", "on"),
     )
 
@@ -214,7 +216,7 @@ class InflightConfig:
         """The configuration in `additional_config["inflight"]`.
 
         Raises:
-            ConfigError: naming the field and what it may be.
+            ConfigError: a field is unknown, or its value is not allowed.
 
         """
         if values is None:
@@ -248,17 +250,17 @@ def admin_key() -> str | None:
 
 
 def check_key(source: str, key: str | None) -> None:
-    """Refuse a key that was meant and that no client can send.
+    """Reject a key that is set but that no client can send.
 
-    An optional secret that is not there arrives as an empty variable. Taken for "no
-    key" it would leave open what its owner believes to be closed.
+    A secret that is missing often arrives as an empty variable. If that meant "no
+    key", the routes would be open although their owner believes them closed.
 
     Args:
         source: the flag or variable that the key comes from, for the message.
         key: the key; None where none was given.
 
     Raises:
-        ConfigError: it is blank, or has blanks around it.
+        ConfigError: the key is blank, or has blanks around it.
 
     """
     if key is None:
@@ -275,14 +277,14 @@ def check_key(source: str, key: str | None) -> None:
 
 
 def check_keys_of_environment(*, serves: bool) -> None:
-    """`check_key` of the variables that a server takes keys from.
+    """Apply `check_key` to the environment variables that hold keys.
 
     Args:
         serves: whether this process starts a server. An engine in the caller's process
-            has no routes, and vLLM's own variable is none of our business there.
+            has no routes, so vLLM's own variable is not checked there.
 
     Raises:
-        ConfigError: one of them is set and cannot be a key.
+        ConfigError: a variable is set and cannot be a key.
 
     """
     check_key(ADMIN_KEY_ENV, os.environ.get(ADMIN_KEY_ENV))

@@ -1,33 +1,33 @@
 """Every error a caller can meet, with its code, its HTTP status and its remedy.
 
 InflightError
- ├─ ConfigError          a knob has a value it cannot have      (start-up)
- ├─ UpstreamChanged      this vLLM is not the one we patch      (start-up)
+ ├─ ConfigError          a configuration value is not allowed   (start-up)
+ ├─ UpstreamChanged      the patches do not fit this vLLM       (start-up)
  ├─ Malformed       400  the request cannot be read
- ├─ Unauthorized    401  no key where one is needed
+ ├─ Unauthorized    401  a needed key is missing
  ├─ Forbidden       403  wrong key, host or file
  ├─ UnknownUpdate   404  no update with that id
- ├─ Conflict        409  the engine is not in a state for this call
- │   ├─ WrongPhase           the update is in another phase
+ ├─ Conflict        409  the state of the engine does not allow the call
+ │   ├─ WrongPhase           the update's phase does not allow the call
  │   ├─ UpdateBusy           another update is under way
- │   ├─ VersionConflict      not the version the caller expected
- │   ├─ NoTransport          no weight transfer configured
- │   ├─ StagingUnavailable   this model's weights cannot be staged
- │   │   └─ OutOfDeviceMemory    the device lacks memory for a second set
- │   ├─ NothingToRollBack    no earlier version is held
- │   ├─ PauseConflict        a pause forbids it, or needs another mode
- │   ├─ EngineAsleep         the memory it needs has been given back
- │   └─ Cancelled            it was given up while it was waited for
- ├─ OwnedByAnother  423  the pause or the update is somebody else's
- ├─ TooManyUpdates  429  begun more often than --inflight-begin-rate
- ├─ EnginePaused    503  requests are refused during this pause
- ├─ WeightsMismatch 422  the weights are incomplete or not as announced
- ├─ EngineFault     500  a rank failed where none may
- │   ├─ ArenaFault           a call of the GPU's driver failed
+ │   ├─ VersionConflict      the caller expected another version
+ │   ├─ NoTransport          no weight transfer backend is configured
+ │   ├─ StagingUnavailable   this engine cannot have shadow weights
+ │   │   └─ OutOfDeviceMemory    the device lacks memory for them
+ │   ├─ NothingToRollBack    there is no rollback target
+ │   ├─ PauseConflict        a pause forbids the call, or its mode
+ │   ├─ EngineAsleep         the weights are asleep or lost
+ │   └─ Cancelled            the wait for an update's bytes was cancelled
+ ├─ OwnedByAnother  423  another owner has the pause or the update
+ ├─ TooManyUpdates  429  more starts than --inflight-begin-rate allows
+ ├─ EnginePaused    503  this pause rejects requests
+ ├─ WeightsMismatch 422  the weights are incomplete, wrong or not as announced
+ ├─ EngineFault     500  a rank failed, without fault of the caller
+ │   ├─ ArenaFault           a call of the GPU driver failed
  │   │   └─ ArenaTorn            a flip or a sleep failed and could not be undone
- │   └─ TransferFault        the bytes of an update stopped coming
- ├─ DeadlineExceeded 504 the update took longer than it was given
- └─ EngineUnreachable 504 no answer from an engine     (trainer's side)
+ │   └─ TransferFault        the transfer of an update broke off
+ ├─ DeadlineExceeded 504 the update was not committed in time
+ └─ EngineUnreachable 504 an engine did not answer     (trainer's side)
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from typing import Any, ClassVar
 OWN_FACTS = "retry_after_s", "missing_bytes", "call", "driver_code", "causes"
 FACTS = "phase", "update_id", *OWN_FACTS
 MAX_TENSORS_LISTED, MAX_NAME_CHARS, MAX_MESSAGE_CHARS = 64, 256, 8192
-"""Of an error that crosses processes: what it names may come from anybody."""
+"""Limits of an error that crosses processes; any caller may have chosen its names."""
 
 
 class Cause(StrEnum):
-    """Why a tensor, or a whole version, cannot be accepted."""
+    """Why a tensor, or a whole version, is rejected."""
 
     UNKNOWN = "unknown"
     UNUSED = "unused"
@@ -64,65 +64,66 @@ class Cause(StrEnum):
 CAUSES: dict[Cause, tuple[str, str]] = {
     Cause.UNKNOWN: (
         "The model has no tensor of that name.",
-        "Send it under the model's name, which name_map can do, or leave it out; "
-        "GET /weight_names lists the names.",
+        "Send the tensor under the model's name (name_map can translate names), or "
+        "leave it out. GET /weight_names lists the names.",
     ),
     Cause.UNUSED: (
-        "The model's loader took the tensor and filled no parameter with it.",
-        "Send it in the form that a checkpoint of this model has, or leave it out.",
+        "The model's loader accepted the tensor and wrote no parameter with it.",
+        "Send the tensor as a checkpoint of this model has it, or leave it out.",
     ),
     Cause.NOT_FINITE: (
-        "Values are NaN or Inf, as they came or in the dtype they are served in.",
-        "Find out where the training made them; allow_nonfinite serves them all the "
-        "same.",
+        "The tensor has NaN or Inf, as sent or after the cast to the model's dtype.",
+        "Find out where the training made them. allow_nonfinite accepts them.",
     ),
     Cause.SHAPE: (
-        "The tensor has another shape than the model's.",
+        "The tensor's shape is not the model's.",
         "Send the whole tensor in the shape that the message states.",
     ),
     Cause.DTYPE: (
-        "The tensor has a dtype that the model cannot take.",
+        "The model does not accept the tensor's dtype.",
         "Send the tensor in the dtype that the message states.",
     ),
     Cause.DIGEST: (
-        "The bytes that arrived are not those that were announced.",
-        "Announce the digests of what is sent, and change nothing while it is sent.",
+        "The digest of the received bytes is not the announced one.",
+        "Compute the digests of the tensors that you send, and do not change the "
+        "tensors while they are sent.",
     ),
     Cause.DUPLICATE: (
-        "The tensor, or what it fills, came twice.",
+        "The tensor was sent twice, or two tensors write the same parameter.",
         "Send each tensor once, under one name.",
     ),
     Cause.REFUSED: (
-        "The model's loader refused the tensor; the message quotes it.",
+        "The model's loader rejected the tensor; the message quotes the loader.",
         "Send the tensor as a checkpoint of this model has it.",
     ),
     Cause.TIED: (
-        "The head differs from the embedding that it is tied to.",
+        "The output head (lm_head) is tied to the embedding and differs from it.",
         "Leave the head out, or start an engine from a checkpoint with this head.",
     ),
     Cause.UNANNOUNCED: (
-        "The manifest does not announce the tensor, or announces another.",
-        "Announce every tensor as it is sent.",
+        "The tensor is not in the manifest, or differs from its entry there.",
+        "List every tensor in the manifest with the name, shape and dtype that you "
+        "send.",
     ),
     Cause.SUBSET: (
-        "The patterns of the subset and the tensors do not fit each other.",
-        "Correct the patterns: each has to match a tensor that is sent, and every "
-        "tensor that is sent has to match one.",
+        "The patterns of the subset do not fit the tensors.",
+        "Correct the patterns. Each pattern must match a sent tensor, and each sent "
+        "tensor must match a pattern.",
     ),
     Cause.MISSING: (
-        "The tensor did not come, or is not announced.",
-        "Send the missing tensors too, or declare what is sent as a subset.",
+        "The model needs the tensor, and it was not sent or not announced.",
+        "Send the missing tensors too, or declare the sent tensors as a subset.",
     ),
     Cause.MODEL: (
-        "The weights are of a model that is configured in another way.",
-        "Start an engine on the new checkpoint.",
+        "The config.json of the weights describes another model than the engine's.",
+        "Start an engine from the new checkpoint.",
     ),
     Cause.RANKS: (
-        "The ranks or engines did not receive the same.",
-        "Send all ranks and engines the same bytes.",
+        "The ranks or the engines received different bytes.",
+        "Send the same bytes to all ranks and engines.",
     ),
 }
-"""Of each cause: what happened, and what to do."""
+"""Cause → (what happened, what to do)."""
 
 
 class InflightError(Exception):
@@ -131,11 +132,11 @@ class InflightError(Exception):
     Attributes:
         message: what happened, in words.
         remedy: what to do about it.
-        tensors: names of the tensors it is about; of an error that crossed processes
-            the first ones.
-        num_tensors: how many tensors it is about.
-        phase: of the update; None if that is not known.
-        update_id: of the update; None if that is not known.
+        tensors: names of the tensors that caused it. An error from another process
+            has the first 64 only.
+        num_tensors: how many tensors caused it.
+        phase: the phase of the update; None if not known.
+        update_id: the id of the update; None if not known.
 
     """
 
@@ -163,10 +164,10 @@ class InflightError(Exception):
         self.phase, self.update_id = phase, update_id
 
     def __str__(self) -> str:
-        return self.message  # which others add to on its way
+        return self.message  # callers may have extended it
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: `code`, `message`, `remedy` and the facts that are known."""
+        """The error as JSON data: `code`, `message`, `remedy` and all known facts."""
         message, remedy = self.message[:MAX_MESSAGE_CHARS], self.remedy
         body: dict[str, Any] = {"code": self.code, "message": message, "remedy": remedy}
         if self.tensors:
@@ -178,7 +179,7 @@ class InflightError(Exception):
 
     @staticmethod
     def from_dict(body: dict[str, Any]) -> InflightError:
-        """The error that `to_dict` described; an unknown code stays readable."""
+        """The error of a `to_dict`; an unknown code becomes an `EngineFault`."""
         kind = BY_CODE.get(body.get("code", ""), EngineFault)
         own = (name for name in OWN_FACTS if hasattr(kind, name))
         told = ("remedy", "tensors", "num_tensors", *FACTS[:2], *own)
@@ -187,21 +188,21 @@ class InflightError(Exception):
 
 
 class ConfigError(InflightError, ValueError):
-    """A knob has a value outside its range."""
+    """A configuration value, an argument, a key or a URL is not allowed."""
 
     code = "config_error"
-    remedy = "Give the named field a value in the range the message states."
+    remedy = "Give the field that the message names an allowed value."
 
 
 class UpstreamChanged(InflightError):
-    """The vLLM found here is not the one these patches were written for."""
+    """The installed vLLM is not the release that the patches are written for."""
 
     code = "upstream_changed"
     remedy = "Install the vLLM release that the message names."
 
 
 class Malformed(InflightError):
-    """The request's body cannot be read."""
+    """A field of the request is missing, unknown or wrong, or the body is no JSON."""
 
     code = "malformed"
     status = 400
@@ -209,7 +210,7 @@ class Malformed(InflightError):
 
 
 class Unauthorized(InflightError):
-    """A control route was called without a key."""
+    """A control route was called without a key, and needs one."""
 
     code = "unauthorized"
     status = 401
@@ -217,130 +218,139 @@ class Unauthorized(InflightError):
 
 
 class Forbidden(InflightError):
-    """A wrong key, another host, or a file that updates may not read."""
+    """The key is wrong, the caller's host may not call, or the file may not be read."""
 
     code = "forbidden"
     status = 403
-    remedy = "Use the right key, this host, or a folder of --inflight-allowed-paths."
+    remedy = (
+        "Use the right key, call from the server's host, or use a file in a folder of "
+        "--inflight-allowed-paths."
+    )
 
 
 class UnknownUpdate(InflightError):
-    """No update with that id is under way or remembered."""
+    """The engine knows no update with that id, neither active nor past."""
 
     code = "unknown_update"
     status = 404
-    remedy = "GET /weight_update lists the ids that are known."
+    remedy = "GET /weight_update lists the known ids."
 
 
 class Conflict(InflightError):
-    """The engine is not in a state in which this call makes sense."""
+    """The state of the engine does not allow the call."""
 
     code = "conflict"
     status = 409
-    remedy = "GET /weight_update tells the state; call again from there."
+    remedy = "Read the state with GET /weight_update, then make a call that fits it."
 
 
 class WrongPhase(Conflict):
-    """The update is in a phase from which this call cannot go on."""
+    """The phase of the update does not allow the call."""
 
     code = "wrong_phase"
-    remedy = "Follow start, update, finish; after a failure start a new update."
+    remedy = "Call start, update, finish in order. After a failure, start a new update."
 
 
 class UpdateBusy(Conflict):
-    """Another update is under way; there is one at a time."""
+    """Another update is active; an engine takes one update at a time."""
 
     code = "update_in_progress"
-    remedy = "Wait for it, or abort it with POST /abort_weight_update."
+    remedy = "Wait for the other update, or end it with POST /abort_weight_update."
 
 
 class VersionConflict(Conflict):
-    """The engine does not serve, or is not asked to serve, the version named."""
+    """The call names another version than the engine has, as in `base_version`."""
 
     code = "version_conflict"
-    remedy = "GET /weight_info tells what is served; rebase on that."
+    remedy = "GET /weight_info returns the live version. Base the update on that one."
 
 
 class NoTransport(Conflict):
-    """No weight transfer backend was configured for this engine."""
+    """The engine was started without a weight transfer backend."""
 
     code = "no_transport"
     remedy = (
-        'Start with --weight-transfer-config \'{"backend": "local"}\', or use files.'
+        'Start with --weight-transfer-config \'{"backend": "local"}\', or update from '
+        "files."
     )
 
 
 class StagingUnavailable(Conflict):
-    """This engine cannot hold a second set of this model's weights."""
+    """This engine cannot have shadow weights of its model, so it takes no updates."""
 
     code = "staging_unavailable"
-    remedy = "The message names the layer or option in the way."
+    remedy = (
+        "Change the option that the message names. A named layer rules updates out."
+    )
 
 
 class OutOfDeviceMemory(StagingUnavailable):
-    """The device lacks `missing_bytes` for a second set of weights."""
+    """The device lacks `missing_bytes` of memory for the shadow weights."""
 
     code = "out_of_device_memory"
-    remedy = "Lower --gpu-memory-utilization, or stage in host memory."
+    remedy = "Lower --gpu-memory-utilization, or start with --inflight-staging host."
     missing_bytes = 0
 
 
 class NothingToRollBack(Conflict):
-    """The version served before is not held any more, or there was none."""
+    """There is no rollback target: the next update has overwritten it, or none was."""
 
     code = "nothing_to_roll_back"
     remedy = "Publish the wanted version again."
 
 
 class PauseConflict(Conflict):
-    """The pause that is in force, or the one asked for, forbids this."""
+    """A pause forbids the call, or it cannot change to the mode that is asked for."""
 
     code = "pause_conflict"
-    remedy = "Continue first, or use the mode that the message names."
+    remedy = "End the pause first, or use the mode that the message names."
 
 
 class EngineAsleep(Conflict):
-    """The weights are asleep, or lost to a sleep of level 2 or a write that failed."""
+    """The weights are asleep, or a sleep of level 2 or a failed write has lost them."""
 
     code = "engine_asleep"
-    remedy = 'Wake up with tags ["weights"]; where they are lost, publish whole ones.'
+    remedy = (
+        'Wake the engine up with tags ["weights"]. Lost weights come back with an '
+        "update of all tensors."
+    )
 
 
 class OwnedByAnother(InflightError):
-    """The pause or the update is another owner's than the one that asks."""
+    """The pause or the update belongs to another owner than the caller."""
 
     code = "owned_by_another"
     status = 423
-    remedy = "Wait for that owner, its lease or deadline, or call without an owner."
+    remedy = "Wait for that owner, its lease or its deadline, or call without an owner."
 
 
 class EnginePaused(InflightError):
-    """The engine is paused, and is configured to take no requests meanwhile."""
+    """The engine is paused and configured to reject requests during a pause."""
 
     code = "engine_paused"
     status = 503
-    remedy = "Send the request again after the seconds that Retry-After names."
+    remedy = "Send the request again after the seconds in Retry-After."
     retry_after_s = 1
 
 
 class TooManyUpdates(InflightError):
-    """This caller has begun as many updates as it may for now."""
+    """This caller has started more updates than `--inflight-begin-rate` allows."""
 
     code = "too_many_updates"
     status = 429
-    remedy = "Begin it again after the seconds that Retry-After names."
+    remedy = "Start the update again after the seconds in Retry-After."
 
 
 class WeightsMismatch(InflightError):
-    """What arrived is not a complete, well-formed version of this model."""
+    """The tensors are not a complete and valid version of this model."""
 
     code = "weights_mismatch"
     status = 422
-    remedy = "Correct what the message says of each tensor, and send the version again."
+    remedy = "Correct the tensors that the message names, and send the version again."
     causes: Mapping[str, int] = {}
-    """Cause → how many tensors have it."""
+    """Cause → number of its tensors."""
     named: Mapping[str, Sequence[str]] = {}
-    """Cause → all tensors that have it; known where the error was made."""
+    """Cause → names of its tensors; empty in an error from another process."""
 
     def __init__(self, message: str, **facts: Any) -> None:
         named = facts.get("named", {})
@@ -359,14 +369,14 @@ class WeightsMismatch(InflightError):
 
 
 class EngineFault(InflightError):
-    """A rank failed in a way that is not the caller's doing."""
+    """A rank failed, and not because of the caller."""
 
     code = "engine_fault"
-    remedy = "See the server's log; the weights served are unchanged."
+    remedy = "Read the server's log. The live weights are unchanged."
 
 
 class ArenaFault(EngineFault):
-    """A call of the driver failed; `call` and `driver_code` tell which and how."""
+    """A GPU driver call failed: `call` names it, `driver_code` is its result."""
 
     code = "arena_fault"
     call = ""
@@ -374,40 +384,40 @@ class ArenaFault(EngineFault):
 
 
 class ArenaTorn(ArenaFault):
-    """A flip or a sleep failed, and undoing it: the weights are of no version."""
+    """A flip or a sleep failed halfway, and could not be undone."""
 
     code = "arena_torn"
-    remedy = "Restart the engine; what it would decode now means nothing."
+    remedy = "Restart the engine. Its weights belong to no version."
 
 
 class TransferFault(EngineFault):
-    """The bytes stopped coming: a peer died, stalled, left or was never there."""
+    """The transfer broke off: the peer died, stalled, left or never connected."""
 
     code = "transfer_fault"
-    remedy = "Connect again as at first; the weights served are unchanged."
+    remedy = "Initialise the transfer again. The live weights are unchanged."
 
 
 class Cancelled(Conflict):
-    """Whoever waited for the bytes of an update does not want them any more."""
+    """The update, or the call that waited for it, was cancelled."""
 
     code = "cancelled"
-    remedy = "Connect again as at first before the next update over a wire."
+    remedy = "Initialise the transfer again before the next update."
 
 
 class DeadlineExceeded(InflightError):
-    """The update was not committed within its deadline and was aborted."""
+    """The update was not committed before its deadline, and was aborted."""
 
     code = "deadline_exceeded"
     status = 504
-    remedy = "Give a larger deadline_s, or find out why the transfer is slow."
+    remedy = "Set a larger deadline_s, or find out why the transfer is slow."
 
 
 class EngineUnreachable(InflightError):
-    """An engine did not answer for as long as the trainer was told to try."""
+    """An engine did not answer the trainer within the trainer's timeout."""
 
     code = "engine_unreachable"
     status = 504
-    remedy = "See whether the engine runs; GET /weight_info tells what each serves."
+    remedy = "Check that the engine runs. GET /weight_info returns its live version."
 
 
 def _leaves(kind: type[InflightError]) -> list[type[InflightError]]:

@@ -1,8 +1,8 @@
-"""Fields that other releases of vLLM take, and 0.32 does not.
+"""Fields of other releases of vLLM that 0.32 does not have.
 
-A client that was written for another release still sends them. A field of this table is
-ignored where its value asks for what happens here anyway. Any other value is refused by
-name, with a remedy. A field that is in no release of vLLM and not ours stays unknown.
+Clients of those releases still send these fields. A field is ignored if its value asks
+for what happens here anyway. Any other value is rejected with the field's name and a
+remedy. A field of no release of vLLM stays unknown, and is rejected as such.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ class ReleaseField:
     """One field of a call.
 
     Attributes:
-        releases: the releases of vLLM that take it.
-        meaning: what it says there.
-        harmless: the values that ask for what happens here anyway. `None` is always
-            one of them.
-        remedy: what to do for a client that needs another value.
+        releases: the releases of vLLM that have the field.
+        meaning: its meaning there.
+        harmless: the values that ask for what happens here anyway, beside `None`.
+        remedy: what a client does that needs another value.
 
     """
 
@@ -34,7 +33,7 @@ class ReleaseField:
 
 
 _CHECKPOINT = "whether tensors have the names and shapes of the checkpoint"
-_AS_SAVED = "send the tensors as the checkpoint has them"
+_AS_SAVED = "send the tensors in checkpoint format"
 _WHOLE = "send whole tensors"
 _AT_INIT = "give it in init_info, which is where vLLM 0.28 and later take it"
 
@@ -43,7 +42,7 @@ START: Mapping[str, ReleaseField] = {
         "0.21 to 0.24", _CHECKPOINT, (True,), _AS_SAVED
     ),
 }
-"""Of `start_weight_update`."""
+"""Fields of `start_weight_update`."""
 
 UPDATE_INFO: Mapping[str, ReleaseField] = {
     "is_checkpoint_format": ReleaseField(
@@ -65,10 +64,10 @@ UPDATE_INFO: Mapping[str, ReleaseField] = {
         "0.16 to 0.27", "how many buckets there are", (), _AT_INIT
     ),
 }
-"""Of `update_info` in `update_weights`.
+"""Fields of `update_info` in `update_weights`.
 
-The last three describe the wire. A transport that has such an attribute takes the value
-that it was opened with.
+The last three describe the transport. Their harmless value is the one that the
+transport was initialised with.
 """
 
 
@@ -79,16 +78,19 @@ def settled(
     known: frozenset[str] = frozenset(),
     opened_with: Any = None,
 ) -> dict[str, Any]:
-    """`body` without the fields of `table`.
+    """Remove the fields of `table` from `body`.
 
     Args:
         body: the fields of a call.
-        table: those of other releases, for this call.
-        known: fields that whoever reads `body` knows, which stay in it.
-        opened_with: an object whose attributes are harmless values as well.
+        table: the fields of other releases in this call.
+        known: fields that the reader of `body` knows; they stay.
+        opened_with: an object whose attributes are harmless values too.
+
+    Returns:
+        The rest of `body`.
 
     Raises:
-        Malformed: a field of `table` asks for what cannot be had here.
+        Malformed: a field of `table` has a value that is not harmless.
 
     """
     rest = dict(body)
@@ -109,5 +111,5 @@ def settled(
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Equal and of one type: 1 is not True."""
+    """Whether the values are equal and of one type: 1 is not True."""
     return type(value) is type(other) and bool(value == other)

@@ -1,6 +1,6 @@
-"""The vocabulary of an update: version, manifest, phase, and the table of moves.
+"""The data of an update: version, manifest, phase, and the table of phase changes.
 
-Plain data: nothing here knows of vLLM, of devices or of threads.
+The module is plain data, without vLLM, devices or threads.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from vllm.inflight.packed import (
 )
 
 MAX_MANIFEST_BYTES = 64 << 20
-"""A manifest larger than this is refused; one of 100,000 tensors has about 15 MiB."""
+"""A larger manifest is rejected; 100,000 tensors take about 15 MiB."""
 
 MAX_LABEL_CHARS = MAX_NAME_CHARS = 512
 MAX_TENSORS, MAX_DIMENSIONS, INT64 = 1 << 20, 16, 1 << 63
 MAX_PATTERNS, MAX_PATTERN_CHARS = 1024, 512
-"""Of a manifest, whose numbers are below `INT64`; of its subset."""
+"""Limits of a manifest and of the patterns of its subset; numbers are below `INT64`."""
 
 CHECKED, IS_CHECKED = "\0checked", b"yes"
-"""In a manifest that was checked and packed. JSON has no bytes: no body claims it."""
+"""Mark of a checked and packed manifest. JSON has no bytes, so no body can set it."""
 
 IS_DIGEST = re.compile(r"[0-9a-f]{32}").fullmatch
 
 DRAFT = "draft."
-"""How the names of a drafter's tensors begin."""
+"""Prefix of the names of a drafter's tensors."""
 
 
 class Phase(StrEnum):
-    """Where an update stands."""
+    """The phase of an update."""
 
     OPEN = "open"
     STAGING = "staging"
@@ -63,10 +63,10 @@ MOVES: dict[Phase, frozenset[Phase]] = {
     Phase.ABORTED: frozenset(),
     Phase.ROLLED_BACK: frozenset({Phase.COMMITTED}),
 }
-"""Every legal move of an update; there is no other way to change a phase."""
+"""Phase → phases that can follow it."""
 
 ACTIVE = frozenset({Phase.OPEN, Phase.STAGING, Phase.STAGED})
-"""Phases in which an update holds the second set of weights."""
+"""Phases in which an update occupies the shadow weights."""
 
 
 class PauseMode(StrEnum):
@@ -90,32 +90,32 @@ class PauseMode(StrEnum):
 
 
 STRICTNESS = (PauseMode.WAIT, PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.ABORT)
-"""A pause may become stricter; what it has let go of does not come back."""
+"""A pause can change to a stricter mode only: retracted requests stay retracted."""
 
 PAUSE_MOVES: dict[PauseMode | None, frozenset[PauseMode]] = {
     None: frozenset(PauseMode),
     **{mode: frozenset(STRICTNESS[i:]) for i, mode in enumerate(STRICTNESS)},
 }
-"""The mode in force (None: decoding) → the modes that a pause may ask for."""
+"""Current mode (None: decoding) → modes that a pause may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version of the weights as it was committed."""
+    """A version of the weights, as committed."""
 
     label: str = "default"
-    """The name the trainer gave it, echoed exactly."""
+    """The name that the trainer gave it, unchanged."""
     epoch: int = 0
-    """Counts commits, rollbacks and renames of this engine; never reused."""
+    """Grows by one at each commit, rollback and rename; never reused."""
     digest: str | None = None
-    """Digest of the checkpoint it came from; None for the weights loaded at start."""
+    """Content digest of its checkpoint; None for the weights loaded at start."""
     step: int | None = None
-    """The trainer's step number, if its manifest told."""
+    """The trainer's step number, if the manifest has it."""
     committed_at: float | None = None
-    """Seconds since 1970, when it went live; None for the weights loaded at start."""
+    """Commit time in seconds since 1970; None for the weights loaded at start."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As `/weight_info` reports it."""
+        """The version as `/weight_info` reports it."""
         return {
             "weight_version": self.label,
             "epoch": self.epoch,
@@ -126,10 +126,10 @@ class Version:
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One tensor of a checkpoint: name, full shape, dtype, and maybe its digest.
+    """One tensor of a checkpoint: name, full shape, dtype and optional digest.
 
-    A hundred thousand are kept as long as an update takes. Collections of garbage pass
-    them over, for they can be in no cycle.
+    An update can hold 100,000 of them. They can be in no reference cycle, so the
+    garbage collector skips them (`gc=False`).
     """
 
     name: str
@@ -140,22 +140,22 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a trainer announces it will send."""
+    """The tensors that a trainer announces, and how they map to the model."""
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
     step: int | None = None
     name_map: Mapping[str, str] = field(default_factory=dict)
-    """From the names the trainer sends to the names the model knows."""
+    """The trainer's name → the model's name."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the `config.json` of the model that the weights are of."""
+    """Fields of the weights' `config.json`."""
     subset: tuple[str, ...] = ()
-    """Patterns of the names that may come; all others keep what is served."""
+    """Patterns of the names in this update; other tensors keep their live values."""
     draft: bool = False
-    """Whether all of it is the drafter's, and the model keeps what is served."""
+    """Whether all tensors are the drafter's; the target model keeps its weights."""
 
     @classmethod
     def parse(cls, body: Any) -> Manifest:
-        """Read a manifest; raises `Malformed` naming the entry that is wrong.
+        """Read and check a manifest; raises `Malformed` with the wrong entry.
 
         Args:
             body: `{"format": 1, "tensors": [{"name", "shape", "dtype",
@@ -169,13 +169,13 @@ class Manifest:
         """Check a manifest, and pack its tensors and its `name_map`.
 
         Args:
-            body: as for `parse`; lists and objects in it may be packed already.
+            body: as for `parse`; its lists and objects may be packed already.
 
         Returns:
-            What `head` and `unpacked` read: plain data, which is small but for bytes.
+            Plain data for `head` and `unpacked`; all its large values are bytes.
 
         Raises:
-            Malformed: an entry is wrong; the message names it.
+            Malformed: an entry is wrong; the message names the entry.
 
         """
         if not isinstance(body, dict) or body.get("format") != 1:
@@ -217,7 +217,7 @@ class Manifest:
 
     @classmethod
     def head(cls, packed: Mapping[str, Any]) -> Manifest:
-        """What `packed` made, without what can have many entries."""
+        """The manifest of `packed`, without its tensors and its `name_map`."""
         return cls(
             step=packed["step"],
             config=packed["config"],
@@ -227,7 +227,7 @@ class Manifest:
 
     @classmethod
     def unpacked(cls, packed: Mapping[str, Any]) -> Work[Manifest]:
-        """The manifest that `packed` was made of."""
+        """The whole manifest of `packed`."""
         tensors: dict[str, TensorSpec] = {}
         for specs in blocks(packed["tensors"], _specs):
             tensors.update((spec.name, spec) for spec in specs)
@@ -244,7 +244,7 @@ class Manifest:
         name_map: Mapping[str, str] | Callable[[str], str] | None = None,
         subset: Iterable[str] = (),
     ) -> Manifest:
-        """A manifest of `specs`, whose names `name_map` turns into the model's."""
+        """A manifest of `specs` under the names that `name_map` gives them."""
         rename = renamer(name_map)
         tensors: dict[str, TensorSpec] = {}
         for spec in specs:
@@ -255,7 +255,7 @@ class Manifest:
         return cls(tensors, step, subset=tuple(subset))
 
     def to_dict(self) -> dict[str, Any]:
-        """As it travels in `POST /start_weight_update`."""
+        """The manifest as JSON data, as `POST /start_weight_update` takes it."""
         body: dict[str, Any] = {
             "format": 1,
             "tensors": [
@@ -277,7 +277,7 @@ class Manifest:
         return body
 
     def model_name(self, sent_name: str) -> str:
-        """What the model knows a tensor as; see `name_map` and `draft`."""
+        """The model's name of a sent tensor, by `name_map` and `draft`."""
         name = self.name_map.get(sent_name, sent_name)
         return drafters(name) if self.draft else name
 
@@ -286,14 +286,14 @@ _specs = msgspec.msgpack.Decoder(list[TensorSpec])
 
 
 def drafters(name: str) -> str:
-    """The name of a drafter's tensor, whether it is told to be one or not."""
+    """`name` with the drafter's prefix, which is added if it is missing."""
     return name if name.startswith(DRAFT) else DRAFT + name
 
 
 def renamer(
     name_map: Mapping[str, str] | Callable[[str], str] | None,
 ) -> Callable[[str], str]:
-    """`name_map` as a function; names a mapping leaves out keep their name."""
+    """`name_map` as a function; a name that a mapping lacks stays as it is."""
     if name_map is None:
         return lambda name: name
     if callable(name_map):
@@ -302,7 +302,7 @@ def renamer(
 
 
 def check_label(label: Any) -> str | None:
-    """`label` if it can name a version (any string), None if it is None."""
+    """Check a version label (a string or None), and return it."""
     if label is None:
         return None
     if not isinstance(label, str) or not label or len(label) > MAX_LABEL_CHARS:
@@ -314,7 +314,7 @@ def check_label(label: Any) -> str | None:
 
 
 def check_subset(patterns: Any) -> tuple[str, ...]:
-    """`patterns` if they can declare a subset, none if it is None."""
+    """Check the patterns of a subset, and return them; None gives no patterns."""
     if patterns is None:
         return ()
     if not isinstance(patterns, list | tuple) or not 0 < len(patterns) <= MAX_PATTERNS:
@@ -329,25 +329,28 @@ def check_subset(patterns: Any) -> tuple[str, ...]:
 
 
 STAGED_FACTS = "digest", "sent", "base"
-"""What an engine tells of a staged update: the digest of the whole version (None if it
-is not known), the digest of the tensors that were sent, and where the first is not
-known, what the engine serves below them."""
+"""What an engine reports of a staged update.
+
+`digest` is the digest of the whole version, None if it is not known. `sent` is the
+digest of the sent tensors. `base` names the live weights below them, if `digest` is not
+known.
+"""
 
 
 def difference(staged: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Why engines that have staged one update would serve different weights.
+    """Compare what several engines have staged for one update.
 
     Args:
-        staged: name of an engine → the `STAGED_FACTS` that it told.
+        staged: name of an engine → the `STAGED_FACTS` that it reported.
 
     Returns:
-        A sentence with the digest of every engine; None if all of them are alike.
+        A sentence with the digest of every engine if they differ, else None.
 
     """
-    told = {n: tuple(map(facts.get, STAGED_FACTS)) for n, facts in staged.items()}
-    if len(set(told.values())) < 2:
+    facts_of = {n: tuple(map(facts.get, STAGED_FACTS)) for n, facts in staged.items()}
+    if len(set(facts_of.values())) < 2:
         return None
-    digests = {digest for digest, _, _ in told.values()}
+    digests = {digest for digest, _, _ in facts_of.values()}
 
     def described(digest: str | None, sent: str | None, base: str | None) -> str:
         if digest is None:
@@ -355,7 +358,7 @@ def difference(staged: Mapping[str, Mapping[str, Any]]) -> str | None:
         more = f" and was sent {sent}" if len(digests) == 1 else ""
         return f"has digest {digest}{more}"
 
-    each = "; ".join(f"{name} {described(*facts)}" for name, facts in told.items())
+    each = "; ".join(f"{name} {described(*facts)}" for name, facts in facts_of.items())
     return (
         f"the engines staged different weights, so none of them commits: {each}. "
         "Give every engine the same tensors on top of the same version"
@@ -363,12 +366,12 @@ def difference(staged: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def fingerprint(body: Any) -> str:
-    """Equal for two request bodies that say the same; see `fingerprinted`."""
+    """A hash of a request body; equal bodies have equal hashes."""
     return at_once(fingerprinted(body))
 
 
 def fingerprinted(body: Any) -> Work[str]:
-    """The same, in slices: of what is packed, each block is read by itself."""
+    """`fingerprint` in time slices; packed values are hashed block by block."""
     found: list[bytes] = []
 
     def note(value: Any) -> int:
@@ -386,13 +389,13 @@ def fingerprinted(body: Any) -> Work[str]:
 
 
 def _packed_tensors(entries: Any, is_drafters: bool) -> Work[dict[str, Any]]:
-    """The tensors of a manifest, each checked, as `[name, shape, dtype, digest]`."""
+    """Check the tensors of a manifest; pack each as `[name, shape, dtype, digest]`."""
     is_list = isinstance(entries, list) or (
         is_packed(entries) and entries["kind"] == "list"
     )
     if not is_list or length(entries) > MAX_TENSORS:
         raise Malformed(f"manifest field 'tensors' must list up to {MAX_TENSORS}")
-    # Several sets, since one of 100,000 names takes milliseconds to grow.
+    # Several sets, since the growth of one with 100,000 names takes milliseconds.
     names = [set[str]() for _ in range(64)]
     packer, slice_, position = Packer(), TimeSlice(), 0
     for block in blocks(entries):
@@ -410,7 +413,7 @@ def _packed_tensors(entries: Any, is_drafters: bool) -> Work[dict[str, Any]]:
 
 
 def _packed_names(name_map: Any) -> Work[dict[str, Any]]:
-    """A `name_map`, checked."""
+    """Check a `name_map`, and pack it."""
     is_map = isinstance(name_map, dict)
     if is_packed(name_map):
         is_map = name_map["kind"] == "dict"
@@ -433,7 +436,7 @@ def _packed_names(name_map: Any) -> Work[dict[str, Any]]:
 
 
 def _checked(position: int, entry: Any) -> tuple[str, tuple[int, ...], str, str | None]:
-    """Name, shape, dtype and digest of one tensor of a manifest."""
+    """Check one tensor of a manifest; return its name, shape, dtype and digest."""
     where = f"manifest tensor #{position}"
     if not isinstance(entry, dict):
         raise Malformed(f"{where} must be an object")
