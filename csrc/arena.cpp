@@ -9,7 +9,7 @@ namespace inflight {
 
 namespace {
 
-constexpr uint64_t kWasteDivisor = 100;  // holes may cost 1 % of what lives
+constexpr uint64_t kWasteDivisor = 100;  // holes may take 1 % of the weights' memory
 
 using Lock = std::lock_guard<std::mutex>;
 
@@ -74,7 +74,7 @@ void Arena::consolidate() {
   const Lock lock(mutex_);
   require(Phase::kLoading, "consolidate");
   const Entered entered(pages_.memory());
-  pages_.memory().synchronize();  // nothing may be using what is unmapped below
+  pages_.memory().synchronize();  // the memory unmapped below must not be in use
   const Stats now = stats_now();
   const uint64_t allowed = now.live_bytes / kWasteDivisor;
   const uint64_t spare = allowed > now.wasted_bytes ? allowed - now.wasted_bytes : 0;
@@ -93,7 +93,7 @@ void Arena::pair() {
   try {
     or_undo([&] { add_second(); },
             [&] {
-              std::optional<Fault> ignored;  // what made it necessary is told
+              std::optional<Fault> ignored;  // the first failure is reported
               attempt(ignored, [&] { pages_.memory().synchronize(); });
               remove_second(ignored);
             });
@@ -108,7 +108,7 @@ void Arena::unpair() {
   const Lock lock(mutex_);
   require(Phase::kPaired, "unpair");
   const Entered entered(pages_.memory());
-  pages_.memory().synchronize();  // nothing may be using what is unmapped below
+  pages_.memory().synchronize();  // the memory unmapped below must not be in use
   std::vector<Placed> shown;
   for (const auto& [address, mapping] : mappings_)
     if (mapping.second != 0)
@@ -170,7 +170,7 @@ double Arena::flip() {
       try {
         while (at != mappings_.begin()) swap(*--at);
       } catch (const Fault& again) {
-        throw Pages::torn(why, again);  // no run is torn, but they are of two sets
+        throw Pages::torn(why, again);  // runs are whole, but not of one version
       }
       throw;
     }
@@ -187,7 +187,7 @@ void Arena::settle() {
     if (mapping.second == mapping.other) continue;
     const Address second = second_of(address);
     if (mapping.second != 0) pages_.lift({second, mapping.bytes, mapping.second});
-    mapping.second = 0;  // should the next call fail, the next settle goes on here
+    mapping.second = 0;  // if the next call fails, the next settle continues here
     pages_.place({second, mapping.bytes, mapping.other});
     mapping.second = mapping.other;
   }
@@ -235,15 +235,15 @@ void Arena::close() {
     attempt(first, [&] { pages_.lift(live); });
     attempt(first, [&] { pages_.release(live.handle, live.bytes); });
   }
-  // What is not freed yet may be when there is another arena, which must not take
-  // such a pointer for its own: then these addresses are not given out again.
+  // A pointer that is not freed yet may be freed when another arena exists, which must
+  // not own that address. So addresses with such pointers stay reserved.
   if (segments_.empty())
     attempt(first, [&] { pages_.memory().give_back(base_, reserved_); });
   const bool was_torn = phase_ == Phase::kTorn;
   mappings_.clear();
   segments_.clear();
   move_to(Phase::kClosed);
-  // Of a torn arena it is not known what is mapped: something is bound to fail.
+  // The mappings of a torn arena are not known, so some calls will fail.
   if (first && !was_torn) throw Fault(*first);
 }
 

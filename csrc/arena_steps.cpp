@@ -1,4 +1,4 @@
-// The steps of the arena's calls, and what these ask about it. The lock is held.
+// The steps and queries of the arena's calls. The caller holds the lock.
 #include <algorithm>
 #include <iterator>
 #include <limits>
@@ -37,7 +37,7 @@ bool Arena::settled() const {
   });
 }
 
-// The mapping that holds all of these bytes, or end().
+// The mapping that contains all of these bytes, or end().
 Arena::Mappings::const_iterator Arena::around(Address address, uint64_t bytes) const {
   const auto after = mappings_.upper_bound(address);
   if (after == mappings_.begin()) return mappings_.end();
@@ -73,19 +73,19 @@ Arena::Stats Arena::stats_now() const {
   return stats;
 }
 
-// Gives up the memory of one segment, unless it has become part of a run.
+// Releases the memory of a segment, unless it has become part of a run.
 void Arena::discard(Address address, uint64_t bytes) {
   const auto found = mappings_.find(address);
   if (found == mappings_.end() || found->second.bytes != bytes) return;
   const Placed live{address, bytes, found->second.live};
   const Entered entered(pages_.memory());
-  pages_.memory().synchronize();  // unmapping waits for nobody
+  pages_.memory().synchronize();  // unmapping does not wait for readers
   pages_.lift(live);
   mappings_.erase(found);
   pages_.release(live.handle, live.bytes);
 }
 
-// One handle for the whole run, in the place of those that are mapped within it.
+// Replaces the handles that are mapped within a run by one handle.
 void Arena::merge(const Run& run) {
   const Address start = base_ + run.offset;
   const auto first = mappings_.find(start);
@@ -109,7 +109,7 @@ void Arena::merge(const Run& run) {
         pages_.exchange(before, {start, bytes, handle});
       },
       [&] {
-        quietly([&] { memory.synchronize(); });  // a copy may have begun
+        quietly([&] { memory.synchronize(); });  // a copy may be running
         if (scratch.address != 0) {
           quietly([&] { pages_.lift(scratch); });
           quietly([&] { memory.give_back(scratch.address, bytes); });
@@ -129,7 +129,7 @@ void Arena::merge(const Run& run) {
 
 void Arena::add_second() {
   Memory& memory = pages_.memory();
-  // Twins point there: the addresses are those of the first time.
+  // Shadow parameters point there, so the addresses are those of the first time.
   if (used_ != 0 && second_ == 0) second_ = memory.reserve(used_);
   for (auto& [address, mapping] : mappings_) {
     mapping.other = pages_.create(mapping.bytes);
