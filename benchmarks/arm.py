@@ -1,8 +1,8 @@
 """One arm of the benchmark: an engine, its streams, and one way to update it.
 
-`python -m benchmarks.arm NAME CHECKPOINT FD`, started by benchmarks/cpu.py. It is a
-process of its own, because whether vllm-inflight patches vLLM is decided once per
-process: for the arm `upstream` the plugin is switched off in the environment.
+`python -m benchmarks.arm NAME CHECKPOINT FD`, started by benchmarks/cpu.py. An arm
+is a process of its own, because a process patches vLLM once or never. For the arm
+`upstream` the environment switches the plugin off.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""Large bodies beside a stream: `python -m benchmarks.bodies`.
+"""Gaps of streams while a server reads large bodies: `python -m benchmarks.bodies`.
 
-A server decodes, and a client of another process notes when the tokens of its streams
-arrive. Meanwhile requests with large bodies come: manifests of as many tensors as large
-models have, announcements of as many, and tensors in base64. What is measured is the
-largest gap between two tokens of a stream from the moment a body is sent until every
-rank has read it, beside the largest of as long a time just before, when nothing came.
+A server decodes, and a client in another process records when the tokens of its streams
+arrive. Meanwhile requests with large bodies arrive: manifests and tensor lists with as
+many tensors as large models have, and tensors in base64. The benchmark measures the
+largest gap between two tokens from the sending of a body until every rank has read it.
+Beside it stands the largest gap of an equally long time before, without a body.
 
-The names of most manifests are none of the model's, so that each is refused. One has
-the model's own names, and is accepted: of a small dense model, or with `--experts N` of
-a mixture that has so many experts in each of its layers, each of three tensors. On a
-GPU, kernels take up to 512 experts, so there `--layers` makes the names many.
+Most manifests have names that the model lacks, and are rejected. One manifest has the
+model's own names, and is accepted. Its model is a small dense one. With `--experts N`
+it is a mixture with N experts of three tensors in each layer. Kernels on a GPU take up
+to 512 experts, so there `--layers` makes the names many.
 
-On few cores, whatever computes beside a server costs it time. So one row is of no body:
-a process of no concern to the server computes for some seconds.
+On few cores, every other process costs the server time. So one row has no body: an
+unrelated process computes for some seconds.
 
-Nothing is committed: each update is aborted when it has been read. `--also NAME=PYTHON`
-measures another installation, such as one of an earlier commit, in turns with this one.
-vLLM as it is has no manifests, so there is no arm of upstream's.
+Every update is aborted when it has been read, so none is committed. `--also
+NAME=PYTHON` measures another installation, such as an earlier commit, in turns with
+this one. vLLM has no manifests, so there is no arm of upstream.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ console = Console()
 
 @dataclass
 class Found:
-    """What was measured of one body."""
+    """The measurement of one body."""
 
     num_bytes: int = 0
     gaps_ms: list[float] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Found:
     """From the moment a body was sent until every rank had read it."""
 
     def row(self) -> dict[str, Any]:
-        """As it is kept."""
+        """The measurement as a row of the result file."""
         return {
             "bytes": self.num_bytes,
             "gap_median_ms": round(median(self.gaps_ms), 2),
@@ -222,13 +222,13 @@ class Arm:
         return 1e3 * max(gaps, default=float("nan"))
 
     def post(self, path: str, body: bytes | dict[str, Any]) -> httpx.Response:
-        """A control call; `body` as JSON, made before or here."""
+        """Make a control call; `body` is JSON, or is encoded here."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         return self.client.post(path, content=raw, headers=headers)
 
     def wait_for_ranks(self) -> None:
-        """Until every rank has done what it was asked to, or the update has ended."""
+        """Wait until every rank has read the body, or the update has ended."""
         until = time.monotonic() + READ_S
         while time.monotonic() < until:
             active = self.client.get("/weight_update").json()["active"]

@@ -36,7 +36,7 @@ CONFIG = {
 
 
 def make_checkpoint(folder: Path, seed: int) -> int:
-    """Make a checkpoint in `folder` unless it is there; the bytes of its weights."""
+    """Make a checkpoint in `folder` unless it is there; return its weights' bytes."""
     file = folder / "model.safetensors"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)

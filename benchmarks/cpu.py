@@ -1,9 +1,10 @@
 """Updating weights while decoding, ours beside upstream's: `python -m benchmarks.cpu`.
 
-Two engines of one model, each in processes of its own, take turns on the machine: one
-with vllm-inflight, updated while it decodes; one without, updated upstream's own way
-(pause, update, resume). Same streams, same files. What is measured is the time between
-two tokens as the client of a stream sees it. docs/performance.md says how to read it.
+Two engines of one model take turns on the machine, each in its own processes. One has
+vllm-inflight and is updated while it decodes. The other has not, and is updated in
+upstream's way (pause, update, resume). Both have the same streams and files. The
+benchmark measures the time between two tokens as a client sees it; docs/performance.md
+explains the figures.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Updating weights over NCCL while decoding, ours beside upstream's, on two GPUs.
 
-`python -m benchmarks.gpu [--shapes 0.6B 8B 14B 32B]`. One engine on GPU 0 (32B: on
-GPUs 0 and 1, unless `--ranks` says otherwise), a trainer on the next, NVLink or what
-there is between them; first with vllm-inflight, updated while it decodes, then without,
-updated upstream's own way (pause, update, resume). Random weights of the named shape,
-vLLM's defaults, the same streams and the same trainer interface. How to read the
-figures: docs/performance.md.
+`python -m benchmarks.gpu [--shapes 0.6B 8B 14B 32B]`. One engine runs on GPU 0
+(32B: on GPUs 0 and 1, unless `--ranks` is given), a trainer on the next GPU. The first
+arm has vllm-inflight and is updated while it decodes. The second arm has not, and is
+updated in upstream's way (pause, update, resume). Both have random weights of the named
+shape, vLLM's defaults, the same streams and the same trainer interface.
+docs/performance.md explains the figures.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def measure(shape: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]
 
 
 def plan(options: argparse.Namespace, num_updates: int) -> Plan:
-    """A round: the streams, and how many versions come while they decode."""
+    """A round: its streams, and the number of versions sent while they decode."""
     return Plan(options.streams, 64, options.steady, [""] * num_updates)
 
 
 def figures(records: list[Record]) -> dict[str, Any]:
-    """Those of the CPU's benchmark, and what the engine said of its commits."""
+    """The figures of the CPU benchmark, and the engine's report of its commits."""
     found = summary(records)
     bar = 2 * found["gap_steady_max_ms"]
     found["missed"] = sum(u["gap_max_ms"] > bar for u in found["updates"])

@@ -1,7 +1,7 @@
 """One arm of the GPU benchmark: an engine on the first GPUs, its trainer on the next.
 
 `python -m benchmarks.gpu_arm NAME FOLDER FD`, started by benchmarks/gpu.py. Weights
-come over NCCL, in both arms through upstream's own trainer interface.
+arrive over NCCL, in both arms through upstream's trainer interface.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENGINE = {"max_model_len": 8192, "gpu_memory_utilization": 0.85}
 
 
 class Trainer:
-    """The far end of a trainer: its orders go out, its calls come in."""
+    """The connection to the trainer: sends it commands, and receives its calls."""
 
     def __init__(self, backend: str, folder: str) -> None:
         self._pipe, far = Pipe()
@@ -40,7 +40,7 @@ class Trainer:
         far.close()
 
     async def join(self, engine: Any) -> None:
-        """Have trainer and engine make their group."""
+        """Let trainer and engine join their group."""
         await self._next()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -49,18 +49,18 @@ class Trainer:
         await self._attend(engine)
 
     async def send(self, engine: Any) -> None:
-        """Have a new version sent; returns when it is served."""
+        """Send a new version; return when it is live."""
         self._pipe.send("send")
         await self._attend(engine)
 
     def end(self) -> None:
-        """End the process; nothing is lost with it."""
+        """End the process."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     async def _attend(self, engine: Any) -> None:
-        """Do for the trainer what it asks, until it is done."""
+        """Answer the trainer's calls until it is done."""
         from vllm.distributed.weight_transfer.base import (
             WeightTransferInitRequest,
             WeightTransferUpdateRequest,

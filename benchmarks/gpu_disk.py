@@ -1,12 +1,11 @@
-"""Updates from safetensors files on a GPU: staged there, on the host, and upstream's.
+"""Updates from files on a GPU: staged on the GPU, staged on the host, and upstream's.
 
-`python -m benchmarks.gpu_disk [--shape 8B] [--updates 4]`. Two checkpoints of a shape,
-random, that differ in their heads. Up to three engines, which decode one after the
-other: ours with its second set on the device, ours with it in the host's memory, and
-vLLM as it is, paused for its worker's own `reload_weights`. The files are in the host's
-page cache, but for one update of ours at the end, before which they, and nothing else,
-are dropped from there; and for as long as that took, ours decodes beside a process that
-reads the files from the disk.
+`python -m benchmarks.gpu_disk [--shape 8B] [--updates 4]`. Two random checkpoints of a
+shape differ in their heads. Up to three engines decode one after the other: ours with
+shadow weights on the GPU, ours with shadow weights in host memory, and plain vLLM,
+which is paused for `reload_weights`. The files are in the host's page cache, except for
+one last update of ours: before it, exactly these files are dropped from the cache. Then
+ours decodes for as long beside a process that reads the files from the disk.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _save(shard: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def measure(options: argparse.Namespace, root: Path, report: dict[str, Any]) -> None:
-    """Add the figures of every arm, and write them down as soon as they are there."""
+    """Measure every arm, and save its figures at once."""
     old, new = write_checkpoints(options.shape, root)
     arms: list[str] = options.arms
     num_bytes = sum(file.stat().st_size for file in new.glob("*.safetensors"))
@@ -114,7 +113,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def _cold(process: ArmProcess, streams: int, folder: Path) -> dict[str, Any]:
-    """One update from the disk itself; and decoding beside a process that reads it."""
+    """Measure one update from the disk, and decoding beside a reader of the disk."""
     files = sorted(folder.glob("*.safetensors"))
     _drop(files)
     record = process.carry_out(Plan(streams, 32, 1.0, [str(folder)]))
@@ -132,7 +131,7 @@ def _cold(process: ArmProcess, streams: int, folder: Path) -> dict[str, Any]:
 
 
 def _drop(files: list[Path]) -> None:
-    """Take files, and nothing else, out of the host's page cache."""
+    """Drop exactly these files from the host's page cache."""
     os.sync()  # what has not been written stays
     for file in files:
         with file.open("rb") as opened:
@@ -140,7 +139,7 @@ def _drop(files: list[Path]) -> None:
 
 
 def line(found: dict[str, Any]) -> str:
-    """The few that are compared."""
+    """The figures that are compared, in one line."""
     gaps = [
         found[f"gap_{of}_ms"] for of in ("update_median", "update_max", "steady_max")
     ]

@@ -1,10 +1,10 @@
-"""What staging costs decoding, with parts of it left out; one GPU, or two.
+"""The cost of each part of staging for decoding; on one GPU, or two.
 
-`python -m benchmarks.gpu_parts [--shape 8B] [--updates 8]`. One engine, and on the next
-GPU, if there is one, a trainer that lends its tensors (`inflight_ipc`). Round by
-round the engine is updated while it decodes, every round with another part of staging
-doing nothing; what such an update brings is wrong, and what it took is what counts. In
-the last round nothing is left out, and every call is timed (stopwatch.py).
+`python -m benchmarks.gpu_parts [--shape 8B] [--updates 8]`. One engine is updated while
+it decodes. If there is a next GPU, a trainer on it lends its tensors (`inflight_ipc`).
+In every round another part of staging does nothing. The weights of such an update are
+wrong; only its time counts. In the last round all parts run, and every call is timed
+(stopwatch.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KV_BYTES = 40 << 30
 
 
 def leave_out(worker: Any, name: str) -> None:
-    """Runs in the engine's process: what a round does, and the others do not."""
+    """Runs in the engine's process: switch one part of staging off."""
     del worker
     from vllm.inflight.transport.cuda_ipc.driver import CudaMemory
     from vllm.inflight.worker.staging import throttle
@@ -147,7 +147,7 @@ def figures(record: Any) -> dict[str, float]:
 
 
 def line(found: dict[str, float]) -> str:
-    """The few that are compared, in milliseconds."""
+    """The figures that are compared, in milliseconds, in one line."""
     parts = {
         "call": "update_s",
         "staging": "staging_s",

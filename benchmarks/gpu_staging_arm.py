@@ -1,7 +1,7 @@
-"""One arm on one GPU: where its second set is, or that it has none, is in its name.
+"""One arm on one GPU; its name says where its shadow weights are, if it has any.
 
 `python -m benchmarks.gpu_staging_arm NAME FOLDER FD`, started by benchmarks/gpu_disk.py
-and benchmarks/gpu_steady.py. Weights are those of the folder, random if it has none.
+and benchmarks/gpu_steady.py. The weights are the folder's, or random if it has none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KV_BYTES = 30 << 30
 
 
 async def reload(engine: Any, checkpoint: str) -> dict[str, float]:
-    """Upstream's way from files: its worker's own loader, in a pause."""
+    """Update in upstream's way from files: `reload_weights` in a pause."""
     await engine.pause_generation(mode="keep", clear_cache=False)
     await engine.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
     await engine.resume_generation()

@@ -1,9 +1,9 @@
-"""Decoding alone on one GPU: ours, ours without a second set, and vLLM as it is.
+"""Decoding alone on one GPU: ours, ours without shadow weights, and plain vLLM.
 
-`python -m benchmarks.gpu_steady [--shape 8B] [--turns 6]`. Three engines are alive on
-one GPU and decode one after the other, turn by turn, so that what the machine does
-meanwhile meets all of them; no weights change. What is told of each turn is its rate
-by upstream's, and of all turns the median.
+`python -m benchmarks.gpu_steady [--shape 8B] [--turns 6]`. Three engines live on one
+GPU and decode in turns, so that other load of the machine hits all of them. No weights
+change. Each turn gives the ratio of a rate to upstream's; the result is the median over
+all turns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The trainer of the GPU benchmark: a model's weights on a GPU, sent when it is told.
+"""The trainer of the GPU benchmark: it sends a model's weights on command.
 
 `python -m benchmarks.gpu_trainer BACKEND FOLDER HANDLE`, started by gpu_arm.py. Both
-arms are driven by upstream's own trainer engine of their backend; what that asks of
-the inference side travels through the pipe.
+arms use upstream's trainer engine of their backend. Its calls of the inference side
+pass through the pipe.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Weights(WeightSource):
             self._tensors |= saved(name, tensor.normal_(0, SPREAD))
 
     def change(self) -> None:
-        """Become another version: the most likely token is the least likely now."""
+        """Make another version, in which the most likely token is the least likely."""
         names = list(self._tensors)
         self._tensors[
             "lm_head.weight" if "lm_head.weight" in names else names[0]
@@ -55,7 +55,7 @@ class Weights(WeightSource):
 
 
 def saved(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A parameter of transformers' under the names of checkpoints, as views of it.
+    """A parameter of transformers as views with the names of a checkpoint.
 
     Transformers holds the experts of a layer in two parameters, [experts, out, in].
     """
@@ -89,11 +89,11 @@ class Client:
         self._call("start_weight_update", None)
 
     def update_weights(self, update_info: Any) -> None:
-        """Receive what is being sent."""
+        """Receive the tensors."""
         self._call("update_weights", update_info)
 
     def finish_weight_update(self) -> None:
-        """Serve it."""
+        """Commit the update."""
         self._call("finish_weight_update", None)
 
     def _call(self, method: str, payload: Any) -> None:
@@ -103,7 +103,7 @@ class Client:
 
 
 def init_info(backend: str, port: int, num_workers: int) -> Any:
-    """What upstream's factory chooses the trainer engine by."""
+    """The argument by which upstream's factory chooses the trainer engine."""
     if backend == "inflight_ipc":
         from vllm.inflight.transport.cuda_ipc.trainer_engine import IpcTrainerInitInfo
 
@@ -125,7 +125,7 @@ def init_info(backend: str, port: int, num_workers: int) -> Any:
 
 
 def main(backend: str, folder: str, handle: str) -> None:
-    """Join, then send a new version at every order."""
+    """Join the group, then send a new version at every command."""
     pipe = Connection(int(handle))
     load_general_plugins()
     device = torch.device("cuda", int(os.environ.get(GPU, num_ranks(folder))))

@@ -1,4 +1,4 @@
-"""The machine a benchmark ran on, and how much of it others used meanwhile."""
+"""The machine of a benchmark, and the load of other processes on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 
 def facts() -> dict[str, Any]:
-    """What a reader needs to compare figures with those of another machine."""
+    """Facts of the machine that figures depend on."""
     import torch
     from vllm.version import __version__
 
@@ -46,7 +46,7 @@ class Usage:
 
     @classmethod
     def now(cls, root: int) -> Usage:
-        """The family is process `root` and all it started."""
+        """The usage now; the family is process `root` and its descendants."""
         times = psutil.cpu_times()
         idle = times.idle + times.iowait
         # Guest time is in user time already.
@@ -60,6 +60,6 @@ class Usage:
         return cls(total / os.cpu_count(), total - idle, family)
 
     def others(self, later: Usage) -> float:
-        """Cores that everybody else kept busy, on average, between two moments."""
+        """Cores that other processes used, on average, between two moments."""
         foreign = (later.machine - self.machine) - (later.family - self.family)
         return max(0.0, foreign / (later.wall - self.wall))

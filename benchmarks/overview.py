@@ -26,7 +26,7 @@ WIDTH = 0.38
 
 @dataclass(frozen=True)
 class Run:
-    """One model over one wire, and where its figures are."""
+    """One model over one transport, and the file of its figures."""
 
     label: str
     gigabytes: float
@@ -37,7 +37,7 @@ class Run:
     upstream: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
-        """By arm."""
+        """The figures of a run by arm."""
         told = json.loads((RESULTS / self.file).read_text())
         found = {}
         for name, keys in ((OURS, self.ours), (UPSTREAM, self.upstream)):

@@ -31,12 +31,12 @@ def arm(
     log: Path,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[ArmProcess]:
-    """`python -m module` with an engine in it; ended on the way out, however that is.
+    """Run `python -m module` with an engine in it, and end it on every exit.
 
     Args:
-        name: of the arm; `upstream` has the plugin switched off.
-        log: where what it prints goes.
-        environment: what it has beside this process's.
+        name: name of the arm; `upstream` has the plugin switched off.
+        log: file of its output.
+        environment: variables that it has beside this process's.
 
     """
     near, far = Pipe()
@@ -67,7 +67,7 @@ def arm(
 
 
 class ArmProcess:
-    """The near end of an arm."""
+    """The connection to an arm."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[bytes], pipe: Connection, log: Path
@@ -80,7 +80,7 @@ class ArmProcess:
         self.others: list[float] = []
 
     def carry_out(self, plan: Plan) -> Record:
-        """Have one round done."""
+        """Let the arm do one round."""
         before = Usage.now(os.getpid())
         self._pipe.send(plan)
         record: Record = self.answer()
@@ -89,7 +89,7 @@ class ArmProcess:
         return record
 
     def answer(self) -> Any:
-        """What the arm says next; exits if it has died or says nothing."""
+        """The arm's next message; exits if the arm has died or is silent."""
         deadline = time.monotonic() + PATIENCE_S
         try:
             while not self._pipe.poll(0.5):
@@ -102,7 +102,7 @@ class ArmProcess:
             ) from None
 
     def end(self) -> None:
-        """Ask it to end; after a while, end it and all it started."""
+        """Ask the arm to end; after a while, kill it and its descendants."""
         try:
             self._pipe.send(None)
             self._process.wait(timeout=20)

@@ -1,4 +1,4 @@
-"""What passes between the benchmark and its arms: plans one way, records the other."""
+"""The messages between the benchmark and its arms: plans and records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OURS, UPSTREAM = "ours", "upstream"
 
 @dataclass
 class Plan:
-    """What an arm does in one round."""
+    """The work of an arm in one round."""
 
     num_streams: int
     warm_tokens: int
@@ -31,7 +31,7 @@ class Update:
 
 @dataclass
 class Record:
-    """What an arm saw in one round."""
+    """The observations of an arm in one round."""
 
     arrivals: list[list[tuple[float, int]]]
     """Per stream: when how many tokens arrived at the client."""

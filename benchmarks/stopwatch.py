@@ -1,8 +1,8 @@
-"""A stopwatch for staging: which call of the engine's process takes how long.
+"""A stopwatch for staging: the time of each call in the engine's process.
 
-Runs there, put on and read by `collective_rpc`. Times are inclusive: a call has those
-of the calls it makes. On the wall there is the wait for the interpreter in them, which
-decoding holds; the processor time of the thread has none.
+`collective_rpc` starts and reads it there. Times include the calls that a call makes.
+Wall time includes the wait for the interpreter, which decoding holds. Processor time of
+the thread does not.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def put_on(worker: Any) -> None:
 
 
 def read(worker: Any) -> dict[str, Any]:
-    """What was timed since the last reading, in milliseconds, longest first."""
+    """The times since the last reading in milliseconds, longest first."""
     del worker
     parts = {
         name: [count, round(1e3 * wall, 3), round(1e3 * own, 3)]

@@ -1,8 +1,8 @@
-"""A transport for upstream's own update path: a safetensors file, read in place.
+"""A transport for upstream's own update path: it reads a safetensors file.
 
-It does what upstream's dense transports do around their wire: layerwise reload of
-the model that is being served, which has to be paused meanwhile. Nothing of
-vllm-inflight is imported here, because the engine that uses it runs without.
+Like upstream's dense transports, it does a layerwise reload of the live model, which
+has to be paused for that. The engine that uses it runs without vllm-inflight, so this
+file imports nothing of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BACKEND = "benchmark-file"
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """The init info; it has no fields."""
 
 
 @dataclass
@@ -47,10 +47,10 @@ class FileTransport(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     update_info_cls = FileUpdateInfo
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Nothing to connect to."""
+        pass
 
     def start_weight_update(self) -> None:
-        """Have every layer packed as soon as it is complete."""
+        """Start the layerwise reload."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
@@ -58,11 +58,11 @@ class FileTransport(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self.model.load_weights(_tensors(update_info.file))
 
     def finish_weight_update(self) -> None:
-        """Pack the layers that wait for the end."""
+        """Finish the layerwise reload."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing to close."""
+        pass
 
 
 class Extension:

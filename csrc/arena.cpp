@@ -12,7 +12,7 @@ namespace inflight {
 
 namespace {
 
-constexpr uint64_t kWasteDivisor = 100;  // holes may cost 1 % of what lives
+constexpr uint64_t kWasteDivisor = 100;  // holes may take 1 % of the weights' memory
 
 using Lock = std::lock_guard<std::mutex>;
 
@@ -77,7 +77,7 @@ void Arena::consolidate() {
   const Lock lock(mutex_);
   require(Phase::kLoading, "consolidate");
   const Entered entered(pages_.memory());
-  pages_.memory().synchronize();  // nothing may be using what is unmapped below
+  pages_.memory().synchronize();  // the memory unmapped below must not be in use
   const Stats now = stats_now();
   const uint64_t allowed = now.live_bytes / kWasteDivisor;
   const uint64_t spare = allowed > now.wasted_bytes ? allowed - now.wasted_bytes : 0;
@@ -96,7 +96,7 @@ void Arena::pair() {
   try {
     or_undo([&] { add_second(); },
             [&] {
-              std::optional<Fault> ignored;  // what made it necessary is told
+              std::optional<Fault> ignored;  // the first failure is reported
               attempt(ignored, [&] { pages_.memory().synchronize(); });
               remove_second(ignored);
             });
@@ -111,7 +111,7 @@ void Arena::unpair() {
   const Lock lock(mutex_);
   require(Phase::kPaired, "unpair");
   const Entered entered(pages_.memory());
-  pages_.memory().synchronize();  // nothing may be using what is unmapped below
+  pages_.memory().synchronize();  // the memory unmapped below must not be in use
   std::vector<Placed> shown;
   for (const auto& [address, mapping] : mappings_)
     if (mapping.second != 0)
@@ -173,7 +173,7 @@ double Arena::flip() {
       try {
         while (at != mappings_.begin()) swap(*--at);
       } catch (const Fault& again) {
-        throw Pages::torn(why, again);  // no run is torn, but they are of two sets
+        throw Pages::torn(why, again);  // runs are whole, but not of one version
       }
       throw;
     }
@@ -190,7 +190,7 @@ void Arena::settle() {
     if (mapping.second == mapping.other) continue;
     const Address second = second_of(address);
     if (mapping.second != 0) pages_.lift({second, mapping.bytes, mapping.second});
-    mapping.second = 0;  // should the next call fail, the next settle goes on here
+    mapping.second = 0;  // if the next call fails, the next settle continues here
     pages_.place({second, mapping.bytes, mapping.other});
     mapping.second = mapping.other;
   }
@@ -238,15 +238,15 @@ void Arena::close() {
     attempt(first, [&] { pages_.lift(live); });
     attempt(first, [&] { pages_.release(live.handle, live.bytes); });
   }
-  // What is not freed yet may be when there is another arena, which must not take
-  // such a pointer for its own: then these addresses are not given out again.
+  // A pointer that is not freed yet may be freed when another arena exists, which must
+  // not own that address. So addresses with such pointers stay reserved.
   if (segments_.empty())
     attempt(first, [&] { pages_.memory().give_back(base_, reserved_); });
   const bool was_torn = phase_ == Phase::kTorn;
   mappings_.clear();
   segments_.clear();
   move_to(Phase::kClosed);
-  // Of a torn arena it is not known what is mapped: something is bound to fail.
+  // The mappings of a torn arena are not known, so some calls will fail.
   if (first && !was_torn) throw Fault(*first);
 }
 
@@ -279,7 +279,7 @@ bool Arena::settled() const {
   });
 }
 
-// The mapping that holds all of these bytes, or end().
+// The mapping that contains all of these bytes, or end().
 Arena::Mappings::const_iterator Arena::around(Address address, uint64_t bytes) const {
   const auto after = mappings_.upper_bound(address);
   if (after == mappings_.begin()) return mappings_.end();
@@ -315,19 +315,19 @@ Arena::Stats Arena::stats_now() const {
   return stats;
 }
 
-// Gives up the memory of one segment, unless it has become part of a run.
+// Releases the memory of a segment, unless it has become part of a run.
 void Arena::discard(Address address, uint64_t bytes) {
   const auto found = mappings_.find(address);
   if (found == mappings_.end() || found->second.bytes != bytes) return;
   const Placed live{address, bytes, found->second.live};
   const Entered entered(pages_.memory());
-  pages_.memory().synchronize();  // unmapping waits for nobody
+  pages_.memory().synchronize();  // unmapping does not wait for readers
   pages_.lift(live);
   mappings_.erase(found);
   pages_.release(live.handle, live.bytes);
 }
 
-// One handle for the whole run, in the place of those that are mapped within it.
+// Replaces the handles that are mapped within a run by one handle.
 void Arena::merge(const Run& run) {
   const Address start = base_ + run.offset;
   const auto first = mappings_.find(start);
@@ -351,7 +351,7 @@ void Arena::merge(const Run& run) {
         pages_.exchange(before, {start, bytes, handle});
       },
       [&] {
-        quietly([&] { memory.synchronize(); });  // a copy may have begun
+        quietly([&] { memory.synchronize(); });  // a copy may be running
         if (scratch.address != 0) {
           quietly([&] { pages_.lift(scratch); });
           quietly([&] { memory.give_back(scratch.address, bytes); });
@@ -371,7 +371,7 @@ void Arena::merge(const Run& run) {
 
 void Arena::add_second() {
   Memory& memory = pages_.memory();
-  // Twins point there: the addresses are those of the first time.
+  // Shadow parameters point there, so the addresses are those of the first time.
   if (used_ != 0 && second_ == 0) second_ = memory.reserve(used_);
   for (auto& [address, mapping] : mappings_) {
     mapping.other = pages_.create(mapping.bytes);

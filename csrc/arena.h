@@ -1,14 +1,14 @@
-// The arena: one range of addresses in which the live weights of a device lie, a
-// second range of the same layout, and the flip between the two.
+// The arena: an address range with the live weights of a device, a second range of
+// the same layout with the shadow weights, and the flip between the two.
 //
-//   loading       every segment has a handle of its own, so what is freed is freed
-//   consolidated  few large handles, at the addresses the small ones had
+//   loading       every segment has its own handle, so a free gives memory back
+//   consolidated  few large handles, at the addresses of the small ones
 //   paired        as many handles again, at the second range
-//   suspended     addresses only: asleep, all memory is given back
+//   suspended     addresses without memory: the engine sleeps
 //
-// A flip gives the live addresses the memory of the other set; what it costs goes by
-// the number of handles. The second range follows at leisure (settle). Until then it
-// is stale: it shows the memory that has become live, and a write to it goes there.
+// A flip maps the shadow weights' memory at the live addresses; its time grows with
+// the number of handles. The second range is remapped later (settle). Until then it is
+// stale: it shows the memory that is live now, and a write to it changes live weights.
 #pragma once
 
 #include <map>
@@ -40,7 +40,7 @@ constexpr std::pair<Phase, Phase> kMoves[] = {
     {Phase::kSuspended, Phase::kClosed}};
 
 // Safe to call from any thread. A call in the wrong phase throws std::logic_error, a
-// wrong address std::out_of_range, what fails below throws Fault.
+// wrong address std::out_of_range, a failed call of the memory Fault.
 class Arena {
  public:
   struct Stats {
@@ -58,58 +58,57 @@ class Arena {
 
   Memory& memory() { return pages_.memory(); }
 
-  // The next piece of the range, with a handle of its own.
+  // Allocates the next segment of the range, with its own handle.
   Address allocate(uint64_t bytes);
 
-  // A segment its allocator is through with: memory is released while loading, later
-  // it is bookkeeping. Pointers from elsewhere are none of the arena's business.
+  // Frees a segment. While loading this releases memory, later it is bookkeeping.
+  // Pointers that the arena did not allocate are ignored.
   void free(Address address);
 
-  // A segment its allocator keeps but does not use, and must not use again: memory
-  // is released, and the `free` still to come is bookkeeping.
+  // Releases the memory of a segment that its allocator keeps but will not use again.
+  // The later `free` is bookkeeping.
   void drop(Address address);
 
-  // Few large handles instead of many small ones; no address changes. After a
+  // Replaces many small handles by few large ones; no address changes. After a
   // failure every run has its old handles or its new one: call again, or close.
   void consolidate();
 
-  // A second set of handles at a second range, with the bytes of the live set. After
-  // a failure all is as before.
+  // Adds shadow handles at the second range, with the bytes of the live ones. After a
+  // failure nothing has changed.
   void pair();
 
-  // Gives the second set's memory back; its addresses stay what they were, without
-  // memory, until the next `pair`. After a failure the phase tells: all is as before,
-  // or done but for a handle that the driver would not take back.
+  // Releases the shadow memory. The addresses stay reserved, without memory, until the
+  // next `pair`. After a failure the phase says which of two is true: nothing has
+  // changed, or only a handle that the driver did not take back is left.
   void unpair();
 
-  // Gives the live set's memory back, where there is no second one; what was in it
-  // is gone. The addresses stay. A failure is as one of `unpair`.
+  // Releases the live memory, if there is no shadow memory; its contents are lost. The
+  // addresses stay reserved. A failure is like one of `unpair`.
   void suspend();
 
-  // Memory at the live addresses again; what is in it is nobody's. After a failure
+  // Maps memory at the live addresses again, with undefined contents. After a failure
   // there is none.
   void resume();
 
-  // Exchanges the two sets at the live addresses, and returns the seconds it took.
-  // What reads them must be through: nothing is waited for. Twice is nothing.
+  // Maps the shadow memory at the live addresses, and returns the seconds it took. It
+  // does not wait for readers: they must be done. Two flips restore the first state.
   double flip();
 
-  // Lets the second range show the set that is not live. Nothing may be using it.
+  // Maps the memory that is not live at the second range, which must not be in use.
   void settle();
 
-  // Where the other set has the bytes that the live set has here.
+  // The address in the second range for an address in the live range.
   Twin twin(Address address, uint64_t bytes) const;
 
   bool contains(Address address, uint64_t bytes) const;
 
-  // Stretches that have one handle each, in each of the sets.
+  // The runs; live and shadow weights have one handle for each.
   std::vector<Run> runs() const;
 
   Stats stats() const;
 
-  // Gives everything back, whatever fails on the way, and then throws the first
-  // failure. Waits for all work of the device; whoever still holds a tensor of this
-  // arena must not touch it again.
+  // Releases everything, goes on after failures, and throws the first one at the end.
+  // Waits for all work of the device. Tensors of this arena must not be used again.
   void close();
 
  private:
@@ -120,8 +119,8 @@ class Arena {
   struct Mapping {
     uint64_t bytes;
     Handle live;        // 0 while suspended
-    Handle other = 0;   // of the second set
-    Handle second = 0;  // what the second range shows; 0 is nothing
+    Handle other = 0;   // of the shadow weights
+    Handle second = 0;  // mapped at the second range; 0: none
   };
   using Mappings = std::map<Address, Mapping>;
 
@@ -144,16 +143,16 @@ class Arena {
   void unback_live();
   void swap(Mappings::value_type& entry);
 
-  mutable std::mutex mutex_;  // over everything below
+  mutable std::mutex mutex_;  // guards all members below
   Pages pages_;
   Phase phase_ = Phase::kLoading;
   Phase awake_ = Phase::kLoading;  // the phase before it was suspended
   uint64_t reserved_;
-  uint64_t used_ = 0;  // addresses are never given out twice
+  uint64_t used_ = 0;  // no address is allocated twice
   Address base_ = 0;
   Address second_ = 0;
   Mappings mappings_;
-  std::map<Address, Segment> segments_;  // given out and not yet freed
+  std::map<Address, Segment> segments_;  // allocated and not yet freed
 };
 
 }  // namespace inflight

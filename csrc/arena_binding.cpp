@@ -1,5 +1,5 @@
-// Exports only: an arena is a capsule, its calls are functions of it. The two C
-// functions at the end are what torch's pluggable allocator calls.
+// Exports only: an arena is a capsule, and its calls are functions that take it.
+// Torch's pluggable allocator calls the two C functions at the end.
 #include "arena_binding.h"
 
 #include <sys/types.h>
@@ -28,7 +28,7 @@ struct Opened {
   std::shared_ptr<Arena> arena;
 };
 
-// Runs `work`, which returns a new reference; what it throws becomes Python's.
+// Runs `work`, which returns a new reference; an exception becomes a Python error.
 template <class Work>
 PyObject* translated(Work work) {
   try {
@@ -64,7 +64,7 @@ PyObject* call(PyObject* capsule, Work work) {
   return translated([&] { return work(*arena); });
 }
 
-// The same without the interpreter's lock, for what takes long; returns None.
+// The same without the interpreter's lock, for long calls; returns None.
 template <class Work>
 PyObject* call_long(PyObject* capsule, Work work) {
   return call(capsule, [&](Arena& arena) {
@@ -75,8 +75,8 @@ PyObject* call_long(PyObject* capsule, Work work) {
     } catch (...) {
       failure = std::current_exception();
     }
-    // Not in a destructor: to get the lock back when the process is about to end is
-    // the end of this thread, which unwinds it.
+    // Not in a destructor: if the process is about to end, taking the lock back ends
+    // this thread by unwinding its stack.
     PyEval_RestoreThread(state);
     if (failure) std::rethrow_exception(failure);
     Py_RETURN_NONE;
@@ -84,7 +84,7 @@ PyObject* call_long(PyObject* capsule, Work work) {
 }
 
 PyObject* open(PyObject*, PyObject* args) {
-  int device;  // negative: a host twin, -1: one beside none
+  int device;  // negative: host memory; -1: the next free number
   unsigned long long reserve_bytes;
   if (!PyArg_ParseTuple(args, "iK", &device, &reserve_bytes)) return nullptr;
   return translated([&] {
@@ -138,7 +138,7 @@ PyObject* step(PyObject*, PyObject* capsule) {
 }
 
 PyObject* flip(PyObject*, PyObject* capsule) {
-  // Keeps the interpreter's lock: getting it back could take longer than the flip.
+  // Keeps the interpreter's lock: taking it back could take longer than the flip.
   return call(capsule, [](Arena& arena) { return PyFloat_FromDouble(arena.flip()); });
 }
 
@@ -269,12 +269,12 @@ int add_arena(PyObject* module) {
 
 #define INFLIGHT_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Called by torch from any thread, with and without the interpreter's lock: they
-// touch nothing of Python, and nullptr is the one failure they can tell.
+// Torch calls these from any thread, with or without the interpreter's lock. So they
+// use nothing of Python, and report a failure as nullptr.
 INFLIGHT_EXPORT void* inflight_arena_malloc(ssize_t size, int device, void*) {
   using inflight::Arenas;
   try {
-    // Of several the last is the one that is filled.
+    // Of several arenas, the last one is being filled.
     const auto arenas = Arenas::of_process().of_device(device);
     if (arenas.empty() || size < 0) return nullptr;
     return reinterpret_cast<void*>(arenas.back()->allocate(uint64_t(size)));
@@ -287,7 +287,7 @@ INFLIGHT_EXPORT void* inflight_arena_malloc(ssize_t size, int device, void*) {
 INFLIGHT_EXPORT void inflight_arena_free(void* pointer, ssize_t, int device, void*) {
   using inflight::Arenas;
   try {
-    // Each knows its own.
+    // Each arena knows its own pointers.
     for (const auto& arena : Arenas::of_process().of_device(device))
       arena->free(reinterpret_cast<uint64_t>(pointer));
   } catch (const std::exception& why) {

@@ -5,7 +5,7 @@
 
 namespace inflight {
 
-// Adds them; -1 and a Python error if that fails.
+// Adds the functions; on failure returns -1 and sets a Python error.
 int add_arena(PyObject* module);
 
 }  // namespace inflight

@@ -1,4 +1,4 @@
-// The arenas of this process, by device, for callers that have no more than that.
+// The arenas of this process by device, for callers that know only the device.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,12 @@
 
 namespace inflight {
 
-// A GPU's are under its ordinal, the one that is filled last; host twins count down
-// from -2.
+// A GPU's arenas are under its ordinal; torch fills the newest. Arenas in host memory
+// count down from -2.
 class Arenas {
  public:
   static Arenas& of_process() {
-    // Never destroyed: at exit torch may free after static objects are gone.
+    // Never destroyed: at exit torch may free after the end of static objects.
     static Arenas* const arenas = new Arenas;
     return *arenas;
   }
@@ -29,7 +29,7 @@ class Arenas {
     arenas_[device].push_back(arena);
   }
 
-  // What torch asks for from now on is of this one.
+  // From now on torch's allocations come from this arena.
   void fill(int device, const Arena* arena) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& all = arenas_[device];
@@ -57,7 +57,7 @@ class Arenas {
     return arenas_[device];
   }
 
-  // What a callback could not throw.
+  // The failure of a callback, which cannot throw.
   void set_last_error(int device, const std::string& text) {
     const std::lock_guard<std::mutex> lock(mutex_);
     last_errors_[device] = text;

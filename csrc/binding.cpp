@@ -1,4 +1,4 @@
-// Exports only: blocks come in packed as u64, sums go out packed as u64.
+// Exports only: blocks and sums are passed as packed u64.
 #include <Python.h>
 
 #include <atomic>

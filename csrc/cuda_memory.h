@@ -1,8 +1,8 @@
 // The address space of an NVIDIA GPU: virtual memory management of the driver.
 //
-// The driver's library is looked for when the first arena is opened, and what is
-// needed of cuda.h is written out below, so building needs no CUDA toolkit and
-// loading needs no GPU. The layouts are those of cuda.h from CUDA 11 on.
+// The driver's library is opened with the first arena, and the needed parts of cuda.h
+// are written out below. So the build needs no CUDA toolkit, and loading needs no GPU.
+// The layouts are those of cuda.h since CUDA 11.
 #pragma once
 
 #include <dlfcn.h>
@@ -85,7 +85,7 @@ struct Driver {
 #undef INFLIGHT_DECLARE
 
   Driver() {
-    // Never closed: torch has it open as well, for as long as the process lives.
+    // Never closed: torch keeps it open too, as long as the process lives.
     void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr)
       throw Fault(Fault::kFailed, "no NVIDIA driver: libcuda.so.1 does not load",
@@ -128,12 +128,12 @@ class CudaMemory : public Memory {
     access_ = {{cuda::kLocationDevice, ordinal}, cuda::kAccessReadWrite};
     prop_.type = cuda::kAllocationPinned;
     prop_.location = access_.location;
-    // So that a network card may write into the second set.
+    // So that a network card may write into the shadow weights.
     prop_.flags.gpu_direct_rdma_capable =
         attribute(cuda::kAttributeRdmaWithVirtualMemory) != 0;
     INFLIGHT_CHECK(cuMemGetAllocationGranularity, &granularity_, &prop_,
                    cuda::kGranularityMinimum);
-    // The context of the runtime, and so of torch.
+    // The context of the runtime, which torch uses too.
     INFLIGHT_CHECK(cuDevicePrimaryCtxRetain, &context_, device_);
   }
 
@@ -162,7 +162,7 @@ class CudaMemory : public Memory {
     cuda::Result code = driver_.cuMemCreate(&handle, bytes, &prop_, 0);
     if (code != cuda::kSuccess && code != cuda::kErrorOutOfMemory &&
         prop_.flags.gpu_direct_rdma_capable) {
-      // Some hosts claim the ability and lack what it takes.
+      // Some hosts report this ability and do not have it.
       prop_.flags.gpu_direct_rdma_capable = 0;
       code = driver_.cuMemCreate(&handle, bytes, &prop_, 0);
     }
@@ -190,7 +190,7 @@ class CudaMemory : public Memory {
 
   void synchronize() override { INFLIGHT_CHECK(cuCtxSynchronize); }
 
-  // A thread may have no context, or be at work on another GPU.
+  // The thread may have no context, or that of another GPU.
   uint64_t enter() override {
     cuda::Context before = nullptr;
     INFLIGHT_CHECK(cuCtxGetCurrent, &before);

@@ -37,7 +37,7 @@ inline uint32_t page_key(uint32_t page) {
   return x ^ (x >> 15);
 }
 
-// `num` whole chunks at `data`, numbered from `low` within the page of this key.
+// `num` whole chunks at `data`; the first has number `low` in the page of this key.
 using ChunksFn = void (*)(const unsigned char* data, uint64_t num, uint32_t low,
                           uint32_t page, Sums& sums);
 
@@ -85,7 +85,7 @@ inline std::vector<Kernel> kernels() {
 
 inline std::atomic<ChunksFn> chunks_in_use{kernels().front().chunks};
 
-// Part of one chunk: `length` bytes from byte `first` on; the rest counts as zero.
+// A part of one chunk: `length` bytes from byte `first`; the other bytes are zero.
 inline void partial_chunk(const unsigned char* data, uint64_t first, uint64_t length,
                           uint64_t chunk, Sums& sums) {
   unsigned char whole[8] = {};
@@ -93,7 +93,7 @@ inline void partial_chunk(const unsigned char* data, uint64_t first, uint64_t le
   chunks_plain(whole, 1, uint32_t(chunk), page_key(uint32_t(chunk >> 32)), sums);
 }
 
-// `length` bytes that stand at `offset` of the whole tensor.
+// `length` bytes at `offset` of the whole tensor.
 inline void digest_run(const unsigned char* data, uint64_t length, uint64_t offset,
                        Sums& sums) {
   const ChunksFn chunks = chunks_in_use.load(std::memory_order_relaxed);

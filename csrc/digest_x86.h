@@ -1,8 +1,8 @@
 // The chunk loop of digest.h with AVX2 and AVX-512, chosen at run time.
 //
-// A hash vector has 32-bit lanes, a product 64-bit lanes. So the even lanes hold
-// the keys of the first data vector and the odd lanes those of the second: the
-// multiply reads the even ones as they stand, one shift brings down the odd ones.
+// A hash vector has 32-bit lanes, a product 64-bit lanes. So even lanes have the keys
+// of the first data vector, and odd lanes those of the second. The multiplication reads
+// even lanes directly, and odd lanes after one shift.
 #pragma once
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -12,7 +12,7 @@
 
 namespace inflight {
 
-// First Weyl values of `2 * half` chunks, in the lane order told above.
+// The first Weyl values of `2 * half` chunks, in the lane order described above.
 inline void weyl_lanes(uint32_t* lanes, int half, uint32_t low, uint32_t page) {
   for (int i = 0; i < half; ++i) {
     lanes[2 * i] = (low + i) * kWeyl + page;

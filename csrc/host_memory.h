@@ -1,6 +1,6 @@
-// The host twin of a GPU's address space: handles are files in memory, mapping is
-// mmap. It exists so that the arena is tested where there is no GPU. Hence it is as
-// strict as the driver, has a budget that can run out, and fails on demand.
+// The host's version of a GPU's address space: handles are files in memory, mapping is
+// mmap. With it the arena is tested without a GPU. So it is as strict as the driver,
+// has a budget that can run out, and fails on demand.
 #pragma once
 
 #include <fcntl.h>
@@ -27,8 +27,8 @@ class HostMemory : public Memory {
 
   void set_budget(uint64_t bytes) { budget_ = bytes; }
 
-  // After `skip` more calls of this name, or of any if it is "", the next `times` of
-  // them fail.
+  // After `skip` more calls of this name ("": of any name), the next `times` calls
+  // fail.
   void inject(const std::string& call, uint64_t skip, uint64_t times) {
     injected_ = {call, skip, times};
   }
@@ -125,7 +125,7 @@ class HostMemory : public Memory {
 #ifdef MFD_CLOEXEC
     return ::memfd_create("inflight-arena", MFD_CLOEXEC);
 #else
-    std::FILE* file = std::tmpfile();  // has no name, and goes with its last descriptor
+    std::FILE* file = std::tmpfile();  // has no name, and ends with its last descriptor
     if (file == nullptr) return -1;
     const int own = ::dup(::fileno(file));
     std::fclose(file);
@@ -165,7 +165,7 @@ class HostMemory : public Memory {
 
   std::map<Handle, uint64_t> handles_;   // bytes of each
   std::map<Address, uint64_t> mapped_;   // bytes of each
-  uint64_t budget_ = uint64_t(1) << 40;  // more than any test touches
+  uint64_t budget_ = uint64_t(1) << 40;  // more than any test uses
   uint64_t used_ = 0;
   Injected injected_{"", 0, 0};
 };

@@ -1,5 +1,5 @@
-// What the arena asks of an address space: the driver of a GPU (cuda_memory.h), or
-// the operating system as its twin on the host (host_memory.h).
+// The interface of an address space: of a GPU's driver (cuda_memory.h), or of the
+// operating system on the host (host_memory.h).
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@ namespace inflight {
 using Address = uint64_t;
 using Handle = uint64_t;  // a piece of physical memory; never 0
 
-// A call that failed, or what its failure has led to.
+// A failed call, and its consequence.
 class Fault : public std::runtime_error {
  public:
   enum Kind {
     kFailed,       // nothing was changed
-    kOutOfMemory,  // nothing was changed, `missing` bytes are
+    kOutOfMemory,  // nothing was changed; `missing` bytes are needed
     kTorn          // some addresses have lost their memory
   };
 
@@ -30,39 +30,40 @@ class Fault : public std::runtime_error {
         missing(missing) {}
 
   Kind kind;
-  std::string call;  // the one that failed, and the code it returned
+  std::string call;  // the failed call, and the code that it returned
   long code;
   uint64_t missing;
 };
 
-// Sizes and addresses are multiples of the granularity. What fails throws Fault and
-// has changed nothing.
+// Sizes and addresses are multiples of the granularity. A call that fails throws Fault
+// and changes nothing.
 class Memory {
  public:
   virtual ~Memory() = default;
 
   virtual uint64_t granularity() const = 0;
-  virtual uint64_t available() = 0;  // bytes that `create` might still give
+  virtual uint64_t available() = 0;  // bytes that `create` could still allocate
 
-  // Addresses without memory, and their end.
+  // Reserves addresses without memory, and releases them.
   virtual Address reserve(uint64_t bytes) = 0;
   virtual void give_back(Address address, uint64_t bytes) = 0;
 
-  // Memory without an address. Released while mapped, it lives until unmapped.
+  // Allocates and releases memory without an address. Memory that is released while
+  // mapped lives until it is unmapped.
   virtual Handle create(uint64_t bytes) = 0;
   virtual void release(Handle handle) = 0;
 
-  // A whole handle at an address, and at several if wanted. Not accessible before
-  // set_access; no call waits for work that still uses what it unmaps.
+  // Maps a whole handle at one or several addresses. It is not accessible before
+  // set_access. No call waits for work that still uses the memory that it unmaps.
   virtual void map(Address address, uint64_t bytes, Handle handle) = 0;
   virtual void unmap(Address address, uint64_t bytes) = 0;
   virtual void set_access(Address address, uint64_t bytes) = 0;
 
-  // Copies may run on until `synchronize`, which waits for all work of the device.
+  // A copy may run until `synchronize`, which waits for all work of the device.
   virtual void copy(Address to, Address from, uint64_t bytes) = 0;
   virtual void synchronize() = 0;
 
-  // What the calling thread needs for the calls above, and had before.
+  // Sets up the calling thread for the calls above, and restores its state.
   virtual uint64_t enter() { return 0; }
   virtual void leave(uint64_t) noexcept {}
 };

@@ -1,6 +1,6 @@
-// Counts the elements whose magnitude, read as an integer, is at least some limit.
-// With the smallest that is no finite number these are infinities and NaNs, in any
-// float format; with a smaller one also what becomes an infinity in a shorter format.
+// Counts the elements whose magnitude, read as an integer, is at least a limit. With
+// the smallest non-finite magnitude as limit, these are the infinities and NaNs of any
+// float format. A smaller limit adds numbers that a shorter format turns into infinity.
 //
 // With `mask` selecting all bits but the sign of every element in 8 bytes, and `carry`
 // the sign bit minus the limit, (x & mask) + carry reaches an element's sign bit
@@ -12,7 +12,7 @@
 
 namespace inflight {
 
-// How many bytes have their top bit set, given that no other bit is.
+// The number of bytes with a set top bit; no other bit may be set.
 inline uint64_t count_signs(uint64_t hits) {
   return (hits >> 7) * 0x0101010101010101u >> 56;
 }
@@ -27,7 +27,7 @@ inline uint64_t nonfinite_run(const unsigned char* data, uint64_t length, uint64
   };
   uint64_t count = 0;
   for (; length >= 512; data += 512, length -= 512) {
-    // Most steps have none, and telling so vectorises: one OR, then one branch.
+    // Most steps count nothing. The test for that vectorises: one OR, one branch.
     uint64_t any = 0;
     for (uint64_t i = 0; i < 512; i += 8) any |= hits(data + i, 8);
     if (any == 0) continue;

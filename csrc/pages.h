@@ -1,4 +1,4 @@
-// Handles and where they are mapped, each change whole or undone.
+// Handles and their mappings; each change is complete or undone.
 #pragma once
 
 #include <memory>
@@ -18,7 +18,7 @@ struct Placed {
   Handle handle;
 };
 
-// Runs `work`; if it throws, runs `undo` and lets the error go on.
+// Runs `work`. If it throws, runs `undo` and throws the error again.
 template <class Work, class Undo>
 void or_undo(Work work, Undo undo) {
   try {
@@ -29,7 +29,7 @@ void or_undo(Work work, Undo undo) {
   }
 }
 
-// For undoing: the failure that made it necessary is the one to tell.
+// For undoing: a second failure is dropped, since the first one is reported.
 template <class Work>
 void quietly(Work work) {
   try {
@@ -38,7 +38,7 @@ void quietly(Work work) {
   }
 }
 
-// For giving back: does what can be done, and keeps the first failure.
+// For releasing: goes on after failures, and keeps the first one.
 template <class Work>
 void attempt(std::optional<Fault>& first, Work work) {
   try {
@@ -84,7 +84,7 @@ class Pages {
 
   void lift(const Placed& placed) { memory_->unmap(placed.address, placed.bytes); }
 
-  // All of them, or none. If not even that can be done, the Fault is kTorn.
+  // Maps all or none. If undoing fails too, the Fault is kTorn.
   void lift_all(const std::vector<Placed>& placed) {
     size_t num_lifted = 0;
     try {
@@ -98,8 +98,8 @@ class Pages {
     }
   }
 
-  // Puts `now` in the place of `before`, or leaves that there. If not even that can
-  // be done, the Fault is kTorn.
+  // Replaces `before` by `now`, or leaves `before`. If undoing fails too, the Fault is
+  // kTorn.
   void exchange(const std::vector<Placed>& before, const Placed& now) {
     lift_all(before);
     try {

@@ -1,4 +1,4 @@
-// Blocks of memory, cut into pieces and shared out among threads.
+// Blocks of memory, cut into pieces and divided among threads.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 
 namespace inflight {
 
-// `rows` runs of `row_bytes`, as ops.py packs them. `x` and `y` belong to the
-// kernel: the digest's offset of the first row and step from row to row, or the
-// mask and carry of nonfinite.h.
+// `rows` rows of `row_bytes`, as ops/digests.py packs them. `x` and `y` are the
+// kernel's: the offset of the first row and the step between rows for the digest, mask
+// and carry for nonfinite.h.
 struct Block {
   uint64_t data, rows, row_bytes, row_stride, x, y, owner;
 };
@@ -31,7 +31,7 @@ inline std::vector<Piece> cut(const Block* blocks, uint64_t num_blocks) {
     const uint64_t rows = std::max<uint64_t>(1, kPieceBytes / block->row_bytes);
     for (uint64_t row = 0; row < block->rows; row += rows) {
       const uint64_t num_rows = std::min(rows, block->rows - row);
-      // Several rows in a piece, or several pieces in a row.
+      // A piece is several rows, or a part of one row.
       const uint64_t step = num_rows > 1 ? block->row_bytes : kPieceBytes;
       for (uint64_t byte = 0; byte < block->row_bytes; byte += step)
         pieces.push_back(
@@ -56,7 +56,7 @@ void share_out(const std::vector<Piece>& pieces, uint64_t num_threads,
     helpers.reserve(wanted);
     while (helpers.size() + 1 < wanted) helpers.emplace_back(take);
   } catch (const std::exception&) {
-    // No thread or no memory for one to spare: the work is shared among fewer.
+    // No thread could be started: fewer threads share the work.
   }
   take();
   for (std::thread& helper : helpers) helper.join();

@@ -1,4 +1,4 @@
-// Which stretches of the arena get one handle each.
+// Divides the arena into runs, which get one handle each.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@ struct Run {
   uint64_t offset, bytes;
 };
 
-// `pieces`, in order of their offsets, joined where one ends and the next begins,
-// and across the smallest holes as long as these add up to at most `spare` bytes.
+// Joins `pieces`, which are in order of their offsets: neighbours without a hole, and
+// across the smallest holes while these add up to at most `spare` bytes.
 inline std::vector<Run> plan_runs(const std::vector<Run>& pieces, uint64_t spare) {
   const auto hole_before = [&](size_t i) {
     return pieces[i].offset - pieces[i - 1].offset - pieces[i - 1].bytes;

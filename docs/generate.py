@@ -174,7 +174,7 @@ def older_fields() -> str:
 
 
 def moves() -> str:
-    """Every legal move of an update."""
+    """Every change of phase of an update."""
     rows = (
         [
             code(phase.value),
@@ -199,7 +199,7 @@ def pauses() -> str:
 
 
 def upstream_faults() -> str:
-    """What tests/robustness/faults saw when it was last asked to keep it."""
+    """The faults that the last recorded run of tests/robustness/faults saw."""
     rows = json.loads((DOCS / "upstream-faults.json").read_text())
     never = {"saw": "not played yet"}
     pairs = [

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +23,7 @@ CODE = re.compile(r"<code>.*?</code>")
 NESTED = re.compile(r"^ {2,3}(?=(?:[-*]|\d+\.) )", re.MULTILINE)
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of docs/ by all pages and every file that they link to."""
     for file in list(files):
         if Path(file.abs_src_path or "").is_relative_to(config.docs_dir):

@@ -2,8 +2,9 @@
 
     python -m examples.hybrid_engine
 
-While it sleeps, the engine has given back both sets of weights and the KV cache. Its
-weights wake up first, are replaced by an update, and the KV cache follows.
+A sleeping engine has given back the memory of live weights, shadow weights and KV
+cache. The weights wake up first, an update replaces them, and the KV cache wakes up
+last.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ GIB = 1 << 30
 
 
 def free_gib() -> float:
-    """Memory of the GPU that nobody has."""
+    """Free memory of the GPU in GiB."""
     return torch.cuda.mem_get_info()[0] / GIB
 
 
 def say(llm: Any) -> None:
-    """Print what the weights served now make of the prompt."""
+    """Print what the live weights generate."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -34,7 +35,7 @@ def say(llm: Any) -> None:
 
 
 def main() -> None:
-    """Four rounds of training and saying."""
+    """Train, update and generate, four times."""
     if not torch.cuda.is_available():
         print(
             "vLLM has sleep mode on GPUs only, and there is none here: nothing to see"

@@ -2,7 +2,7 @@
 
     python -m examples.llm_in_one_script
 
-The engine says what the model has learned so far, without ever being restarted.
+The engine generates what the model has learned so far, and is never restarted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.inflight.trainer import Publisher
 
 
 def say(llm: LLM) -> None:
-    """Print what the weights served now make of the prompt."""
+    """Print what the live weights generate."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     (output,) = llm.generate(PROMPT, params, use_tqdm=False)
     (choice,) = output.outputs
@@ -26,7 +26,7 @@ def say(llm: LLM) -> None:
 
 
 def main() -> None:
-    """Four rounds of training."""
+    """Train, publish and generate, four times."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(make_checkpoint(folder))
         llm = LLM(

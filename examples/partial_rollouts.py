@@ -2,10 +2,10 @@
 
     python -m examples.partial_rollouts
 
-Each token was sampled by the version that its span names, with the log-probability that
-the engine gives. The trainer's own log-probability of the same token is that of the
-weights it has now. The ratio of the two is what an off-policy correction needs; for
-tokens of the newest version it is 1, if nothing they attended to is older.
+The version span of a token names the version that sampled it, and the engine returns
+its log-probability under that version. The trainer computes its log-probability under
+the newest weights. An off-policy correction needs the ratio of the two. It is 1 for
+tokens of the newest version, if all KV that they attended to is of that version too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = (40, 20, 20)
 
 
 def roll_out(llm: Any, trainer: Trainer, mode: str, folder: str) -> list[Any]:
-    """Rollouts during which the trainer publishes twice; one step at a time."""
+    """Generate rollouts, and publish twice meanwhile."""
     engine = llm.llm_engine
     params = SamplingParams(max_tokens=NUM_TOKENS, logprobs=0, ignore_eos=True)
     for index in range(NUM_ROLLOUTS):
@@ -47,7 +47,7 @@ def roll_out(llm: Any, trainer: Trainer, mode: str, folder: str) -> list[Any]:
 
 
 def publish(llm: Any, trainer: Trainer, folder: str, mode: str) -> None:
-    """The weights that the trainer has now, as a checkpoint."""
+    """Publish the trainer's current weights as a checkpoint."""
     trainer.model.save_pretrained(folder)
     llm.update_weights_from_disk(folder, f"step-{trainer.step}", mode=mode)
 
@@ -69,7 +69,7 @@ def ratios(trainer: Trainer, rollout: Any) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Keep the KV of running rollouts, then recompute it."""
+    """Run once with the KV of running rollouts kept, once with it recomputed."""
     with tempfile.TemporaryDirectory() as served, tempfile.TemporaryDirectory() as sent:
         trainer = Trainer(make_checkpoint(served))
         llm = LLM(served, dtype="float32", enforce_eager=True)

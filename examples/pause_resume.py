@@ -1,9 +1,9 @@
-"""A stream is paused and let go on: no token in between, and none is lost.
+"""A stream is paused and resumed: no token arrives in between, and none is lost.
 
     python -m examples.pause_resume
 
-An update comes while decoding stands still. With `in_place` the stream goes on with the
-KV it has; with `retract` its text is computed again under the new weights.
+The weights are updated during the pause. With `in_place` the stream goes on with its
+old KV. With `retract` its KV is computed again by the new weights.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PAUSE_S = 1.0
 
 @dataclass
 class Stream:
-    """The tokens of one request, and when each came."""
+    """The tokens of one request, and the arrival time of each."""
 
     arrivals: list[float] = field(default_factory=list)
     spans: list[Any] = field(default_factory=list)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, engine: AsyncLLM) -> None:
-        """Read it to its end."""
+        """Read the stream to its end."""
         params = SamplingParams(
             max_tokens=NUM_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
@@ -54,7 +54,7 @@ class Stream:
 
 
 async def paused_in_the_middle(engine: AsyncLLM, mode: str, path: str) -> None:
-    """Start a stream, pause it, update, continue; show what came of it."""
+    """Start a stream, pause, update and resume; print the result."""
     stream = Stream()
     reading = asyncio.create_task(stream.read(engine))
     await stream.begun.wait()

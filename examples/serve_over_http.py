@@ -27,7 +27,7 @@ START_S = 180
 
 @contextmanager
 def served(folder: str, backend: str = "local") -> Iterator[str]:
-    """The URL of a server that lives as long as the `with`."""
+    """Start a server, yield its URL, and end the server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -59,7 +59,7 @@ def is_up(url: str) -> bool:
 
 
 def say(url: str) -> None:
-    """Print what the server makes of the prompt, and which weights wrote it."""
+    """Print what the server generates, and the version that sampled it."""
     # The first answer of a server that has just started takes a while.
     with httpx.Client(base_url=url, timeout=60) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
@@ -70,7 +70,7 @@ def say(url: str) -> None:
 
 
 def train(url: str, trainer: Trainer) -> None:
-    """Three versions, and what the server says with each."""
+    """Publish three versions, and print what the server generates with each."""
     say(url)
     # The optimiser goes on while a version is on its way; if two are ready
     # before the engine is, the older one is left out.
@@ -90,7 +90,7 @@ def train(url: str, trainer: Trainer) -> None:
 
 
 def main() -> None:
-    """With the server that was named, or with one of its own."""
+    """Use the server in the arguments, or start one."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(make_checkpoint(folder))
         if len(sys.argv) > 1:

@@ -1,4 +1,4 @@
-"""A language model so small that a CPU teaches it a sentence in seconds.
+"""A language model so small that a CPU trains it on a sentence in seconds.
 
 python -m examples.tiny_model FOLDER [SEED]    # just its checkpoint, to serve
 """
@@ -57,7 +57,7 @@ def make_checkpoint(folder: str | Path, seed: int = 0) -> Any:
 
 
 class Trainer:
-    """Teaches a model of `make_checkpoint` to say one sentence for ever."""
+    """Trains a model of `make_checkpoint` to repeat one sentence."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

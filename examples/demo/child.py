@@ -1,7 +1,7 @@
 """A child process that reports in lines of JSON, and ends with its parent.
 
-Its standard input is the leash: every line is an order, the end of the input stops
-it, and that end comes also if the parent is killed. So nothing outlives a demo.
+Every line of its standard input is a command. The end of the input stops the child,
+also if the parent was killed. So no process outlives the demo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Child:
     """`python -m module flags…` as a process of its own.
 
     Args:
-        log: where its standard error goes.
+        log: file of its standard error.
 
     """
 
@@ -64,19 +64,19 @@ class Child:
         self._process.stdout.close()
 
     def order(self, **order: Any) -> None:
-        """Have it do something."""
+        """Send a command."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
     def release(self) -> None:
-        """Tell it to stop; it finishes what it has begun and reports it."""
+        """Let the child stop; it finishes and reports its current work."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def events(self) -> Iterator[Event]:
-        """What it reports, until it ends; raises if it ends badly."""
+        """Its reports until it ends; raises if it fails."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             yield json.loads(line)

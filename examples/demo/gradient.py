@@ -1,8 +1,8 @@
 """The policy gradient: GRPO, corrected token by token for who sampled it.
 
-A token's weight is `p_now / p_then`, truncated from above: `p_then` is what the
-server reported, under whichever version sampled that very token. Tokens of
-versions too long gone are left out.
+A token's weight is `p_now / p_then`, truncated from above. `p_then` is the probability
+that the server reported, under the version that sampled the token. Tokens of too old
+versions are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report: what was measured, whether it is what was promised, and the files."""
+"""The report: the measurements, the goals, and the files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_VERSIONS = 30
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a run has shown."""
+    """All measurements of a run."""
 
     seed: int
     num_steps: int
@@ -55,7 +55,7 @@ class Report:
         return fmean(len(request["spans"]) > 1 for request in self.published.finished)
 
     def goals(self) -> dict[str, bool]:
-        """What the demo promises, and whether it came true."""
+        """The goals of the demo, and whether each is met."""
         requests = [*self.kept.requests, *self.published.requests]
         goals = {
             f"{self.num_steps} versions committed in flight": (
@@ -122,7 +122,7 @@ class Report:
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """The same for people: what was measured, and its value."""
+        """The facts as rows of a table."""
         facts, gaps = self.facts(), self.gaps
         tokens = facts["tokens_per_version"].values()
         return [

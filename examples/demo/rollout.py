@@ -1,8 +1,8 @@
 """Rollouts: groups of sampled answers, taken from the live server.
 
-They are asked for all the time, also while the optimiser works and while a
-version is committed, so an answer may have tokens of two versions. That is why
-every token carries the epoch it was sampled in and its logprob there.
+Requests run all the time, also while the optimiser works and while a version is
+committed. So an answer may have tokens of two versions, and every token has the epoch
+of its version and its log-probability under that version.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from examples.demo.alphabet import decode, encode
 
 MODEL = "demo"
 TIMEOUT_S = 120.0
-"""Without a byte: a host that is too busy is no failure of the server."""
+"""Seconds without a byte. They are many, since a busy host is no server fault."""
 
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-"""A connection per request: one kept might be closed just as it is used again."""
+"""One connection per request: a kept one might be closed at its next use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer, and what is known of each of its tokens."""
+    """One answer with the log-probability and epoch of each token."""
 
     prompt: list[int]
     tokens: list[int]
@@ -63,11 +63,11 @@ def token_epochs(spans: Sequence[dict[str, Any]]) -> list[int]:
 
 
 class Rollouts:
-    """Groups from a server, asked for in a thread until `close`.
+    """Requests groups from a server in a thread, until `close`.
 
     Args:
-        num_at_once: prompts that are being answered, or whose answers wait to be
-            taken. There are no more, so that nothing grows old unused.
+        num_at_once: most prompts that are being answered, or whose answers wait to be
+            taken. The bound keeps answers from growing stale.
 
     """
 
@@ -99,7 +99,7 @@ class Rollouts:
         return groups
 
     def close(self) -> None:
-        """Ask for no more and wait for the thread."""
+        """Stop the requests, and wait for the thread."""
         self._closed.set()
         self._thread.join()
 

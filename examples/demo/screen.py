@@ -1,4 +1,4 @@
-"""The screen: what is going on, in one line per phase."""
+"""The screen: the progress, in one line per phase."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Phase:
     printed: float = 0.0
 
     def show(self, completed: int, facts: str) -> None:
-        """Say how far it is."""
+        """Show the progress."""
         self.facts = facts
         self.screen.update(self.row, completed, facts)
         if time.monotonic() - self.printed > PRINT_EVERY_S and completed < self.total:
@@ -90,7 +90,7 @@ class Phase:
             self._print(f"{completed}/{self.total}")
 
     def end(self) -> None:
-        """It is over; what it last said stays."""
+        """Mark the phase as finished; its last text stays."""
         self.screen.update(self.row, self.total, self.facts)
         self._print("done")
 

@@ -25,7 +25,7 @@ class Server:
     """Serves a checkpoint for the length of a `with`.
 
     Attributes:
-        url: where it answers.
+        url: its URL.
 
     """
 
@@ -76,7 +76,7 @@ class Server:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End it, politely first; only its own process group."""
+        """End the server's process group: politely first, then by SIGKILL."""
         try:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGINT)

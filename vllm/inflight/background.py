@@ -1,8 +1,8 @@
-"""Threads of ours, all of which end before the interpreter does.
+"""Background threads that end before the interpreter does.
 
-A daemon thread that is inside native code when the interpreter ends makes the process
-abort (exit code 134, "terminate called without an active exception"). So at exit each
-thread of ours is told to end, and is waited for, up to a bound.
+If the interpreter ends while a daemon thread is inside native code, the process aborts
+(exit code 134, "terminate called without an active exception"). So an exit hook asks
+each of these threads to end, and waits for them for a bounded time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 EXIT_S = 2.0
-"""Seconds that all threads together are waited for when the interpreter ends."""
+"""Most seconds that the exit hook waits for all threads together."""
 
 T = TypeVar("T")
 
 
 class Background(threading.Thread):
-    """A thread that nobody has to wait for, and that ends at exit."""
+    """A thread that ends at exit, so that no caller has to join it."""
 
     def __init__(
         self,
@@ -30,37 +30,36 @@ class Background(threading.Thread):
         name: str,
         end: Callable[[], None] | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Make the thread, and do not start it.
 
         Args:
-            run: what the thread does; a subclass may override `run` instead.
-            name: of the thread.
-            end: makes `run` return soon; called at exit, must not block.
+            run: the work of the thread; a subclass may override `run` instead.
+            name: the name of the thread.
+            end: makes `run` return soon. The exit hook calls it; it must not block.
 
         """
         super().__init__(target=run, name=name, daemon=True)
         self._end = end
 
     def start(self) -> None:
-        """Start it; from now on it is one of those that end at exit."""
+        """Start the thread; from now on the exit hook ends it."""
         _join_at_exit()
         super().start()
 
     def run(self) -> None:
-        """What it was made for."""
         try:
             super().run()
         finally:
-            self._end = None  # it may lead back here, and keep alive what has ended
+            self._end = None  # it may refer to this thread, and keep it alive
 
     def end(self) -> None:
-        """Have it end soon, if there is a way; does not wait for that."""
+        """Ask the thread to end soon; does not wait."""
         if (end := self._end) is not None:
             end()
 
 
 def in_background(call: Callable[[], T], name: str = "inflight-wire") -> Future[T]:
-    """Call it in a thread of its own; returns the future of its result."""
+    """Run `call` in a thread of its own; return the future of its result."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -79,8 +78,8 @@ _is_registered = threading.Event()
 
 
 def _join_at_exit() -> None:
-    # Not when this module is imported. Hooks run in the reverse order of their
-    # registration, and what our threads use may be cleaned up by a hook as well.
+    # Not at the import of this module: hooks run in the reverse order of their
+    # registration, and another hook may clean up what these threads use.
     if not _is_registered.is_set():
         _is_registered.set()
         atexit.register(_end_all)

@@ -1,7 +1,8 @@
-"""A connection to a server: its address and its key, judged before anything is sent.
+"""A connection to a server, whose address and key are checked before the first call.
 
-Later they would fail in other ways: what cannot be looked up is no error of httpx, and
-what refuses a header names it, and is taken for a server that does not answer.
+Later, a wrong address or key would look like another fault. A host name that cannot be
+encoded raises no httpx error. A key that fits no header would be printed by the error,
+and the server would seem not to answer.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from vllm.inflight.errors import ConfigError
 
 
 def connect(url: str, key: str | None, **options: Any) -> httpx.Client:
-    """A client of a server, which has not been called yet.
+    """Make the client of a server, without calling the server.
 
     Args:
-        url: of the server.
-        key: of the control routes, if they need one; never told in an error.
-        options: more of httpx's.
+        url: the URL of the server.
+        key: the key of the control routes, if they need one; no error contains it.
+        options: further options of `httpx.Client`.
 
     Raises:
-        ConfigError: nothing can be sent to such an address, or with such a key.
+        ConfigError: the URL is none, or the key fits no header.
 
     """
     if not url.startswith(("http://", "https://")):

@@ -1,16 +1,16 @@
-"""Values of many entries, packed: they travel as bytes and are read a block at a time.
+"""Packed values: long lists and objects travel as bytes, and are read by blocks.
 
-An API server, an engine core and every rank do other things beside an update, and one
-thread of a process runs Python at a time. A list of 100,000 tensors that is read, sent
-or pickled as it is would stop them for a second. So it is packed where it comes in,
-passes as bytes through all that do not look into it, and is unpacked where it is used.
+Only one thread of a process runs Python at a time. If an API server, an engine core
+or a rank reads, sends or pickles a plain list of 100,000 tensors, its other work stops
+for a second. So the process that receives such a list packs it, processes that do not
+read it pass on bytes, and the process that uses it unpacks it.
 
-Both are `Work`: a generator that yields at least every millisecond. Who drives it lets
-others run then: an event loop by awaiting, a thread by sleeping.
+Packing and unpacking are `Work`: generators that yield at least every millisecond. The
+caller lets other work run then: an event loop awaits, a thread sleeps.
 
-A packed list or object is plain data, `{MARK: [block, …], "kind", "length"}`, so that
-it can be sent in MessagePack; a block is MessagePack of up to `BLOCK` entries, packed
-by zlib. JSON has no bytes, so nobody sends such a thing by chance.
+A packed list or object is plain data, `{MARK: [block, …], "kind", "length"}`, which
+MessagePack can send. A block is MessagePack of up to `BLOCK` entries, compressed by
+zlib. JSON has no bytes, so no JSON body can look like a packed value.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ import msgspec
 
 T = TypeVar("T")
 Work = Generator[None, None, T]
-"""Something to do, in slices; its value is what comes of it."""
+"""Work in time slices; the generator returns its result."""
 
 SLICE_S = 0.001
 """Seconds after which work yields."""
 
 BLOCK = 1024
-"""Entries of a block; a list or an object of more is packed."""
+"""Entries of a block; a longer list or object is packed."""
 
 MARK = "\0packed"
 _plain: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder()
 
 LEVELS = 3
-"""How deep in a value lists and objects are looked for that are to be packed."""
+"""Depth down to which long lists and objects in a value are packed."""
 
 PLAIN = (str, int, float, bool, type(None), list, dict)
-"""What entries may be; others, as of a caller in the same process, stay as they are."""
+"""Types of entries that are packed. A caller in this process may pass other types;
+their list stays as it is."""
 
 
 class TimeSlice:
-    """The time of one slice of some work."""
+    """The clock of one time slice."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
 
     def is_over(self) -> bool:
-        """Whether to yield now; the next slice begins then."""
+        """Whether the slice is over; if it is, the next one begins."""
         now = time.perf_counter()
         if now - self._began < SLICE_S:
             return False
@@ -58,12 +59,12 @@ class TimeSlice:
 
 
 def at_once(work: Work[T]) -> T:
-    """Do all of some work without a break."""
+    """Do all the work without a break."""
     return resting(work, lambda: None)
 
 
 def resting(work: Work[T], rest: Callable[[], None]) -> T:
-    """Do some work, and `rest` between its slices."""
+    """Do the work, and call `rest` between its slices."""
     while True:
         try:
             next(work)
@@ -74,7 +75,7 @@ def resting(work: Work[T], rest: Callable[[], None]) -> T:
 
 
 class Packer:
-    """Packs a list, or an object as pairs of key and value, as its entries come."""
+    """Packs a list, or an object as pairs of key and value, entry by entry."""
 
     def __init__(self, kind: type[list[Any]] | type[dict[str, Any]] = list) -> None:
         self._kind = kind
@@ -86,7 +87,7 @@ class Packer:
         """Add an entry.
 
         Raises:
-            ValueError: it holds what cannot be sent, such as half of a character.
+            ValueError: the entry cannot be encoded, such as a lone surrogate.
 
         """
         self._open.append(entry)
@@ -94,7 +95,7 @@ class Packer:
             self._close()
 
     def packed(self) -> dict[str, Any]:
-        """All of it, packed, however short it is."""
+        """The packed value, even if it is short."""
         self._close()
         if not self._blocks:
             self._blocks.append(_block([]))
@@ -105,7 +106,7 @@ class Packer:
         }
 
     def value(self) -> Any:
-        """All of it: packed, or if it is no longer than a block as what it is."""
+        """The value: packed if it is longer than a block, else plain."""
         if self._blocks:
             return self.packed()
         return dict(self._open) if self._kind is dict else self._open
@@ -122,11 +123,11 @@ def _block(entries: list[Any]) -> bytes:
 
 
 def is_packed(value: Any) -> bool:
-    """Whether a value is a list or an object that was packed."""
+    """Whether a value is a packed list or object."""
     if not isinstance(value, dict) or MARK not in value:
         return False
     blocks = value[MARK]
-    # Of none, an object of JSON could say that it is one.
+    # A JSON object can have the mark with an empty list, but no bytes.
     is_bytes = isinstance(blocks, list) and all(isinstance(b, bytes) for b in blocks)
     return is_bytes and bool(blocks)
 
@@ -134,11 +135,11 @@ def is_packed(value: Any) -> bool:
 def blocks(
     value: Any, decoder: msgspec.msgpack.Decoder[list[Any]] = _plain
 ) -> Iterator[list[Any]]:
-    """The entries of a list, packed or not, or the pairs of an object, by blocks.
+    """The entries of a list, or the pairs of an object, in blocks.
 
     Args:
-        value: the list or the object.
-        decoder: of a block, if it is packed.
+        value: the list or the object, packed or plain.
+        decoder: the decoder of a packed block.
 
     """
     if is_packed(value):
@@ -151,19 +152,19 @@ def blocks(
 
 
 def length(value: Any) -> int:
-    """How many entries a list or an object has, packed or not."""
+    """The number of entries of a list or an object, packed or plain."""
     return int(value["length"]) if is_packed(value) else len(value)
 
 
 def pack(value: Any, levels: int = LEVELS) -> Work[Any]:
-    """Pack the long lists and objects in a value, down to `levels` below it."""
+    """Pack the long lists and objects in a value, down to a depth of `levels`."""
     if not isinstance(value, list | dict) or is_packed(value):
         return value
     if len(value) > BLOCK:
         try:
             return (yield from _packed(value))
         except (TypeError, ValueError):
-            return value  # whoever reads it says what is wrong
+            return value  # its reader reports the error
     if not levels:
         return value
     found = {}
@@ -173,7 +174,7 @@ def pack(value: Any, levels: int = LEVELS) -> Work[Any]:
 
 
 def _packed(value: Any) -> Work[dict[str, Any]]:
-    """Pack one list or object; raises TypeError or ValueError if it cannot be sent."""
+    """Pack one list or object; raises TypeError or ValueError if that is impossible."""
     is_object = isinstance(value, dict)
     packer = Packer(dict if is_object else list)
     for block in blocks(value):
@@ -187,7 +188,7 @@ def _packed(value: Any) -> Work[dict[str, Any]]:
 
 
 def unpack(value: Any, levels: int = LEVELS) -> Work[Any]:
-    """The value that was packed; what was not packed is as it was."""
+    """Unpack a value; its plain parts stay as they are."""
     if is_packed(value):
         is_object = value["kind"] == "dict"
         made: Any = {} if is_object else []
@@ -209,7 +210,7 @@ def unpack(value: Any, levels: int = LEVELS) -> Work[Any]:
 
 
 def _holds_more(value: Any) -> bool:
-    """Whether lists or objects lie in it, which may be packed."""
+    """Whether a value may contain packed lists or objects."""
     if isinstance(value, dict):
         return True
     return isinstance(value, list) and any(isinstance(v, list | dict) for v in value)

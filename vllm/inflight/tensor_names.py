@@ -1,9 +1,10 @@
-"""Names of tensors: which a model knows, and which was meant by an unknown one.
+"""Name matching: which of the model's tensors an unknown name may mean.
 
-Pure functions over plain data. A checkpoint says `q_proj`, the engine fuses it
-into `qkv_proj`; `checkpoint_names` undoes that. A trainer says `module.norm.weight`
-where the model has `norm.weight`; `nearest` finds the one name, `renaming` the change
-that all names have in common, and `paired` a name for every tensor.
+Pure functions over plain data. A checkpoint has `q_proj`, and the engine fuses it into
+`qkv_proj`; `checkpoint_names` lists the checkpoint's names of such a parameter. A
+trainer may send `module.norm.weight` for the model's `norm.weight`: `nearest` finds
+similar names, `renaming` the change that many names share, and `paired` a name for
+every tensor.
 """
 
 from __future__ import annotations
@@ -20,31 +21,30 @@ from itertools import takewhile
 from vllm.inflight.yielding import with_breaks
 
 Known = Mapping[str, tuple[Sequence[int] | None, str | None]]
-"""Name → shape and dtype; None for either that is not known."""
+"""Name → (shape, dtype); None where one is not known."""
 
 Numbers = tuple[str, ...]
-"""Those in a name, in their order."""
+"""The numbers in a name, in order."""
 
 PLAIN = {"bfloat16", "float16", "float32", "float64"}
-"""Dtypes of one number in several lengths: what comes in one can be kept in another."""
+"""Floating-point dtypes; a tensor of one can be loaded into a parameter of another."""
 
 ALIKE = 0.6
-"""From this ratio of difflib's on, two names are told as similar."""
+"""Least ratio of difflib at which two names are similar."""
 NEXT_BEST = 0.3
-"""A name is not told that is less similar than the best one by more than this, by the
-ratios of its letters and of its dotted parts together."""
+"""Most difference of a reported name to the best one, in the sum of two ratios: of the
+letters, and of the dotted parts."""
 SAMPLE = 16
-"""Kinds of unknown names that are looked at to find the change that all have in
-common."""
+"""Most kinds of unknown names that are compared to find their common change."""
 
 MOST_KEPT = 4
-"""Names that a change is told to leave as they are."""
+"""Most names that a `name_map` in a message lists as exceptions."""
 
 _NUMBER = re.compile(r"\d+")
 
 
 def checkpoint_names(param: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
-    """The checkpoint tensors that fill `param`.
+    """The checkpoint tensors that are loaded into `param`.
 
     Args:
         param: a parameter's name in the engine, like `…self_attn.qkv_proj.weight`.
@@ -61,7 +61,7 @@ def checkpoint_names(param: str, fused: Mapping[str, Sequence[str]]) -> list[str
 
 
 def matcher(patterns: Collection[str]) -> Callable[[str], bool]:
-    """Whether a name matches one of `patterns`, as in a shell: `*`, `?`, `[…]`."""
+    """A function: does a name match one of `patterns`? Shell style: `*`, `?`, `[…]`."""
     plain = {pattern for pattern in patterns if not set(pattern) & set("*?[")}
     others = [fnmatch.translate(p) for p in patterns if p not in plain]
     one_of = re.compile("|".join(others) or r"(?!)")
@@ -69,7 +69,7 @@ def matcher(patterns: Collection[str]) -> Callable[[str], bool]:
 
 
 def shared_suffix(a: str, b: str) -> int:
-    """How many dotted parts two names have in common, counted from the end."""
+    """The number of dotted parts that two names share at their ends."""
     return _shared(a.split(".")[::-1], b.split(".")[::-1])
 
 
@@ -80,10 +80,10 @@ def _shared(a: Sequence[str], b: Sequence[str]) -> int:
 
 # --------------------------------------------------------------- one unknown name
 class Neighbours:
-    """The names of a model, to be asked for those that are like an unknown one.
+    """Finds the names of a model that are similar to an unknown name.
 
-    Names that differ in nothing but their numbers are compared once: a model with a
-    hundred thousand names has some hundred kinds of them.
+    Names that differ only in their numbers are of one kind, and compared once. A model
+    with 100,000 names has some hundred kinds.
 
     Args:
         known: the names of the model, in its order.
@@ -93,7 +93,7 @@ class Neighbours:
     def __init__(self, known: Known) -> None:
         self._known = known
         self._kinds: dict[str, dict[Numbers, str]] = {}
-        """What names are without their numbers → the numbers → the name."""
+        """Kind (a name without its numbers) → the numbers → the name."""
         for name in with_breaks(known):
             kind = self._kinds.setdefault(_NUMBER.sub("#", name), {})
             kind[tuple(_NUMBER.findall(name))] = name
@@ -106,10 +106,10 @@ class Neighbours:
         *,
         most: int = 3,
     ) -> list[str]:
-        """The `most` names that are most like `name`, the most similar first.
+        """The `most` names that are most similar to `name`, the best first.
 
-        What counts first is how alike the letters and the dotted parts are, by difflib;
-        then whether the numbers in the names, the shapes and the dtypes are equal.
+        The order is by the similarity of letters and dotted parts (difflib). Among
+        equals it is by equal numbers in the names, then equal shapes, then dtypes.
         """
         numbers = tuple(_NUMBER.findall(name))
 
@@ -132,7 +132,7 @@ class Neighbours:
                 best = heapq.nlargest(most, with_breaks(names.items()), key=facts)
             for candidate in best:
                 told = facts(candidate)
-                # Of another layer, none is meant where the same layer has one.
+                # If a candidate is in the same layer, those of other layers are out.
                 is_equal = told[0] == facts(best[0])[0]
                 if is_equal and _is_like(name, candidate[1], ratio, has_shape=told[1]):
                     found.append((similarity, told, candidate[1]))
@@ -140,9 +140,10 @@ class Neighbours:
         return [other for *_, other in found[:most]]
 
     def _similar(self, kind: str) -> list[tuple[str, float, float]]:
-        """The kinds of names that are about as similar as the best.
+        """The kinds of names that are about as similar as the best one.
 
-        With each, how alike the letters are, and how alike letters and words together.
+        Each comes with the ratio of its letters, and the sum of the ratios of letters
+        and dotted parts.
         """
         letters, parts = SequenceMatcher(b=kind), SequenceMatcher(b=kind.split("."))
         rated = []
@@ -156,7 +157,7 @@ class Neighbours:
 
 
 def _is_like(name: str, other: str, ratio: float, *, has_shape: bool) -> bool:
-    """Whether a person would say that one may be meant by the other."""
+    """Whether two names are similar enough to be reported."""
     shared = shared_suffix(name, other)
     return ratio >= ALIKE or shared > 1 or (shared > 0 and has_shape)
 
@@ -169,7 +170,7 @@ def nearest(
     *,
     most: int = 3,
 ) -> list[str]:
-    """The `most` known names that are most like `name`; see `Neighbours.nearest`."""
+    """The `most` known names most similar to `name`; see `Neighbours.nearest`."""
     return Neighbours(known).nearest(name, shape, dtype, most=most)
 
 
@@ -189,11 +190,11 @@ def describe_unknown(
 # ------------------------------------------------------ what many have in common
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """One change of names that turns unknown names into known ones.
+    """A change of names that turns unknown names into known ones.
 
     Attributes:
-        old: whole dotted parts, joined; empty where some are only added.
-        new: what stands in their place; empty where they are only taken away.
+        old: the dotted parts that are replaced; empty if parts are only added.
+        new: the dotted parts in their place; empty if parts are only removed.
         where: `prefix`, `suffix`, or `middle`.
 
     """
@@ -203,7 +204,7 @@ class Renaming:
     where: str
 
     def __call__(self, name: str) -> str | None:
-        """`name` with that change; None if it has no such part."""
+        """The changed `name`; None if `old` is not in it."""
         old, new = self._affixes
         if self.where == "prefix":
             return new + name.removeprefix(old) if name.startswith(old) else None
@@ -212,12 +213,10 @@ class Renaming:
         return name.replace(old, new) if old in name else None
 
     def line(self, kept: Iterable[str] = ()) -> str | None:
-        """The argument of `Publisher` and of others that makes this change.
-
-        None if it cannot be said in a line.
+        """The argument `name_map=…` for this change; None if it would be too long.
 
         Args:
-            kept: names that are sent as the model has them, and stay so.
+            kept: sent names that the model has; the change must not touch them.
 
         """
         old, new = map(repr, self._affixes)
@@ -240,7 +239,7 @@ class Renaming:
         return f"name_map=lambda name: {change}"
 
     def __str__(self) -> str:
-        """The change in words, which follow `with` or `without`."""
+        """The change in words, such as `without the prefix 'module.'`."""
         old, new = map(repr, self._affixes)
         kind = {"prefix": "prefix", "suffix": "ending", "middle": "part"}[self.where]
         if not self.new:
@@ -251,7 +250,7 @@ class Renaming:
 
     @property
     def _affixes(self) -> tuple[str, str]:
-        """What is looked for and what replaces it, with the dots beside them."""
+        """`old` and `new` with the dots beside them."""
         if self.where == "middle":
             return f".{self.old}.", f".{self.new}." if self.new else "."
         dotted = ((part, bool(part)) for part in (self.old, self.new))
@@ -265,13 +264,15 @@ class Renaming:
 def renaming(
     unknown: Collection[str], known: Collection[str]
 ) -> tuple[Renaming, list[str]] | None:
-    """The one change that makes known names of most of `unknown`, and of which.
+    """The change that turns the most unknown names into known ones.
 
-    None if there is none that does so with two names or more. Two names that would
-    become one are no such names.
+    Returns:
+        The change and the names that it turns into known ones; None if no change does
+        so with two names or more. Names that would become equal do not count.
+
     """
     taken = known if isinstance(known, set | dict) else set(known)
-    # Numbers are of no account: few kinds of names are left to be compared.
+    # Numbers are left out, so few kinds of names have to be compared.
     kinds = list(dict.fromkeys(_NUMBER.sub("#", name) for name in with_breaks(known)))
     strange = list(
         dict.fromkeys(_NUMBER.sub("#", name) for name in with_breaks(unknown))
@@ -297,7 +298,7 @@ def renaming(
 
 
 def _changes(name: str, known: Iterable[str]) -> set[Renaming]:
-    """The changes that make of `name` one of the names it has most in common with."""
+    """The changes from `name` to the known names that share the most parts with it."""
     parts = name.split(".")
     rated: list[tuple[int, int, list[str]]] = []
     for other in with_breaks(known):
@@ -314,7 +315,7 @@ def _changes(name: str, known: Iterable[str]) -> set[Renaming]:
         old, new = parts[before : len(parts) - behind], others[before:]
         new = new[: len(new) - behind]
         where = "middle" if before and behind else "suffix" if before else "prefix"
-        if where == "middle" and not old:  # nothing tells where it has to be put in
+        if where == "middle" and not old:  # its place in the middle is unknown
             old, new, where = parts[:before], others[:before] + new, "prefix"
         if "#" not in old + new:
             changes.add(Renaming(".".join(old), ".".join(new), where))
@@ -324,13 +325,13 @@ def _changes(name: str, known: Iterable[str]) -> set[Renaming]:
 # ------------------------------------------------------------ a name for every one
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Which of the model's names is meant by each name that is none of them.
+    """The pairs of sent names and the model's names.
 
     Attributes:
-        name_map: from names that are sent to the model's, where they differ.
-        ambiguous: those of which several could be meant, the candidates of each; also
-            where several that are sent could mean the same one.
-        unmatched: those that nothing is meant by.
+        name_map: sent name → the model's name, where they differ.
+        ambiguous: sent name → candidates, if there are several, or if several sent
+            names have the same candidate.
+        unmatched: sent names without a candidate.
 
     """
 
@@ -340,19 +341,19 @@ class Pairing:
 
 
 def paired(sent: Iterable[tuple[str, Sequence[int], str]], known: Known) -> Pairing:
-    """Find the unique nearest name of a model for every tensor that is sent.
+    """Find the unique nearest name of a model for every sent tensor.
 
-    Names that the model has are left as they are, and are nobody else's. Of the others,
-    a name is meant by the tensor that shares the longest ending of whole dotted parts
-    with it, if the shapes are equal and the dtypes are of one kind; among several, if
-    the dtypes are equal.
+    A sent name that the model has stays, and is no candidate for other tensors. For
+    every other tensor, the candidates have the same shape and a compatible dtype. The
+    one that shares the longest ending of whole dotted parts wins. If several do, those
+    with an equal dtype are left.
 
     Args:
         sent: name, shape and dtype (like `bfloat16`) of every tensor.
-        known: the model's names; a shape or dtype that is None fits any.
+        known: the model's names; None as shape or dtype fits every tensor.
 
     """
-    # Tuples of plain values, which collections of garbage soon leave alone.
+    # The garbage collector soon stops tracking tuples of plain values.
     specs = {name: (tuple(shape), dtype) for name, shape, dtype in with_breaks(sent)}
     strange = {n: tuple(n.split(".")) for n in with_breaks(specs) if n not in known}
     free = {n: tuple(n.split(".")) for n in with_breaks(known) if n not in specs}
@@ -387,7 +388,7 @@ def paired(sent: Iterable[tuple[str, Sequence[int], str]], known: Known) -> Pair
 def _fits(
     spec: tuple[tuple[int, ...], str], known: tuple[Sequence[int] | None, str | None]
 ) -> bool:
-    """Whether a tensor could be the one that the model knows, by shape and dtype."""
+    """Whether shape and dtype of a tensor fit the model's."""
     shape, dtype = known
     if shape is not None and tuple(shape) != spec[0]:
         return False

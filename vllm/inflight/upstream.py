@@ -1,8 +1,7 @@
-"""The only door to upstream's names: what we call of vLLM, and where it lives.
+"""The names of upstream that the code uses, and the modules that have them.
 
-Names are looked up when first used, so that importing this module costs
-nothing and each process imports only what it needs. `patch/` is the other door:
-what we change.
+A name is imported at its first use, so each process imports only what it needs. No
+other file names modules of upstream, except those in `patch/`, which change upstream.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # The types of upstream's objects, for annotations alone: `upstream.Request`.
+    # Types of upstream's objects, for annotations only: `upstream.Request`.
     from vllm.config import ModelConfig as ModelConfig
     from vllm.config import ParallelConfig as ParallelConfig
     from vllm.config import SpeculativeConfig as SpeculativeConfig

@@ -1,10 +1,10 @@
-"""Breaks: a long loop lets other threads run, if its thread has asked for that.
+"""Breaks: a long loop lets other threads run, if its thread has asked for breaks.
 
-One thread of a process runs Python at a time. The thread that stages an update goes
-through the names of 100,000 tensors beside a thread that decodes, so it rests after
-every millisecond of such a loop. What is short has no breaks: an update of a model with
-hundreds of tensors would take longer by them, and decoding gain nothing. The same loops
-are called elsewhere, where nobody waits for them: there they have no breaks either.
+Only one thread of a process runs Python at a time. The staging thread loops over the
+names of 100,000 tensors while another thread decodes, so it rests after every
+millisecond. Short loops have no breaks: an update of some hundred tensors would take
+longer, and decoding would gain nothing. Threads that did not ask for breaks run the
+same loops without them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from vllm.inflight.packed import SLICE_S, Work, resting
 T = TypeVar("T")
 
 SHORT_S = 0.01
-"""What computes no longer has no break."""
+"""Seconds of computation before the first break."""
 
 SWITCH_S = 0.0001
-"""How long the interpreter leaves its lock with a thread that does not let go of it.
+"""The interpreter's switch interval in seconds while an update is staged.
 
-The default, 5 ms, is most of a decode step."""
+The default of 5 ms is most of a decode step.
+"""
 
 NEVER = 1 << 30
-"""Collections of what is younger, until there is a full one."""
+"""A threshold of the garbage collector that no full collection reaches."""
 
 
 class _Breaks:
-    """The breaks of one thread, in one piece of its work."""
+    """The breaks of one thread during one piece of work."""
 
     def __init__(self, rest: Callable[[], None]) -> None:
         self._rest = rest
@@ -49,7 +50,7 @@ class _Breaks:
         if (now := time.perf_counter()) < self._due:
             return
         if (left := self._until - time.thread_time()) > 0:
-            self._due = now + left  # it has waited for something meanwhile
+            self._due = now + left  # the thread has waited, not computed
             return
         self._rest()
         self._allow(SLICE_S)
@@ -60,7 +61,7 @@ _breaks: ContextVar[_Breaks | None] = ContextVar("breaks", default=None)
 
 @contextmanager
 def resting_by(rest: Callable[[], None]) -> Iterator[None]:
-    """A piece of work, in which this thread calls `rest` at each break."""
+    """Within this context, the thread calls `rest` at each break."""
     token = _breaks.set(_Breaks(rest))
     try:
         yield
@@ -69,13 +70,13 @@ def resting_by(rest: Callable[[], None]) -> Iterator[None]:
 
 
 def break_if_due() -> None:
-    """A break, if this thread has computed for a slice of time since the last one."""
+    """Take a break, if the thread has computed for a time slice since the last one."""
     if (breaks := _breaks.get()) is not None:
         breaks.take_if_due()
 
 
 def with_breaks(entries: Iterable[T]) -> Iterator[T]:
-    """The entries of a long loop, with a break after every slice of time."""
+    """Iterate with a break after every time slice."""
     if (breaks := _breaks.get()) is None:
         yield from entries
         return
@@ -85,9 +86,9 @@ def with_breaks(entries: Iterable[T]) -> Iterator[T]:
 
 
 class _Sharing:
-    """How the interpreter is shared while threads work beside decoding.
+    """The interpreter's settings while threads work beside decoding.
 
-    There may be several: of engines in one process, one each.
+    Several engines of one process can have one such thread each.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class _Sharing:
             young, middle, full = gc.get_threshold()
             if self._num_threads == 0:
                 sys.setswitchinterval(self._usual[0])
-                if full == NEVER:  # else somebody else has set it meanwhile
+                if full == NEVER:  # else other code has set it meanwhile
                     gc.set_threshold(young, middle, self._usual[1])
 
 
@@ -119,11 +120,11 @@ _sharing = _Sharing()
 
 @contextmanager
 def beside_decoding() -> Iterator[None]:
-    """Threads take turns more often, and garbage is looked for in what is young alone.
+    """Within this context, threads switch more often and no full collection runs.
 
-    Decoding alone is faster with fewer turns. A full collection goes through all that
-    an update holds, such as the shapes of 100,000 tensors. Python 3.14 and newer have
-    no such threshold: there this is without effect.
+    Decoding alone is faster with fewer switches. A full garbage collection visits all
+    objects of an update, such as the shapes of 100,000 tensors. Python 3.14 and newer
+    have no such threshold, so there only the switch interval changes.
     """
     _sharing.begin()
     try:
@@ -133,5 +134,5 @@ def beside_decoding() -> Iterator[None]:
 
 
 def done_with_breaks(work: Work[T]) -> T:
-    """Do some work, with a break after every slice of time."""
+    """Do the work, with a break after every time slice."""
     return resting(work, break_if_due)

@@ -1,1 +1,1 @@
-"""The vocabulary and the helpers below every package."""
+"""Tests of the modules that every package uses."""

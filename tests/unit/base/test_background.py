@@ -1,4 +1,4 @@
-"""Threads of ours end before the interpreter does."""
+"""Background threads end before the interpreter does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knobs: each has one name, one range, and one way into every process."""
+"""Each configuration field has one name and one range, and reaches every process."""
 
 from __future__ import annotations
 

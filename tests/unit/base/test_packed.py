@@ -1,4 +1,4 @@
-"""Large values, packed: what comes out went in, and nobody waits for it long."""
+"""Packed values are unchanged, and packing blocks a thread for a short time only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tensors(count: int) -> list[dict[str, Any]]:
 
 
 def slowest(work: Work[Any]) -> tuple[Any, float, int]:
-    """What comes of it, seconds of its longest slice, and how many there were."""
+    """(result, seconds of the longest slice, number of slices) of some work."""
     longest, count = 0.0, 0
     gc.disable()  # what a collection costs depends on all that the process has
     try:

@@ -25,10 +25,10 @@ def test_what_asks_for_nothing_else_is_ignored(table: Any, body: dict[str, Any])
 @pytest.mark.parametrize(
     "table, name, value, remedy",
     [
-        (START, "is_checkpoint_format", False, "as the checkpoint has them"),
-        (START, "is_checkpoint_format", 1, "as the checkpoint has them"),
-        (START, "is_checkpoint_format", "true", "as the checkpoint has them"),
-        (UPDATE_INFO, "is_checkpoint_format", False, "as the checkpoint has them"),
+        (START, "is_checkpoint_format", False, "in checkpoint format"),
+        (START, "is_checkpoint_format", 1, "in checkpoint format"),
+        (START, "is_checkpoint_format", "true", "in checkpoint format"),
+        (UPDATE_INFO, "is_checkpoint_format", False, "in checkpoint format"),
         (UPDATE_INFO, "update_kind", "sparse_flat", "send whole tensors"),
         (UPDATE_INFO, "num_updates_list", [3], "send whole tensors"),
         (UPDATE_INFO, "packed", True, "give it in init_info"),

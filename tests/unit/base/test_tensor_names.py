@@ -1,4 +1,4 @@
-"""Which checkpoint tensors fill a parameter, and what an unknown name meant."""
+"""Checkpoint tensors of a parameter, and similar names for an unknown one."""
 
 from __future__ import annotations
 

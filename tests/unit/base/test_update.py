@@ -1,4 +1,4 @@
-"""The vocabulary of an update: labels, manifests, modes, phases and their moves."""
+"""The data of an update: labels, manifests, modes, phases and their changes."""
 
 from __future__ import annotations
 

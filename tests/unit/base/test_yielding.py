@@ -1,4 +1,4 @@
-"""Long loops of a thread that stages leave the interpreter to others."""
+"""Long loops of the staging thread let other threads run."""
 
 import gc
 import random
@@ -26,7 +26,7 @@ from vllm.inflight.yielding import (
 )
 
 LONGEST_S = 0.01
-"""Between two breaks, where nothing is refused."""
+"""Most seconds between two breaks if no tensor is rejected."""
 LONGEST_OF_REFUSALS_S = 0.1
 """To make one list of 91,000 names, and throw all away, is no loop of ours."""
 
@@ -39,7 +39,7 @@ NAMES = [
 
 
 class Breaks:
-    """Notes for how long a thread has computed between two breaks."""
+    """Records how long a thread computes between two breaks."""
 
     def __init__(self) -> None:
         self.worked: list[float] = []

@@ -226,7 +226,7 @@ def test_weights_that_are_asleep_are_a_note_and_how_to_wake_them():
     finding = found(healthy(weight_info=SERVED | {"weights": "asleep"}))["weights"]
     assert finding.state is State.NOTE
     assert finding.found.startswith("asleep; served last was 'v1'")
-    assert "Wake up" in finding.remedy
+    assert "Wake the engine up" in finding.remedy
 
 
 def test_engines_are_told_apart():

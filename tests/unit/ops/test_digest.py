@@ -1,4 +1,4 @@
-"""The digest against its definition, its reference, and what happens to weights."""
+"""The digest compared with its definition and its reference."""
 
 import math
 import re
@@ -28,7 +28,7 @@ DTYPES = [
 
 
 def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Random bits, NaNs and all."""
+    """A tensor of random bits, NaNs included."""
     generator = torch.Generator().manual_seed(seed)
     size = math.prod(shape) * dtype.itemsize
     high = 2 if dtype is torch.bool else 256
@@ -178,7 +178,7 @@ def test_threads_change_nothing():
 
 @st.composite
 def cuts(draw):
-    """A tensor, cut again and again along any dimension."""
+    """A tensor, cut repeatedly along random dimensions."""
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
     dtype = draw(
         st.sampled_from([torch.uint8, torch.bfloat16, torch.int32, torch.int64])

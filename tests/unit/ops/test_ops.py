@@ -1,4 +1,4 @@
-"""Counts of non-finite values, what the ops refuse, and the small Digest type."""
+"""Counts of non-finite values, rejected tensors, and the type Digest."""
 
 import sys
 
@@ -89,13 +89,13 @@ def test_nonfinite_values_are_found_in_views_and_by_threads():
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """As trainers leave what was gathered from shards, once they are through."""
+    """A tensor with freed memory, as trainers leave gathered shards."""
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def wrapper(tensor: torch.Tensor) -> torch.Tensor:
-    """As quantised weights that lie in other tensors."""
+    """A tensor that wraps others, as quantised weights do."""
     return torch.Tensor._make_wrapper_subclass(
         type("Wrapper", (torch.Tensor,), {"__torch_dispatch__": None}), tensor.shape
     )

@@ -1,4 +1,4 @@
-"""The demo's verifier, its intervals, its gaps; and a rehearsal of all of it."""
+"""The demo's verifier, intervals, gaps and clients, and a rehearsal of the demo."""
 
 from __future__ import annotations
 

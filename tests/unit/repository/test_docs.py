@@ -42,7 +42,7 @@ def snippets(language: str) -> list[tuple[str, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What can stand behind `#` in a link to `page`, as GitHub makes it."""
+    """The anchors of `page`, as GitHub makes them."""
     text = FENCE.sub("", page.read_text())
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {

@@ -1,4 +1,4 @@
-"""The wheel carries our files beside upstream's, and the boot module finds them."""
+"""The wheel has our files only, and the boot module finds them."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ NOT_SOURCE = (".git", ".venv", "build", "dist", "out", "*.egg-info", "*.so", ".*
 
 
 def copy_of(source: Path, into: Path) -> Path:
-    """So that no earlier build and no stray file gets into what is built."""
+    """A clean copy of the sources, without earlier builds and stray files."""
     ignored = shutil.ignore_patterns(*NOT_SOURCE)
     return shutil.copytree(source, into / "source", ignore=ignored)
 
@@ -36,7 +36,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(wheel, tmp_path_factory) -> Path:
-    """A site directory of ours that is not the one upstream lives in."""
+    """A site directory of its own, apart from upstream's."""
     unpacked = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(unpacked)
     return unpacked

@@ -1,4 +1,4 @@
-"""The public surface changes only where somebody meant it to."""
+"""The public surface equals the recorded one."""
 
 import subprocess
 import sys

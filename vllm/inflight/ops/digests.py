@@ -1,7 +1,7 @@
-"""Python face of the native core: content digests and counts of non-finite values.
+"""Python interface of the native core: content digests, counts of non-finite values.
 
-The digest is defined in docs/digest.md. It is additive: the digests of disjoint
-slices of a tensor, however they were cut, add up to the digest of the tensor.
+The digest is defined in docs/digest.md. It is additive: the digests of disjoint slices
+of a tensor add up to the digest of the tensor, wherever it is cut.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ NONFINITE = {
     torch.float8_e5m2: 0x7C,
     torch.float8_e4m3fn: 0x7F,  # no infinities, one NaN
 }
-# And those in which a single byte is NaN, and no infinity is; the native core, which
-# looks at magnitudes below a sign, does not count them.
+# Dtypes with one NaN byte and no infinity. The native core does not count them, since
+# it compares magnitudes without their sign.
 NAN_BYTES = {
     torch.float8_e8m0fnu: 0xFF,
     torch.float8_e4m3fnuz: 0x80,
@@ -53,7 +53,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """128 bits that add up over disjoint slices, modulo 2**64 each."""
+    """A digest: two 64-bit numbers that add up over disjoint slices, modulo 2**64."""
 
     ZERO: ClassVar[Digest]
 
@@ -79,7 +79,7 @@ class Digest:
 
     @classmethod
     def from_hex(cls, text: str) -> Digest:
-        """The digest that `hex` wrote; raises ValueError on anything else."""
+        """The digest of 32 hex digits; raises ValueError for any other text."""
         if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
             raise ValueError(f"a digest has 32 lower-case hex digits, got {text!r}")
         return cls(int(text[:16], 16), int(text[16:], 16))
@@ -89,7 +89,7 @@ Digest.ZERO = Digest()
 
 
 def digest(tensors: Sequence[torch.Tensor], *, num_threads: int = 1) -> list[Digest]:
-    """The digest of each tensor, as a whole checkpoint tensor."""
+    """The digest of each tensor; each is a whole checkpoint tensor."""
     return _digests([(t, row_major(t.shape), 0) for t in tensors], num_threads)
 
 
@@ -100,7 +100,15 @@ def digest_slice(
     *,
     num_threads: int = 1,
 ) -> Digest:
-    """What this slice adds to the digest of the tensor it is a slice of."""
+    """The digest of a slice: its share of the whole tensor's digest.
+
+    Args:
+        tensor: the slice.
+        full_shape: shape of the whole tensor.
+        offsets: index of the slice's first element in the whole tensor.
+        num_threads: threads that read the slice.
+
+    """
     return _digests([_placed(tensor, full_shape, offsets)], num_threads)[0]
 
 
@@ -111,13 +119,13 @@ def digest_part(
     *,
     num_threads: int = 1,
 ) -> Digest:
-    """What a part adds to the digest of its tensor, however it lies in there.
+    """The digest of a part at any strides: its share of the whole tensor's digest.
 
     Args:
-        tensor: the part, of any layout in memory.
-        strides: of each of its dimensions, in elements of the whole tensor.
+        tensor: the part, in any memory layout.
+        strides: stride of each of its dimensions, in elements of the whole tensor.
         start: number of its first element in the whole tensor.
-        num_threads: that read.
+        num_threads: threads that read the part.
 
     """
     return _digests([(tensor, list(strides), start)], num_threads)[0]
@@ -126,17 +134,17 @@ def digest_part(
 def counts_of_part(
     shape: Sequence[int], strides: Sequence[int], start: int, width: int
 ) -> Digest:
-    """What the bytes of a part add to a digest, whatever they are.
+    """The summand of a part's digest that does not depend on the bytes' values.
 
     Args:
-        shape: of the part.
+        shape: shape of the part.
         strides: as in `digest_part`.
         start: as in `digest_part`.
-        width: bytes of an element.
+        width: bytes per element.
 
     """
     num = prod(shape)
-    # The sum of the numbers of all elements; sizes of 1 have no step.
+    # The sum of the numbers of all elements.
     total = num * start
     for size, step in zip(shape, strides, strict=True):
         total += num * step * (size - 1) // 2
@@ -158,15 +166,15 @@ def digest_reference(
 
 @functools.cache
 def nonfinite_limit(dtype: torch.dtype, served_as: torch.dtype | None = None) -> int:
-    """The smallest magnitude, read as an integer, that is no finite number when served.
+    """The smallest magnitude that is not finite in the model, as an integer.
 
     Args:
-        dtype: of the tensor.
-        served_as: what it is converted to; its own dtype if None. Large numbers are
+        dtype: dtype of the tensor.
+        served_as: dtype of the model's parameter; None: the same. Large numbers become
             infinities in a shorter format.
 
     Returns:
-        0 for a dtype that has nothing to count.
+        The bits of that magnitude; 0 for a dtype without NaN and Inf.
 
     """
     own = NONFINITE.get(dtype, 0)
@@ -174,7 +182,7 @@ def nonfinite_limit(dtype: torch.dtype, served_as: torch.dtype | None = None) ->
         return own
     if not own:
         return 0
-    # Conversions round upwards or downwards, but never change the order of numbers.
+    # A conversion rounds up or down, but never changes the order of numbers.
     finite, limit = 0, own
     while limit - finite > 1:
         middle = (finite + limit) // 2
@@ -192,13 +200,16 @@ def count_nonfinite(
     served_as: Sequence[torch.dtype | None] | None = None,
     num_threads: int = 1,
 ) -> list[int]:
-    """Infinities and NaNs in each tensor; 0 for a dtype that has none to count.
+    """Count the infinities and NaNs of each tensor.
 
     Args:
-        tensors: what is looked at.
-        served_as: the dtype that each is converted to, if it is another one: what is an
-            infinity in that counts as well.
-        num_threads: that share the work on the host.
+        tensors: the tensors, on the host or on a GPU.
+        served_as: dtype of each model parameter; None: the tensor's own. Numbers that
+            become infinities in it count as well.
+        num_threads: threads that share the work on the host.
+
+    Returns:
+        A count for each tensor; 0 for a dtype without NaN and Inf.
 
     """
     counts = [0] * len(tensors)
@@ -218,7 +229,7 @@ def count_nonfinite(
             sum(bits << 8 * byte for byte in range(0, 8, width))
             for bits in (sign - 1, sign - limit)
         )
-        # Order does not matter here: memory order makes the longest runs.
+        # Counts need no order of elements, and memory order has the longest runs.
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)
         for *rows, _, _ in _blocks(tensor, tensor.stride(), 0):
@@ -232,16 +243,22 @@ def count_nonfinite(
 
 
 def nan_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """How many elements are NaN, of a dtype of `NAN_BYTES`; a scalar on its device."""
+    """The number of NaNs in a tensor with a dtype of `NAN_BYTES`, on its device."""
     return (tensor.detach().view(torch.uint8) == NAN_BYTES[tensor.dtype]).sum()
 
 
 def manifest_digest(
     entries: Iterable[tuple[str, str, Sequence[int], Iterable[int]]],
 ) -> str:
-    """32 hex digits over (name, dtype, shape, digest) of every tensor, any order.
+    """The digest of a whole version, in 32 hex digits.
 
-    A digest is a `Digest`, or the two numbers of one.
+    Args:
+        entries: (name, dtype, shape, digest) of every tensor, in any order. A digest is
+            a `Digest` or its two numbers.
+
+    Raises:
+        ValueError: two tensors have the same name.
+
     """
     state = hashlib.blake2b(MANIFEST_PREFIX, digest_size=16)
     last = None
@@ -256,14 +273,14 @@ def manifest_digest(
 
 @functools.lru_cache(maxsize=1 << 16)
 def _form(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """What a manifest digest has of a tensor beside its content."""
+    """The bytes of name, dtype and shape in a manifest digest."""
     texts = (text.encode() for text in (name, dtype))
     words = b"".join(struct.pack("<Q", len(text)) + text for text in texts)
     return words + struct.pack(f"<{1 + len(shape)}Q", len(shape), *shape)
 
 
 Placed = tuple[torch.Tensor, list[int], int]
-"""A tensor, element strides of the whole tensor, element number of its first."""
+"""(part, its strides in elements of the whole tensor, number of its first element)."""
 
 
 def _placed(
@@ -307,11 +324,11 @@ def _digests(placed: Sequence[Placed], num_threads: int) -> list[Digest]:
 def _blocks(
     tensor: torch.Tensor, strides: Sequence[int], start: int
 ) -> Iterator[tuple[int, ...]]:
-    """Blocks of rows that cover a tensor, as csrc/parallel.h packs them."""
+    """Blocks of rows that cover a tensor, in the format of csrc/parallel.h."""
     if tensor.numel() == 0:
         return
-    # Dimensions (size, stride in memory, stride in the whole tensor), joined where
-    # both strides run on.
+    # Dimensions (size, stride in memory, stride in the whole tensor). Neighbours are
+    # joined if both strides are contiguous.
     dims: list[tuple[int, int, int]] = []
     for size, memory, whole in zip(tensor.shape, tensor.stride(), strides, strict=True):
         if size == 1:
@@ -322,7 +339,7 @@ def _blocks(
     if not dims or dims[-1][1:] != (1, 1):
         dims.append((1, 1, 1))  # a row is a single element
     row = dims.pop()[0]
-    dims.sort()  # the most rows in a block: there is a step in Python for each
+    dims.sort()  # the most rows per block, since each block is a step in Python
     num_rows, memory, whole = dims.pop() if dims else (1, 0, 0)
     width, data = tensor.element_size(), tensor.data_ptr()
     for steps in product(*(range(size) for size, _, _ in dims)):
@@ -335,12 +352,12 @@ def _blocks(
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether there is any; not if it was freed, or lies in tensors that this wraps."""
+    """Whether a tensor has memory: not if it was freed, or wraps other tensors."""
     return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, its bytes as they are meant; TypeError if it has none to read."""
+    """The tensor with its sign resolved; raises TypeError if it has no plain bytes."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor has no digest; use .to_dense()")
     if tensor.is_quantized:
@@ -381,7 +398,7 @@ def _threads(num_threads: int) -> int:
 
 
 def native_core() -> Any:
-    """The native core, or what to do about its absence."""
+    """The native core; raises ImportError with a remedy if it does not load."""
     try:
         return importlib.import_module("vllm.inflight._C")
     except ImportError as error:

@@ -1,7 +1,7 @@
 """The digest of docs/digest.md in plain torch arithmetic, for any device.
 
-Slow and literal: it is what the native kernels are checked against. Every 64-bit
-sum is an int64 that wraps, which torch and the definition (mod 2**64) agree on.
+The code is slow and follows the definition literally; tests compare the native kernels
+with it. Every 64-bit sum is an int64 that wraps, which is the definition's mod 2**64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Word = TypeVar("Word", int, torch.Tensor)
 
 
 def row_major(shape: Sequence[int]) -> list[int]:
-    """Element strides of a dense tensor of this shape."""
+    """Element strides of a dense tensor of shape `shape`."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -35,7 +35,7 @@ def row_major(shape: Sequence[int]) -> list[int]:
 
 
 def page_key(page: Word) -> Word:
-    """The key of a page of 2^32 chunks, so that far-off indices matter."""
+    """The key of a page, which is 2^32 chunks."""
     x = (page + 1) & LOW32
     x = ((x ^ (x >> 16)) * MUL1) & LOW32
     x = ((x ^ (x >> 15)) * MUL2) & LOW32
@@ -45,7 +45,7 @@ def page_key(page: Word) -> Word:
 def chunk_key(
     chunk: torch.Tensor, page: int | torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Key (g, k) of every chunk number, given its page key."""
+    """The keys (g, k) of chunk numbers, given their page keys."""
     weyl = ((chunk & LOW32) * WEYL + page) & LOW32
     mixed = ((weyl ^ (weyl >> 16)) * MUL1) & LOW32
     g = mixed ^ (mixed >> 15)
@@ -56,7 +56,7 @@ def chunk_key(
 def reference_sums(
     tensor: torch.Tensor, strides: Sequence[int], start: int
 ) -> tuple[int, int]:
-    """Both sums of a tensor whose element [0, 0, ..] stands at element `start`."""
+    """Both sums of a part whose first element is element `start` of the tensor."""
     width = tensor.element_size()
     a = b = 0
     for leaf, first in leaves(tensor, strides, start):
@@ -68,7 +68,7 @@ def reference_sums(
 def leaves(
     tensor: torch.Tensor, strides: Sequence[int], start: int
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """Halve the longest dimension until the pieces are small."""
+    """Cut a tensor into small pieces: (piece, its first element) of each."""
     if tensor.numel() == 0:
         return
     if tensor.numel() <= LEAF_ELEMENTS:
@@ -83,16 +83,16 @@ def leaves(
 
 
 def _leaf_sums(leaf: torch.Tensor, strides: list[int], start: int) -> tuple[int, int]:
-    """Sums of one piece; strides and start in bytes."""
-    # Trailing dimensions that are dense in the whole tensor make one run of bytes.
+    """Both sums of one piece; strides and start are in bytes."""
+    # Trailing dimensions that are dense in the whole tensor are one run of bytes.
     run, outer = leaf.element_size(), leaf.dim()
     while outer and (leaf.shape[outer - 1] == 1 or strides[outer - 1] == run):
         outer -= 1
         run *= leaf.shape[outer]
     shape, strides = leaf.shape[:outer], strides[:outer]
-    # The definition is on bytes, so elements may be read 8 bytes at a time.
+    # The definition is in bytes, so up to 8 bytes are read at a time.
     unit = next(u for u in UNITS if all(n % u == 0 for n in (run, start, *strides)))
-    # A copy of its own, because a view as wider integers must be aligned.
+    # A copy, because a view as wider integers must be aligned.
     data = leaf.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     values = data.view(torch.uint8).view(UNITS[unit]).to(torch.int64)
     offsets = torch.full((), start, dtype=torch.int64, device=leaf.device)
@@ -109,7 +109,7 @@ def _leaf_sums(leaf: torch.Tensor, strides: list[int], start: int) -> tuple[int,
         imaginary = values.masked_fill(~in_high_word, 0)
     end = start + run + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     pages = (start >> 35, (end - 1) >> 35)
-    # A page is 32 GiB: nearly always one, and then its key is one number.
+    # A page is 32 GiB, so a piece is nearly always in one page, with one key.
     one_page = pages[0] == pages[1]
     page = page_key(pages[0]) if one_page else page_key(offsets >> 35)
     g, k = chunk_key(offsets >> 3, page)

@@ -1,8 +1,8 @@
 """The digest of docs/digest.md and a count of non-finite values, in one read on a GPU.
 
-One launch serves many tensors. A table says which program reads which block of which
-tensor; a program adds up its terms in registers and adds the three sums to the row of
-the tensor. Sums wrap modulo 2**64, as the definition wants.
+One launch reads many tensors. A table assigns a block of a tensor to each program. A
+program sums its terms in registers, and adds its three sums to the row of the tensor.
+Sums wrap modulo 2**64, as in the definition.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ CHUNKS_PER_PROGRAM = CHUNKS_PER_STEP * STEPS
 """128 KiB: a tensor of 64 MiB is 512 programs, enough to fill a GPU, few atomics."""
 
 ROW = 4
-"""int64 of a tensor's sums: a, b, non-finite values, and one that is not used."""
+"""int64 values of a tensor's sums: a, b, non-finite values, and one unused."""
 
 
-# Nothing is specialised, because compiling takes the interpreter's lock: what was
-# compiled at start-up has to serve every tensor.
+# No argument is specialised, because compiling holds the interpreter's lock. The kernel
+# that was compiled at start-up has to fit every tensor.
 @triton.jit(
     do_not_specialize=["first_row", "page"],
     do_not_specialize_on_alignment=["table", "sums"],
@@ -89,24 +89,24 @@ def make_table(
     firsts: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
 ) -> torch.Tensor | None:
-    """Which program reads what, for `add_sums`: int64 [programs, 5].
+    """The table of `add_sums`, which assigns blocks to programs: int64 [programs, 5].
 
     Args:
-        places: address, a multiple of 8, number of whole chunks, and the smallest
-            magnitude that is counted as not finite, of each tensor.
-        device: the GPU that they lie on.
-        firsts: number of the first of these chunks in its whole tensor; 0 by default.
-        rows: the row that each adds to; by default a row of its own, in order.
+        places: (address, number of whole chunks, smallest magnitude that counts as not
+            finite) of each tensor or part. The address is a multiple of 8.
+        device: the GPU of the tensors.
+        firsts: number of each part's first chunk in its whole tensor; default 0.
+        rows: row of each tensor's sums; by default one row each, in order.
 
     """
     parts = []
-    # The thread that stages makes tensors on its GPU where it does not say otherwise,
-    # and would wait for that with every one of them.
+    # Made on the host: the staging thread's default device is its GPU, and it would
+    # wait for the GPU at every tensor.
     with torch.device("cpu"):
         for number, (address, num_chunks, limit) in enumerate(places):
             row = number if rows is None else rows[number]
-            # The key of a chunk is that of its number in the whole tensor. The address
-            # is that of chunk 0, which is read only if it is here.
+            # A chunk's key depends on its number in the whole tensor. The address in the
+            # table is that of chunk 0, which the program reads only if it has it.
             at = 0 if firsts is None else firsts[number]
             end = at + num_chunks
             first = torch.arange(at, end, CHUNKS_PER_PROGRAM)
