@@ -1,7 +1,7 @@
 """The subcommands of `vllm-inflight` that ask a server's control routes.
 
-Exit codes: 0, the server did it; 1, the server rejected the call or failed; 2, no server
-answers, or the address, the key or an argument cannot be used.
+Exit codes: 0, the server did it; 1, the server rejected the call or failed; 2, no
+server answers, or the address, the key or an argument cannot be used.
 """
 
 from __future__ import annotations
