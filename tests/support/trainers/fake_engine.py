@@ -24,6 +24,7 @@ from vllm.inflight.engine.update.ledger import Ledger
 from vllm.inflight.errors import (
     InflightError,
     NothingToRollBack,
+    OwnedByAnother,
     VersionConflict,
     WeightsMismatch,
     WrongPhase,
@@ -39,6 +40,12 @@ START, UPDATE, FINISH = (
 PREPARE = "/prepare_weight_update"
 ABORT, ROLLBACK = "/abort_weight_update", "/rollback_weights"
 STATUS = "/weight_update"
+PAUSE, CONTINUE, IS_PAUSED = (
+    "/pause_generation",
+    "/continue_generation",
+    "/is_paused",
+)
+FROM_DISK = "/update_weights_from_disk"
 NAMES = "/weight_names"
 
 DROP, LOSE, STARTING, PAGE = "drop", "lose", "starting", "page"
@@ -93,6 +100,9 @@ class StandIn:
         self.version: dict[str, Any] = {"weight_version": "default", "epoch": 0}
         self.num_staging = 0
         self.most_staging = 0
+        self.pause: dict[str, Any] | None = None
+        self.leases_expired = 0
+        self._lease_ends = float("inf")
         self._before: Any = None
         self._staged: dict[str, torch.Tensor] = {}
         self._announced: Any = {}
@@ -143,6 +153,28 @@ class StandIn:
         self._before = (self.version, self.served)
         epoch = self.version["epoch"] + 1
         self.version = self.version | {"weight_version": label, "epoch": epoch}
+
+    def pause_state(self) -> dict[str, Any]:
+        """The pause, as `/is_paused` tells it, after a look at its lease."""
+        if time.monotonic() > self._lease_ends:
+            self.leases_expired += 1
+            self.continue_()
+        pause = self.pause or {"mode": None, "owner": None}
+        left = max(0.0, self._lease_ends - time.monotonic())
+        return {
+            "is_paused": self.pause is not None,
+            "mode": pause["mode"],
+            "is_draining": False,
+            "for_commit": False,
+            "owner": pause["owner"],
+            "lease_left_s": None if left == float("inf") else left,
+            "leases_expired": self.leases_expired,
+            "weights_detail": None,
+        }
+
+    def continue_(self) -> None:
+        """Somebody continues decoding, or a lease has run out."""
+        self.pause, self._lease_ends = None, float("inf")
 
     # ------------------------------------------------------------- the server
     def _answer(self, handler: Any, body: dict[str, Any]) -> None:
@@ -214,8 +246,39 @@ class StandIn:
             self.version = self.version | {"epoch": left[0]["epoch"] + 1}
             self._before = left
             return self.version
+        if path in (PAUSE, CONTINUE):
+            owner, state = body["owner"], self.pause_state()
+            if None not in (owner, state["owner"]) and owner != state["owner"]:
+                raise OwnedByAnother(f"the engine is paused by {state['owner']!r}")
+            if path == PAUSE:
+                lease_s = body["lease_s"]
+                self.pause = {"mode": body["mode"], "owner": owner}
+                self._lease_ends = time.monotonic() + (lease_s or float("inf"))
+            else:
+                self.continue_()
+            state = self.pause_state()
+            return {
+                **{"paused": state["is_paused"], "mode": state["mode"]},
+                **{"num_running": 0, "num_waiting": 0, "seconds": 0.001},
+                **{"lease_s": state["lease_left_s"], "owner": state["owner"]},
+                **{"weight_version": self.version["weight_version"]},
+                **{"success": True, "message": "", "status": "ok"},
+            }
+        if path == IS_PAUSED:
+            return self.pause_state()
+        if path == FROM_DISK:
+            update, is_new = self._ledger.begin(body, 60.0)
+            if is_new:
+                self._ledger.move(update, Phase.STAGING)
+                self._ledger.require(update.update_id, Phase.STAGING)
+                update.num_chunks = 1
+            return self._commit(update, body) | {"update_id": update.update_id}
         if path == "/weight_info":
-            return self.version | {"previous": self._before and self._before[0]}
+            return (
+                {"digest": None, "step": None, "committed_at": None}
+                | self.version
+                | {"previous": self._before and self._before[0]}
+            )
         if path == NAMES:
             told = [
                 {
@@ -228,7 +291,12 @@ class StandIn:
             return {"of": "checkpoint", "num_tensors": len(told), "tensors": told}
         if path == STATUS:
             active = self._ledger.active
-            return {"active": None if active is None else active.to_dict()}
+            told = None if active is None else active.to_dict()
+            return {
+                "active": told,
+                "rollback": None,
+                "outcomes": [told] if told else [],
+            }
         report = self._ledger.find(path.rpartition("/")[2]).to_dict()
         return report | {"ranks": [{"bytes": self._bytes}, {"bytes": self._bytes + 1}]}
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from vllm.inflight.trainer.controls import Controls, Replies
 from vllm.inflight.trainer.http_client import HttpEngine, Reply, control_key
-from vllm.inflight.trainer.pausing import AsyncPause, Pause, in_thread
+from vllm.inflight.trainer.pausing import AsyncPause, Calls, Pause
 from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.update import PauseMode, check_label, check_subset
 
@@ -292,6 +292,7 @@ class AsyncControlClient:
 
         """
         self._client = ControlClient(url, api_key=api_key, timeout_s=timeout_s)
+        self._calls = Calls()
 
     async def status(self, update_id: str | None = None) -> Reply:
         """As `ControlClient.status`."""
@@ -348,7 +349,7 @@ class AsyncControlClient:
             owner=owner,
             flush_cache=flush_cache,
         )
-        return AsyncPause(pause, client._timeout_s)
+        return AsyncPause(pause, self._calls, client._timeout_s)
 
     async def continue_(self, owner: str | None = None) -> Reply:
         """As `ControlClient.continue_`."""
@@ -371,7 +372,11 @@ class AsyncControlClient:
         return await self._run(lambda client: client.wait_for(version), timeout_s)
 
     async def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the connections. Idempotent.
+
+        Calls whose tasks were cancelled have some seconds to end.
+        """
+        await self._calls.settle()
         self._client.close()
 
     async def __aenter__(self) -> AsyncControlClient:
@@ -386,9 +391,8 @@ class AsyncControlClient:
         self, call: Callable[[ControlClient], T], timeout_s: float | None = None
     ) -> T:
         budget = self._client._budget(timeout_s)
-        return await in_thread(
-            partial(call, _BoundClient(self._client, budget)), budget
-        )
+        client = _BoundClient(self._client, budget)
+        return await self._calls.run(partial(call, client), budget)
 
 
 def _only(replies: Replies) -> Reply:

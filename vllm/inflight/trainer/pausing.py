@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from vllm.inflight.background import Background, in_background
+from vllm.inflight.background import Background
 from vllm.inflight.errors import (
     Cancelled,
     EngineUnreachable,
@@ -263,8 +263,9 @@ class AsyncPause:
 
     """
 
-    def __init__(self, pause: Pause, timeout_s: float) -> None:
+    def __init__(self, pause: Pause, calls: Calls, timeout_s: float) -> None:
         self.pause = pause
+        self._calls = calls
         self._timeout_s = timeout_s
 
     def __await__(self) -> Generator[Any, None, Pause]:
@@ -273,7 +274,7 @@ class AsyncPause:
 
     async def _begun(self) -> Pause:
         budget = RetryBudget(self._timeout_s)
-        await in_thread(partial(self.pause._begin, budget), budget)
+        await self._calls.run(partial(self.pause._begin, budget), budget)
         return self.pause
 
     async def __aenter__(self) -> Pause:
@@ -286,43 +287,85 @@ class AsyncPause:
             self.pause._begin(budget)
             return self.pause.__enter__()
 
-        def undo(begun: Future[Pause]) -> None:
-            if begun.exception() is None:
-                self.pause._end_quietly()
+        return await self._calls.run(begin, budget, self._undo)
 
-        return await in_thread(begin, budget, undo)
+    def _undo(self, failure: BaseException | None) -> None:
+        # After a lost reply the pause may be in force.
+        if failure is None or isinstance(failure, EngineUnreachable | Cancelled):
+            self.pause._end_quietly()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
         """Continue decoding; raises as the `with` of a `Pause` does."""
-        exit_ = partial(self.pause.__exit__, kind, error, None)
-        await in_thread(exit_)
+        await self._calls.run(partial(self.pause.__exit__, kind, error, None))
 
 
-async def in_thread(
-    call: Callable[[], T],
-    budget: RetryBudget | None = None,
-    undo: Callable[[Future[T]], None] | None = None,
-) -> T:
-    """Run a blocking call in a thread of its own, so that the event loop goes on.
+Undo = Callable[[BaseException | None], None]
 
-    Args:
-        call: that is run.
-        budget: of the call, which stops trying when the task is cancelled.
-        undo: called with the future of a call whose task was cancelled.
 
-    """
-    future = in_background(call, "inflight-control")
-    try:
-        # Not cancelled itself: the thread sets its result in any case.
-        return await asyncio.shield(asyncio.wrap_future(future))
-    except asyncio.CancelledError:
-        if budget is not None:
-            budget.give_up(Cancelled("the task that made this call was cancelled"))
-        if undo is not None:
-            future.add_done_callback(undo)
-        raise
+class Calls:
+    """Blocking calls in threads of their own, so that an event loop goes on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[Future[Any]] = set()
+
+    async def run(
+        self,
+        call: Callable[[], T],
+        budget: RetryBudget | None = None,
+        undo: Undo | None = None,
+    ) -> T:
+        """Run `call` in a thread.
+
+        Args:
+            call: that is run.
+            budget: of the call, which stops trying when the task is cancelled.
+            undo: called in a thread after a call whose task was cancelled, with what
+                the call raised.
+
+        """
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # a call cannot be stopped from outside
+        is_left = is_over = False
+        failure: BaseException | None = None
+
+        def work() -> None:
+            nonlocal is_over, failure
+            result = None
+            try:
+                result = call()
+            except BaseException as error:
+                failure = error
+            with self._lock:
+                is_over = True
+            if is_left and undo is not None:
+                undo(failure)
+            self._running.discard(future)
+            if failure is not None:
+                future.set_exception(failure)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        self._running.add(future)
+        Background(work, name="inflight-control").start()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            with self._lock:
+                is_left, was_over = True, is_over
+            if budget is not None:
+                budget.give_up(Cancelled("the task that made this call was cancelled"))
+            if was_over and undo is not None:
+                Background(partial(undo, failure), name="inflight-control").start()
+            raise
+
+    async def settle(self) -> None:
+        """Wait for the calls whose tasks were cancelled, for some seconds at most."""
+        ends = time.monotonic() + ENDING_S
+        while self._running and time.monotonic() < ends:
+            await asyncio.sleep(0.01)
 
 
 def _is_paused(state: Reply) -> bool:

@@ -35,7 +35,7 @@ from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
 from vllm.inflight.trainer.http_client import Reply
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_unheard
-from vllm.inflight.trainer.pausing import Pause, in_thread
+from vllm.inflight.trainer.pausing import Calls, Pause
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
@@ -262,13 +262,16 @@ class Publisher:
 
         why = "the task that called apublish was cancelled"
 
-        def give_up(taken: Future[QueuedPublish]) -> None:
-            if taken.exception() is None:
-                self._queue.give_one_up(taken.result(), why)
+        taken: list[QueuedPublish] = []
 
-        job = await in_thread(take, undo=give_up)
+        def give_up(_: BaseException | None) -> None:
+            for job in taken:
+                self._queue.give_one_up(job, why)
+
+        await Calls().run(lambda: taken.append(take()), undo=give_up)
+        (job,) = taken
         try:
-            return await asyncio.shield(asyncio.wrap_future(job.future))
+            return await asyncio.wrap_future(job.future)
         except asyncio.CancelledError:
             self._queue.give_one_up(job, why)
             raise
