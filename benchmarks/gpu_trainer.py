@@ -105,7 +105,7 @@ class Client:
 def init_info(backend: str, port: int, num_workers: int) -> Any:
     """The argument by which upstream's factory chooses the trainer engine."""
     if backend == "inflight_ipc":
-        from vllm.inflight.transport.cuda_ipc.trainer_engine import IpcTrainerInitInfo
+        from vllm.inflight.transport import IpcTrainerInitInfo
 
         # The weights stay where they are, so all of them can be lent at once.
         return IpcTrainerInitInfo(rank=0, chunk_bytes=1 << 40)
@@ -119,7 +119,7 @@ def init_info(backend: str, port: int, num_workers: int) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         return NCCLTrainerInitInfo(**common)
-    from vllm.inflight.transport.collective.trainer_engine import NcclTrainerInitInfo
+    from vllm.inflight.transport import NcclTrainerInitInfo
 
     return NcclTrainerInitInfo(**common)
 

@@ -18,10 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from examples.serve_over_http import say, served
 from examples.tiny_model import Trainer, make_checkpoint
 from vllm.inflight.trainer import ServerClient
-from vllm.inflight.transport.collective.trainer_engine import (
-    GlooTrainerInitInfo,
-    NcclTrainerInitInfo,
-)
+from vllm.inflight.transport import GlooTrainerInitInfo, NcclTrainerInitInfo
 
 NUM_GPUS = torch.cuda.device_count()
 InitInfo = NcclTrainerInitInfo if NUM_GPUS else GlooTrainerInitInfo
