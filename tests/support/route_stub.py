@@ -38,7 +38,7 @@ class Engine:
         facts |= {"num_aborted": 0, "ranks": [], "rows": [], "dropped": {}}
         facts |= {"unused": [], "tied": []}
         facts |= {
-            "was_begun": False,
+            "was_started": False,
             "found": None,
             "path": None,
             "tried": True,
