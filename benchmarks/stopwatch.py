@@ -15,14 +15,14 @@ from collections import defaultdict
 from typing import Any
 
 WATCHED = (
-    "engine.update.updates:Updates.begin",
+    "engine.update.updates:Updates.start",
     "engine.update.updates:Updates.receive",
-    "engine.update.updates:Updates.seal",
+    "engine.update.updates:Updates.prepare",
     "engine.update.live_version:LiveVersion.advance",
     "engine.update.ledger:Ledger.move",
-    "worker.staging.thread:StagingThread._begin",
+    "worker.staging.thread:StagingThread._start",
     "worker.staging.thread:StagingThread._receive",
-    "worker.staging.thread:StagingThread._seal",
+    "worker.staging.thread:StagingThread._prepare",
     "worker.staging.thread:StagingThread._post",
     "worker.staging.worker:StagingWorker.drain",
     "worker.staging.worker:StagingWorker.staged",
@@ -68,11 +68,11 @@ WATCHED = (
 
 MILESTONES = (
     "Updates.",
-    "Served.",
+    "LiveVersion.",
     "Ledger.",
-    "Job._begin",
-    "Job._receive",
-    "Job._seal",
+    "StagingThread._start",
+    "StagingThread._receive",
+    "StagingThread._prepare",
 )
 """Beginnings of the names whose calls are told one by one."""
 
@@ -104,7 +104,7 @@ def read(worker: Any) -> dict[str, Any]:
         name: [count, round(1e3 * wall, 3), round(1e3 * own, 3)]
         for name, (count, wall, own) in sorted(_spent.items(), key=lambda s: -s[1][1])
     }
-    begun = [start for name, start, _ in _calls if name == "Updates.begin"]
+    begun = [start for name, start, _ in _calls if name == "Updates.start"]
     first = begun[-1] if begun else 0.0
     last = [
         [name, round(1e3 * (start - first), 2), round(1e3 * (end - first), 2)]

@@ -169,8 +169,8 @@ def reference(versions: dict[str, Path]) -> Reference:
 def is_alive(llm: Any) -> bool:
     """Whether an engine can still be asked what it serves."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    gate = getattr(core, "inflight_gate", None)
-    return gate is not None and gate.ranks.reason is None
+    controller = getattr(core, "inflight_controller", None)
+    return controller is not None and controller.ranks.reason is None
 
 
 def stop(alive: list[Any]) -> None:

@@ -71,7 +71,7 @@ def test_ctrl_c_twice_in_a_flip_leaves_what_is_told_and_what_is_served_alike(
         return seconds
 
     stage(core, folders["new"])
-    turns, usual = core.inflight_gate.turns, signal.getsignal(signal.SIGINT)
+    turns, usual = core.inflight_controller.step_queue, signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with monkeypatch.context() as patched:
@@ -227,22 +227,22 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
     monkeypatch.setattr(Throttle, "settled", settle_and_note)
     monkeypatch.setattr(ShadowModel, "prepare", prepare_and_note)
     monkeypatch.setattr(LocalEngine, "receive_weights", receive_and_stand)
-    call(core, "begin", transport="local")
+    call(core, "start", transport="local")
     core.inflight("receive", {"update_info": {"path": str(folders["old"])}})
     assert begun.wait(30)
     monkeypatch.setattr(LocalEngine, "receive_weights", receive)
     call(core, "abort")
     # One more, which is given up while it waits for the first and ends before it.
-    call(core, "begin", transport="local")
+    call(core, "start", transport="local")
     call(core, "abort")
     until(lambda: len([t for t in threading.enumerate() if t.name == JOB]) == 1)
-    call(core, "begin", transport="local")
+    call(core, "start", transport="local")
     threading.Timer(0.3, told.set).start()
     until(lambda: len(seen) == 5)
     # Settling looks for cores that nobody is bound to, not even another transfer.
     assert seen == ["settles", "begins", "lets go", "settles", "begins"]
     call(core, "receive", update_info={"path": str(folders["new"])})
-    call(core, "seal")
+    call(core, "prepare")
     call(core, "commit", weight_version="new")
     add(core, "r", prompt(14))
     assert set(Streams(core).run().stamps["r"]) == {"new"}
@@ -260,9 +260,9 @@ def test_a_failure_that_would_not_fit_the_board_is_told_and_not_waited_for(
         return content
 
     monkeypatch.setattr(UpdateLoader, "verdict", verdict_of_a_stage)
-    call(core, "begin", transport="local", deadline_s=600)
+    call(core, "start", transport="local", deadline_s=600)
     call(core, "receive", update_info={"path": str(folders["new"])})
-    sealing = core.inflight("seal", {})
+    sealing = core.inflight("prepare", {})
     refused = sealing.result(timeout=30)
     assert refused["error"]["code"] == "engine_fault"
     assert "does not fit the board" in refused["error"]["message"]

@@ -31,9 +31,9 @@ def reload(core: EngineCore, folder: Path) -> None:
 def replace(core: EngineCore, folder: str, patterns: tuple[str, ...]) -> Any:
     """Commit a subset, which is what the folder has."""
     manifest = {"format": 1, "subset": list(patterns)}
-    call(core, "begin", transport="local", manifest=manifest)
+    call(core, "start", transport="local", manifest=manifest)
     call(core, "receive", update_info={"path": folder})
-    call(core, "seal")
+    call(core, "prepare")
     return call(core, "commit")
 
 

@@ -440,7 +440,7 @@ def test_layers_that_cannot_be_put_back_hold_decoding_until_they_can(
     assert "not put back" in told["weights_detail"]
     add(core, "waits", prompt(3))
     assert Streams(core).step(3).tokens == {}
-    assert refused(core, "begin", transport="local") == "engine_fault"
+    assert refused(core, "start", transport="local") == "engine_fault"
     monkeypatch.undo()
     core.vllm_config.model_config.enable_sleep_mode = True
     publish(core, folders["new"], "again")
@@ -480,9 +480,9 @@ def test_a_reload_in_several_calls_holds_decoding_until_it_has_ended(
 
 
 FILLING = {
-    "begin": {"transport": "local"},
+    "start": {"transport": "local"},
     "receive": {"update_info": {}},
-    "seal": {},
+    "prepare": {},
     "commit": {},
     "rollback": {},
     "checksums": {},
@@ -521,7 +521,7 @@ def test_a_reload_that_nobody_ends_is_put_back_at_its_deadline(
 ) -> None:
     core = writable
     expected, told = says(core, "expected"), call(core, "info")
-    deadline = core.inflight_gate.overwrites, "_deadline_s", 0.2
+    deadline = core.inflight_controller.outside_writes, "_deadline_s", 0.2
     if not has_written:
         monkeypatch.setattr(*deadline)
     elsewhere(lambda: rpc(core, "tests_start_load"))
@@ -533,7 +533,7 @@ def test_a_reload_that_nobody_ends_is_put_back_at_its_deadline(
     streams = Streams(core)
 
     def is_over() -> bool:
-        core.inflight_gate.turns.run(lambda: streams.step(1))
+        core.inflight_controller.step_queue.run(lambda: streams.step(1))
         return call(core, "info")["weights"] != "loading"
 
     until(is_over)
@@ -580,7 +580,9 @@ def test_a_step_in_the_middle_of_a_reload_does_not_end_the_engine(
     """Engines that step together take steps without requests, which nothing holds."""
     core = writable
     expected = says(core, "expected")
-    monkeypatch.setattr(core.inflight_gate.overwrites, "before_call", lambda **_: None)
+    monkeypatch.setattr(
+        core.inflight_controller.outside_writes, "before_call", lambda **_: None
+    )
     Extension.tests_start_load(core.model_executor.driver_worker.worker)
     core.execute_dummy_batch()
     assert says(core, "after") == expected

@@ -116,7 +116,7 @@ def test_broadcasts_of_a_refused_request_are_never_read_as_the_next_ones(
             door.core.collective_rpc("receive_weight_update", args=(asked,))
         return str(raised.value)
 
-    call(door.core, "begin", transport="local")
+    call(door.core, "start", transport="local")
     trainer.begin(folders["old"], names)
     assert "is staging" in refused(1)
     call(door.core, "abort")
@@ -136,7 +136,7 @@ def test_a_refused_commit_costs_neither_the_group_nor_the_next_version(
 ) -> None:
     core = door.core
     core.collective_rpc("init_actor_update_group", args=joining(trainer))
-    served = core.inflight_gate.served
+    served = core.inflight_controller.live_version
 
     def once(*update: Any) -> None:
         monkeypatch.undo()

@@ -20,9 +20,9 @@ from vllm.inflight.errors import EngineAsleep
 pytestmark = pytest.mark.engine
 
 NEEDS_WEIGHTS = {
-    "begin": {"transport": "local"},
+    "start": {"transport": "local"},
     "receive": {"update_info": {}},
-    "seal": {},
+    "prepare": {},
     "commit": {},
     "rollback": {},
     "undo": {},
@@ -89,7 +89,7 @@ def test_an_update_under_way_ends_with_the_reason(
     if phase == "staged":
         stage(sleeper, folders["new"])
     else:
-        call(sleeper, "begin", transport="local")
+        call(sleeper, "start", transport="local")
     update_id = call(sleeper, "status")["active"]["update_id"]
     sleeper.sleep(1)
     told = call(sleeper, "status", update_id=update_id)
@@ -102,9 +102,9 @@ def test_an_update_under_way_ends_with_the_reason(
 def test_who_waits_for_an_update_is_told_that_sleep_has_ended_it(
     sleeper: EngineCore, folders: dict[str, Path]
 ) -> None:
-    call(sleeper, "begin", transport="local")
+    call(sleeper, "start", transport="local")
     sleeper.inflight("receive", {"update_info": {"path": str(folders["new"])}})
-    sealed = sleeper.inflight("seal", {})
+    sealed = sleeper.inflight("prepare", {})
     sleeper.sleep(1)
     answer = sealed.result(timeout=30)
     # The vote may have come first; then the commit is what is refused.
@@ -159,7 +159,7 @@ def test_after_level_2_nothing_is_served_until_a_whole_version_has_come(
     for method in ("checksums", "rows", "rename", "resume"):
         assert refused(sleeper, method, **NEEDS_WEIGHTS[method]) == "engine_asleep"
     subset = {"format": 1, "subset": ["model.norm.weight"]}
-    assert refused(sleeper, "begin", transport="local", manifest=subset) == (
+    assert refused(sleeper, "start", transport="local", manifest=subset) == (
         "engine_asleep"
     )
     assert refused(sleeper, "rollback") == "nothing_to_roll_back"
@@ -246,7 +246,7 @@ def test_a_lease_that_runs_out_does_not_wake_anything(sleeper: EngineCore) -> No
     deadline = time.monotonic() + 30
     while not call(sleeper, "paused")["leases_expired"]:
         assert time.monotonic() < deadline
-        sleeper.inflight_gate.turns.run(lambda: None)
+        sleeper.inflight_controller.step_queue.run(lambda: None)
         time.sleep(0.01)
     assert call(sleeper, "paused")["is_paused"]
     assert Streams(sleeper).step(3).tokens == {}
@@ -260,7 +260,7 @@ def test_nothing_is_given_back_under_a_transfer_that_does_not_let_go(
     from vllm.inflight.worker.staging.thread import StagingThread
 
     before = says(sleeper, "before")
-    call(sleeper, "begin", transport="local")
+    call(sleeper, "start", transport="local")
     monkeypatch.setattr(StagingThread, "ends_by", lambda *_: False)
     with pytest.raises(Exception, match="has not let go"):
         sleeper.sleep(1)

@@ -127,7 +127,7 @@ def test_broadcasts_whose_announcement_was_refused_are_never_read_as_later_ones(
 ) -> None:
     before = said(door.core)
     told = facts(folders["old"])
-    call(door.core, "begin", transport="local")
+    call(door.core, "start", transport="local")
     trainer.begin(folders["old"], told["names"])
     status, message = door.refused(RECEIVE, **told, weight_version="d1")
     assert (status, f"have left group {trainer.name!r}" in message) == (409, True)

@@ -124,12 +124,12 @@ def test_a_folder_that_cannot_be_read_costs_no_way_back(
 def test_an_update_that_brings_nothing_costs_no_way_back(
     served_new: EngineCore, old_says: dict[str, list[int]], opening: dict[str, Any]
 ) -> None:
-    update = call(served_new, "begin", transport="local", **opening)
+    update = call(served_new, "start", transport="local", **opening)
     assert previous(served_new) == "old"
     if "config" not in opening.get("manifest", {}):  # that one ends by itself
         refused = served_new.inflight("rollback", {})
         assert refused["error"]["code"] == "update_in_progress"
-    ranks = served_new.inflight_gate.ranks
+    ranks = served_new.inflight_controller.ranks
     until(lambda: is_told(ranks))
     call(served_new, "abort", update_id=update["update_id"])
     assert previous(served_new) == "old"
@@ -139,8 +139,8 @@ def test_an_update_that_brings_nothing_costs_no_way_back(
 def test_an_update_that_is_finished_with_nothing_sent_costs_no_way_back(
     served_new: EngineCore, old_says: dict[str, list[int]]
 ) -> None:
-    call(served_new, "begin", transport="local")
-    answer = served_new.inflight("seal", {}).result(timeout=30)
+    call(served_new, "start", transport="local")
+    answer = served_new.inflight("prepare", {}).result(timeout=30)
     assert answer["error"]["code"] == "weights_mismatch"
     goes_back(served_new, old_says)
 
@@ -148,7 +148,7 @@ def test_an_update_that_is_finished_with_nothing_sent_costs_no_way_back(
 def test_a_group_that_nobody_is_in_costs_no_way_back(
     served_new: EngineCore, old_says: dict[str, list[int]]
 ) -> None:
-    call(served_new, "begin", transport="groups")
+    call(served_new, "start", transport="groups")
     info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
     answer = served_new.inflight("receive", {"update_info": info | {"group_name": "g"}})
     assert answer.result(timeout=30)["error"]["code"] == "transfer_fault"
@@ -177,7 +177,7 @@ def test_a_transport_of_somebody_else_gives_it_up_when_it_receives(
     monkeypatch.setattr(
         "vllm.inflight.worker.staging.thread.StagedEngine", type("Other", (), {})
     )
-    call(served_new, "begin", transport="local")
+    call(served_new, "start", transport="local")
     assert previous(served_new) == "old"
     info = {"update_info": {"path": str(folders["old"] / "nowhere")}}
     answer = served_new.inflight("receive", info).result(timeout=30)
@@ -201,7 +201,7 @@ def test_what_begins_to_write_as_its_update_is_aborted_does_not(
         opening(self, *args)
 
     monkeypatch.setattr(StagingWorker, "open", open_late)
-    call(served_new, "begin", transport="local")
+    call(served_new, "start", transport="local")
     served_new.inflight("receive", {"update_info": {"path": str(folders["old"])}})
     assert opens.wait(30)
     call(served_new, "abort")
@@ -224,11 +224,11 @@ def test_a_flip_never_comes_into_a_set_that_is_written_to(
         assert stands.wait(30)
 
     monkeypatch.setattr(LocalEngine, "receive_weights", receive_and_stand)
-    call(served_new, "begin", transport="local")
+    call(served_new, "start", transport="local")
     served_new.inflight("receive", {"update_info": {"path": str(folders["old"])}})
     assert received.wait(30)
     with pytest.raises(Exception, match="nothing is staged on this rank"):
-        served_new.inflight_gate.ranks.flip()
+        served_new.inflight_controller.ranks.flip()
     stands.set()
     call(served_new, "abort")
     assert previous(served_new) is None

@@ -194,7 +194,7 @@ def test_a_version_that_was_staged_when_sleep_came_is_gone(
     llm.start_weight_update()
     llm.update_weights({"update_info": {"path": str(new)}})
     if is_sealed:
-        call(core_of(llm), "seal")
+        call(core_of(llm), "prepare")
     llm.sleep(level=1)
     llm.wake_up()
     with pytest.raises(EngineAsleep):

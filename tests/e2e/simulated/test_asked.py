@@ -23,7 +23,7 @@ def test_an_update_does_not_begin_with_a_wrong_value(
     make: Callable[..., EngineCore], field: str, value: object
 ) -> None:
     core = make()
-    refused = core.inflight("begin", {"transport": "local", field: value})
+    refused = core.inflight("start", {"transport": "local", field: value})
     assert code(refused) == "malformed"
     assert field in refused["error"]["message"]
     assert call(core, "status")["active"] is None

@@ -63,7 +63,7 @@ def test_while_one_has_yet_to_roll_back_no_update_comes_in_between(
     assert served(cores) == [("one", 1)] * 2
 
 
-@pytest.mark.parametrize("asked", ["may_begin", "begin"])
+@pytest.mark.parametrize("asked", ["may_start", "start"])
 def test_an_update_in_one_call_that_is_cancelled_as_it_begins_is_under_way_on_none(
     cores: list[Any], asked: str
 ) -> None:
@@ -100,8 +100,8 @@ def test_a_start_repeated_after_one_was_busy_is_under_way_on_none(
         """Another update begins on one engine before this one does."""
 
         async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-            if method == "begin":
-                call(cores[busy], "begin", update_id="another", transport="local")
+            if method == "start":
+                call(cores[busy], "start", update_id="another", transport="local")
             return await super().call(method, body)
 
     control = Control(Door(cores))
@@ -123,8 +123,8 @@ def test_a_chunk_that_one_refuses_ends_no_update_but_its_own(cores: list[Any]) -
         async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
             if method == "receive":
                 call(cores[1], "abort")
-                call(cores[1], "begin", update_id="another", transport="local")
-                call(cores[1], "seal")
+                call(cores[1], "start", update_id="another", transport="local")
+                call(cores[1], "prepare")
             return await super().call(method, body)
 
     control = Control(Meanwhile(cores))

@@ -57,9 +57,9 @@ def test_a_version_is_begun_staged_committed_and_rolled_back(
     publish_weights(core, 1, "one")
     lines.told.clear()
     begin = {"update_id": "u", "weight_version": "two", "owner": "ann"}
-    call(core, "begin", transport="local", deadline_s=9, **begin)
+    call(core, "start", transport="local", deadline_s=9, **begin)
     call(core, "receive", update_info={"weights": 2})
-    call(core, "seal")
+    call(core, "prepare")
     call(core, "commit")
     call(core, "rollback")
     update = "update 'u' (version 'two')"
@@ -76,12 +76,12 @@ def test_a_version_is_begun_staged_committed_and_rolled_back(
 def test_what_is_refused_or_given_up_is_a_warning(
     core: EngineCore, lines: Lines
 ) -> None:
-    call(core, "begin", update_id="a", transport="local")
+    call(core, "start", update_id="a", transport="local")
     call(core, "abort")
-    call(core, "begin", update_id="b", transport="local")
-    core.inflight_gate.updates.ledger.active.deadline = 0.0
+    call(core, "start", update_id="b", transport="local")
+    core.inflight_controller.updates.ledger.active.deadline = 0.0
     until(lambda: any("'b' aborted" in text for _, text in lines.told))
-    call(core, "begin", update_id="c", transport="local")
+    call(core, "start", update_id="c", transport="local")
     refusal = WeightsMismatch("1 tensor is missing").to_dict()
     call(core, "abort", error=refusal)
     ends = [pair for pair in lines.told if "begun" not in pair[1]]
@@ -140,6 +140,6 @@ def test_the_level_is_that_of_the_flag(
 ) -> None:
     core = make(inflight={"log_level": level})
     lines.told.clear()
-    call(core, "begin", transport="local")
+    call(core, "start", transport="local")
     call(core, "abort")
     assert [level for level, _ in lines.told] == told

@@ -33,8 +33,8 @@ def core(make: Any) -> EngineCore:
 
 def in_a_turn(core: EngineCore, method: str, **body: Any) -> None:
     """What a front end of the same process does."""
-    gate = core.inflight_gate
-    gate.turns.run(lambda: gate.call(method, body))
+    controller = core.inflight_controller
+    controller.step_queue.run(lambda: controller.call(method, body))
 
 
 def twice(original: Any) -> Any:
@@ -142,7 +142,7 @@ def test_a_pause_that_is_broken_off_leaves_no_pause(
         raise AssertionError("it was not interrupted")
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(core.inflight_gate), "drain", stand)
+        patched.setattr(type(core.inflight_controller), "drain", stand)
         with pytest.raises(KeyboardInterrupt):
             in_a_turn(core, "pause", mode="in_place")
     assert call(core, "paused")["is_paused"] is False

@@ -31,7 +31,7 @@ def both(model: Path) -> Iterator[Together]:
 
 
 def labels(both: Together) -> list[str]:
-    return [core.inflight_gate.version.label for core in both.cores]
+    return [core.inflight_controller.version.label for core in both.cores]
 
 
 def test_both_commit_at_the_same_step_and_nobody_stops(both: Together) -> None:
@@ -70,7 +70,7 @@ def test_one_that_cannot_keeps_the_other_back(both: Together, failing: int) -> N
     assert [r["error"]["code"] for r in replies] == ["engine_fault"] * 2
     assert "another engine" in replies[1 - failing]["error"]["message"]
     assert labels(both) == ["default", "default"]
-    assert [core.inflight_gate.version.epoch for core in both.cores] == [0, 0]
+    assert [core.inflight_controller.version.epoch for core in both.cores] == [0, 0]
     # It is still staged: what failed may be mended.
     replies = both.control("commit", LAG_S, weight_version="one")
     assert [r["ok"]["weight_version"] for r in replies] == ["one", "one"]
@@ -270,14 +270,14 @@ def test_where_one_cannot_be_updated_nobody_needs_to_meet(
         return extent(self, value)
 
     monkeypatch.setattr(DpCommit, "_extent", counted)
-    both.cores[1].inflight_gate.ranks.reason = "the test says so"
+    both.cores[1].inflight_controller.ranks.reason = "the test says so"
     both.start(1, 1)
-    both.ask(0, lambda core: core.inflight_gate.lockstep.arm("anything", dict)).result(
-        timeout=20
-    )
+    both.ask(
+        0, lambda core: core.inflight_controller.dp_commit.arm("anything", dict)
+    ).result(timeout=20)
     both.finish()
     assert sorted(met) == [0, 1]
-    assert not both.cores[0].inflight_gate.lockstep.is_armed
+    assert not both.cores[0].inflight_controller.dp_commit.is_armed
 
 
 def test_updates_whose_ids_the_engines_made_up_are_one(both: Together) -> None:
@@ -310,7 +310,7 @@ def test_two_different_switches_are_none(both: Together) -> None:
     commit = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
 
     def other(core: Any) -> Any:
-        return core.inflight_gate.lockstep.arm("something else", dict)
+        return core.inflight_controller.dp_commit.arm("something else", dict)
 
     armed = both.ask(1, other).result(timeout=20)
     with pytest.raises(Exception, match="told to switch differently"):
@@ -387,7 +387,7 @@ def test_a_reload_that_fails_on_one_lets_none_decode(
 
 def test_a_reload_that_one_refuses_is_written_by_none(both: Together) -> None:
     both.start(1, 1)
-    both.ask(1, lambda core: call(core, "begin", transport="local")).result(timeout=20)
+    both.ask(1, lambda core: call(core, "start", transport="local")).result(timeout=20)
     answers = reload(both, LAG_S)
     assert isinstance(answers[0], Conflict) and "another engine" in str(answers[0])
     assert isinstance(answers[1], UpdateBusy)

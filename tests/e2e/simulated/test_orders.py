@@ -13,24 +13,24 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.engine
 
-JOIN = {"transport": "groups", "order": "join", "init_info": {"group_name": "g"}}
-LEAVE = {"transport": "groups", "order": "leave", "init_info": "g"}
+JOIN = {"transport": "groups", "command": "join", "init_info": {"group_name": "g"}}
+LEAVE = {"transport": "groups", "command": "leave", "init_info": "g"}
 
 
 class Attentive(SimulatedExecutor):
-    """Does something of the test's own when it is given an order."""
+    """Does something of the test's own when it is given a command."""
 
     heard: Any = None
 
-    def _inflight_order(self, serial: int, order: str, payload: Any) -> Any:
+    def _inflight_command(self, serial: int, command: str, payload: Any) -> Any:
         if self.heard is not None:
-            self.heard(order)
-        if order not in ("join", "leave"):
-            return super()._inflight_order(serial, order, payload)
+            self.heard(command)
+        if command not in ("join", "leave"):
+            return super()._inflight_command(serial, command, payload)
         return {"ok": None}
 
     def carry_out(self, serial: int) -> None:
-        """Say that the one order of `serial` is carried out."""
+        """Say that the one command of `serial` is carried out."""
         notice = {"serial": serial, "state": "open", "orders": 1}
         for rank in range(self.board.num_ranks):
             self.board.post(rank, notice)
@@ -44,16 +44,16 @@ def core(make: Any) -> EngineCore:
 
 
 def connecting(core: EngineCore) -> int:
-    return core.inflight_gate.updates._connecting.serial
+    return core.inflight_controller.updates._connecting.serial
 
 
 def test_a_join_is_known_before_a_rank_hears_of_it(core: EngineCore) -> None:
     """Else an update that begins then would wait with it, for as long as it does."""
     found: list[str] = []
 
-    def begin(order: str) -> None:
-        if order == "join":
-            found.append(code(core.inflight("begin", {"transport": "groups"})))
+    def begin(command: str) -> None:
+        if command == "join":
+            found.append(code(core.inflight("start", {"transport": "groups"})))
 
     core.model_executor.heard = begin
     joined = ask(core, "transport", **JOIN)
@@ -61,30 +61,30 @@ def test_a_join_is_known_before_a_rank_hears_of_it(core: EngineCore) -> None:
     assert not joined.done()
     core.model_executor.carry_out(connecting(core))
     assert joined.result(timeout=30) == {"ok": {}}
-    call(core, "begin", transport="groups")
+    call(core, "start", transport="groups")
 
 
 def test_a_join_that_the_ranks_could_not_be_told_keeps_nobody_out(
     core: EngineCore,
 ) -> None:
-    def refuse(order: str) -> None:
-        if order == "join":
+    def refuse(command: str) -> None:
+        if command == "join":
             raise OSError("no room in the queue")
 
     core.model_executor.heard = refuse
     refused = core.inflight("transport", dict(JOIN))
     assert "no room in the queue" in refused["error"]["message"]
-    serial = core.inflight_gate.updates.ledger.next_serial() - 1
+    serial = core.inflight_controller.updates.ledger.next_serial() - 1
     assert core.model_executor.board.cancelled() == serial, "some may have heard of it"
     core.model_executor.heard = None
-    call(core, "begin", transport="groups")
+    call(core, "start", transport="groups")
 
 
 def test_what_could_not_be_told_leaves_what_is_connecting_as_it_is(
     core: EngineCore,
 ) -> None:
-    def refuse(order: str) -> None:
-        if order == "leave":
+    def refuse(command: str) -> None:
+        if command == "leave":
             raise OSError("no room in the queue")
 
     core.model_executor.heard = refuse
@@ -93,10 +93,10 @@ def test_what_could_not_be_told_leaves_what_is_connecting_as_it_is(
     assert "error" in core.inflight("transport", dict(LEAVE))
     assert connecting(core) == before
     # The join was told to end, for its opposite goes past it; until it has, it counts.
-    assert code(core.inflight("begin", {"transport": "groups"})) == "update_in_progress"
+    assert code(core.inflight("start", {"transport": "groups"})) == "update_in_progress"
     core.model_executor.carry_out(before)
     joined.result(timeout=30)
-    call(core, "begin", transport="groups")
+    call(core, "start", transport="groups")
 
 
 def test_an_update_that_ends_while_the_ranks_are_told_costs_nothing(
@@ -104,14 +104,14 @@ def test_an_update_that_ends_while_the_ranks_are_told_costs_nothing(
 ) -> None:
     publish_weights(core, 1, "one")
     publish_weights(core, 2, "two")
-    ledger = core.inflight_gate.updates.ledger
+    ledger = core.inflight_controller.updates.ledger
 
-    def dawdle(order: str) -> None:
-        if order == "begin":
+    def dawdle(command: str) -> None:
+        if command == "start":
             until(lambda: ledger.active is None, "its deadline does not end it")
 
     core.model_executor.heard = dawdle
-    refused = core.inflight("begin", {"transport": "local", "deadline_s": 0.05})
+    refused = core.inflight("start", {"transport": "local", "deadline_s": 0.05})
     assert code(refused) == "deadline_exceeded"
     assert call(core, "info")["previous"]["weight_version"] == "one"
     core.model_executor.heard = None
@@ -123,14 +123,14 @@ def test_an_update_that_the_ranks_could_not_be_told_of_is_not_under_way(
 ) -> None:
     for error in (OSError("no room"), KeyboardInterrupt()):
 
-        def refuse(order: str, error: BaseException = error) -> None:
+        def refuse(command: str, error: BaseException = error) -> None:
             raise error
 
         core.model_executor.heard = refuse
         if isinstance(error, OSError):
-            refused = core.inflight("begin", {"transport": "local"})
+            refused = core.inflight("start", {"transport": "local"})
             assert "no room" in refused["error"]["message"]
         else:
             with pytest.raises(KeyboardInterrupt):
-                core.inflight("begin", {"transport": "local"})
+                core.inflight("start", {"transport": "local"})
         assert call(core, "status")["active"] is None

@@ -38,9 +38,9 @@ class Door:
 
 
 def committed(core: EngineCore, update_id: str) -> Any:
-    call(core, "begin", update_id=update_id, **OPENING)
+    call(core, "start", update_id=update_id, **OPENING)
     call(core, "receive", update_info={"weights": 1})
-    call(core, "seal")
+    call(core, "prepare")
     return call(core, "commit", weight_version="one")
 
 
@@ -48,7 +48,7 @@ def test_a_start_repeated_after_its_commit_is_of_the_same_update(
     core: EngineCore,
 ) -> None:
     committed(core, "first")
-    begun = call(core, "begin", update_id="first", **OPENING)
+    begun = call(core, "start", update_id="first", **OPENING)
     assert begun == {"update_id": "first", "phase": "committed"}
 
 
@@ -96,9 +96,9 @@ def test_a_commit_repeated_under_another_label_is_told_where_the_update_stands(
     core: EngineCore,
 ) -> None:
     body = {"update_id": "labelled", "weight_version": "two"}
-    call(core, "begin", update_id="labelled", weight_version="one", transport="local")
+    call(core, "start", update_id="labelled", weight_version="one", transport="local")
     call(core, "receive", update_info={"weights": 1})
-    call(core, "seal")
+    call(core, "prepare")
     for phase in ("staged", "committed"):
         refused = ask(core, "commit", **body).result(timeout=30)["error"]
         assert refused["message"].endswith(f"it stays {phase}")
@@ -108,7 +108,7 @@ def test_a_commit_repeated_under_another_label_is_told_where_the_update_stands(
 def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    updates = core.inflight_gate.updates
+    updates = core.inflight_controller.updates
     answer_those_who_wait = updates._watch._answer
 
     def answer_once_it_is_staged() -> None:
@@ -125,7 +125,7 @@ def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
                 patched.setattr(updates._watch, "_answer", answer_once_it_is_staged)
                 info = {"update_info": {"weights": 1}}
                 received = ask(core, "receive", **body | info)
-                ask(core, "seal", update_id=body["update_id"]).result(timeout=30)
+                ask(core, "prepare", update_id=body["update_id"]).result(timeout=30)
                 answer = received.result(timeout=30)
             assert answer["ok"]["phase"] == "staged"
             assert {"bytes", "parameters"} < answer["ok"].keys()
@@ -147,7 +147,7 @@ def test_what_a_start_expects_is_asked_of_every_new_update(core: EngineCore) -> 
         ("fourth", {}, "version_conflict"),
         ("third", {"owner": "another"}, "conflict"),
     ):
-        refused = ask(core, "begin", update_id=update_id, **OPENING, **more)
+        refused = ask(core, "start", update_id=update_id, **OPENING, **more)
         assert code(refused.result()) == expected
 
 
@@ -167,7 +167,7 @@ class Silent(Door):
         return answers
 
 
-@pytest.mark.parametrize("method", ["begin", "receive", "seal"])
+@pytest.mark.parametrize("method", ["start", "receive", "prepare"])
 @pytest.mark.parametrize("door", ["files", "PipelineRL"])
 def test_one_call_that_is_given_up_leaves_no_update_under_way(
     core: EngineCore, method: str, door: str

@@ -55,7 +55,7 @@ def test_requests_of_a_sleep_end_or_go_on_as_its_mode_says(
     add(core, "runs", prompt(1), max_tokens=60)
     streams = Streams(core).step(5)
     answer = core.sleep(1, mode)
-    assert told(core, "begin", transport="local") == "engine_asleep"
+    assert told(core, "start", transport="local") == "engine_asleep"
     add(core, "arrives", prompt(2))
     slept(streams, answer).step(5)
     num_tokens = len(streams.tokens["runs"])
@@ -165,7 +165,7 @@ def test_a_sleep_that_a_rank_refuses_is_taken_back_on_all(
         asked.append(level)
         return {"error": "the host lacks memory"} if level else {"ok": None}
 
-    monkeypatch.setattr(core.model_executor, "_inflight_drowse", refuse)
+    monkeypatch.setattr(core.model_executor, "_inflight_prepare_sleep", refuse)
     add(core, "runs", prompt(1))
     with pytest.raises(EngineFault, match="lacks memory"):
         core.sleep(1)
@@ -186,7 +186,7 @@ def test_where_one_rank_fails_to_sleep_waking_up_is_the_way_on(
     monkeypatch.setattr(config, "enable_sleep_mode", True)
     with pytest.raises(MemoryError):
         answered(Streams(core), core.sleep(level))
-    assert told(core, "begin", transport="local") == "engine_asleep"
+    assert told(core, "start", transport="local") == "engine_asleep"
     add(core, "arrives", prompt(2))
     assert Streams(core).step(5).tokens == {}
     core.wake_up()

@@ -72,7 +72,7 @@ def test_an_update_past_its_deadline_lets_new_requests_in_again(
 ) -> None:
     streams = started(core)
     commit = waiting_commit(core)
-    updates = core.inflight_gate.updates
+    updates = core.inflight_controller.updates
     updates.ledger.active.deadline = 0.0
     # Who watches over it ends when that is done and told.
     until(lambda: updates._watch._thread is None, "its deadline ends nothing")
@@ -145,12 +145,12 @@ def test_a_rollback_that_waits_is_told_of_by_its_version(core: EngineCore) -> No
     assert call(core, "status")["rollback"] is None
 
 
-@pytest.mark.parametrize("method", ["begin", "may_begin", "rollback"])
+@pytest.mark.parametrize("method", ["start", "may_start", "rollback"])
 def test_nobody_takes_the_way_back_from_a_rollback_that_waits(
     core: EngineCore, method: str
 ) -> None:
     streams, rollback = waiting_rollback(core)
-    body = {"transport": "local"} if method == "begin" else {}
+    body = {"transport": "local"} if method == "start" else {}
     refused = core.inflight(method, body)["error"]
     assert refused["code"] == "update_in_progress"
     for name in ("'one'", "/abort_weight_update", "/continue_generation"):
@@ -190,7 +190,7 @@ def test_a_rollback_does_not_wait_for_ever(
     given = core.vllm_config.additional_config["inflight"]
     monkeypatch.setitem(given, "update_deadline_s", 0.2)
     rollback = ask(core, "rollback", to_version="one", mode="wait")
-    turns = core.inflight_gate.turns
+    turns = core.inflight_controller.step_queue
     until(lambda: turns._queue, "its deadline ends nothing")
     streams.step(2)
     assert code(answered(rollback)) == "deadline_exceeded"
@@ -222,8 +222,10 @@ def test_a_rollback_that_waits_goes_on_when_somebody_elses_pause_ends(
 
 def test_the_end_of_an_update_ends_no_rollback_that_waits(core: EngineCore) -> None:
     streams, rollback = waiting_rollback(core)
-    gate = core.inflight_gate
-    gate._ended(gate.served.update, WrongPhase("a late word of an earlier update"))
+    controller = core.inflight_controller
+    controller._ended(
+        controller.live_version.update, WrongPhase("a late word of an earlier update")
+    )
     streams.step(60).run()
     assert answered(rollback)["ok"]["weight_version"] == "one"
 
@@ -231,8 +233,8 @@ def test_the_end_of_an_update_ends_no_rollback_that_waits(core: EngineCore) -> N
 def test_no_rollback_comes_into_a_sleep_that_has_begun(core: EngineCore) -> None:
     """What a sleep has put aside by then would come back under the new label."""
     streams, rollback = waiting_rollback(core)
-    core.inflight_gate.sleep._falling = 1
+    core.inflight_controller.sleep._level_under_way = 1
     streams.step(60).run()
-    core.inflight_gate.sleep._falling = 0
+    core.inflight_controller.sleep._level_under_way = 0
     assert code(answered(rollback)) == "engine_asleep"
     assert call(core, "info")["weight_version"] == "two"

@@ -197,8 +197,8 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     def of_served(it: Any, *_: Any) -> set[str]:
         return _names(it._core.vllm_config, None)
 
-    at(StagingThread, "_begin", "begin", of_job)
-    at(StagingThread, "_seal", "verify", of_job)
+    at(StagingThread, "_start", "begin", of_job)
+    at(StagingThread, "_prepare", "verify", of_job)
     at(StagingWorker, "staged", "vote", of_stager)
     at(StagingWorker, "flip", "before the flip", of_stager)
     at(live_version.LiveVersion, "advance", "before the flip", of_served)
@@ -279,18 +279,18 @@ def _around_flip(stager: Any, of_stager: Callable[[Any], set[str]]) -> None:
 
 
 def _in_core(ranks: Any, watch: Any) -> None:
-    order, agree = ranks.order, watch.agree
+    command, agree = ranks.command, watch.agree
 
-    def ordered(self: Any, serial: int, what: str, payload: Any = None) -> None:
-        if what == "begin":
+    def commanded(self: Any, serial: int, what: str, payload: Any = None) -> None:
+        if what == "start":
             happen("begin", _core_of(self._board.num_ranks))
-        order(self, serial, what, payload)
+        command(self, serial, what, payload)
 
     def agreed(notices: Any, *args: Any) -> Any:
         happen("vote", _core_of(len(notices)))
         return agree(notices, *args)
 
-    _put(ranks, "order", ordered)
+    _put(ranks, "command", commanded)
     _put(watch, "agree", agreed)
 
 

@@ -29,9 +29,9 @@ def publish(core: EngineCore, folder: Path, label: str, **commit: Any) -> Any:
 
 def stage(core: EngineCore, folder: Path) -> None:
     """Bring a checkpoint to the vote, and no further."""
-    call(core, "begin", transport="local")
+    call(core, "start", transport="local")
     call(core, "receive", update_info={"path": str(folder)})
-    call(core, "seal")
+    call(core, "prepare")
 
 
 def request(name: str, prompt: list[int], **params: Any) -> EngineCoreRequest:
@@ -86,7 +86,10 @@ class Streams:
             return self.core.round()
         outputs, executed = self.core.step_fn()
         self.core.post_step(executed)
-        late, self.core.inflight_gate.leftovers = self.core.inflight_gate.leftovers, []
+        late, self.core.inflight_controller.drained_outputs = (
+            self.core.inflight_controller.drained_outputs,
+            [],
+        )
         return [g for each in [*late, outputs or {}] for g in each.values()]
 
     def run(self, most: int = 400) -> "Streams":

@@ -86,9 +86,9 @@ def emptied(core: EngineCore) -> EngineCore:
     while core.scheduler.has_requests() or core.batch_queue:
         streams.step()
     worker = core.model_executor
-    if core.inflight_gate.version.label != "default":
+    if core.inflight_controller.version.label != "default":
         publish_weights(core, 0, "default")
-    call(core, "begin", transport="local")
+    call(core, "start", transport="local")
     call(core, "receive", update_info={"weights": 0})  # and so there is no way back
     call(core, "abort")
     assert core.reset_prefix_cache()
@@ -108,9 +108,9 @@ def publish_weights(core: EngineCore, weights: int, label: str, **commit: Any) -
 
 def stage_weights(core: EngineCore, weights: int) -> None:
     """Bring the simulated weights to the vote, and no further."""
-    call(core, "begin", transport="local")
+    call(core, "start", transport="local")
     call(core, "receive", update_info={"weights": weights})
-    call(core, "seal")
+    call(core, "prepare")
 
 
 def assert_told_truly(core: EngineCore, streams: Streams, label_of: Any) -> None:

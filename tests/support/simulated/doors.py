@@ -46,7 +46,8 @@ def publish(control: Control, weights: int, label: str) -> Any:
 
 def served(cores: list[Any]) -> list[tuple[str, int]]:
     return [
-        (core.inflight_gate.version.label, core.model_executor.live) for core in cores
+        (core.inflight_controller.version.label, core.model_executor.live)
+        for core in cores
     ]
 
 

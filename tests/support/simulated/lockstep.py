@@ -115,7 +115,7 @@ class Together:
     def ask(self, rank: int, act: Callable[[Any], Any]) -> Future[Any]:
         """Have `act(core)` done between two steps of that engine's loop."""
         core = self.cores[rank]
-        return core.inflight_gate.turns.submit(lambda: act(core))
+        return core.inflight_controller.step_queue.submit(lambda: act(core))
 
     def of_both(self, act: Callable[[Any], Any], lag_s: float = 0.0) -> list[Any]:
         """The same for both, the second some time later; what it came to."""
@@ -142,9 +142,9 @@ class Together:
         name = f"update {self._num_updates}" if is_named else None
 
         def all_of_it(core: Any) -> None:
-            call(core, "begin", transport="local", update_id=name)
+            call(core, "start", transport="local", update_id=name)
             call(core, "receive", update_info={"weights": weights})
-            call(core, "seal")
+            call(core, "prepare")
 
         self.of_both(all_of_it)
 

@@ -252,19 +252,19 @@ class SimulatedExecutor(UniProcExecutor):
     _reload_weights = _tests_write
     """Upstream's, with arguments of ours."""
 
-    def _inflight_order(self, serial: int, order: str, payload: Any) -> Any:
-        if order == "receive":
+    def _inflight_command(self, serial: int, command: str, payload: Any) -> Any:
+        if command == "receive":
             self.second = payload["weights"]
-        orders = {"begin": 1, "receive": 2, "seal": 3}[order]
-        notice: dict[str, Any] = {"serial": serial, "orders": orders}
-        notice["state"] = "staged" if order == "seal" else "staging"
-        notice["opened"] = order != "begin"
+        commands = {"start": 1, "receive": 2, "prepare": 3}[command]
+        notice: dict[str, Any] = {"serial": serial, "orders": commands}
+        notice["state"] = "staged" if command == "prepare" else "staging"
+        notice["opened"] = command != "start"
         notice |= {"digest": f"{self.second:032x}", "unfilled": [], "bytes": 1}
         for rank in range(self.board.num_ranks):
             self.board.post(rank, notice)
         return {"ok": None}
 
-    def _inflight_drowse(self, level: int) -> Any:
+    def _inflight_prepare_sleep(self, level: int) -> Any:
         self.drowsy = level
         return {"ok": None}
 

@@ -141,7 +141,7 @@ class StandIn:
 
     def begin_elsewhere(self) -> str:
         """Another trainer's update, which makes this engine busy."""
-        update, _ = self._ledger.begin({"update_id": "elsewhere"}, 60.0)
+        update, _ = self._ledger.start({"update_id": "elsewhere"}, 60.0)
         return update.update_id
 
     def end_elsewhere(self) -> None:
@@ -213,7 +213,7 @@ class StandIn:
         update_id = body.get("update_id")
         if path == START:
             self.rate.spend("trainer")
-            update, is_new = self._ledger.begin(body, 60.0)
+            update, is_new = self._ledger.start(body, 60.0)
             if is_new:
                 stated = body.get("manifest") or {"format": 1}
                 self._announced = Manifest.parse(stated).tensors

@@ -87,7 +87,7 @@ def test_what_is_empty_and_of_another_kind_is_not_taken_for_what_is_left_out(
         door = caller(served(engine))
         reply = door.post(path, json=body | {field: value})
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "malformed")
-        assert not {"abort_requests", "checksums", "begin"} & set(engine.asked)
+        assert not {"abort_requests", "checksums", "start"} & set(engine.asked)
 
 
 @pytest.mark.parametrize("field", ["subset", "manifest"])

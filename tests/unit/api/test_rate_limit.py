@@ -71,7 +71,7 @@ def test_every_way_to_begin_is_counted_and_nothing_else_is(path, body):
     assert refused.json()["error"]["code"] == "too_many_updates"
     left_s = 30 - (time.monotonic() - began)
     assert left_s <= int(refused.headers["Retry-After"]) <= 30
-    assert engine.asked.count("begin") == 2
+    assert engine.asked.count("start") == 2
     for other in ("/abort_weight_update", "/rollback_weights", "/pause", "/resume"):
         assert door.post(other).status_code == 200
 
@@ -86,7 +86,7 @@ class Knowing(Engine):
 
     async def call_utility_all_async(self, *call: Any) -> list[dict[str, Any]]:
         (reply,) = await super().call_utility_all_async(*call)
-        return [{"ok": reply["ok"] | {"was_begun": known}} for known in self._known]
+        return [{"ok": reply["ok"] | {"was_started": known}} for known in self._known]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_without_a_rate_no_engine_is_asked_what_it_knows():
     engine = Engine()
     door = caller(served(engine))
     door.post("/start_weight_update", json={"update_id": "u"})
-    assert engine.asked == ["begin"]
+    assert engine.asked == ["start"]
 
 
 def test_callers_are_told_apart_by_their_keys():

@@ -261,7 +261,7 @@ def test_the_field_of_vllm_0_21_to_0_24_that_trl_sends_is_no_fault():
     engine = Engine()
     body = {"is_checkpoint_format": True}
     assert client(engine).post("/start_weight_update", json=body).status_code == 200
-    assert engine.asked == ["begin"]
+    assert engine.asked == ["start"]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_what_is_taken_over(num_engines, method, args, kwargs, is_taken):
 async def test_a_finish_on_the_workers_prepares_all_before_any_commits():
     front = Front(2)
     reply = await worker_calls.carry_out(front, "finish_weight_update", (), None)
-    assert [method for method, _ in front.asked] == ["seal", "commit"]
+    assert [method for method, _ in front.asked] == ["prepare", "commit"]
     assert reply == [None] * 3, "one for each rank"
 
 

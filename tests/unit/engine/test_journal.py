@@ -79,7 +79,7 @@ def test_a_model_and_its_drafter_are_each_had_from_where_they_came_last() -> Non
 def test_of_an_update_that_has_ended_no_names_are_kept(ends: tuple[Phase, ...]) -> None:
     ledger = Ledger()
     names = {"format": 1, "name_map": {"a": "b"}}
-    update, _ = ledger.begin({"source": "/models/new", "manifest": names}, 60.0)
+    update, _ = ledger.start({"source": "/models/new", "manifest": names}, 60.0)
     assert update.files is not None
     for phase in (Phase.STAGING, *ends):
         assert ledger.move(update, phase)
@@ -214,15 +214,15 @@ class Server(Engine):
     def __init__(self, index: int, kept: Journal) -> None:
         super().__init__()
         self.client_index = index
-        self._gate = SimpleNamespace(served=SimpleNamespace(journal=kept))
+        self._controller = SimpleNamespace(live_version=SimpleNamespace(journal=kept))
 
     async def call_utility_all_async(self, name: str, method: str, body: Any) -> Any:
         if method != "journal":
             return await super().call_utility_all_async(name, method, body)
-        return [{"ok": queries.CALLS["journal"](self._gate, body)}]
+        return [{"ok": queries.CALLS["journal"](self._controller, body)}]
 
     async def start(self) -> None:
-        path = str(self._gate.served.journal.told()["path"])
+        path = str(self._controller.live_version.journal.told()["path"])
         app = served(self, additional_config={"inflight": {"journal": path}})
         plugin = InflightEndpoints()
         plugin.attach_router(app)

@@ -22,7 +22,7 @@ from vllm.inflight.update import Phase
 
 @pytest.fixture
 def ranks():
-    return SimpleNamespace(notices=lambda: [{}], cancel=lambda serial: None)
+    return SimpleNamespace(statuses=lambda: [{}], cancel=lambda serial: None)
 
 
 def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
@@ -30,12 +30,12 @@ def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
 ):
     ended, ledger = [], Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
-    first, _ = ledger.begin({"update_id": "first"}, 60.0)
+    first, _ = ledger.start({"update_id": "first"}, 60.0)
     ledger.move(first, Phase.STAGING)
     is_active = Update.is_active.fget
 
     def begin() -> None:
-        second, _ = ledger.begin({"update_id": "second"}, 0.1)
+        second, _ = ledger.start({"update_id": "second"}, 0.1)
         ledger.move(second, Phase.STAGING)
         watch.start(second)
 
@@ -62,12 +62,12 @@ def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
     ranks, is_given_up
 ):
     left = Cancelled("the update was aborted").to_dict()
-    ranks.notices = lambda: [{"serial": 1, "state": "failed", "error": left}]
+    ranks.statuses = lambda: [{"serial": 1, "state": "failed", "error": left}]
     ranks.has_given_up = lambda serial: is_given_up
     expected = Cancelled if is_given_up else EngineFault
     ended, ledger = [], Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
-    update, _ = ledger.begin({"update_id": "one"}, 60.0)
+    update, _ = ledger.start({"update_id": "one"}, 60.0)
     ledger.move(update, Phase.STAGING)
     watch.start(update)
     for answer in (watch.when_staged(update), watch.when_carried_out(1, 60.0)):
@@ -79,7 +79,7 @@ def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
 def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
     ledger = Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda *_: None)
-    update, _ = ledger.begin({"update_id": "one"}, 60.0)
+    update, _ = ledger.start({"update_id": "one"}, 60.0)
     ledger.move(update, Phase.STAGING)
     answer = watch.when_staged(update)
     watch.close()
@@ -101,11 +101,11 @@ def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks, monkey
     ):
         monkeypatch.setattr(watch_module, "MORE_S", more_s)
         posted = [notice("a"), {"serial": 1, "state": "staging", "orders": 0}]
-        ranks.notices = lambda posted=posted: posted
+        ranks.statuses = lambda posted=posted: posted
         ledger = Ledger()
         watch = UpdateMonitor(ranks, ledger, lambda *_: None)
-        update, _ = ledger.begin({"update_id": "one"}, 60.0)
-        update.num_orders = 1
+        update, _ = ledger.start({"update_id": "one"}, 60.0)
+        update.num_commands = 1
         ledger.move(update, Phase.STAGING)
         watch.start(update)
         answer = watch.when_staged(update)
@@ -122,7 +122,7 @@ def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks, monkey
 def test_a_waiter_that_has_cancelled_keeps_nobody_else_waiting(ranks):
     ledger = Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda *_: None)
-    update, _ = ledger.begin({"update_id": "one"}, 60.0)
+    update, _ = ledger.start({"update_id": "one"}, 60.0)
     ledger.move(update, Phase.STAGING)
     left, stays = watch.when_staged(update), watch.when_staged(update)
     assert left.cancel()
@@ -139,7 +139,7 @@ def test_an_update_whose_ranks_cannot_be_told_has_ended_for_whoever_waits(ranks)
     ended, ledger = [], Ledger()
     ranks.cancel = fail
     watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
-    update, _ = ledger.begin({"update_id": "one"}, 0.1)
+    update, _ = ledger.start({"update_id": "one"}, 0.1)
     ledger.move(update, Phase.STAGING)
     watch.start(update)
     answer = watch.when_staged(update)

@@ -10,7 +10,7 @@ from vllm.inflight.update import Phase
 
 
 def begun(ledger: Ledger, **body: str) -> Update:
-    return ledger.begin({"update_id": "u", **body}, 60.0)[0]
+    return ledger.start({"update_id": "u", **body}, 60.0)[0]
 
 
 @pytest.mark.parametrize("update_id", ["u", None])

@@ -21,7 +21,7 @@ from vllm.inflight.errors import (
     WeightsMismatch,
 )
 from vllm.inflight.patch import worker
-from vllm.inflight.patch.sleep import inflight_drowse
+from vllm.inflight.patch.sleep import inflight_prepare_sleep
 from vllm.inflight.patch.worker_rpc import inflight_attach, inflight_flip
 from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.verify.checks import rejection
@@ -138,10 +138,10 @@ def test_a_rank_on_another_host_keeps_updates_out_and_not_the_engine(tmp_path):
     stager = SimpleNamespace(attach=attach)
     workers = [SimpleNamespace(_inflight_stager=stager) for _ in range(2)]
     ranks = Ranks(Far(), 2)
-    for call in (ranks.require_staging, lambda: ranks.order(1, "init")):
+    for call in (ranks.require_staging, lambda: ranks.command(1, "init")):
         with pytest.raises(StagingUnavailable, match=r"rank 1 .*on one host"):
             call()
-    assert ranks.notices() == [{}, {}]
+    assert ranks.statuses() == [{}, {}]
     ranks.close()
 
 
@@ -162,7 +162,7 @@ def test_orders_go_out_whether_or_not_their_replies_are_read(kind):
 
     ranks = Ranks(Deaf(), 2, kind)
     for serial in range(20):
-        ranks.order(serial, "begin")
+        ranks.command(serial, "start")
     ranks.close()
 
 
@@ -244,7 +244,7 @@ def test_a_cache_of_a_given_size_must_fit_beside_two_sets(
 
 # ------------------------------------------------------- what several ranks refuse
 def failed(error: InflightError, **more: Any) -> dict[str, Any]:
-    """The notice of a rank on which an update has failed."""
+    """The status of a rank on which an update has failed."""
     named = {"named": error.named} if isinstance(error, WeightsMismatch) else {}
     return {"serial": 1, "state": "failed", "error": error.to_dict()} | named | more
 
@@ -276,11 +276,11 @@ def test_what_all_ranks_refuse_is_told_once_and_counted_above_what_is_listed():
 
 
 def test_what_filled_nothing_on_any_rank_is_told_with_what_is_missing():
-    notices = [
+    statuses = [
         failed(missing("a"), unfilled=["fused", "of rank 1"]),
         failed(missing("b"), unfilled=["fused", "of rank 0"]),
     ]
-    error = verdict(notices, 1)
+    error = verdict(statuses, 1)
     assert isinstance(error, WeightsMismatch)
     assert error.causes == {"missing": 2, "unused": 1}
     assert "no parameter is filled by fused" in str(error)
@@ -290,18 +290,18 @@ def test_a_fault_of_one_rank_is_no_refusal_whatever_others_refuse():
     error = verdict([failed(missing("a")), failed(EngineFault("it broke"))], 1)
     assert isinstance(error, EngineFault)
     # And one of which not all names fitted the board is told as it came.
-    notice = failed(missing("a"))
-    del notice["named"]
-    error = verdict([notice, failed(missing("b"))], 1)
+    status = failed(missing("a"))
+    del status["named"]
+    error = verdict([status, failed(missing("b"))], 1)
     assert isinstance(error, WeightsMismatch)
     assert str(error) == str(missing("a"))
 
 
 def test_ranks_that_received_different_weights_are_told_apart():
-    notices = [
+    statuses = [
         {"sent": digest, "digest": digest, "unfilled": []} for digest in ("1a", "2b")
     ]
-    error = agree(notices)
+    error = agree(statuses)
     assert isinstance(error, WeightsMismatch)
     assert "rank 0: 1a" in str(error) and "rank 1: 2b" in str(error)
     assert error.remedy == CAUSES[Cause.RANKS][1]
@@ -310,8 +310,8 @@ def test_ranks_that_received_different_weights_are_told_apart():
 def test_an_error_of_ours_keeps_its_code_over_an_rpc():
     class Sleepy(Executor):
         def collective_rpc(self, method, args=(), **_):
-            if method == "inflight_drowse":
-                return [GOOD, inflight_drowse(worker, 1)]
+            if method == "inflight_prepare_sleep":
+                return [GOOD, inflight_prepare_sleep(worker, 1)]
             return super().collective_rpc(method, args)
 
     def let_go():
@@ -320,6 +320,6 @@ def test_an_error_of_ours_keeps_its_code_over_an_rpc():
     worker = SimpleNamespace(_inflight_stager=SimpleNamespace(let_go=let_go))
     ranks = Ranks(Sleepy(), 2)
     with pytest.raises(OutOfDeviceMemory, match="missing") as refused:
-        ranks.drowse(1)
+        ranks.prepare_sleep(1)
     assert refused.value.missing_bytes == 3
     ranks.close()

@@ -26,7 +26,7 @@ class Turns:
 
 
 class Engine:
-    """A gate, its ranks and what it serves, in one.
+    """A controller, its ranks and what it serves, in one.
 
     Attributes:
         num_begun: scrubs that were begun.
@@ -36,8 +36,8 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        self.turns, self.in_process = Turns(), True
-        self.ranks = self.sleep = self.served = self
+        self.step_queue, self.in_process = Turns(), True
+        self.ranks = self.sleep = self.live_version = self
         self.version = SimpleNamespace(label="one", epoch=1, digest="d")
         self.changes = 1
         self.wrong: list[str] = []

@@ -91,7 +91,7 @@ def stager(board: StatusBoard, transport: Transport) -> Iterator[StagingWorker]:
     shadow.start_checkpoint = StartCheckpoint({"norm.weight": (4,)})
     made = StagingWorker(worker, shadow, lambda _: lambda: 0.0)
     made.attach(board.path, NUM_RANKS)
-    made.lane = nullcontext  # type: ignore[method-assign]
+    made.staging_stream = nullcontext  # type: ignore[method-assign]
     yield made
     made.close()
 
@@ -115,7 +115,7 @@ def test_a_transport_that_raises_whatever_it_likes_fails_its_update(
     fault: BaseException,
 ) -> None:
     transport.fault = fault
-    stager.order(1, "shutdown", None)
+    stager.command(1, "shutdown", None)
     error = told(board)
     assert isinstance(error, EngineFault)
     assert type(fault).__name__ in error.message
@@ -127,7 +127,7 @@ def test_long_loops_of_a_job_have_breaks(
     breaks: list[StagingThread] = []
     monkeypatch.setattr(StagingThread, "_take_break", lambda job: breaks.append(job))
     monkeypatch.setattr(transport, "shutdown", lambda: list(with_breaks(range(10**6))))
-    stager.order(1, "shutdown", None)
+    stager.command(1, "shutdown", None)
     until(lambda: len(breaks) > 10, "it takes no breaks")
     until(lambda: not stager.is_busy, "it never ends")
 
@@ -149,7 +149,7 @@ def test_a_job_works_beside_decoding_until_its_order_is_carried_out(
     monkeypatch.setattr(
         transport, "shutdown", lambda: seen.append(sys.getswitchinterval())
     )
-    stager.order(1, "shutdown", None)
+    stager.command(1, "shutdown", None)
     until(lambda: bool(seen), "it did nothing")
     assert seen[0] < usual
     until(lambda: sys.getswitchinterval() == usual, "it never ends")
@@ -172,7 +172,7 @@ def test_a_notice_that_cannot_be_posted_still_says_that_the_update_failed(
 ) -> None:
     transport.measured = measured
     transport.fault = OSError("the wire is gone")
-    stager.order(1, "shutdown", None)
+    stager.command(1, "shutdown", None)
     error = told(board)
     assert isinstance(error, EngineFault)
     assert "the wire is gone" in error.message
@@ -182,7 +182,7 @@ def test_a_job_that_cannot_be_made_is_told_of(
     stager: StagingWorker, board: StatusBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stager.worker.vllm_config, "additional_config", None)
-    stager.order(1, "begin", {})
+    stager.command(1, "start", {})
     assert isinstance(told(board), EngineFault)
     assert not stager.is_busy
 
@@ -191,7 +191,7 @@ def test_a_rank_posts_where_its_engine_reads_whatever_a_launcher_calls_it(
     stager: StagingWorker, board: StatusBoard
 ) -> None:
     assert stager.rank == RANK
-    stager.order(1, "shutdown", None)
+    stager.command(1, "shutdown", None)
     until(lambda: board.read(RANK).get("orders") == 1, "the rank says nothing")
     assert board.read(0) == {}
 

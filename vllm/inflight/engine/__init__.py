@@ -1,1 +1,1 @@
-"""What EngineCore and Scheduler gain: gate, pause, versioned cache."""
+"""What EngineCore and Scheduler gain: controller, pause, versioned cache."""

@@ -1,4 +1,4 @@
-"""The gate: where an engine core lets a new version in, between two steps.
+"""The controller: where an engine core lets a new version in, between two steps.
 
 It answers the control calls of one engine. Staging runs elsewhere and is only
 watched; a commit is one turn of the engine core: every rank flips, the label
@@ -57,36 +57,38 @@ class Controller:
     def __init__(self, core: Any) -> None:
         if not hasattr(core, "scheduler"):
             raise UpstreamChanged(
-                "the constructor of EngineCore calls the step that the gate is hung on "
-                "before it has made its scheduler; vllm-inflight cannot start"
+                "EngineCore calls the step that makes our controller before it has a "
+                "scheduler; vllm-inflight cannot start"
             )
         config = core.vllm_config
         self._core = core
         self._config = InflightConfig.of(config)
         self.num_ranks = config.parallel_config.world_size
         self.ranks = Ranks.of(core)
-        self.served = LiveVersion(core, self.ranks)
+        self.live_version = LiveVersion(core, self.ranks)
         self.events = EventLog(config)
-        self.updates = Updates(core, self.ranks, self.served, self.events, self._ended)
+        self.updates = Updates(
+            core, self.ranks, self.live_version, self.events, self._ended
+        )
         self.in_process = not hasattr(core, "input_queue")
         """Whether the engine steps in its caller's process, without a loop."""
         if not self.in_process:
             end_with_parent()
         self.has_actor_group = False
         """Whether PipelineRL's worker calls have joined its trainer's group."""
-        self.farewells: list[Any] = []
+        self.undelivered_outputs: list[Any] = []
         """Last outputs of requests, in an engine without an output queue."""
-        self.leftovers: list[Any] = []
+        self.drained_outputs: list[Any] = []
         """Outputs of steps that a pause waited for, in an engine without one."""
         self.counts = counters.Counters()
-        self.lockstep = DpCommit(core, lambda: self.ranks.reason is None)
-        self.turns = StepQueue(self.rouse)
+        self.dp_commit = DpCommit(core, lambda: self.ranks.reason is None)
+        self.step_queue = StepQueue(self.wake)
         self.sleep = Sleep(core, self)
         self.rollbacks = Rollbacks(core, self)
         self.scrubs = Scrubs(core, self)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
-        self.overwrites = OutsideWrites(core, self)
-        if self.lockstep.is_kept and not self.ranks.is_reversible:
+        self.outside_writes = OutsideWrites(core, self)
+        if self.dp_commit.is_kept and not self.ranks.is_reversible:
             self.ranks.reason = "engines that step together need a way back"
         if (reason := self.ranks.reason) is not None:
             logger.error(
@@ -103,15 +105,15 @@ class Controller:
         def answer() -> Any:
             if (handler := _CALLS.get(method)) is None:
                 raise Malformed(f"no control call named {method!r}")
-            self.overwrites.before_call(is_certain=method in ("begin", "rollback"))
-            if method == "begin":
-                self.overwrites.heal()
+            self.outside_writes.before_call(is_certain=method in ("start", "rollback"))
+            if method == "start":
+                self.outside_writes.heal()
             self.sleep.check(method, body)
             return handler(self, body)
 
         return enveloped(answer)
 
-    def may_begin(self, body: dict[str, Any]) -> dict[str, Any]:
+    def may_start(self, body: dict[str, Any]) -> dict[str, Any]:
         """Raise `UpdateBusy` if an update that begins would come between others' calls.
 
         It writes over the set that a rollback returns to, and that a switch of other
@@ -119,19 +121,19 @@ class Controller:
         """
         self.updates.ledger.require_free(body.get("update_id"))
         self.pauses.require_no_rollback()
-        self.lockstep.require_unarmed(self.updates.ledger.active)
+        self.dp_commit.require_unarmed(self.updates.ledger.active)
         return {}
 
-    def begin(self, body: dict[str, Any]) -> dict[str, Any]:
+    def start(self, body: dict[str, Any]) -> dict[str, Any]:
         """Open an update; the reply of `/start_weight_update`."""
         if body.get("manifest") is not None:
             # A small one, of a call of the engine's own: doors have packed theirs.
             packed = at_once(Manifest.packed(body["manifest"]))
             body = body | {"manifest": packed}
-        if (known := self.updates.ledger.begun(body)) is not None:
+        if (known := self.updates.ledger.started(body)) is not None:
             return known.state()
-        self.may_begin(body)
-        return self.updates.begin(body)
+        self.may_start(body)
+        return self.updates.start(body)
 
     def abort(self, body: dict[str, Any]) -> dict[str, Any]:
         """End an update.
@@ -139,15 +141,15 @@ class Controller:
         Without an id: the one under way, a rollback that waits, or a reload of
         somebody's own.
         """
-        if body.get("update_id") is None and self.overwrites.abort():
+        if body.get("update_id") is None and self.outside_writes.abort():
             return {"update_id": None, "phase": Phase.ABORTED.value}
         waits = self.pauses.commit
         is_of_none = body.get("update_id") is None and not self.updates.ledger.active
         if is_of_none and waits is not None and waits.switch.update is None:
             self.pauses.give_up(WrongPhase("it was aborted"))
             return {"update_id": None, "phase": Phase.ABORTED.value}
-        if is_of_none and self.lockstep.is_armed_for(None):
-            self.lockstep.disarm(WrongPhase("the rollback was aborted"))
+        if is_of_none and self.dp_commit.is_armed_for(None):
+            self.dp_commit.disarm(WrongPhase("the rollback was aborted"))
             return {"update_id": None, "phase": Phase.ABORTED.value}
         return self.updates.abort(body)
 
@@ -196,7 +198,7 @@ class Controller:
             return update.result
         if update.pending is not None and not update.pending.done():
             return update.pending
-        self.served.expect(body.get("expect_version"), "expect_version")
+        self.live_version.expect(body.get("expect_version"), "expect_version")
         update.expect(body.get("expect_digest"))
         flush_cache = calls.read_flag(body, "flush_cache")
         # What stays in place keeps its KV, so a flush that names no mode retracts.
@@ -207,15 +209,15 @@ class Controller:
         def switch() -> dict[str, Any]:
             # Running requests were waited for: it may have ended meanwhile, and what is
             # served may have another name.
-            self.served.expect(body.get("expect_version"), "expect_version")
+            self.live_version.expect(body.get("expect_version"), "expect_version")
             with whole():
                 return switch_now()
 
         def switch_now() -> dict[str, Any]:
             with self.updates.ledger.held(update):
-                facts = self.lockstep.together(
-                    lambda: self.served.advance(update.label or label, update),
-                    self.served.retreat,
+                facts = self.dp_commit.together(
+                    lambda: self.live_version.advance(update.label or label, update),
+                    self.live_version.undo,
                 )
                 self.updates.ledger.move(update, Phase.COMMITTED)
             update.label = self.version.label
@@ -250,7 +252,7 @@ class Controller:
         """
         del body
         self.updates.note_opened()
-        before = self.served.before
+        before = self.live_version.before
         previous = None if before is None else before.version.to_dict()
         state = {"previous": previous, "weights": self.sleep.weights}
         state |= {"weights_detail": self.sleep.detail}
@@ -261,9 +263,9 @@ class Controller:
         label = check_label(body.get("weight_version"))
         if label is None:
             raise Malformed("weight_version is missing")
-        self.served.expect(body.get("expect_version"), "expect_version")
+        self.live_version.expect(body.get("expect_version"), "expect_version")
         with whole():
-            self.served.rename(label)
+            self.live_version.rename(label)
         return self.version.to_dict()
 
     def pause(self, body: dict[str, Any]) -> Any:
@@ -287,24 +289,24 @@ class Controller:
             update: that it commits, and whose end ends it; None for a rollback.
 
         """
-        if not self.lockstep.is_kept:
+        if not self.dp_commit.is_kept:
             return switch()
-        return self.lockstep.arm(what, switch, update)
+        return self.dp_commit.arm(what, switch, update)
 
     def close(self) -> None:
         """End the watch and give the board back."""
         self.scrubs.close()
         self.pauses.close()
-        self.overwrites.close()
-        self.lockstep.disarm(EngineFault("the engine has been shut down"))
+        self.outside_writes.close()
+        self.dp_commit.disarm(EngineFault("the engine has been shut down"))
         self.updates.close()
         self.ranks.close()
-        self.served.journal.close()
+        self.live_version.journal.close()
 
     @property
     def version(self) -> Version:
         """What is served now."""
-        return self.served.version
+        return self.live_version.version
 
     # --------------------------------------------------------------- helpers
     def _ended(self, update: Update, error: InflightError) -> None:
@@ -313,10 +315,10 @@ class Controller:
         def give_up() -> None:
             self.updates.note_opened()
             self.pauses.give_up(error, update)
-            if self.lockstep.is_armed_for(update):
-                self.lockstep.disarm(error)
+            if self.dp_commit.is_armed_for(update):
+                self.dp_commit.disarm(error)
 
-        self.turns.submit(give_up)
+        self.step_queue.submit(give_up)
 
     def drain(self) -> None:
         """Finish the steps in flight of an engine that steps in its caller's process.
@@ -327,9 +329,9 @@ class Controller:
             outputs, executed = self._core.step_fn()
             self._core.post_step(executed)
             if outputs:
-                self.leftovers.append(outputs)
+                self.drained_outputs.append(outputs)
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """Make the loop of an engine with its own process look for work."""
         if not self.in_process:
             self._core.input_queue.put_nowait(
@@ -338,31 +340,31 @@ class Controller:
 
 
 _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
-    "may_begin": Controller.may_begin,
-    "was_begun": lambda gate, body: {
-        "was_begun": gate.updates.ledger.was_begun(**body)
+    "may_start": Controller.may_start,
+    "was_started": lambda controller, body: {
+        "was_started": controller.updates.ledger.was_started(**body)
     },
-    "begin": Controller.begin,
-    "receive": lambda gate, body: gate.updates.receive(body),
-    "seal": lambda gate, body: gate.updates.seal(body),
+    "start": Controller.start,
+    "receive": lambda controller, body: controller.updates.receive(body),
+    "prepare": lambda controller, body: controller.updates.prepare(body),
     "commit": Controller.commit,
-    "rollback": lambda gate, body: gate.rollbacks.roll_back(body),
-    "held": lambda gate, body: gate.rollbacks.held(body),
+    "rollback": lambda controller, body: controller.rollbacks.roll_back(body),
+    "held": lambda controller, body: controller.rollbacks.held(body),
     "abort": Controller.abort,
     "status": Controller.status,
     "info": Controller.info,
     "rename": Controller.rename,
-    "transport": lambda gate, body: gate.updates.transport(body),
+    "transport": lambda controller, body: controller.updates.transport(body),
     "pause": Controller.pause,
-    "resume": lambda gate, body: gate.pauses.resume(body.get("owner")),
-    "paused": lambda gate, body: (
-        gate.pauses.state() | {"weights_detail": gate.sleep.detail}
+    "resume": lambda controller, body: controller.pauses.resume(body.get("owner")),
+    "paused": lambda controller, body: (
+        controller.pauses.state() | {"weights_detail": controller.sleep.detail}
     ),
     "metrics": counters.told,
-    "health": lambda gate, body: {
-        "weights_detail": gate.sleep.detail or gate.scrubs.detail
+    "health": lambda controller, body: {
+        "weights_detail": controller.sleep.detail or controller.scrubs.detail
     },
-    "verify": lambda gate, body: gate.scrubs.verify(body),
-    "undo": lambda gate, body: gate.rollbacks.undo(body),
+    "verify": lambda controller, body: controller.scrubs.verify(body),
+    "undo": lambda controller, body: controller.rollbacks.undo(body),
     **queries.CALLS,
 }

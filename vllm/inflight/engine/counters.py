@@ -73,19 +73,19 @@ class Counters:
         }
 
 
-def told(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def told(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """All that `/metrics` tells of an engine."""
     del body
-    pauses = gate.pauses.state()
-    return gate.counts.to_dict() | {
-        **gate.updates.progress(),
-        "epoch": gate.version.epoch,
-        "weight_version": gate.version.label,
-        "digest": gate.version.digest,
-        "drift": gate.served.drift,
-        "outcomes": dict(gate.updates.ledger.ended),
+    pauses = controller.pauses.state()
+    return controller.counts.to_dict() | {
+        **controller.updates.progress(),
+        "epoch": controller.version.epoch,
+        "weight_version": controller.version.label,
+        "digest": controller.version.digest,
+        "drift": controller.live_version.drift,
+        "outcomes": dict(controller.updates.ledger.ended),
         "paused": pauses["is_paused"],
         "leases_expired": pauses["leases_expired"],
-        "scrubs": dict(gate.scrubs.results),
-        "weights_differ": gate.scrubs.differs,
+        "scrubs": dict(controller.scrubs.results),
+        "weights_differ": controller.scrubs.differs,
     }

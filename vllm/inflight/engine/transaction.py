@@ -33,9 +33,9 @@ class Update:
     ended: float | None = None
     moved: float = field(default_factory=time.monotonic)
     """When a rank, its trainer or its phase last got on."""
-    num_orders: int = 0
+    num_commands: int = 0
     num_chunks: int = 0
-    sealed: bool = False
+    is_preparing: bool = False
     digest: str | None = None
     """Of the whole version that every rank staged, once they agree; None: not known."""
     sent: str | None = None

@@ -13,7 +13,7 @@ PAUSED_STEP_S = 0.001
 
 def _in_turn(original: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.engine_core.inflight_gate.turns.between():
+        with self.engine_core.inflight_controller.step_queue.between():
             return original(self, *args, **kwargs)
 
     return call
@@ -23,15 +23,18 @@ def _get_output_in_turn(original: Any) -> Any:
     def get_output(self: Any) -> Any:
         from vllm.inflight import upstream
 
-        gate = self.engine_core.inflight_gate
-        if gate.pauses.is_paused:
+        controller = self.engine_core.inflight_controller
+        if controller.pauses.is_paused:
             time.sleep(PAUSED_STEP_S)  # nothing will come out; let others run
-        with gate.turns.stepping():
-            if gate.leftovers:
-                return gate.leftovers.pop(0).get(0) or upstream.EngineCoreOutputs()
-            if not gate.farewells:
+        with controller.step_queue.stepping():
+            if controller.drained_outputs:
+                return (
+                    controller.drained_outputs.pop(0).get(0)
+                    or upstream.EngineCoreOutputs()
+                )
+            if not controller.undelivered_outputs:
                 return original(self)
-            last, gate.farewells = gate.farewells, []
+            last, controller.undelivered_outputs = controller.undelivered_outputs, []
             return upstream.EngineCoreOutputs(
                 finished_requests={each.request_id for each in last}, outputs=last
             )

@@ -1,4 +1,4 @@
-"""Changes in the engine core: the gate, and turns between steps."""
+"""Changes in the engine core: the controller, and turns between steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _with_gate(original: Any) -> Any:
 
         original(self)
         # Called once by the constructor, right after the scheduler is built.
-        self.inflight_gate = Controller(self)
+        self.inflight_controller = Controller(self)
 
     return _initialize_effective_attention_block_size
 
@@ -23,7 +23,7 @@ def _keep_stamps(_: Any) -> Any:
         from vllm.inflight.engine.scheduling.version_stamp import Stamp
 
         # Upstream's own overwrites what the step was stamped with.
-        version = self.inflight_gate.version
+        version = self.inflight_controller.version
         for output in outputs.values():
             if output.weight_version is None:
                 output.weight_version = Stamp(version.label, version.epoch).encode()
@@ -33,8 +33,8 @@ def _keep_stamps(_: Any) -> Any:
 
 def _close_gate(original: Any) -> Any:
     def shutdown(self: Any) -> None:
-        if (gate := getattr(self, "inflight_gate", None)) is not None:
-            gate.close()
+        if (controller := getattr(self, "inflight_controller", None)) is not None:
+            controller.close()
         original(self)
 
     return shutdown
@@ -42,7 +42,7 @@ def _close_gate(original: Any) -> Any:
 
 def _drain_turns(original: Any) -> Any:
     def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
-        self.inflight_gate.turns.drain()
+        self.inflight_controller.step_queue.drain()
         original(self, request_type, request)
 
     return _handle_client_request
@@ -50,13 +50,13 @@ def _drain_turns(original: Any) -> Any:
 
 def _meet(original: Any) -> Any:
     def _has_global_unfinished_reqs(self: Any, local_unfinished: bool) -> Any:
-        lockstep, was_pending = self.inflight_gate.lockstep, self.pending_pause
+        dp_commit, was_pending = self.inflight_controller.dp_commit, self.pending_pause
         is_anybody_busy = original(self, local_unfinished)
         if self.step_counter != 1 and self.step_counter % self.dp_sync_interval:
             return is_anybody_busy  # nobody has met
-        if was_pending and not self.pending_pause and lockstep.have_agreed():
+        if was_pending and not self.pending_pause and dp_commit.have_agreed():
             is_anybody_busy = True
-        return lockstep.meet() or is_anybody_busy
+        return dp_commit.meet() or is_anybody_busy
 
     return _has_global_unfinished_reqs
 
@@ -64,7 +64,7 @@ def _meet(original: Any) -> Any:
 def _count_pauses(original: Any) -> Any:
     def _pause_complete(self: Any) -> Any:
         if self.pending_pause:
-            self.inflight_gate.lockstep.num_pauses_left += 1
+            self.inflight_controller.dp_commit.num_pauses_left += 1
         return original(self)
 
     return _pause_complete
@@ -76,7 +76,7 @@ def _rename(_: Any) -> Any:
 
         # Upstream's own relabels tokens that are on their way.
         body = {"weight_version": weight_version}
-        answer = worker_calls.ask(self.inflight_gate, "rename", body)
+        answer = worker_calls.ask(self.inflight_controller, "rename", body)
         if "error" in answer:
             raise ValueError(answer["error"]["message"])
 
@@ -85,7 +85,7 @@ def _rename(_: Any) -> Any:
 
 def _after_a_look(original: Any) -> Any:
     def step(self: Any) -> Any:
-        with self.inflight_gate.overwrites.around_step():
+        with self.inflight_controller.outside_writes.around_step():
             return original(self)
 
     return step
@@ -101,12 +101,14 @@ def _redirect_phases(original: Any) -> Any:
     ) -> Any:
         from vllm.inflight.engine.compat import worker_calls
 
-        gate = getattr(self, "inflight_gate", None)  # none yet during start-up
-        if gate is None:
+        controller = getattr(
+            self, "inflight_controller", None
+        )  # none yet during start-up
+        if controller is None:
             return original(self, method, timeout, args, kwargs)
-        if worker_calls.intercepts(gate, method, args):
-            return worker_calls.execute(gate, method, args, kwargs)
-        return gate.overwrites.call(
+        if worker_calls.intercepts(controller, method, args):
+            return worker_calls.execute(controller, method, args, kwargs)
+        return controller.outside_writes.call(
             method, lambda: original(self, method, timeout, args, kwargs)
         )
 
@@ -115,7 +117,7 @@ def _redirect_phases(original: Any) -> Any:
 
 def inflight(self: Any, method: str, body: dict[str, Any]) -> Any:
     """Answer a control call of vLLM in-flight."""
-    return self.inflight_gate.call(method, body)
+    return self.inflight_controller.call(method, body)
 
 
 _CORE = "vllm.v1.engine.core:EngineCore"
@@ -124,7 +126,7 @@ PATCHES = [
     Patch(
         target=f"{_CORE}._initialize_effective_attention_block_size",
         expects=("self",),
-        why="each engine core gets its gate once its scheduler exists",
+        why="each engine core gets its controller once its scheduler exists",
         remove_when="upstream offers a hook after scheduler construction",
         around=_with_gate,
     ),

@@ -8,19 +8,19 @@ from typing import Any
 from vllm.inflight.patch.record import Patch
 
 
-def _fall_asleep(original: Any) -> Any:
+def _sleep(original: Any) -> Any:
     def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
-        def fall(level: int) -> Any:
+        def give_back(level: int) -> Any:
             return original(self, level, mode)
 
-        return self.inflight_gate.sleep.fall(level, fall)
+        return self.inflight_controller.sleep.sleep(level, give_back)
 
     return sleep
 
 
 def _wake(original: Any) -> Any:
     def wake_up(self: Any, tags: list[str] | None = None) -> Any:
-        return self.inflight_gate.sleep.wake(lambda: original(self, tags))
+        return self.inflight_controller.sleep.wake(lambda: original(self, tags))
 
     return wake_up
 
@@ -87,7 +87,7 @@ def _adapters_again(original: Any) -> Any:
     return wake_up
 
 
-def inflight_drowse(self: Any, level: int) -> dict[str, Any]:
+def inflight_prepare_sleep(self: Any, level: int) -> dict[str, Any]:
     """Prepare a sleep, as far as it can fail; level 0 takes that back."""
     from vllm.inflight.patch.worker_rpc import answered
 
@@ -111,7 +111,7 @@ PATCHES = [
         expects=("self", "level", "mode"),
         why="no update is at work on memory that is given back",
         remove_when="upstream's updates and its sleep know of each other",
-        around=_fall_asleep,
+        around=_sleep,
     ),
     Patch(
         target=f"{_CORE}.wake_up",
@@ -156,10 +156,10 @@ PATCHES = [
         around=_adapters_again,
     ),
     Patch(
-        target="vllm.v1.worker.worker_base:WorkerBase.inflight_drowse",
+        target="vllm.v1.worker.worker_base:WorkerBase.inflight_prepare_sleep",
         expects=None,
         why="memory is given back when every rank is ready for it, or on none",
         remove_when="upstream's updates and its sleep know of each other",
-        around=lambda _: inflight_drowse,
+        around=lambda _: inflight_prepare_sleep,
     ),
 ]

@@ -37,9 +37,11 @@ def inflight_attach(self: Any, board_path: str, num_ranks: int) -> dict[str, Any
     return answered(lambda: self._inflight_stager.attach(board_path, num_ranks))
 
 
-def inflight_order(self: Any, serial: int, order: str, payload: Any) -> dict[str, Any]:
-    """Enqueue an order for the staging thread."""
-    return answered(lambda: self._inflight_stager.order(serial, order, payload))
+def inflight_command(
+    self: Any, serial: int, command: str, payload: Any
+) -> dict[str, Any]:
+    """Enqueue a command for the staging thread."""
+    return answered(lambda: self._inflight_stager.command(serial, command, payload))
 
 
 def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
@@ -118,7 +120,7 @@ def _added(function: Any, why: str) -> Patch:
 
 PATCHES = [
     _added(inflight_attach, "ranks report through shared memory"),
-    _added(inflight_order, "orders for the staging thread return at once"),
+    _added(inflight_command, "commands for the staging thread return at once"),
     _added(inflight_flip, "the one RPC of a commit"),
     _added(inflight_overwrite, "what others write into live weights is looked for"),
     _added(inflight_adapter, "an adapter is loaded on every rank or on none"),

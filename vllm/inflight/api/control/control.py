@@ -166,8 +166,8 @@ class Control:
         if self.num_engines > 1:
             # First: those that have switched already would lose their way back, and
             # need it if one of the others, which this one would refuse, cannot switch.
-            await self.ask("may_begin", update_id=update_id)
-        return await self._begin(body)
+            await self.ask("may_start", update_id=update_id)
+        return await self._start(body)
 
     async def _was_begun(self, body: dict[str, Any]) -> bool:
         """Whether a start that would have to be spent for is a repetition.
@@ -178,16 +178,18 @@ class Control:
             return False
         # Not the body itself, which is sent once more if it begins something.
         mark = {name: body[name] for name in ("update_id", "fingerprint")}
-        return all(reply["was_begun"] for reply in await self.ask("was_begun", **mark))
+        return all(
+            reply["was_started"] for reply in await self.ask("was_started", **mark)
+        )
 
     @shielded
-    async def _begin(self, body: dict[str, Any]) -> Reply:
-        reply = await self._all_or_none("begin", body)
+    async def _start(self, body: dict[str, Any]) -> Reply:
+        reply = await self._all_or_none("start", body)
         phases = {each["phase"] for each in reply.get("engines", ())}
         if phases & ACTIVE and phases - ACTIVE:
             # Some have begun now what has ended on others, when not all could begin.
             await self._door.call("abort", {"update_id": body["update_id"]})
-            reply = await self._all_or_none("begin", body)
+            reply = await self._all_or_none("start", body)
         return reply
 
     async def update(
@@ -222,15 +224,15 @@ class Control:
 
     async def _prepare(self, update_id: str | None, owner: str | None) -> Reply:
         body = {"update_id": update_id, "owner": owner}
-        sealed = await self._all_or_none("seal", body)
-        staged = {f"engine {i}": r for i, r in enumerate(sealed.get("engines", ()))}
+        prepared = await self._all_or_none("prepare", body)
+        staged = {f"engine {i}": r for i, r in enumerate(prepared.get("engines", ()))}
         if (why := difference(staged)) is not None:
-            facts = {"update_id": sealed["update_id"], "phase": Phase.ABORTED.value}
+            facts = {"update_id": prepared["update_id"], "phase": Phase.ABORTED.value}
             error = WeightsMismatch(why, **facts)
             refusal = {"update_id": error.update_id, "error": error.to_dict()}
             await self._door.call("abort", refusal)
             raise error
-        return sealed
+        return prepared
 
     @shielded
     async def finish(
@@ -250,9 +252,9 @@ class Control:
             WeightsMismatch: the engines staged different weights, and none commits.
 
         """
-        sealed = await self._prepare(update_id, owner)
+        prepared = await self._prepare(update_id, owner)
         body: Reply = {
-            "update_id": sealed["update_id"],
+            "update_id": prepared["update_id"],
             "weight_version": weight_version,
             "mode": mode,
             "flush_cache": flush_cache,
@@ -261,7 +263,7 @@ class Control:
         }
         envelopes = await self._door.call("commit", body)
         if is_partial(envelopes):
-            update = {"update_id": sealed["update_id"]}
+            update = {"update_id": prepared["update_id"]}
             try:
                 await self._take_back(envelopes, update, "the new version")
             finally:  # nothing stays staged
@@ -353,20 +355,20 @@ class Control:
 
     async def init_transport(self, init_info: Any) -> Reply:
         """Connect the configured transport to its trainer."""
-        return await self._call("transport", order="init", init_info=init_info)
+        return await self._call("transport", command="init", init_info=init_info)
 
     async def shutdown_transport(self) -> Reply:
         """Let the trainer's connection go."""
-        return await self._call("transport", order="shutdown")
+        return await self._call("transport", command="shutdown")
 
     async def join_group(self, init_info: dict[str, Any]) -> Reply:
         """Have every worker join a group that a trainer opens with torch alone."""
-        body = {"transport": "groups", "order": "join", "init_info": init_info}
+        body = {"transport": "groups", "command": "join", "init_info": init_info}
         return await self._call("transport", **body)
 
     async def leave_group(self, name: str) -> Reply:
         """Have every worker leave that group."""
-        body = {"transport": "groups", "order": "leave", "init_info": name}
+        body = {"transport": "groups", "command": "leave", "init_info": name}
         return await self._call("transport", **body)
 
     async def compare(self, transport: str, update_info: Any) -> Reply:
@@ -378,7 +380,7 @@ class Control:
 
         """
         payload = {"transport": transport, "update_info": update_info}
-        body = {"transport": transport, "order": "compare", "init_info": payload}
+        body = {"transport": transport, "command": "compare", "init_info": payload}
         return await self._call("transport", **body)
 
     @asynccontextmanager

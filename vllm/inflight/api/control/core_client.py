@@ -101,8 +101,8 @@ class SyncCoreClient:
         core = getattr(self._client, "engine_core", None)
         if core is None:
             return [self._elsewhere(method, body)]
-        gate = core.inflight_gate
-        answer = gate.turns.run(lambda: gate.call(method, body))
+        controller = core.inflight_controller
+        answer = controller.step_queue.run(lambda: controller.call(method, body))
         # A Future is completed by the watch, while whoever steps goes on.
         return [answer.result() if hasattr(answer, "result") else answer]
 

@@ -1,4 +1,4 @@
-"""PipelineRL's worker calls, as calls of the gate.
+"""PipelineRL's worker calls, as calls of the controller.
 
 They join the trainer's group, and receive and load a version. The engine core carries
 them out where its workers have no such methods: the trainer then opens its group with
@@ -23,20 +23,20 @@ JOIN, RECEIVE = "init_actor_update_group", "receive_weight_update"
 LEAVE = ("destroy_actor_update_group", "close_communicator")
 
 
-def takes(gate: Any, method: str, args: tuple[Any, ...]) -> bool:
+def takes(controller: Any, method: str, args: tuple[Any, ...]) -> bool:
     """Whether this worker call is PipelineRL's, and the workers do not have it."""
     if method == JOIN:
         is_its = len(args) == 4 and isinstance(args[2], str)
     elif method == RECEIVE:
         is_its = len(args) == 1 and _is_request(plain(args[0], strict=False))
     else:
-        is_its = method in LEAVE and gate.has_actor_group
-    return is_its and not _workers_have(gate, method)
+        is_its = method in LEAVE and controller.has_actor_group
+    return is_its and not _workers_have(controller, method)
 
 
-def _workers_have(gate: Any, method: str) -> bool:
+def _workers_have(controller: Any, method: str) -> bool:
     """Whether an extension of the workers, or a user's own worker, has this method."""
-    parallel = gate._core.vllm_config.parallel_config
+    parallel = controller._core.vllm_config.parallel_config
     classes = [parallel.worker_extension_cls, parallel.worker_cls]
     if str(classes[1]).partition(".")[0] in ("auto", "vllm"):
         # Upstream's worker keeps what an earlier engine of this process extended it by.
@@ -112,8 +112,8 @@ def plain(request: Any, *, strict: bool = True) -> Any:
 
 
 CALLS: dict[str, Callable[..., dict[str, Any]]] = {
-    JOIN: lambda *args: {"order": "join", "init_info": group(*args)},
-    **{name: lambda: {"order": "leave", "init_info": GROUP} for name in LEAVE},
+    JOIN: lambda *args: {"command": "join", "init_info": group(*args)},
+    **{name: lambda: {"command": "leave", "init_info": GROUP} for name in LEAVE},
 }
 """Worker calls that are calls of the transport `groups`."""
 

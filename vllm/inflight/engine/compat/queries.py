@@ -1,6 +1,6 @@
 """What the doors of other frameworks ask of an engine core, beside its updates.
 
-Calls of the gate like those in controller.py; nothing here changes what is served.
+Calls of the controller, as those in controller.py; none changes what is served.
 """
 
 from __future__ import annotations
@@ -25,45 +25,46 @@ NOT_AT_REST = "requires a completed pause"
 """How upstream refuses a release of the KV cache under an engine that goes on."""
 
 
-def flush(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def flush(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """Drop every cache, and tell what was in it; refused while requests hold KV."""
     del body
-    counts = requests(gate, {})
+    counts = requests(controller, {})
     if counts["num_running"]:
         state = "are frozen" if counts["paused"] else "are running"
         raise PauseConflict(
             f"{counts['num_running']} requests {state} and hold KV that cannot be "
             "dropped under them; pause with mode 'retract' (or 'abort') first"
         )
-    return counts | gate.pauses.flush()
+    return counts | controller.pauses.flush()
 
 
-def requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def requests(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """How many requests run and wait, and whether they stand still."""
     del body
-    running, waiting = gate._core.scheduler.get_request_counts()
+    running, waiting = controller._core.scheduler.get_request_counts()
     return {
         "num_running": running,
         "num_waiting": waiting,
-        "paused": gate.pauses.is_paused,
+        "paused": controller.pauses.is_paused,
     }
 
 
-def rest(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def rest(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """Whether decoding stands still, and whether waking up would end that.
 
     It ends a sleep of level 0, and a pause of upstream's own that nobody here knows of.
     """
     del body
-    pauses, sleep = gate.pauses, gate.sleep
+    pauses, sleep = controller.pauses, controller.sleep
     is_held = pauses.asked or pauses.commit is not None or sleep.weights == "gone"
     return {
         "is_paused": pauses.is_paused,
-        "ends_on_waking": sleep.is_dozing or (pauses.is_paused and not is_held),
+        "ends_on_waking": sleep.is_paused_by_sleep
+        or (pauses.is_paused and not is_held),
     }
 
 
-def release_kv_cache(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def release_kv_cache(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """Give the KV cache's memory back, under a pause that is complete.
 
     Raises:
@@ -72,7 +73,7 @@ def release_kv_cache(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
 
     """
     del body
-    core = gate._core
+    core = controller._core
     is_asleep = KV_CACHE in core.model_executor.sleeping_tags
     if not is_asleep:
         try:
@@ -90,28 +91,30 @@ def release_kv_cache(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     return {"released": not is_asleep}
 
 
-def checksums(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def checksums(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """Digests of every parameter of every rank, read from what decoding uses.
 
     Args:
-        gate: of the engine.
+        controller: of the engine.
         body: `skip`, parts of names that are left out, and `is_target`, whether the
             drafter is.
 
     """
     skipped, is_target = body.get("skip") or [], bool(body.get("is_target"))
-    ranks = _read(gate, "checksums", skipped, is_target)
-    return {"ranks": ranks, "epoch": gate.version.epoch}
+    ranks = _read(controller, "checksums", skipped, is_target)
+    return {"ranks": ranks, "epoch": controller.version.epoch}
 
 
-def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def rows(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """The first rows of one tensor, put together from all ranks."""
     name, count = body.get("name"), body.get("num_rows")
     if not isinstance(name, str) or not name:
         raise Malformed("name must be the name of a tensor")
     if type(count) is not int or not 0 < count <= MAX_ROWS:
         raise Malformed(f"truncate_size must be from 1 to {MAX_ROWS}, got {count!r}")
-    parts = [part for part in _read(gate, "rows", name, count) if part is not None]
+    parts = [
+        part for part in _read(controller, "rows", name, count) if part is not None
+    ]
     if not parts:
         raise Malformed(f"this model has no parameter {name!r}")
     for part in parts:
@@ -125,7 +128,7 @@ def rows(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
     return {"rows": found[0]}
 
 
-def names(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def names(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """What a trainer may send, packed by each rank; see worker/catalogue.py.
 
     Raises:
@@ -133,8 +136,8 @@ def names(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
 
     """
     del body
-    gate.ranks.require_staging()
-    catalogues = _read(gate, "names")
+    controller.ranks.require_staging()
+    catalogues = _read(controller, "names")
     # All ranks of an engine started from one checkpoint, and tell all of it.
     is_whole = catalogues[0]["of"] == CHECKPOINT
     return {"catalogues": catalogues[:1] if is_whole else catalogues}
@@ -152,11 +155,11 @@ def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
     return [list(chain(*pieces)) for pieces in zip(*own, strict=True)][:count]
 
 
-def unused(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def unused(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """Of the tensors in `names`, those that fill no parameter of any rank.
 
     Args:
-        gate: of the engine.
+        controller: of the engine.
         body: `names`, as a checkpoint has them.
 
     Returns:
@@ -166,35 +169,35 @@ def unused(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
         StagingUnavailable: weights of this engine cannot be updated in flight.
 
     """
-    gate.ranks.require_staging()
-    replies = _read(gate, "unused", body.get("names") or [])
+    controller.ranks.require_staging()
+    replies = _read(controller, "unused", body.get("names") or [])
     return {
         what: sorted(set.intersection(*(set(reply[what]) for reply in replies)))
         for what in ("unused", "tied")
     }
 
 
-def source(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def source(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """The path that what is served was read from, and its version."""
     del body
-    update = gate.served.update
+    update = controller.live_version.update
     return {
         "path": None if update is None else update.source,
-        "weight_version": gate.version.label,
-        "epoch": gate.version.epoch,
+        "weight_version": controller.version.label,
+        "epoch": controller.version.epoch,
     }
 
 
-def journal(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def journal(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """What the journal tells; with `tried`, what was found there has been tried."""
-    kept = gate.served.journal
+    kept = controller.live_version.journal
     kept.tried = kept.tried or bool(body.get("tried"))
     told: dict[str, Any] = kept.told()
     return told
 
 
-def _read(gate: Any, what: str, *args: Any) -> list[Any]:
-    replies = gate._core.model_executor.collective_rpc(
+def _read(controller: Any, what: str, *args: Any) -> list[Any]:
+    replies = controller._core.model_executor.collective_rpc(
         "inflight_read", args=(what, *args)
     )
     for rank, reply in enumerate(replies):
@@ -215,5 +218,5 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "source": source,
     "unused": unused,
     "journal": journal,
-    "miss": lambda gate, body: gate.updates.miss(body),
+    "miss": lambda controller, body: controller.updates.miss(body),
 }

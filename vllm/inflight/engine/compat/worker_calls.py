@@ -1,4 +1,4 @@
-"""Upstream's phases, called on the workers, become calls of the gate.
+"""Upstream's phases, called on the workers, become calls of the controller.
 
 Clients of upstream (its own `LLM` and front ends, a Rust one included, and
 frameworks that use `collective_rpc`) drive an update by worker methods. On the
@@ -19,60 +19,62 @@ from vllm.inflight.engine.compat import pipelinerl
 from vllm.inflight.errors import InflightError, Malformed
 
 Answer = Any
-"""What a call of the gate returns: an envelope, or a Future of one."""
+"""What a call of the controller returns: an envelope, or a Future of one."""
 
 
-def ask(gate: Any, method: str, body: dict[str, Any]) -> Answer:
-    """A call of the gate between two steps, whichever thread makes it."""
-    if not gate.in_process:
-        return gate.call(method, body)
-    return gate.turns.run(lambda: gate.call(method, body))
+def ask(controller: Any, method: str, body: dict[str, Any]) -> Answer:
+    """A call of the controller between two steps, whichever thread makes it."""
+    if not controller.in_process:
+        return controller.call(method, body)
+    return controller.step_queue.run(lambda: controller.call(method, body))
 
 
-def _begin(gate: Any, kwargs: dict[str, Any]) -> Answer:
+def _start(controller: Any, kwargs: dict[str, Any]) -> Answer:
     release_fields.settled(kwargs, release_fields.START)
-    return ask(gate, "begin", {})
+    return ask(controller, "start", {})
 
 
-def _finish(gate: Any, update: dict[str, Any]) -> Answer:
+def _finish(controller: Any, update: dict[str, Any]) -> Answer:
     """Seal, and commit in a turn of its own once every rank has voted."""
-    if not update and (active := gate.updates.ledger.active) is not None:
+    if not update and (active := controller.updates.ledger.active) is not None:
         update = {"update_id": active.update_id}  # the same one, whatever comes between
-    sealed = ask(gate, "seal", update)
-    return _then(gate, sealed, lambda: ask(gate, "commit", update))
+    prepared = ask(controller, "prepare", update)
+    return _then(controller, prepared, lambda: ask(controller, "commit", update))
 
 
-def _receive_whole(gate: Any, request: Any) -> Answer:
+def _receive_whole(controller: Any, request: Any) -> Answer:
     """All of PipelineRL's update: begin, receive what is broadcast, vote, commit."""
     announcement, began = uuid.uuid4().hex, time.monotonic()
     update = {"update_id": announcement}
 
     def miss() -> Answer:
         missed = {"announcement": announcement, "age_s": time.monotonic() - began}
-        return ask(gate, "miss", {"group_name": pipelinerl.GROUP} | missed)
+        return ask(controller, "miss", {"group_name": pipelinerl.GROUP} | missed)
 
     def finish() -> Answer:
         # Who made one call of it would not know that it is still staged.
-        end = _finish(gate, update)
-        return _then(gate, end, otherwise=lambda: ask(gate, "abort", update))
+        end = _finish(controller, update)
+        return _then(
+            controller, end, otherwise=lambda: ask(controller, "abort", update)
+        )
 
     def begin_and_receive() -> Answer:
         label, info = pipelinerl.announced(pipelinerl.plain(request), announcement)
         body = {"transport": "groups", "weight_version": label} | update
-        begun = ask(gate, "begin", body)
-        if "error" in begun:
-            return begun
-        return ask(gate, "receive", {"update_info": info} | update)
+        started = ask(controller, "start", body)
+        if "error" in started:
+            return started
+        return ask(controller, "receive", {"update_info": info} | update)
 
     try:
         received = begin_and_receive()
     except InflightError as error:
         received = {"error": error.to_dict()}
-    return _then(gate, received, finish, otherwise=miss)
+    return _then(controller, received, finish, otherwise=miss)
 
 
 def _then(
-    gate: Any,
+    controller: Any,
     answer: Answer,
     following: Callable[[], Answer] | None = None,
     otherwise: Callable[[], Any] = lambda: None,
@@ -81,7 +83,7 @@ def _then(
 
     Without one it is the answer. After an error `otherwise`, and the error is told.
     """
-    if isinstance(answer, Future) and gate.in_process:
+    if isinstance(answer, Future) and controller.in_process:
         answer = answer.result()
     if not isinstance(answer, Future):
         if "error" not in answer:
@@ -99,32 +101,34 @@ def _then(
 
     def arrived(done: Future[dict[str, Any]]) -> None:
         if "error" in (found := done.result()):
-            told = gate.turns.submit(otherwise)
+            told = controller.step_queue.submit(otherwise)
             told.add_done_callback(lambda _: result.set_result(found))
         elif following is None:
             result.set_result(found)
         else:
-            gate.turns.submit(following).add_done_callback(pass_on)
+            controller.step_queue.submit(following).add_done_callback(pass_on)
 
     answer.add_done_callback(arrived)
     return result
 
 
 PHASES: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
-    "init_weight_transfer_engine": lambda gate, kwargs: ask(
-        gate, "transport", {"order": "init", "init_info": kwargs.get("init_info")}
+    "init_weight_transfer_engine": lambda controller, kwargs: ask(
+        controller,
+        "transport",
+        {"command": "init", "init_info": kwargs.get("init_info")},
     ),
-    "shutdown_weight_transfer_engine": lambda gate, kwargs: ask(
-        gate, "transport", {"order": "shutdown"}
+    "shutdown_weight_transfer_engine": lambda controller, kwargs: ask(
+        controller, "transport", {"command": "shutdown"}
     ),
-    "start_weight_update": lambda gate, kwargs: _begin(gate, kwargs),
-    "start_draft_weight_update": lambda gate, kwargs: ask(
-        gate, "begin", {"manifest": {"format": 1, "draft": True}}
+    "start_weight_update": lambda controller, kwargs: _start(controller, kwargs),
+    "start_draft_weight_update": lambda controller, kwargs: ask(
+        controller, "start", {"manifest": {"format": 1, "draft": True}}
     ),
-    "update_weights": lambda gate, kwargs: ask(
-        gate, "receive", {"update_info": kwargs.get("update_info")}
+    "update_weights": lambda controller, kwargs: ask(
+        controller, "receive", {"update_info": kwargs.get("update_info")}
     ),
-    "finish_weight_update": lambda gate, kwargs: _finish(gate, {}),
+    "finish_weight_update": lambda controller, kwargs: _finish(controller, {}),
 }
 """Worker methods of upstream that change weights, and what they become."""
 
@@ -136,23 +140,23 @@ _PARAMETERS = {
 """Their parameters in order, and those of vLLM's older releases."""
 
 
-def intercepts(gate: Any, method: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a worker call is to become calls of the gate."""
+def intercepts(controller: Any, method: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a worker call is to become calls of the controller."""
     if not isinstance(method, str):
         return False
-    return method in PHASES or pipelinerl.takes(gate, method, args)
+    return method in PHASES or pipelinerl.takes(controller, method, args)
 
 
 def _answer(
-    gate: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    controller: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Answer:
     if method in PHASES:
-        return PHASES[method](gate, _named(method, args, kwargs or {}))
+        return PHASES[method](controller, _named(method, args, kwargs or {}))
     if method == pipelinerl.RECEIVE:
-        return _receive_whole(gate, args[0])
+        return _receive_whole(controller, args[0])
     body = pipelinerl.CALLS[method](*args)
-    gate.has_actor_group = body["order"] == "join"
-    return ask(gate, "transport", {"transport": "groups"} | body)
+    controller.has_actor_group = body["command"] == "join"
+    return ask(controller, "transport", {"transport": "groups"} | body)
 
 
 def _named(
@@ -171,24 +175,24 @@ def _named(
 
 
 def execute(
-    gate: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    controller: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
     """Run a phase; the reply of `collective_rpc`, one None per rank, or a Future.
 
     Raises:
-        InflightError: what the gate refused; its message names the remedy.
+        InflightError: what the controller refused; its message names the remedy.
 
     """
-    answer = _answer(gate, method, args, kwargs)
-    if isinstance(answer, Future) and gate.in_process:
+    answer = _answer(controller, method, args, kwargs)
+    if isinstance(answer, Future) and controller.in_process:
         answer = answer.result()
     if not isinstance(answer, Future):
-        return _reply(gate, answer)
+        return _reply(controller, answer)
     reply: Future[list[None]] = Future()
 
     def done(finished: Future[dict[str, Any]]) -> None:
         try:
-            reply.set_result(_reply(gate, finished.result()))
+            reply.set_result(_reply(controller, finished.result()))
         except Exception as error:
             reply.set_exception(error)
 
@@ -196,7 +200,7 @@ def execute(
     return reply
 
 
-def _reply(gate: Any, envelope: dict[str, Any]) -> list[None]:
+def _reply(controller: Any, envelope: dict[str, Any]) -> list[None]:
     if "error" in envelope:
         raise InflightError.from_dict(envelope["error"])
-    return [None] * gate.num_ranks
+    return [None] * controller.num_ranks

@@ -95,11 +95,11 @@ QUIET_S = 5.0
 class OutsideWrites:
     """Those of one engine core; changed between two steps only."""
 
-    def __init__(self, core: Any, gate: Any) -> None:
+    def __init__(self, core: Any, controller: Any) -> None:
         self._core = core
-        self._gate = gate
+        self._controller = controller
         self._lease = Lease(
-            gate.turns.submit, self._expired, "a reload of live weights"
+            controller.step_queue.submit, self._expired, "a reload of live weights"
         )
         config = InflightConfig.of(core.vllm_config)
         self._deadline_s = config.update_deadline_s
@@ -131,14 +131,14 @@ class OutsideWrites:
             Exception: what the call itself raises.
 
         """
-        sleep, turns = self._gate.sleep, self._gate.turns
+        sleep, turns = self._controller.sleep, self._controller.step_queue
         if self._is_closed:
             return call()
         if method in FILLING:
             sleep.check_weights(is_whole=method == "reload_weights")
-            if self._gate.lockstep.is_kept:
+            if self._controller.dp_commit.is_kept:
                 return self._reload_together(method, call)
-            if self._gate.in_process:
+            if self._controller.in_process:
                 return turns.run(lambda: self._reload(method, call))
             return self._reload(method, call)
         if method in READING:
@@ -146,7 +146,7 @@ class OutsideWrites:
         is_named = isinstance(method, str)
         if is_named and (method in HARMLESS or method.startswith(OURS)):
             return call()
-        if not self._gate.in_process:
+        if not self._controller.in_process:
             return self._watched(_name_of(method), call)
         with turns.between():
             return self._watched(_name_of(method), call)
@@ -170,7 +170,7 @@ class OutsideWrites:
             self._was_idle |= not self._core.scheduler.requests
 
     def _look_before_step(self, was_idle: bool) -> None:
-        sleep = self._gate.sleep
+        sleep = self._controller.sleep
         self.before_call(is_certain=was_idle)
         if sleep.weights == "loading" and self._is_abandoned():
             self._break_off(self._lease.owner, "the thread that began it decodes")
@@ -185,15 +185,15 @@ class OutsideWrites:
                 could have written unseen.
 
         """
-        if self._is_closed or self._gate.sleep.weights == "asleep":
+        if self._is_closed or self._controller.sleep.weights == "asleep":
             return  # there is nothing that could be read
-        is_likely = is_certain and self._gate.in_process
-        if is_likely or self._gate.ranks.is_touched():
+        is_likely = is_certain and self._controller.in_process
+        if is_likely or self._controller.ranks.is_touched():
             self._look(BESIDE)
 
     def abort(self, why: str = "it was aborted") -> bool:
         """End a reload of somebody's that is under way; whether there was one."""
-        if self._gate.sleep.weights != "loading":
+        if self._controller.sleep.weights != "loading":
             return False
         self._break_off(self._lease.owner, why)
         return True
@@ -205,8 +205,8 @@ class OutsideWrites:
             EngineFault: it has failed once more.
 
         """
-        if self._gate.sleep.weights == "gone" and self._is_torn:
-            self._gate.ranks.overwrite("put_back")
+        if self._controller.sleep.weights == "gone" and self._is_torn:
+            self._controller.ranks.overwrite("put_back")
             self._is_torn = False
 
     def make_blank(self, *, keeps_some: bool) -> None:
@@ -216,11 +216,11 @@ class OutsideWrites:
             keeps_some: whether upstream has kept some of them over a sleep.
 
         """
-        if self._gate.ranks.reason is not None:
+        if self._controller.ranks.reason is not None:
             return  # weights that cannot be updated are upstream's to fill
         try:
-            self._gate.ranks.overwrite("make_blank", keeps_some)
-            self._found = self._gate.ranks.overwrite("look")
+            self._controller.ranks.overwrite("make_blank", keeps_some)
+            self._found = self._controller.ranks.overwrite("look")
         except Exception:
             self._found = []
             logger.exception(
@@ -249,7 +249,7 @@ class OutsideWrites:
 
     # --------------------------------------------------------- calls of others
     def _watched(self, name: str, call: Callable[[], Any]) -> Any:
-        ranks = self._gate.ranks
+        ranks = self._controller.ranks
         ranks.wait_for_steps(self._core.batch_queue)
         try:
             ranks.overwrite("arm")
@@ -266,10 +266,10 @@ class OutsideWrites:
 
     def _look(self, name: str, error: BaseException | None = None) -> None:
         """See what `name` has written, now that it is over, and act on it."""
-        self._gate.ranks.untouch()
+        self._controller.ranks.untouch()
         given_up = isinstance(error, TimeoutError)
         try:
-            found = self._gate.ranks.overwrite(
+            found = self._controller.ranks.overwrite(
                 "look", timeout=PATIENCE_S if given_up else None
             )
             self._found = found
@@ -290,11 +290,11 @@ class OutsideWrites:
                 if any(report["is_written"] for report in found):
                     self._written(name, error)
             finally:
-                self._gate.sleep.end_load()
+                self._controller.sleep.end_load()
 
     def _written(self, name: str, error: BaseException | None) -> None:
         """What is served now is a version of its own, if it is one at all."""
-        sleep, was_lost = self._gate.sleep, self._gate.sleep.is_lost
+        sleep, was_lost = self._controller.sleep, self._controller.sleep.is_lost
         if error is not None and not was_lost:
             # First: whatever fails from here on, nothing decodes.
             self._lose(
@@ -309,7 +309,7 @@ class OutsideWrites:
             self.make_blank(keeps_some=False)
             return
         sleep.filled()
-        version = self._gate.version
+        version = self._controller.version
         self._tell(
             name,
             "has written into the weights that are served: they are %r (epoch %d) from "
@@ -321,12 +321,12 @@ class OutsideWrites:
     def _note_displaced(self, name: str) -> None:
         """Refuse updates from here on if parameters do not lie where they would go."""
         displaced = [each for report in self._found for each in report["displaced"]]
-        if displaced and self._gate.ranks.reason is None:
+        if displaced and self._controller.ranks.reason is None:
             reason = (
                 f"{name} has put {displaced[0]} elsewhere, in another shape or dtype; "
                 "restart the engine"
             )
-            self._gate.ranks.reason = reason
+            self._controller.ranks.reason = reason
             logger.error(
                 "weights of this engine cannot be updated in flight any more: %s",
                 reason,
@@ -337,7 +337,7 @@ class OutsideWrites:
 
         Weights that cannot be updated are taken for whole once they are written.
         """
-        if self._gate.ranks.reason is not None:
+        if self._controller.ranks.reason is not None:
             return 0
         if not all(report["num_required"] for report in self._found):
             return None
@@ -345,17 +345,17 @@ class OutsideWrites:
 
     def _renew(self, name: str) -> None:
         """Claim no version for what is served: label, digest, KV and the way back."""
-        gate, core = self._gate, self._core
-        gate.served.replaced()
-        gate.served.forget_before()
-        gate.updates.end(
+        controller, core = self._controller, self._core
+        controller.live_version.reset()
+        controller.live_version.forget_before()
+        controller.updates.end(
             UpdateBusy(
                 f"{name} has written into the weights that are served, on which the "
                 "update was to follow; begin it again"
             )
         )
         self._acknowledge(name)
-        if gate.lockstep.is_kept and core.engines_running:
+        if controller.dp_commit.is_kept and core.engines_running:
             logger.warning(
                 "%s has written while engines that step together step: some steps may "
                 "mix two versions; call pause_generation before such a call",
@@ -364,10 +364,10 @@ class OutsideWrites:
         try:
             mode = PauseMode(kv_connectors.default_mode(core.scheduler))
             kv_connectors.drop(core.scheduler, core.batch_queue)
-            gate.pauses.check_commit(mode)
+            controller.pauses.check_commit(mode)
             encoder_cache.check_retractable(core.scheduler)
             encoder_cache.see_again(core)
-            gate.pauses.treat(mode)
+            controller.pauses.treat(mode)
         except Exception as refusal:
             # It is too late to refuse the write.
             logger.error("requests may go on with KV of other weights: %s", refusal)
@@ -375,11 +375,11 @@ class OutsideWrites:
     def _acknowledge(self, name: str) -> None:
         """Have the ranks forget what they knew of what they serve."""
         try:
-            self._gate.ranks.overwrite("let_go")
+            self._controller.ranks.overwrite("let_go")
         except Exception as fault:  # a transfer of the update that was ended above
             logger.warning("%s", fault)
         try:
-            self._gate.ranks.overwrite("overwritten")
+            self._controller.ranks.overwrite("overwritten")
         except Exception as fault:
             # What a rank does not forget, it would carry into the next subset.
             self._lose(
@@ -388,14 +388,14 @@ class OutsideWrites:
 
     def _lose(self, why: str) -> None:
         self._found = []
-        self._gate.sleep.lose(why)
-        logger.error("%s", self._gate.sleep.detail)
+        self._controller.sleep.lose(why)
+        logger.error("%s", self._controller.sleep.detail)
 
     # ------------------------------------------------- a reload in several calls
     def _keep_open(self, name: str) -> None:
         """Hold decoding while layers have no memory; later calls may end that."""
-        gate = self._gate
-        if gate.lockstep.is_kept and self._core.engines_running:
+        controller = self._controller
+        if controller.dp_commit.is_kept and self._core.engines_running:
             # The other engines would wait for a step of this one, and it has none.
             why = (
                 "engines that step together step, and would wait for this one; call "
@@ -405,20 +405,22 @@ class OutsideWrites:
             if name == BESIDE:
                 return  # nobody has called
             raise PauseConflict(f"{name} has begun a reload of live weights: {why}")
-        if gate.sleep.weights != "loading":
-            gate.updates.end(UpdateBusy(f"{name} has begun a reload of live weights"))
+        if controller.sleep.weights != "loading":
+            controller.updates.end(
+                UpdateBusy(f"{name} has begun a reload of live weights")
+            )
             logger.info(
                 "%s has begun a reload of the weights that are served: decoding stands "
                 "still until it has ended",
                 name,
             )
             self._thread = self._thread_of(name)
-            gate.sleep.begin_load(name)
-        self._lease.take(gate.sleep.loading, self._deadline_s)
+            controller.sleep.begin_load(name)
+        self._lease.take(controller.sleep.loading, self._deadline_s)
 
     def _thread_of(self, name: str) -> int | None:
         """The thread of this process that is to end the reload; None if none is."""
-        if not self._gate.in_process:
+        if not self._controller.in_process:
             return None
         if name != BESIDE:
             return threading.get_ident()
@@ -439,14 +441,14 @@ class OutsideWrites:
         Decoding is held until it is known what is there. It stays so if a rank fails to
         put them back, or if the reload had written.
         """
-        gate = self._gate
+        controller = self._controller
         told = f"the reload of live weights that {name} began was broken off: {why}"
         self._lease.drop()
         self._thread = None
-        gate.sleep.begin_load(name or "a call")
-        gate.ranks.untouch()
+        controller.sleep.begin_load(name or "a call")
+        controller.ranks.untouch()
         try:
-            self._found = gate.ranks.overwrite("put_back")
+            self._found = controller.ranks.overwrite("put_back")
         except Exception as fault:
             self._is_torn = True
             self._lose(f"{told}; and layers could not be put back: {_told(fault)}")
@@ -454,7 +456,7 @@ class OutsideWrites:
             return
         if not any(report["is_written"] for report in self._found):
             logger.warning("%s; the weights that are served are unchanged", told)
-            gate.sleep.end_load()
+            controller.sleep.end_load()
             return
         self._lose(f"{told}, and it has left the weights half written")
         self._renew(str(name))
@@ -465,7 +467,7 @@ class OutsideWrites:
         """`call` what writes into live weights: a commit of what nobody knows."""
         mode = self._prepare_reload(method)
         replies = self._carry_out_reload(method, call)
-        self._gate.pauses.treat(mode)
+        self._controller.pauses.treat(mode)
         return replies
 
     def _prepare_reload(self, method: str) -> PauseMode:
@@ -475,10 +477,10 @@ class OutsideWrites:
             Conflict: something is under way that a commit or an update has to wait for.
 
         """
-        gate, scheduler = self._gate, self._core.scheduler
+        controller, scheduler = self._controller, self._core.scheduler
         try:
-            gate.may_begin({})
-            gate.updates.require_connected()
+            controller.may_start({})
+            controller.updates.require_connected()
         except UpdateBusy as error:
             raise UpdateBusy(
                 f"{method} writes into the weights that are served, which has to wait: "
@@ -486,21 +488,21 @@ class OutsideWrites:
             ) from error
         kv_connectors.check_connectors(scheduler)
         mode = calls.read_mode({}, kv_connectors.default_mode(scheduler))
-        gate.pauses.check_commit(mode)
+        controller.pauses.check_commit(mode)
         encoder_cache.check_retractable(scheduler)
-        gate.ranks.overwrite("let_go")
-        gate.ranks.overwrite("arm")
-        gate.ranks.wait_for_steps(self._core.batch_queue)
+        controller.ranks.overwrite("let_go")
+        controller.ranks.overwrite("arm")
+        controller.ranks.wait_for_steps(self._core.batch_queue)
         kv_connectors.drop(scheduler, self._core.batch_queue)
         return mode
 
     def _carry_out_reload(self, method: str, call: Callable[[], Any]) -> Any:
-        was_lost = self._gate.sleep.is_lost
+        was_lost = self._controller.sleep.is_lost
         try:
             replies = call()
         except BaseException as error:
             self._look(method, error)
-            is_lost = self._gate.sleep.is_lost and not was_lost
+            is_lost = self._controller.sleep.is_lost and not was_lost
             if is_lost and isinstance(error, Exception):
                 raise EngineFault(
                     f"{method} has failed and left the weights half written "
@@ -508,19 +510,19 @@ class OutsideWrites:
                     "published"
                 ) from error
             raise
-        self._gate.ranks.untouch()
-        self._gate.served.replaced()
-        self._gate.served.forget_before()
+        self._controller.ranks.untouch()
+        self._controller.live_version.reset()
+        self._controller.live_version.forget_before()
         if was_lost:
-            self._found = self._gate.ranks.overwrite("look")
+            self._found = self._controller.ranks.overwrite("look")
         self._acknowledge(method)
         encoder_cache.see_again(self._core)
         if was_lost and self._num_missing():
             logger.warning(
-                "%s has not brought all: %s", method, self._gate.sleep.detail
+                "%s has not brought all: %s", method, self._controller.sleep.detail
             )
         else:
-            self._gate.sleep.filled()
+            self._controller.sleep.filled()
         return replies
 
     def _reload_together(self, method: str, call: Callable[[], Any]) -> Any:
@@ -544,18 +546,18 @@ class OutsideWrites:
             else:
                 outcome.set_result(armed.result()["replies"])
 
-        armed = self._gate.lockstep.arm(("overwrite", method), switch)
+        armed = self._controller.dp_commit.arm(("overwrite", method), switch)
         armed.add_done_callback(done)
         return outcome
 
     def _reload_in_step(self, method: str, call: Callable[[], Any]) -> Any:
-        lockstep = self._gate.lockstep
+        dp_commit = self._controller.dp_commit
         failure: Exception | None = None
         try:
             mode = self._prepare_reload(method)
         except Exception as error:
             failure = error
-        if not lockstep.all_could(failure is None):
+        if not dp_commit.all_could(failure is None):
             raise failure or Conflict(
                 f"another engine that steps with this one refuses {method}; nothing "
                 "was written"
@@ -564,10 +566,10 @@ class OutsideWrites:
             replies = self._carry_out_reload(method, call)
         except Exception as error:
             failure = error
-        if lockstep.all_could(failure is None):
-            self._gate.pauses.treat(mode)
+        if dp_commit.all_could(failure is None):
+            self._controller.pauses.treat(mode)
             return replies
-        if not self._gate.sleep.is_lost:
+        if not self._controller.sleep.is_lost:
             self._lose(f"{method} has failed on an engine that steps with others")
             self.make_blank(keeps_some=False)
         raise failure or EngineFault(

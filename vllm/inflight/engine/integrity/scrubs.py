@@ -41,9 +41,9 @@ Result = dict[str, Any]
 class Scrubs:
     """Those of one engine core."""
 
-    def __init__(self, core: Any, gate: Any) -> None:
+    def __init__(self, core: Any, controller: Any) -> None:
         config = InflightConfig.of(core.vllm_config)
-        self._gate = gate
+        self._controller = controller
         self._interval_s = config.scrub_interval_s
         self._is_always_due = config.verify == "served"
         self._num_relied_on = 0
@@ -72,7 +72,7 @@ class Scrubs:
         under way may have read by now what has changed since.
         """
         del body
-        self._gate.ranks.require_staging()
+        self._controller.ranks.require_staging()
         future: Future[Result] = Future()
         with self._lock:
             self._waiting.append(future)
@@ -99,7 +99,7 @@ class Scrubs:
 
         What is served under another name is the same weights still.
         """
-        is_served = self._num_changes == self._gate.served.changes
+        is_served = self._num_changes == self._controller.live_version.changes
         return self.last if is_served else None
 
     @property
@@ -194,7 +194,7 @@ class Scrubs:
                 return None
             if pause_s:
                 time.sleep(pause_s)
-            self._between_steps(self._gate.ranks.scrub_slice)
+            self._between_steps(self._controller.ranks.scrub_slice)
         result: Result | None = self._between_steps(partial(self._end, version))
         if result is not None:
             result["seconds"] = round(time.monotonic() - began, 3)
@@ -203,30 +203,30 @@ class Scrubs:
         return result
 
     def _between_steps(self, call: Callable[[], Any]) -> Any:
-        turns = self._gate.turns
-        if self._gate.in_process:
+        turns = self._controller.step_queue
+        if self._controller.in_process:
             return turns.run(call)
         return turns.submit(call).result()
 
     def _begin(self) -> Result | None:
         """What is to be scrubbed; None while a rank works out where things are."""
-        self._gate.sleep.check_weights(is_whole=False)
-        num_slices = self._gate.ranks.scrub("begin")
+        self._controller.sleep.check_weights(is_whole=False)
+        num_slices = self._controller.ranks.scrub("begin")
         if any(each is None for each in num_slices):
             return None
-        version = self._gate.version
+        version = self._controller.version
         return {
             "weight_version": version.label,
             "epoch": version.epoch,
             "digest": version.digest,
             "num_slices": max(num_slices, default=0),
-            "num_changes": self._gate.served.changes,
+            "num_changes": self._controller.live_version.changes,
         }
 
     def _end(self, version: Result) -> Result | None:
         """What was found; None if the weights have changed since it began."""
-        self._gate.sleep.check_weights(is_whole=False)
-        found = self._gate.ranks.scrub("result")
+        self._controller.sleep.check_weights(is_whole=False)
+        found = self._controller.ranks.scrub("result")
         if any(each is None for each in found):
             return None
         return version | judged(found)

@@ -76,12 +76,12 @@ class WaitingSwitch:
 class Pauses:
     """The pause of one engine core, if there is one."""
 
-    def __init__(self, core: Any, gate: Any, *, lease_s: float) -> None:
+    def __init__(self, core: Any, controller: Any, *, lease_s: float) -> None:
         self._core = core
-        self._gate = gate
+        self._controller = controller
         self.asked: PauseMode | None = None
         """The mode somebody asked for; upstream's own calls leave none here."""
-        self._lease = Lease(gate.turns.submit, self._go_on)
+        self._lease = Lease(controller.step_queue.submit, self._go_on)
         self._lease_s = lease_s
         self._settling: list[Future[Reply]] = []
         """Pauses that have not taken effect yet, because steps are in flight."""
@@ -133,10 +133,10 @@ class Pauses:
             return self._reply(started)
         counts = {"num_aborted": 0, "num_retracted": 0}
         if mode is PauseMode.ABORT:
-            counts |= abort.abort_requests(self._gate, {})
+            counts |= abort.abort_requests(self._controller, {})
         stopped = self._stop(mode)
         is_renewed, self.asked = self.asked is mode, mode
-        self._gate.counts.paused(mode)
+        self._controller.counts.paused(mode)
         self._lease.take(owner, seconds)
 
         def settle() -> Reply:
@@ -144,12 +144,12 @@ class Pauses:
             if mode is PauseMode.RETRACT and self.asked is mode:
                 counts["num_retracted"] = self._core.scheduler.inflight_retract()
             flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
-            treated = self._gate.counts.treated(counts)
+            treated = self._controller.counts.treated(counts)
             reply = self._reply(started) | treated | flushed
             if not is_renewed:
                 running, waiting = reply["num_running"], reply["num_waiting"]
                 still = f"{running} requests running, {waiting} waiting"
-                self._gate.events.paused(mode, owner, still, reply["seconds"])
+                self._controller.events.paused(mode, owner, still, reply["seconds"])
             return reply
 
         return self._then(stopped, settle)
@@ -170,14 +170,14 @@ class Pauses:
             raise PauseConflict(
                 "not every data-parallel rank has paused; continue after the reply"
             )
-        if self._gate.lockstep.is_armed:
+        if self._controller.dp_commit.is_armed:
             raise PauseConflict(
                 "a commit waits for the other data-parallel engines; continue after "
                 "its reply"
             )
         self._go_on(is_asked=True)
         self._lease.drop()
-        self._gate.sleep.is_dozing = False
+        self._controller.sleep.is_paused_by_sleep = False
         return self._reply(started)
 
     def hold(self) -> bool:
@@ -215,7 +215,7 @@ class Pauses:
         """Raise if a commit cannot treat requests as `mode` says, here and now."""
         kv_connectors.check_commit(self._core.scheduler, mode)
         self._check(mode, flush_cache, is_later=False)
-        if mode is PauseMode.WAIT and self._gate.lockstep.is_kept:
+        if mode is PauseMode.WAIT and self._controller.dp_commit.is_kept:
             raise PauseConflict(
                 "engines that step together do not end their requests together, so "
                 "a commit cannot 'wait' for them; pause with 'wait' first"
@@ -245,7 +245,7 @@ class Pauses:
                     )
                 kv_connectors.check_commit(scheduler, mode)
                 # What a sleep has saved already would come back under a new label.
-                self._gate.sleep.check_weights(is_whole=True)
+                self._controller.sleep.check_weights(is_whole=True)
                 return switch.make()
             finally:
                 if self.asked is None:
@@ -291,7 +291,7 @@ class Pauses:
         if mode is PauseMode.RETRACT:
             facts["num_retracted"] = self._core.scheduler.inflight_retract()
         elif mode is PauseMode.ABORT:
-            facts |= abort.abort_requests(self._gate, {})
+            facts |= abort.abort_requests(self._controller, {})
         return facts | self._flushed(media=False) if flush_cache else facts
 
     # ---------------------------------------------------------------- helpers
@@ -304,13 +304,15 @@ class Pauses:
 
     def _check(self, mode: PauseMode, flush_cache: bool, *, is_later: bool) -> None:
         scheduler = self._core.scheduler
-        request_checks.check_mode(scheduler, mode, in_process=self._gate.in_process)
+        request_checks.check_mode(
+            scheduler, mode, in_process=self._controller.in_process
+        )
         if flush_cache:
             request_checks.check_flush(scheduler, mode, is_later=is_later)
 
     def _stop(self, mode: PauseMode) -> Future[Any] | None:
         """Have the scheduler stop; done when no step is in flight."""
-        if not self._gate.in_process:
+        if not self._controller.in_process:
             known = {PauseMode.WAIT: "wait", PauseMode.ABORT: "abort"}
             name = known.get(mode, "keep")
             pending: Future[Any] | None = self._core.pause_scheduler(name, False)
@@ -318,7 +320,7 @@ class Pauses:
         before = self._core.scheduler.pause_state
         self._hold(mode)
         try:
-            self._gate.drain()
+            self._controller.drain()
             self._core.model_executor.collective_rpc("synchronize_device")
         except BaseException:  # Ctrl-C, too: nobody would know of such a pause
             self._core.scheduler.set_pause_state(before)
@@ -337,7 +339,9 @@ class Pauses:
                     waits.switch.update,
                 )
 
-        timer = threading.Timer(longest_s, lambda: self._gate.turns.submit(end))
+        timer = threading.Timer(
+            longest_s, lambda: self._controller.step_queue.submit(end)
+        )
         timer.name, timer.daemon = "inflight-waiting", True
         waits.answer.add_done_callback(lambda _: timer.cancel())
         timer.start()
@@ -349,13 +353,13 @@ class Pauses:
         self._core.scheduler.set_pause_state(state)
 
     def _go_on(self, *, is_asked: bool = False) -> None:
-        if self.commit is None and self._gate.sleep.may_go_on(is_asked):
+        if self.commit is None and self._controller.sleep.may_go_on(is_asked):
             # First: where engines step together it may not be the time for it.
-            self._gate.lockstep.resume()
+            self._controller.dp_commit.resume()
         mode, self.asked = self.asked, None
-        seconds = self._gate.counts.resumed()
+        seconds = self._controller.counts.resumed()
         if mode is not None:
-            self._gate.events.continued(mode, seconds)
+            self._controller.events.continued(mode, seconds)
         kept = None if self.commit is None else self.commit.answer
         for pending in self._settling:
             if pending is not kept:
@@ -367,7 +371,7 @@ class Pauses:
             # Somebody's pause is over, the wait of the commit is not.
             self._hold(PauseMode.WAIT)
         # A loop that was idle would go on waiting for its input queue.
-        self._gate.rouse()
+        self._controller.wake()
 
     def _then(self, pending: Future[Any] | None, call: Callable[[], Reply]) -> Any:
         """`call` now, or when `pending` is done, on the thread that finishes it."""
@@ -397,7 +401,7 @@ class Pauses:
             "mode": mode and mode.value,
             "num_running": running,
             "num_waiting": waiting,
-            "weight_version": self._gate.version.label,
+            "weight_version": self._controller.version.label,
             "lease_s": self._lease.left_s,
             "owner": self._lease.owner,
             "seconds": round(time.perf_counter() - started, 6),

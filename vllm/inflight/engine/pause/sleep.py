@@ -27,7 +27,7 @@ logger = upstream.init_logger(__name__)
 WEIGHTS = "weights"
 """Upstream's name of this part of the memory."""
 
-FILLING = ("begin", "receive", "seal", "commit", "rollback", "undo", "unused")
+FILLING = ("start", "receive", "prepare", "commit", "rollback", "undo", "unused")
 READING = ("checksums", "rows", "rename", "verify")
 """Control calls that put weights into the memory, and that read or name those there."""
 
@@ -37,25 +37,25 @@ GIVEN_UP = "a sleep of level 2 has given the weights up"
 class Sleep:
     """The sleep of one engine core, whoever asked for it."""
 
-    def __init__(self, core: Any, gate: Any) -> None:
+    def __init__(self, core: Any, controller: Any) -> None:
         self._core = core
-        self._gate = gate
-        self._falling = 0
+        self._controller = controller
+        self._level_under_way = 0
         """The level, from the call on until memory is given back; requests may run."""
-        self._fall: Future[Any] | None = None
+        self._under_way: Future[Any] | None = None
         """What tells that it has been given back, if requests have to end first."""
         self._lost: str | None = None
         """Why what the weights' memory held is lost; None if it is not, or if other
         weights have come in its place."""
         self._loading: str | None = None
         """What has begun a reload of live weights that has not ended."""
-        self.is_dozing = False
+        self.is_paused_by_sleep = False
         """From a sleep of level 0 on, which gives nothing back, until it is ended."""
 
     @property
     def weights(self) -> str:
         """`live`, `asleep`, `gone` or `loading`."""
-        if self._falling or WEIGHTS in self._core.model_executor.sleeping_tags:
+        if self._level_under_way or WEIGHTS in self._core.model_executor.sleeping_tags:
             return "asleep"
         if self._loading is not None:
             return "loading"
@@ -75,7 +75,7 @@ class Sleep:
                 "--inflight-update-deadline-s has passed since its last call"
             )
         if state == "gone":
-            has_come = self._gate.overwrites.progress()
+            has_come = self._controller.outside_writes.progress()
             return f"{self._lost}; decoding waits for whole weights{has_come}"
         return None
 
@@ -86,7 +86,7 @@ class Sleep:
 
     def may_go_on(self, is_asked: bool = False) -> bool:
         """Whether decoding goes on: of itself where it does not doze, or on demand."""
-        return self.may_decode and (is_asked or not self.is_dozing)
+        return self.may_decode and (is_asked or not self.is_paused_by_sleep)
 
     def check(self, method: str, body: dict[str, Any]) -> None:
         """Raise if a control call needs what is not there; see `check_weights`."""
@@ -154,8 +154,8 @@ class Sleep:
         """Whether the weights are of no use, be they awake or not."""
         return self._lost is not None
 
-    def fall(self, level: int, fall: Callable[[int], Any]) -> Any:
-        """Fall asleep by `fall`, when no rank is at work on a second set any more.
+    def sleep(self, level: int, sleep: Callable[[int], Any]) -> Any:
+        """Put the engine to sleep by `sleep`, once no rank works on its shadow weights.
 
         One that comes while another still waits for requests treats them as it says,
         and is of the level that the ranks were prepared for.
@@ -166,25 +166,25 @@ class Sleep:
 
         """
         if level < 1:
-            answer = fall(level)
-            self.is_dozing = True
+            answer = sleep(level)
+            self.is_paused_by_sleep = True
             return answer
         if self.weights == "asleep":
-            return fall(self._falling or level)
-        self._gate.overwrites.abort("the engine was put to sleep")
-        self._falling = level
+            return sleep(self._level_under_way or level)
+        self._controller.outside_writes.abort("the engine was put to sleep")
+        self._level_under_way = level
         try:
-            self._gate.updates.end(EngineAsleep("the engine was put to sleep"))
-            self._gate.ranks.drowse(level)
-            answer = fall(level)
+            self._controller.updates.end(EngineAsleep("the engine was put to sleep"))
+            self._controller.ranks.prepare_sleep(level)
+            answer = sleep(level)
         except BaseException as error:
-            self._fell(level, error)
+            self._slept(level, error)
             raise
         if isinstance(answer, Future):
-            self._fall = answer
-            answer.add_done_callback(lambda done: self._fell(level, done.exception()))
+            self._under_way = answer
+            answer.add_done_callback(lambda done: self._slept(level, done.exception()))
         else:
-            self._fell(level, None)
+            self._slept(level, None)
         return answer
 
     def wake(self, wake: Callable[[], bool]) -> Any:
@@ -193,22 +193,22 @@ class Sleep:
         While a sleep waits for requests, a Future of that: else memory would be given
         back after it, under an engine that decodes.
         """
-        if self._fall is not None:
+        if self._under_way is not None:
             woken: Future[bool] = Future()
-            self._fall.add_done_callback(lambda _: self._wake_later(woken, wake))
+            self._under_way.add_done_callback(lambda _: self._wake_later(woken, wake))
             return woken
-        lockstep = self._gate.lockstep
-        stood_still = lockstep.is_kept and not self._core.engines_running
+        dp_commit = self._controller.dp_commit
+        stood_still = dp_commit.is_kept and not self._core.engines_running
         were_asleep = self.weights == "asleep"
         is_awake = wake()
         if were_asleep and self.weights == "gone" and self._lost == GIVEN_UP:
-            self._gate.overwrites.make_blank(keeps_some=True)
+            self._controller.outside_writes.make_blank(keeps_some=True)
         if is_awake:
-            self.is_dozing = False
+            self.is_paused_by_sleep = False
             is_held = self._hold()
             if stood_still:
-                lockstep.settle(is_held)
-            self._gate.rouse()
+                dp_commit.settle(is_held)
+            self._controller.wake()
             if self.weights == "gone":
                 logger.warning("awake, without weights: %s", self.detail)
         return is_awake
@@ -223,26 +223,32 @@ class Sleep:
         """Whole weights have come in the place of those that were lost."""
         if self._lost is not None:
             self._lost = None
-            self._gate.served.forget_before()
+            self._controller.live_version.forget_before()
             self._go_on()
 
     def _go_on(self) -> None:
         """Let decoding go on, unless something else is missing or somebody paused."""
         if not self._hold() and self.may_go_on():
-            self._gate.lockstep.resume()
-            self._gate.rouse()
+            self._controller.dp_commit.resume()
+            self._controller.wake()
 
-    def _fell(self, level: int, error: BaseException | None) -> None:
-        self._falling, self._fall = 0, None
+    def _slept(self, level: int, error: BaseException | None) -> None:
+        self._level_under_way, self._under_way = 0, None
         if error is not None and WEIGHTS not in self._core.model_executor.sleeping_tags:
-            self._gate.ranks.drowse(0)  # it failed before any rank was told
+            self._controller.ranks.prepare_sleep(
+                0
+            )  # it failed before any rank was told
             return
-        self._gate.served.forget_before()
+        self._controller.live_version.forget_before()
         config = self._core.vllm_config.model_config
         # Who cannot be updated is upstream's to fill again, and to trust that it was.
-        if level > 1 and config.enable_sleep_mode and self._gate.ranks.reason is None:
+        if (
+            level > 1
+            and config.enable_sleep_mode
+            and self._controller.ranks.reason is None
+        ):
             self._lost = GIVEN_UP
-            self._gate.served.lose()
+            self._controller.live_version.lose()
 
     def _hold(self) -> bool:
         """Have the scheduler stand still if something is missing, or somebody asked."""
@@ -250,4 +256,4 @@ class Sleep:
         if not self._core.model_executor.is_sleeping and is_missing:
             self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_ALL)
             return True
-        return bool(self._gate.pauses.hold())
+        return bool(self._controller.pauses.hold())

@@ -24,21 +24,21 @@ OF_ROUTES = (
 """What vLLM's own routes write around it."""
 
 
-def abort_requests(gate: Any, body: dict[str, Any]) -> dict[str, Any]:
+def abort_requests(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     """Finish some requests now, with what they have; `num_aborted` is how many.
 
     Args:
-        gate: of the engine.
+        controller: of the engine.
         body: `ids`, as their users know them, or None for every request.
 
     """
-    scheduler = gate._core.scheduler
+    scheduler = controller._core.scheduler
     ids = body.get("ids")
     chosen = None if ids is None else matching(scheduler.requests, ids)
     if chosen is not None and not chosen:
         return {"num_aborted": 0}
     aborted = scheduler.finish_requests(chosen, upstream.RequestStatus.FINISHED_ABORTED)
-    tell_aborted(gate, aborted)
+    tell_aborted(controller, aborted)
     return {"num_aborted": len(aborted)}
 
 
@@ -56,20 +56,22 @@ def _names_of(request_id: str) -> set[str]:
     return {request_id} | names | {match[1] for match in found if match}
 
 
-def tell_aborted(gate: Any, aborted: Iterable[Any]) -> None:
+def tell_aborted(controller: Any, aborted: Iterable[Any]) -> None:
     """Tell whoever waits for these requests that they were aborted.
 
     Args:
-        gate: of the engine.
+        controller: of the engine.
         aborted: what the scheduler has finished.
 
     """
-    if gate.in_process:
+    if controller.in_process:
         reason = upstream.FinishReason.ABORT
-        gate.farewells += [_last(each.request_id, reason) for each in aborted]
+        controller.undelivered_outputs += [
+            _last(each.request_id, reason) for each in aborted
+        ]
     else:
-        gate._core._send_abort_outputs(aborted)
-        gate.rouse()
+        controller._core._send_abort_outputs(aborted)
+        controller.wake()
 
 
 def end_with_error(core: Any, request: Any, why: str) -> None:
@@ -82,9 +84,9 @@ def end_with_error(core: Any, request: Any, why: str) -> None:
 
     """
     last = _last(request.request_id, upstream.FinishReason.ERROR, why)
-    gate = core.inflight_gate
-    if gate.in_process:
-        gate.farewells.append(last)
+    controller = core.inflight_controller
+    if controller.in_process:
+        controller.undelivered_outputs.append(last)
         return
     outputs = upstream.EngineCoreOutputs(
         engine_index=core.engine_index,

@@ -49,7 +49,7 @@ def add(core: Any, adapter: Any) -> bool:
     adapters = core.scheduler.inflight_adapters
     adapter = allowed(adapter, core.vllm_config)
     # Whoever is scheduled from here on has the new one.
-    core.inflight_gate.ranks.wait_for_steps(core.batch_queue)
+    core.inflight_controller.ranks.wait_for_steps(core.batch_queue)
     needed = adapters.needed(key_of(adapter))
     is_new = load_everywhere(core.model_executor, adapter, needed)
     adapters.keep(key_of(adapter))

@@ -56,12 +56,12 @@ class Ledger:
             return self._active()
 
     def next_serial(self) -> int:
-        """A number no order to the ranks has carried before."""
+        """A number no command to the ranks has carried before."""
         with self._lock:
             self._serial += 1
             return self._serial
 
-    def begun(self, body: dict[str, Any]) -> Update | None:
+    def started(self, body: dict[str, Any]) -> Update | None:
         """The update that was begun with `body`, if there is one.
 
         The same id with the same body is the same update, however it stands.
@@ -85,7 +85,7 @@ class Ledger:
             )
         return known
 
-    def was_begun(self, update_id: Any, fingerprint: str) -> bool:
+    def was_started(self, update_id: Any, fingerprint: str) -> bool:
         """Whether `begun` would find an update for a body with that fingerprint."""
         if not isinstance(update_id, str):
             return False
@@ -93,7 +93,7 @@ class Ledger:
             known = self._updates.get(update_id)
         return known is not None and known.fingerprint == fingerprint
 
-    def begin(self, body: dict[str, Any], deadline_s: float) -> tuple[Update, bool]:
+    def start(self, body: dict[str, Any], deadline_s: float) -> tuple[Update, bool]:
         """Open an update; (update, whether it is new: see `begun`).
 
         Args:
@@ -102,7 +102,7 @@ class Ledger:
             deadline_s: seconds from now to its commit.
 
         """
-        if (known := self.begun(body)) is not None:
+        if (known := self.started(body)) is not None:
             return known, False
         update_id = body.get("update_id") or uuid.uuid4().hex
         label = check_label(body.get("weight_version"))

@@ -65,7 +65,7 @@ class LiveVersion:
         self._core = core
         self._ranks = ranks
         self.journal = Journal(core.vllm_config)
-        self._state = self._left = LiveState()
+        self._state = self._before_switch = LiveState()
         """As it is, and as it was before the last switch."""
 
     @property
@@ -127,17 +127,17 @@ class LiveVersion:
 
         return self._flip(take_on)
 
-    def retreat(self) -> None:
+    def undo(self) -> None:
         """Take back the last switch, which not every engine could make.
 
         As if it had not been: no step was scheduled since.
         """
         self._ranks.flip()
-        self._state = self._left
+        self._state = self._before_switch
         self._tell()
         self._note()
 
-    def go_back(self) -> dict[str, Any]:
+    def roll_back(self) -> dict[str, Any]:
         """Serve the version before again; the one left becomes the one before."""
         held, back = self._state.live, self._state.before
         assert back is not None
@@ -155,7 +155,7 @@ class LiveVersion:
         """The memory of what is served has been given up: nothing has its digest."""
         self._change_version(dataclasses.replace(self.version, digest=None))
 
-    def replaced(self) -> None:
+    def reset(self) -> None:
         """Other weights have come in the place of those served, past any update."""
         self._age_cache(None)
         self._take_on(None, None, None)
@@ -183,7 +183,7 @@ class LiveVersion:
         started = time.perf_counter()
         in_flight = self._core.batch_queue
         self._ranks.wait_for_steps(in_flight)
-        self._left = self._state
+        self._before_switch = self._state
         kv_connectors.drop(self._core.scheduler, in_flight)
         flip_s = self._ranks.flip()
         try:
@@ -198,7 +198,7 @@ class LiveVersion:
     def _take_back(self, fault: BaseException) -> None:
         """What the ranks serve is what is told of it, or the engine ends."""
         try:
-            self.retreat()
+            self.undo()
         except BaseException as error:
             raise SystemExit(
                 f"vllm-inflight: a switch broke off ({fault}) and could not be taken "

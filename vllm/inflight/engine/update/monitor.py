@@ -68,17 +68,17 @@ class UpdateMonitor:
             self._ensure_thread()
 
     def when_received(self, update: Update) -> Future[dict[str, Any]]:
-        """Done when every rank has carried out the orders sent so far."""
-        num_orders = update.num_orders
+        """Done when every rank has carried out the commands sent so far."""
+        num_commands = update.num_commands
 
         def ready() -> dict[str, Any] | None:
-            notices = self._alive(update)
-            done = min(n.get("orders", 0) for n in notices) >= num_orders
+            statuses = self._alive(update)
+            done = min(n.get("orders", 0) for n in statuses) >= num_commands
             if not done and update.phase is Phase.STAGING:
                 return None
             return update.state() | {
-                "bytes": sum(n.get("bytes", 0) for n in notices),
-                "parameters": _added(n.get("parameters", {}) for n in notices),
+                "bytes": sum(n.get("bytes", 0) for n in statuses),
+                "parameters": _added(n.get("parameters", {}) for n in statuses),
             }
 
         return self._wait(ready)
@@ -95,17 +95,17 @@ class UpdateMonitor:
     def when_carried_out(
         self, serial: int, deadline_s: float
     ) -> Future[dict[str, Any]]:
-        """Done when every rank has carried out the one order of `serial`."""
+        """Done when every rank has carried out the one command of `serial`."""
         deadline = time.monotonic() + deadline_s
 
         def ready() -> dict[str, Any] | None:
-            notices = self._ranks.notices()
-            state = self._verdict(notices, serial)
+            statuses = self._ranks.statuses()
+            state = self._verdict(statuses, serial)
             if isinstance(state, InflightError):
                 raise state
-            if state is not None and all(n["orders"] for n in notices):
+            if state is not None and all(n["orders"] for n in statuses):
                 return {}
-            if all(notice.get("serial", 0) > serial for notice in notices):
+            if all(status.get("serial", 0) > serial for status in statuses):
                 raise Cancelled("the transport was let go before it was connected")
             if time.monotonic() > deadline:
                 self._ranks.cancel(serial)
@@ -181,60 +181,60 @@ class UpdateMonitor:
             return
         if update.phase is not Phase.STAGING:
             return
-        notices = self._ranks.notices()
-        self._note_progress(update, notices)
-        state = self._verdict(notices, update.serial)
-        if isinstance(state, WeightsMismatch) and self._may_add(notices, update):
+        statuses = self._ranks.statuses()
+        self._note_progress(update, statuses)
+        state = self._verdict(statuses, update.serial)
+        if isinstance(state, WeightsMismatch) and self._may_add(statuses, update):
             return
         if isinstance(state, InflightError):
             self.end(update, state)
         elif state == "staged":
-            digest = agree(notices)
+            digest = agree(statuses)
             if isinstance(digest, InflightError):
                 self.end(update, digest)
             else:
-                update.digest, update.sent = digest, notices[0].get("sent")
-                update.num_bytes = sum(notice.get("bytes", 0) for notice in notices)
-                update.num_replayed = max(n.get("replayed", 0) for n in notices)
+                update.digest, update.sent = digest, statuses[0].get("sent")
+                update.num_bytes = sum(status.get("bytes", 0) for status in statuses)
+                update.num_replayed = max(n.get("replayed", 0) for n in statuses)
                 for part in SPENT:
-                    spent = [n[f"{part}_s"] for n in notices if f"{part}_s" in n]
+                    spent = [n[f"{part}_s"] for n in statuses if f"{part}_s" in n]
                     if spent:
                         update.spent[part] = max(spent)
                 # Every rank is handed every tensor, and samples the same.
-                update.drift = notices[0].get("drift")
+                update.drift = statuses[0].get("drift")
                 self._ledger.move(update, Phase.STAGED)
 
-    def _may_add(self, notices: list[dict[str, Any]], update: Update) -> bool:
+    def _may_add(self, statuses: list[dict[str, Any]], update: Update) -> bool:
         """Whether a rank may have more to say of what was refused on another one.
 
-        It is waited for as long as it carries its orders out, and not for long.
+        It is waited for as long as it carries its commands out, and not for long.
         """
         if self._refused is None or self._refused[0] != update.serial:
             self._refused = update.serial, time.monotonic()
         if time.monotonic() - self._refused[1] > MORE_S:
             return False
         return any(
-            notice.get("serial") != update.serial
+            status.get("serial") != update.serial
             or (
-                notice["state"] not in ("failed", "staged")
-                and notice["orders"] < update.num_orders
+                status["state"] not in ("failed", "staged")
+                and status["orders"] < update.num_commands
             )
-            for notice in notices
+            for status in statuses
         )
 
     def _verdict(
-        self, notices: list[dict[str, Any]], serial: int
+        self, statuses: list[dict[str, Any]], serial: int
     ) -> InflightError | str | None:
-        state = verdict(notices, serial)
+        state = verdict(statuses, serial)
         if isinstance(state, Cancelled) and not self._ranks.has_given_up(serial):
             # One rank has died, and the executor ends those that live on.
             return EngineFault("a rank was shut down meanwhile; the engine ends")
         return state
 
-    def _note_progress(self, update: Update, notices: list[dict[str, Any]]) -> None:
+    def _note_progress(self, update: Update, statuses: list[dict[str, Any]]) -> None:
         facts = ("serial", "orders", "bytes")
-        seen: list[Any] = [[n.get(fact) for fact in facts] for n in notices]
-        seen.append(update.num_orders)
+        seen: list[Any] = [[n.get(fact) for fact in facts] for n in statuses]
+        seen.append(update.num_commands)
         if seen != self._seen:
             self._seen, update.moved = seen, time.monotonic()
 
@@ -254,7 +254,7 @@ class UpdateMonitor:
             raise failed[0]
 
     def _alive(self, update: Update) -> list[dict[str, Any]]:
-        """The notices on an update that goes on; raises what ended it."""
+        """The statuses on an update that goes on; raises what ended it."""
         if update.phase is Phase.ABORTED:
             update.is_told = True
             raise update.error or Conflict(
@@ -263,7 +263,8 @@ class UpdateMonitor:
                 update_id=update.update_id,
             )
         return [
-            n if n.get("serial") == update.serial else {} for n in self._ranks.notices()
+            n if n.get("serial") == update.serial else {}
+            for n in self._ranks.statuses()
         ]
 
     def give_up(self, future: Future[dict[str, Any]], error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of an engine, as its core sees them: orders, notices, the flip.
+"""The ranks of an engine, as its core sees them: commands, statuses, the flip.
 
 Orders go out as RPCs that only enqueue; what the ranks make of them is read
 from the board. The one RPC that is waited for is the flip.
@@ -34,8 +34,10 @@ from vllm.inflight.worker.verify.checks import counted, listed
 logger = upstream.init_logger(__name__)
 
 MOST_UNREAD = 4
-"""Replies to orders that may wait to be read. A rank has room for ten of any kind, and
-stands still when there is none; steps read what is before their own."""
+"""Most replies to commands that may wait to be read.
+
+A rank has room for ten replies of any kind and stands still when there is none. A step
+reads the replies before its own."""
 
 
 class Ranks:
@@ -54,8 +56,8 @@ class Ranks:
         self.count = num_ranks
         self._board = StatusBoard.create(num_ranks)
         self._unread: list[Any] = []
-        """Futures of the replies to orders, the oldest first."""
-        self._notices: list[dict[str, Any]] = []
+        """Futures of the replies to commands, the oldest first."""
+        self._statuses: list[dict[str, Any]] = []
         self._read_at: tuple[int, ...] | None = None
         self._given_up = 0
         """The serial of the last update that was cancelled from here."""
@@ -73,7 +75,7 @@ class Ranks:
         finally:
             self._board.unlink()
         self._hears = bool(replies)
-        """Whether orders reach the ranks, and what they make of them comes back."""
+        """Whether commands reach the ranks, and what they make of them comes back."""
         reasons = [reply["reason"] for reply in replies if reply["reason"]]
         self.nbytes = sum(reply["bytes"] for reply in replies)
         self.is_reversible = all(reply["is_reversible"] for reply in replies)
@@ -152,8 +154,8 @@ class Ranks:
         if not self._kind.is_ordered:
             wait_for_steps(in_flight)
 
-    def order(self, serial: int, order: str, payload: Any = None) -> None:
-        """Give every rank an order; does not wait for it to be carried out.
+    def command(self, serial: int, command: str, payload: Any = None) -> None:
+        """Give every rank a command; does not wait for it to be carried out.
 
         Raises:
             StagingUnavailable: nobody would hear of what becomes of it.
@@ -161,7 +163,7 @@ class Ranks:
         """
         if not self._hears:
             self.require_staging()
-        self._send("inflight_order", serial, order, payload)
+        self._send("inflight_command", serial, command, payload)
 
     def _send(self, method: str, *args: Any) -> None:
         """Call every rank without waiting for what it replies."""
@@ -185,14 +187,14 @@ class Ranks:
         """
         return serial <= self._given_up
 
-    def drowse(self, level: int) -> None:
+    def prepare_sleep(self, level: int) -> None:
         """Prepare a sleep of `level` on every rank; 0 takes that back.
 
         Raises:
             EngineFault: a transfer does not let go, or a host lacks memory.
 
         """
-        self._call("inflight_drowse", level)
+        self._call("inflight_prepare_sleep", level)
 
     def scrub(self, move: str) -> list[Any]:
         """Make one move of a scrub on every rank; see `Stager.scrub`."""
@@ -250,13 +252,13 @@ class Ranks:
                 _stop(back)
         raise EngineFault(f"the flip failed on {len(failed)} rank(s): {failed[0]}")
 
-    def notices(self) -> list[dict[str, Any]]:
+    def statuses(self) -> list[dict[str, Any]]:
         """What every rank posted last, in rank order."""
         stamp = self._board.stamp()
         if stamp != self._read_at:
             # The stamp is older than what is read: a post in between is read again.
-            self._notices, self._read_at = self._board.read_all(), stamp
-        return self._notices
+            self._statuses, self._read_at = self._board.read_all(), stamp
+        return self._statuses
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever a rank has posted."""
@@ -309,48 +311,48 @@ def _stop(said: object) -> NoReturn:
     raise SystemExit(reason)
 
 
-def verdict(notices: list[dict[str, Any]], serial: int) -> InflightError | str | None:
-    """What the ranks' notices on update `serial` amount to.
+def verdict(statuses: list[dict[str, Any]], serial: int) -> InflightError | str | None:
+    """What the ranks' statuses on update `serial` amount to.
 
     An error if any rank failed, the common state if all ranks agree, None while
     they do not yet. One no is a no of all.
     """
-    current = [n for n in notices if n.get("serial") == serial]
-    failed = [notice for notice in current if notice["state"] == "failed"]
+    current = [n for n in statuses if n.get("serial") == serial]
+    failed = [status for status in current if status["state"] == "failed"]
     if failed:
         return refused(failed, current)
-    if len(current) < len(notices):
+    if len(current) < len(statuses):
         return None
-    states = {notice["state"] for notice in current}
+    states = {status["state"] for status in current}
     return states.pop() if len(states) == 1 else None
 
 
 def refused(
-    failed: list[dict[str, Any]], notices: list[dict[str, Any]]
+    failed: list[dict[str, Any]], statuses: list[dict[str, Any]]
 ) -> InflightError:
     """What the failures of ranks amount to: one refusal, or the first that is none.
 
     Ranks that have different parts of a model may be refused different tensors.
 
     Args:
-        failed: the notices of ranks that have failed.
-        notices: those of all ranks, on the same update.
+        failed: the statuses of ranks that have failed.
+        statuses: those of all ranks, on the same update.
 
     """
-    errors = [InflightError.from_dict(notice["error"]) for notice in failed]
+    errors = [InflightError.from_dict(status["error"]) for status in failed]
     for error in errors:
         if not isinstance(error, WeightsMismatch):
             return error
     named: dict[str, dict[str, None]] = {}
-    for notice in failed:
-        if not notice.get("named"):
+    for status in failed:
+        if not status.get("named"):
             return errors[0]  # it is no refusal of tensors, or has too many to tell
-        for cause, names in notice["named"].items():
+        for cause, names in status["named"].items():
             named.setdefault(cause, {}).update(dict.fromkeys(names))
     told = list(dict.fromkeys(error.message.partition("; ")[2] for error in errors))
-    if all("unfilled" in notice for notice in notices):
+    if all("unfilled" in status for status in statuses):
         # What fills nothing on one rank may be another's; what does so on all is not.
-        unused = set.intersection(*(set(notice["unfilled"]) for notice in notices))
+        unused = set.intersection(*(set(status["unfilled"]) for status in statuses))
         unused -= {name for names in named.values() for name in names}
         if unused:
             named[Cause.UNUSED] = dict.fromkeys(sorted(unused))
@@ -365,24 +367,24 @@ def refused(
     )
 
 
-def agree(notices: list[dict[str, Any]]) -> InflightError | str | None:
+def agree(statuses: list[dict[str, Any]]) -> InflightError | str | None:
     """The digest of what all ranks staged, or why they do not agree.
 
     None if it is not known: of a subset, on top of weights of which nothing is known.
     What was sent of it is the same on all ranks even so.
     """
-    votes = {(notice.get("sent"), notice["digest"]) for notice in notices}
+    votes = {(status.get("sent"), status["digest"]) for status in statuses}
     if len(votes) > 1:
-        told = ", ".join(f"rank {n}: {v['sent']}" for n, v in enumerate(notices))
+        told = ", ".join(f"rank {n}: {v['sent']}" for n, v in enumerate(statuses))
         return WeightsMismatch(
             f"the ranks received different weights; their digests are {told}",
             remedy=CAUSES[Cause.RANKS][1],
         )
-    unused = set.intersection(*(set(notice["unfilled"]) for notice in notices))
+    unused = set.intersection(*(set(status["unfilled"]) for status in statuses))
     if unused:
         names = sorted(unused)
         return WeightsMismatch(
             f"{counted(names)}; no parameter is filled by {listed(names)}",
             named={Cause.UNUSED: names},
         )
-    return notices[0]["digest"]
+    return statuses[0]["digest"]

@@ -32,25 +32,25 @@ Reply = dict[str, Any]
 class Rollbacks:
     """Those of one engine core."""
 
-    def __init__(self, core: Any, gate: Any) -> None:
+    def __init__(self, core: Any, controller: Any) -> None:
         self._core = core
-        self._gate = gate
+        self._controller = controller
         self._last: tuple[Any, Version] | None = None
         """The id of the last one, and what was served from then on."""
 
     def roll_back(self, body: Reply, *, is_undo: bool = False) -> Any:
         """Serve the version served before again: a commit of the old set."""
-        self._gate.updates.note_opened()
-        before = self._gate.served.before
+        self._controller.updates.note_opened()
+        before = self._controller.live_version.before
         to = None if before is None else before.lineage
         label = None if before is None else before.version.label
 
         def told(error: BaseException) -> None:
             if isinstance(error, InflightError) and not is_undo:
-                self._gate.events.not_rolled_back(f"rollback to {label!r}", error)
+                self._controller.events.not_rolled_back(f"rollback to {label!r}", error)
 
         return watched(
-            lambda: self._gate.where_all_meet(
+            lambda: self._controller.where_all_meet(
                 ("rollback", to), lambda: self._roll_back(body, is_undo), None
             ),
             told,
@@ -59,15 +59,15 @@ class Rollbacks:
     def undo(self, body: Reply) -> Any:
         """Take back a commit, or a rollback, that other engines could not follow."""
         if (rollback_id := body.get("rollback_id")) is not None:
-            if self._last != (rollback_id, self._gate.version):
+            if self._last != (rollback_id, self._controller.version):
                 raise WrongPhase("this rollback is not what was switched to last")
             return self.roll_back({}, is_undo=True)
-        update = self._gate.updates.ledger.require(
+        update = self._controller.updates.ledger.require(
             body.get("update_id"), Phase.COMMITTED, Phase.ROLLED_BACK
         )
         if update.phase is Phase.ROLLED_BACK:  # another who finished it was quicker
-            return self._gate.version.to_dict()
-        if update is not self._gate.served.update:
+            return self._controller.version.to_dict()
+        if update is not self._controller.live_version.update:
             raise WrongPhase(f"update {update.update_id!r} is not what is served")
         return self.roll_back({}, is_undo=True)
 
@@ -81,9 +81,9 @@ class Rollbacks:
         return {"weight_version": before.version.label, "lineage": before.lineage}
 
     def _roll_back(self, body: Reply, is_undo: bool) -> Any:
-        gate, began = self._gate, time.monotonic()
+        controller, began = self._controller, time.monotonic()
         before = self._held()
-        gate.pauses.require_no_rollback()
+        controller.pauses.require_no_rollback()
         label = before.version.label
         if body.get("to_version") not in (None, label):
             raise VersionConflict(
@@ -91,7 +91,7 @@ class Rollbacks:
             )
         mode = calls.read_mode(body, kv_connectors.default_mode(self._core.scheduler))
         try:
-            gate.pauses.check_commit(mode)
+            controller.pauses.check_commit(mode)
         except PauseConflict:
             if not is_undo:
                 raise
@@ -105,35 +105,35 @@ class Rollbacks:
                 return switch_now()
 
         def switch_now() -> Reply:
-            left, version = gate.served.update, gate.version
-            facts: Reply = gate.lockstep.together(
-                gate.served.go_back, gate.served.retreat
+            left, version = controller.live_version.update, controller.version
+            facts: Reply = controller.dp_commit.together(
+                controller.live_version.roll_back, controller.live_version.undo
             )
-            gate.updates.ledger.turn_back(left, gate.served.update)
-            self._last = body.get("rollback_id"), gate.version
-            gate.counts.switched(facts)
-            gate.counts.num_rollbacks += 1
-            facts |= gate.counts.treated(gate.pauses.treat(mode))
-            gate.events.rolled_back(
-                version, gate.version, facts["gap_ms"], time.monotonic() - began
+            controller.updates.ledger.turn_back(left, controller.live_version.update)
+            self._last = body.get("rollback_id"), controller.version
+            controller.counts.switched(facts)
+            controller.counts.num_rollbacks += 1
+            facts |= controller.counts.treated(controller.pauses.treat(mode))
+            controller.events.rolled_back(
+                version, controller.version, facts["gap_ms"], time.monotonic() - began
             )
-            return gate.version.to_dict() | facts
+            return controller.version.to_dict() | facts
 
         longest_s = InflightConfig.of(self._core.vllm_config).update_deadline_s
-        return gate.pauses.between_requests(
+        return controller.pauses.between_requests(
             mode,
             Switch(f"the rollback to {label!r}", switch, None, label, longest_s),
         )
 
     def _held(self) -> WeightSet:
         """What a rollback returns to; raises if it is not held now."""
-        if (active := self._gate.updates.ledger.active) is not None:
+        if (active := self._controller.updates.ledger.active) is not None:
             raise UpdateBusy(
                 f"update {active.update_id!r} is {active.phase.value}; abort it first",
                 update_id=active.update_id,
             )
-        self._gate.updates.note_opened()
-        before: WeightSet | None = self._gate.served.before
+        self._controller.updates.note_opened()
+        before: WeightSet | None = self._controller.live_version.before
         if before is None:
             raise NothingToRollBack("the version served before is not held any more")
         return before

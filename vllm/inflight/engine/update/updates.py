@@ -1,6 +1,6 @@
 """The updates of an engine, from their beginning to the vote.
 
-These calls order the ranks about and return; nothing here waits for a rank, and
+These calls command the ranks about and return; nothing here waits for a rank, and
 nothing here touches what is served.
 """
 
@@ -38,29 +38,29 @@ LONGEST_S = 86400
 """A deadline that never came would keep the second set for good."""
 
 NOT_REPORTED = "unfilled", "drift", "opened"
-"""Of a rank's notice: what is for the engine core alone."""
+"""Of a rank's status: what is for the engine core alone."""
 
 UNDONE_BY = {
     "init": ("shutdown", "POST /shutdown_weight_transfer_engine"),
     "join": ("leave", "POST /destroy_weights_update_group"),
 }
-"""Orders to a transport that wait for a trainer → order and call that end that."""
+"""Orders to a transport that wait for a trainer → command and call that end that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connecting:
-    """An order to a transport, and its answer to come."""
+    """A command to a transport, and its answer to come."""
 
     serial: int
-    order: str
+    command: str
     payload: Any
     answer: Future[dict[str, Any]]
 
-    def is_undone_by(self, order: str, payload: Any) -> bool:
-        """Whether `order` is the opposite, and of the same group."""
-        name = self.payload.get("group_name") if self.order == "join" else payload
-        undoing = UNDONE_BY.get(self.order)
-        return undoing is not None and order == undoing[0] and payload == name
+    def is_undone_by(self, command: str, payload: Any) -> bool:
+        """Whether `command` is the opposite, and of the same group."""
+        name = self.payload.get("group_name") if self.command == "join" else payload
+        undoing = UNDONE_BY.get(self.command)
+        return undoing is not None and command == undoing[0] and payload == name
 
 
 class Updates:
@@ -70,7 +70,7 @@ class Updates:
         self,
         core: Any,
         ranks: Ranks,
-        served: LiveVersion,
+        live_version: LiveVersion,
         events: EventLog,
         ended: Callable[[Update, InflightError], None],
     ) -> None:
@@ -78,7 +78,7 @@ class Updates:
         self._config = InflightConfig.of(core.vllm_config)
         self._has_transport = core.vllm_config.weight_transfer_config is not None
         self._ranks = ranks
-        self._served = served
+        self._live_version = live_version
         self._events = events
         self.ledger = Ledger(events.moved)
         self._ended = ended
@@ -90,13 +90,13 @@ class Updates:
         """The update that was begun last, until it is known whether a rank has begun to
         write over the version before."""
 
-    def begin(self, body: dict[str, Any]) -> dict[str, Any]:
+    def start(self, body: dict[str, Any]) -> dict[str, Any]:
         """Open an update; replies `{"update_id", "phase"}`.
 
         What it expects is asked of a new one: one begun before may have changed that.
         Its manifest is what `Manifest.packed` makes of one.
         """
-        if (known := self.ledger.begun(body)) is not None:
+        if (known := self.ledger.started(body)) is not None:
             return known.state()
         self._ranks.require_staging()
         kv_connectors.check_connectors(self._core.scheduler)
@@ -123,13 +123,13 @@ class Updates:
             )
         allow_nonfinite = calls.read_flag(body, "allow_nonfinite")
         check_owner(body.get("owner"))
-        self._served.expect(body.get("base_version"), "base_version")
+        self._live_version.expect(body.get("base_version"), "base_version")
         self.require_connected()
         self.note_opened()
-        update, is_new = self.ledger.begin(body, float(deadline_s))
+        update, is_new = self.ledger.start(body, float(deadline_s))
         if not is_new:
             return update.state()
-        update.base = self._served.lineage
+        update.base = self._live_version.lineage
         update.is_whole = manifest is None or not (manifest["subset"] or is_drafters)
         self._last = update
         payload = {
@@ -144,12 +144,12 @@ class Updates:
         }
         self._watch.start(update)
         try:
-            self._ranks.order(update.serial, "begin", payload)
+            self._ranks.command(update.serial, "start", payload)
         except BaseException as error:
             # Who began it has not heard of it, and would not give it up.
             self.end(EngineFault(f"the ranks could not be told: {error!r}"))
             raise
-        self._order_sent(update)
+        self._command_sent(update)
         if not self.ledger.move(update, Phase.STAGING):
             assert update.error is not None  # the watch has ended it meanwhile
             raise update.error
@@ -161,16 +161,16 @@ class Updates:
 
         A rank posts that before its first write, and does not write any more for an
         update that was cancelled (see `Job._open`). So what is read here is final once
-        the update has ended. A later order replaces the ranks' notices, so they are
+        the update has ended. A later command replaces the ranks' statuses, so they are
         read before one goes out. A commit has put another version there.
         """
         update, is_known = self._last, True
         if update is None:
             return
         if update.is_active or update.phase is Phase.ABORTED:
-            has_opened = any(n.get("opened") for n in self._notices_of(update))
+            has_opened = any(n.get("opened") for n in self._statuses_of(update))
             if has_opened:
-                self._served.forget_before()
+                self._live_version.forget_before()
             is_known = has_opened or not update.is_active
         if is_known:
             self._last = None
@@ -193,14 +193,14 @@ class Updates:
                 return self._report(update)
         else:
             self.ledger.require(update.update_id, Phase.STAGING)
-            if update.sealed:
+            if update.is_preparing:
                 raise WrongPhase(f"update {update.update_id!r} is being finished")
-            self._ranks.order(update.serial, "receive", body.get("update_info"))
+            self._ranks.command(update.serial, "receive", body.get("update_info"))
             update.num_chunks += 1
-            self._order_sent(update)
+            self._command_sent(update)
         return self._watch.when_received(update)
 
-    def seal(self, body: dict[str, Any]) -> Any:
+    def prepare(self, body: dict[str, Any]) -> Any:
         """Close the stream and verify; done when every rank has voted.
 
         Replies with the vote of this engine, see `Update.vote`. Repeating it for an
@@ -213,10 +213,10 @@ class Updates:
         update = self.ledger.require(update_id, *phases, owner=owner)
         if update.phase is not Phase.STAGING:
             return update.vote()
-        if not update.sealed:
-            update.sealed = True
-            self._ranks.order(update.serial, "seal")
-            self._order_sent(update)
+        if not update.is_preparing:
+            update.is_preparing = True
+            self._ranks.command(update.serial, "prepare")
+            self._command_sent(update)
         return self._watch.when_staged(update)
 
     def abort(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -260,24 +260,24 @@ class Updates:
 
     def progress(self) -> dict[str, Any]:
         """Of the update under way, in numbers; zeros without one."""
-        update, notices = self.ledger.active, []
+        update, statuses = self.ledger.active, []
         if update is not None:
-            notices = self._notices_of(update)
+            statuses = self._statuses_of(update)
         return {
             "updating": update is not None,
             "update_stalled_seconds": 0.0 if update is None else update.stalled_s,
-            "update_staged_bytes": sum(n.get("bytes", 0) for n in notices),
+            "update_staged_bytes": sum(n.get("bytes", 0) for n in statuses),
             "wire_window_bytes": max(
-                (n.get("window_bytes", 0) for n in notices), default=0
+                (n.get("window_bytes", 0) for n in statuses), default=0
             ),
             "wire_bucket_wait_ms": max(
-                (n.get("bucket_wait_ms", 0) for n in notices), default=0
+                (n.get("bucket_wait_ms", 0) for n in statuses), default=0
             ),
         }
 
     def transport(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
         """Connect or disconnect a transport, in the staging thread."""
-        self._ranks.require_staging()  # else nobody would carry the order out
+        self._ranks.require_staging()  # else nobody would carry the command out
         if body.get("transport") not in ("groups", "local"):
             self._require_transport()
         if (active := self.ledger.active) is not None:
@@ -285,19 +285,19 @@ class Updates:
                 f"update {active.update_id!r} is {active.phase.value}",
                 update_id=active.update_id,
             )
-        order, payload = body["order"], body.get("init_info")
-        if order in ("init", "join") and not isinstance(payload, dict):
+        command, payload = body["command"], body.get("init_info")
+        if command in ("init", "join") and not isinstance(payload, dict):
             raise Malformed("init_info must be an object")
-        self.require_connected(order, payload)
+        self.require_connected(command, payload)
         self.note_opened()
         serial = self.ledger.next_serial()
         answer = self._watch.when_carried_out(serial, self._config.update_deadline_s)
         # Noted first: what comes once a rank has heard of it is refused, and does not
         # wait with it.
         before = self._connecting
-        self._connecting = Connecting(serial, order, payload, answer)
+        self._connecting = Connecting(serial, command, payload, answer)
         try:
-            self._ranks.order(serial, order, payload)
+            self._ranks.command(serial, command, payload)
         except BaseException as error:
             self._ranks.cancel(serial)  # some may have heard of it
             fault = EngineFault(f"the ranks could not be told: {error!r}")
@@ -311,32 +311,32 @@ class Updates:
 
         Ranks that have not received it leave the group `group_name`.
         """
-        self._ranks.order(0, "miss", body)
+        self._ranks.command(0, "miss", body)
         return {}
 
     def close(self) -> None:
         """End the watch over the ranks."""
         self._watch.close()
 
-    def require_connected(self, order: str = "", payload: Any = None) -> None:
+    def require_connected(self, command: str = "", payload: Any = None) -> None:
         """Raise `UpdateBusy` while a transport waits for its trainer.
 
         What comes meanwhile would wait with it, and its outcome would be lost. Only the
-        opposite order goes past: it ends the waiting.
+        opposite command goes past: it ends the waiting.
         """
         under_way = self._connecting
         if under_way is None or under_way.answer.done():
             return
-        if not under_way.is_undone_by(order, payload):
-            undoing = UNDONE_BY.get(under_way.order)
+        if not under_way.is_undone_by(command, payload):
+            undoing = UNDONE_BY.get(under_way.command)
             raise UpdateBusy(
                 "a transport is being connected or let go; call again after that"
                 + (f", or end it with {undoing[1]}" if undoing else "")
             )
         self._ranks.cancel(under_way.serial)
 
-    def _order_sent(self, update: Update) -> None:
-        update.num_orders += 1
+    def _command_sent(self, update: Update) -> None:
+        update.num_commands += 1
 
     def _require_transport(self) -> None:
         if not self._has_transport:
@@ -345,15 +345,15 @@ class Updates:
     def _report(self, update: Update) -> dict[str, Any]:
         report = update.to_dict()
         if update.is_active:
-            notices = self._notices_of(update)
-            done = [notice.get("orders", 0) for notice in notices]
-            is_behind = len(done) < self._ranks.count or min(done) < update.num_orders
+            statuses = self._statuses_of(update)
+            done = [status.get("orders", 0) for status in statuses]
+            is_behind = len(done) < self._ranks.count or min(done) < update.num_commands
             report["waits_for"] = "ranks" if is_behind else "trainer"
             report["ranks"] = [
-                {k: v for k, v in notice.items() if k not in NOT_REPORTED}
-                for notice in notices
+                {k: v for k, v in status.items() if k not in NOT_REPORTED}
+                for status in statuses
             ]
         return report
 
-    def _notices_of(self, update: Update) -> list[dict[str, Any]]:
-        return [n for n in self._ranks.notices() if n.get("serial") == update.serial]
+    def _statuses_of(self, update: Update) -> list[dict[str, Any]]:
+        return [n for n in self._ranks.statuses() if n.get("serial") == update.serial]

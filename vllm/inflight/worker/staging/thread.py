@@ -49,7 +49,7 @@ from vllm.inflight.worker.verify.model_config import (
 from vllm.inflight.yielding import beside_decoding, done_with_breaks, resting_by
 
 POLL_S = 0.02
-LAST_ORDERS = ("seal", "init", "shutdown", "join", "leave", "compare")
+LAST_COMMANDS = ("prepare", "init", "shutdown", "join", "leave", "compare")
 
 
 logger = upstream.init_logger(__name__)
@@ -59,8 +59,8 @@ def post_failure(
     board: StatusBoard, rank: int, serial: int, error: InflightError
 ) -> None:
     """Post that update `serial` failed on `rank`, and nothing else of it."""
-    notice = {"serial": serial, "state": "failed", "orders": 0}
-    board.post(rank, notice | {"error": error.to_dict()})
+    status = {"serial": serial, "state": "failed", "orders": 0}
+    board.post(rank, status | {"error": error.to_dict()})
 
 
 class StagingThread(Background):
@@ -85,7 +85,7 @@ class StagingThread(Background):
         self._board = board
         # All of them: the last, given up while it waited itself, may have ended first.
         self._before: list[StagingThread] = predecessor.alive() if predecessor else []
-        self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._intake: UpdateLoader | None = None
         self._sources: dict[str, str | None] = {}
         """The paths that all of it is read from, if it is read from files alone."""
@@ -93,8 +93,8 @@ class StagingThread(Background):
         self._is_open = self._transport_open = False
         """Whether the second set may have been written to; whether a load is under way
         in it."""
-        self._notice: dict[str, Any] = {"serial": serial, "state": "open"}
-        self._notice |= {"orders": 0, "bytes": 0, "tensors": 0}
+        self._status: dict[str, Any] = {"serial": serial, "state": "open"}
+        self._status |= {"orders": 0, "bytes": 0, "tensors": 0}
         self._posted = 0.0
         self._num_proved = 0
         """Bytes that the proof of the plan has written; see `Shadow.prove`."""
@@ -105,9 +105,9 @@ class StagingThread(Background):
             stager.shadow.num_threads,
         )
 
-    def put(self, order: str, payload: Any) -> None:
-        """Have an order carried out, after those before it."""
-        self._orders.put((order, payload))
+    def put(self, command: str, payload: Any) -> None:
+        """Have a command carried out, after those before it."""
+        self._commands.put((command, payload))
 
     def end(self) -> None:
         """Give the update up, because the process ends."""
@@ -124,11 +124,11 @@ class StagingThread(Background):
         return [job for job in (*self._before, self) if job.is_alive()]
 
     def run(self) -> None:
-        """Carry orders out until the last one, an error or a cancellation."""
-        orders: dict[str, Callable[[Any], None]] = {
-            "begin": self._begin,
+        """Carry commands out until the last one, an error or a cancellation."""
+        commands: dict[str, Callable[[Any], None]] = {
+            "start": self._start,
             "receive": self._receive,
-            "seal": self._seal,
+            "prepare": self._prepare,
             "init": self._init_transport,
             "shutdown": self._shutdown_transport,
             "join": lambda payload: self._init_transport(payload, "groups"),
@@ -140,19 +140,19 @@ class StagingThread(Background):
             self._post()
             with (
                 torch.no_grad(),
-                self._stager.lane(),
+                self._stager.staging_stream(),
                 self._pace.settled(),
             ):
                 while not self._is_cancelled():
                     try:
-                        order, payload = self._orders.get(timeout=POLL_S)
+                        command, payload = self._commands.get(timeout=POLL_S)
                     except queue.Empty:
                         continue
                     with beside_decoding(), resting_by(self._take_break):
-                        orders[order](payload)
-                    self._notice["orders"] += 1
+                        commands[command](payload)
+                    self._status["orders"] += 1
                     self._post()
-                    if order in LAST_ORDERS:
+                    if command in LAST_COMMANDS:
                         return
             raise Cancelled("the update was aborted")
         except InflightError as error:
@@ -165,8 +165,8 @@ class StagingThread(Background):
         finally:
             self._intake = None  # the two hold each other, and what came
 
-    # ----------------------------------------------------------------- orders
-    def _begin(self, payload: dict[str, Any]) -> None:
+    # ----------------------------------------------------------------- commands
+    def _start(self, payload: dict[str, Any]) -> None:
         # Half of the time for staging at leisure, half for what is then left.
         self._pace.hurry_after(payload["deadline_s"] / 2)
         manifest = Manifest()
@@ -183,7 +183,7 @@ class StagingThread(Background):
                 "still write; if this stays so, restart the engine"
             )
         self._sources = payload["sources"]
-        self._notice["state"] = "staging"
+        self._status["state"] = "staging"
         self._post()
         # Of a set that a rollback can return to, this changes no byte.
         self._shadow.prepare()
@@ -216,12 +216,12 @@ class StagingThread(Background):
         if self._is_open:
             return
         assert self._intake is not None
-        self._notice["opened"] = True
+        self._status["opened"] = True
         self._post()
         try:
             self._stager.open(self._is_cancelled)
         except Cancelled:
-            self._notice["opened"] = False
+            self._status["opened"] = False
             raise
         self._is_open = True
         self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
@@ -249,7 +249,7 @@ class StagingThread(Background):
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
         self._intake.require_taken()
-        self._notice["parameters"] = tally(self._intake.coverage.fills)
+        self._status["parameters"] = tally(self._intake.coverage.fills)
 
     def _read(self, payload: Any) -> Any:
         """What `update_info` says to the transport; raises `Malformed`."""
@@ -289,7 +289,7 @@ class StagingThread(Background):
             self._transport.receive_weights(info)
         comparison.judge()
 
-    def _seal(self, _: Any) -> None:
+    def _prepare(self, _: Any) -> None:
         assert self._intake is not None
         intake, shadow = self._intake, self._shadow
         if self._is_open and self._transport.defers_processing:
@@ -304,7 +304,7 @@ class StagingThread(Background):
         require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
         retie(shadow, begun)
         try:
-            self._notice["carried"] = copy_unsent(shadow, begun, self._between)
+            self._status["carried"] = copy_unsent(shadow, begun, self._between)
             derive(shadow.module, self._worker.model_config.dtype)
         finally:
             # The next update may write to the same places from another stream.
@@ -314,7 +314,7 @@ class StagingThread(Background):
         whole: Content | None = base
         if intake.is_partial:
             whole = base.over(self._stager.served, intake.is_spare)
-        self._notice |= {
+        self._status |= {
             "state": "staged",
             "drift": self._stager.staged(whole),
             "sent": (digest := sent.digest()),
@@ -417,27 +417,27 @@ class StagingThread(Background):
                 self._shadow.reset()
         except BaseException:
             logger.exception("cleaning up after update %d failed", self.serial)
-        self._notice |= {"state": "failed", "error": error.to_dict()}
+        self._status |= {"state": "failed", "error": error.to_dict()}
         # All names: an error has only the first, and every rank may have others.
-        self._notice["named"] = getattr(error, "named", {})
-        self._notice["unfilled"] = [] if intake is None else intake.unfilled
+        self._status["named"] = getattr(error, "named", {})
+        self._status["unfilled"] = [] if intake is None else intake.unfilled
         try:
             try:
                 self._post()
             except ValueError:  # there are so many names that they do not fit
-                del self._notice["named"], self._notice["unfilled"]
+                del self._status["named"], self._status["unfilled"]
                 self._post()
         except BaseException:
-            # The rest of the notice cannot be posted; that the update failed has to be.
-            logger.exception("the notice on update %d was not posted", self.serial)
+            # The rest of the status cannot be posted; that the update failed has to be.
+            logger.exception("the status on update %d was not posted", self.serial)
             post_failure(self._board, self._rank, self.serial, error)
 
     def _is_cancelled(self) -> bool:
         return self._process_ends or self._board.cancelled() >= self.serial
 
     def _progress(self, num_bytes: int, num_tensors: int) -> None:
-        is_first = not self._notice["bytes"]  # what follows may be long in coming
-        self._notice |= {"bytes": num_bytes, "tensors": num_tensors}
+        is_first = not self._status["bytes"]  # what follows may be long in coming
+        self._status |= {"bytes": num_bytes, "tensors": num_tensors}
         if is_first or time.monotonic() - self._posted > POLL_S:
             self._post()
         self._pace.rest(self._num_proved + num_bytes)
@@ -445,6 +445,6 @@ class StagingThread(Background):
     def _post(self) -> None:
         self._posted = time.monotonic()
         if isinstance(self._transport, StagedEngine):
-            self._notice |= self._transport.gauges
-        self._notice["cpu_s"] = time.thread_time()  # the thread is this update's alone
-        self._board.post(self._rank, self._notice)
+            self._status |= self._transport.gauges
+        self._status["cpu_s"] = time.thread_time()  # the thread is this update's alone
+        self._board.post(self._rank, self._status)

@@ -1,4 +1,4 @@
-"""One rank's side of staging: orders come in, a thread of its own carries them out.
+"""One rank's side of staging: commands come in, a thread of its own carries them out.
 
 Orders come from the engine core as RPCs that only enqueue; what becomes of them
 is posted on the board. The stager lives as long as its worker and holds the
@@ -117,7 +117,7 @@ class StagingWorker:
         return self._catalogue
 
     @contextmanager
-    def lane(self) -> Iterator[None]:
+    def staging_stream(self) -> Iterator[None]:
         """The device and the stream of the staging thread."""
         with torch.device(self.worker.device):
             if self._stream is None:
@@ -161,10 +161,10 @@ class StagingWorker:
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
         }
 
-    def order(self, serial: int, order: str, payload: Any) -> None:
-        """Enqueue one order of update `serial`; the outcome is posted."""
+    def command(self, serial: int, command: str, payload: Any) -> None:
+        """Enqueue one command of update `serial`; the outcome is posted."""
         assert self._board is not None
-        if order == "miss":  # of no update: it was refused, maybe beside another one
+        if command == "miss":  # of no update: it was refused, maybe beside another one
             if "groups" in vars(self):
                 self.groups.miss(**payload)
             return
@@ -173,14 +173,14 @@ class StagingWorker:
                 job = StagingThread(self, self._board, serial, predecessor=self._job)
                 job.start()
             except Exception as error:  # the host has no room for a thread, say
-                # Nobody reads the reply to an order; what is waited for is a notice.
+                # Nobody reads the reply to a command; what is waited for is a status.
                 logger.exception("update %d did not begin", serial)
                 fault = EngineFault(f"no thread to stage in: {error}")
                 post_failure(self._board, self.rank, serial, fault)
                 return
             self._job = job
         if self._job.serial == serial:
-            self._job.put(order, payload)
+            self._job.put(command, payload)
 
     def open(self, is_cancelled: Callable[[], bool] = never) -> None:
         """The second set is about to be written over: there is no way back.
