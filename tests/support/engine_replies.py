@@ -36,18 +36,18 @@ def record(core: Any, folder: Path) -> dict[str, Any]:
         replies[key or method] = call(core, method, **body)
         return replies[key or method]
 
-    ask("may_begin")
+    ask("may_start")
     names = ask("names")
     ask("source")
     ask("journal")["model"] = "model"
     ask("health")
-    ask("was_begun", update_id="u", fingerprint="f")
+    ask("was_started", update_id="u", fingerprint="f")
     ask("unused", names=["lm_head.weight"])
     name = unpacked(names["catalogues"])["tensors"][0]["name"]
     ask("rows", name=name, num_rows=1)
-    ask("begin", update_id="u", weight_version="v", transport="local")
+    ask("start", update_id="u", weight_version="v", transport="local")
     ask("receive", update_id="u", update_info={"path": str(folder)})
-    ask("seal", update_id="u")
+    ask("prepare", update_id="u")
     ask("status", "status during an update")
     ask("status", "status of the active update", update_id="u")
     add(core, "r", prompt(1))
@@ -73,7 +73,7 @@ def record(core: Any, folder: Path) -> dict[str, Any]:
     ask("rollback", rollback_id="r")
     ask("undo", rollback_id="r")
     ask("rename", weight_version="w")
-    call(core, "begin", update_id="v", transport="local")
+    call(core, "start", update_id="v", transport="local")
     ask("abort", update_id="v")
     return replies
 
@@ -122,6 +122,7 @@ def main() -> None:
             max_num_seqs=4,
             dtype="float32",
             enforce_eager=True,
+            gpu_memory_utilization=0.3,
         ).create_engine_config()
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
         try:
