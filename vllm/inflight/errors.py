@@ -214,7 +214,7 @@ class Unauthorized(InflightError):
 
     code = "unauthorized"
     status = 401
-    remedy = "Send 'Authorization: Bearer <admin key, or API key if none is set>'."
+    remedy = "Send 'Authorization: Bearer KEY': the admin key, or else the API key."
 
 
 class Forbidden(InflightError):

@@ -106,7 +106,7 @@ def make_table(
         for number, (address, num_chunks, limit) in enumerate(places):
             row = number if rows is None else rows[number]
             # A chunk's key depends on its number in the whole tensor. The address in
-            # the table is that of chunk 0, which the program reads only if it has it.
+            # the table is chunk 0's, which is read only if it is in the part.
             at = 0 if firsts is None else firsts[number]
             end = at + num_chunks
             first = torch.arange(at, end, CHUNKS_PER_PROGRAM)
