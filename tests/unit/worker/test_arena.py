@@ -1,4 +1,4 @@
-"""The arena on the host twin: real mappings and real memory, but no GPU."""
+"""The arena on host memory: real mappings and real memory, but no GPU."""
 
 import mmap
 import os

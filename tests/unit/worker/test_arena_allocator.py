@@ -1,4 +1,4 @@
-"""What torch's allocator asks of an arena, on the host twin."""
+"""How torch's allocator uses an arena, on host memory."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""An arena that gives its memory back and gets it again, on the host twin."""
+"""An arena that gives its memory back and gets it again, on host memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A second tree of a model shares no layer with the first, and takes none from it."""
+"""A shadow model shares no layer with the live model, and takes none from it."""
 
 import torch
 

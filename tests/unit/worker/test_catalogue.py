@@ -1,4 +1,4 @@
-"""The catalogue of names that a trainer may send: packed by ranks, told as one."""
+"""The catalogue of names that a trainer may send: packed by ranks, merged into one."""
 
 import json
 from types import SimpleNamespace

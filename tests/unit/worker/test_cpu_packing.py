@@ -1,4 +1,4 @@
-"""What a thread of another number of threads packs is multiplied as it should be."""
+"""A matrix that a thread with other settings packs is multiplied correctly."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A drafter beside its model on a GPU: twins in two arenas, on the host's memory."""
+"""A drafter beside its model on a GPU: shadow parameters in two arenas, on the host."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Every kind of loader, on every path and in any order: served is a fresh load."""
+"""Every kind of loader, on every path and in any order: equal to a fresh load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints: a write is seen, however it was made, and what is left blank too."""
+"""Fingerprints: a write is detected, however it was made, and so is a blank rest."""
 
 from collections.abc import Callable
 

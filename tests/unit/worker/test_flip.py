@@ -1,4 +1,4 @@
-"""An exchange of two trees is of all their tensors, or of none."""
+"""A flip exchanges all tensors of two module trees, or none."""
 
 import pytest
 import torch

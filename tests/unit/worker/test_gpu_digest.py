@@ -1,4 +1,4 @@
-"""The GPU's audit equals the CPU's digest; Triton's interpreter stands in for a GPU."""
+"""The digest of a GPU equals the CPU's; Triton's interpreter stands in for a GPU."""
 
 import os
 import subprocess

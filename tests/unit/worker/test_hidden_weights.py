@@ -1,4 +1,4 @@
-"""What is served and not among a model's parameters is found, however it is kept."""
+"""Weights outside of a model's parameters are found, however they are kept."""
 
 import functools
 import types

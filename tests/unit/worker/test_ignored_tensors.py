@@ -1,4 +1,4 @@
-"""What an engine was built without may come with an update of all the rest."""
+"""Tensors of parts that an engine was built without may come with a whole update."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Derived parameters: made again of every version, and flipped with it."""
+"""Derived parameters are computed again for every version, and flipped with it."""
 
 from collections.abc import Callable
 

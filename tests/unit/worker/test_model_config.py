@@ -1,4 +1,4 @@
-"""A checkpoint of another model is told from one that spells the same otherwise."""
+"""Another model is rejected, and another spelling of the same model is not."""
 
 import json
 from contextlib import suppress

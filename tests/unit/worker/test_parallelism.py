@@ -1,4 +1,4 @@
-"""Parallelism is refused by name until updates have been run with it."""
+"""Parallelism that updates were not tested with is rejected by name."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -68,11 +68,11 @@ def test_an_engine_of_one_rank_and_engines_of_several_are_updated():
         {"enable_expert_parallel": True, "all2all_backend": "deepep_low_latency"},
     ],
 )
-def test_what_was_not_tried_is_refused_by_name(fields):
+def test_what_was_not_tested_is_rejected_by_name(fields):
     reason = parallelism.parallelism_obstacle(configured(**fields))
     name, value = list(fields.items())[-1]
     assert reason is not None
-    assert reason.endswith(f"configuration yet: {name}={value!r}")
+    assert reason.endswith(f"configuration: {name}={value!r}")
 
 
 def test_how_experts_are_shared_out_matters_where_they_are():

@@ -1,4 +1,4 @@
-"""Twins in an arena: what a GPU does at an update, on the arena's twin of the host."""
+"""Shadow parameters in an arena: an update as on a GPU, on host memory."""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Where weights live when there is no arena to be had."""
+"""Where weights lie when no arena can be opened."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Quantised layers in an arena: what a GPU does at an update, on the host's memory."""
+"""Quantised layers in an arena: an update as on a GPU, on host memory."""
 
 from collections.abc import Iterator
 from pkgutil import resolve_name

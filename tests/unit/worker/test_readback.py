@@ -1,4 +1,4 @@
-"""What is read of a layer's weights, wherever the build keeps them."""
+"""Reading back a layer's weights, wherever the build keeps them."""
 
 from functools import partial
 from types import SimpleNamespace

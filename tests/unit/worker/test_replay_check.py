@@ -1,4 +1,4 @@
-"""A plan is proved before it is trusted, with patterns whose elements all differ."""
+"""A plan is checked before it is replayed, with patterns of distinct elements."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The plan: what a loader did with a tensor is done again without the loader."""
+"""The replay plan repeats what a loader did with a tensor, without the loader."""
 
 import math
 

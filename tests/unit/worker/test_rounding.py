@@ -1,4 +1,4 @@
-"""What a loader computes is computed where a fresh engine computes it."""
+"""A loader computes on the device on which a fresh engine computes."""
 
 import torch
 

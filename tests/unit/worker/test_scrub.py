@@ -1,4 +1,4 @@
-"""What ranks read of what they serve, and what it amounts to."""
+"""A scrub: the digests that ranks read from live weights, added up and compared."""
 
 import os
 import subprocess

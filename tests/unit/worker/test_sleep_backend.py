@@ -1,4 +1,4 @@
-"""A worker's sleep, with its weights in the arena's twin of the host.
+"""A worker's sleep, with its weights in an arena on host memory.
 
 Upstream's allocator is a stand-in that remembers what it was asked: it needs a GPU.
 """

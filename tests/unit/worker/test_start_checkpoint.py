@@ -1,4 +1,4 @@
-"""What is known of the checkpoint that an engine started from."""
+"""The tensors of the checkpoint that an engine started from."""
 
 from pathlib import Path
 from types import SimpleNamespace

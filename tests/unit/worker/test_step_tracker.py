@@ -1,4 +1,4 @@
-"""The stream that steps, as who changes the weights between two of them sees it."""
+"""The stream that steps, used by a thread that changes weights between two steps."""
 
 import threading
 from collections.abc import Iterator

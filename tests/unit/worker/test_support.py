@@ -1,4 +1,4 @@
-"""What keeps a version alive beside the parameters is refused, by name."""
+"""State beside the parameters that would keep an old version is rejected, by name."""
 
 from types import SimpleNamespace
 

@@ -371,19 +371,19 @@ class UpdateLoader:
         rejection
         ends the load of no other tensor.
         """
-        coverage, inspection = self.coverage, self._checks
+        coverage, checks = self.coverage, self._checks
         before = coverage.num_loads
         try:
             self._load([(name, tensor)])
         except (InflightError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # loaders raise many kinds of errors
-            inspection.note_rejected(name, error)
+            checks.note_rejected(name, error)
             return False
         if coverage.num_loads == before and self._shadow.may_idle(name):
             self.unfilled.append(name)
         elif coverage.num_loads == before:
-            inspection.note_unknown(name)
+            checks.note_unknown(name)
         return coverage.num_loads > before
 
     def foresee(
@@ -455,7 +455,7 @@ class UpdateLoader:
         that was
         begun.
         """
-        inspection = self._checks
+        checks = self._checks
         with undirected():
             for name, digest, bad in self._gpu_digest.results():
                 self._judge(name, digest, bad)
@@ -464,18 +464,18 @@ class UpdateLoader:
             self._shadow.plan.forget()  # a replay would leave them out
         why = "it is filled by tensors of two names"
         for param in sorted(self._renamed & self.coverage.refilled):
-            inspection.note_wrong(param, Cause.DUPLICATE, why)
-        inspection.compare_heads()
+            checks.note_wrong(param, Cause.DUPLICATE, why)
+        checks.compare_heads()
         self._note_unused(lambda name: not self._shadow.may_idle(name))
         missing = self.coverage.short(self.coverage.due(self._manifest))
-        if missing or inspection.objects:
+        if missing or checks.objects:
             raise self._mismatch(missing, is_end=True)
-        inspection.require_subset()
+        checks.require_subset()
         self._pass_over()
         self._note_unused()
-        if inspection.objects:
+        if checks.objects:
             raise self._mismatch(is_end=True)
-        return Content(inspection.facts(), samples)
+        return Content(checks.facts(), samples)
 
     def require_finite(self) -> None:
         """Raise `WeightsMismatch` if a loader has computed NaN or Inf from finite
