@@ -213,6 +213,10 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "rows": rows,
     "names": names,
     "source": source,
+    "staging": lambda gate, body: {
+        "bytes": gate.ranks.nbytes,
+        "reason": gate.ranks.reason,
+    },
     "unused": unused,
     "journal": journal,
     "miss": lambda gate, body: gate.updates.miss(body),
