@@ -39,6 +39,7 @@ def record(core: Any, folder: Path) -> dict[str, Any]:
     ask("may_start")
     names = ask("names")
     ask("source")
+    ask("staging")
     ask("journal")["model"] = "model"
     ask("health")
     ask("was_started", update_id="u", fingerprint="f")
@@ -79,9 +80,15 @@ def record(core: Any, folder: Path) -> dict[str, Any]:
 
 
 def shape(reply: Any) -> Any:
-    """The keys of a reply at every level; entries of a list are all alike."""
+    """The keys of a reply at every level; entries of a list are all alike.
+
+    Below `seconds` and `drift` they depend on the updates before.
+    """
     if isinstance(reply, dict):
-        return {key: shape(value) for key, value in reply.items()}
+        return {
+            key: None if key in ("seconds", "drift") else shape(value)
+            for key, value in reply.items()
+        }
     if isinstance(reply, list):
         return [shape(each) for each in reply[:1]]
     return None

@@ -28,10 +28,22 @@ from vllm.outputs import WeightVersionSpan
 
 from vllm.inflight.engine.scheduling.version_stamp import Stamp
 from vllm.inflight.outputs.openai import ReplySpans, labelled, watched
-from vllm.inflight.outputs.spans import VersionSpan, as_dicts, decoded
+from vllm.inflight.outputs.spans import AdapterSpan, VersionSpan, as_dicts, decoded
 
 OLD = {"version": "old", "epoch": 1, "start": 0, "end": 3}
 NEW = {"version": "new", "epoch": 2, "start": 3, "end": 5}
+
+
+def test_a_span_is_read_as_over_http():
+    plain = VersionSpan("new", 3, 5, 2)
+    adapted = AdapterSpan("new", 3, 5, 2, "a", 1)
+    for span in (plain, adapted):
+        assert [dict(span)] == as_dicts([span])
+        assert [*dict(span)] == [*as_dicts([span])[0]]
+        assert span["version"] == span.version == "new"
+    for missing in ("adapter", "keys", 0):
+        with pytest.raises(KeyError):
+            plain[missing]
 
 
 def output(*spans: dict[str, Any], index: int = 0) -> Any:

@@ -1,8 +1,9 @@
-"""Spans: which version of the weights sampled which output tokens.
+"""Version spans: which version of the weights sampled which output tokens.
 
-`weight_versions` is a list of `{"version", "epoch", "start", "end"}`, half-open
-over output tokens, cumulative from the first token of a choice. With an adapter, spans
-also have its name (`adapter`) and which load of it was used (`adapter_load`).
+`weight_versions` is a list of `{"version", "epoch", "start", "end"}`. A span is
+half-open over output tokens; the list covers all tokens of a choice from its first one
+on. With an adapter, spans also have its name (`adapter`) and which load of it was used
+(`adapter_load`).
 """
 
 from __future__ import annotations
@@ -14,38 +15,59 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling.version_stamp import Stamp
 
+FIELDS = ("version", "epoch", "start", "end")
+ADAPTER_FIELDS = (*FIELDS, "adapter", "adapter_load")
+
 
 @dataclass
 class VersionSpan(upstream.WeightVersionSpan):
-    """Output tokens `[start, end)` were sampled by `version` in `epoch`."""
+    """Output tokens `[start, end)` were sampled by `version` in `epoch`.
+
+    `span["version"]` is `span.version`, and `dict(span)` is the object of an HTTP
+    reply, so the same code reads the spans of both.
+    """
 
     epoch: int = 0
+
+    def keys(self) -> tuple[str, ...]:
+        """The fields, in the order of an HTTP reply."""
+        return FIELDS
+
+    def __getitem__(self, field: str) -> Any:
+        if field not in self.keys():
+            raise KeyError(field)
+        return getattr(self, field)
 
 
 @dataclass
 class AdapterSpan(VersionSpan):
-    """Those tokens were sampled with an adapter."""
+    """Output tokens that were sampled with an adapter."""
 
     adapter: str = ""
-    """Its name."""
+    """The name of the adapter."""
     adapter_load: int = 0
-    """How often it had been loaded again under that name."""
+    """How often the adapter had been loaded again under that name."""
+
+    def keys(self) -> tuple[str, ...]:
+        """The fields, in the order of an HTTP reply."""
+        return ADAPTER_FIELDS
 
 
 def decoded(
-    spans: Iterable[Any] | None, adapter: Any = None
+    spans: Iterable[upstream.WeightVersionSpan] | None,
+    adapter: upstream.LoRARequest | None = None,
 ) -> list[VersionSpan] | None:
-    """Upstream's spans, whose labels are stamps, as spans with epochs.
+    """Spans with epochs, from upstream's spans, whose labels are version stamps.
 
     Args:
-        spans: of one request.
-        adapter: its `LoRARequest`, if it has one.
+        spans: the spans of one request.
+        adapter: the adapter of the request, if it has one.
 
     """
     if spans is None:
         return None
     made: list[VersionSpan] = []
-    for span in spans:  # a plain loop: per token and stream, the quickest there is
+    for span in spans:  # runs per token and stream: a plain loop is fastest
         stamp = Stamp.decode(span.version)
         found = VersionSpan(stamp.label, span.start, span.end, stamp.epoch)
         if adapter is not None:
@@ -53,7 +75,7 @@ def decoded(
             facts = found.version, found.start, found.end, found.epoch
             found = AdapterSpan(*facts, adapter.lora_name, load)
         if made and _continues(made[-1], found):
-            made[-1].end = found.end  # an adapter was replaced that is another's
+            made[-1].end = found.end  # the stamps differ in another request's adapter
         else:
             made.append(found)
     return made
@@ -71,12 +93,18 @@ def _load(span: VersionSpan) -> int | None:
     return span.adapter_load if isinstance(span, AdapterSpan) else None
 
 
-def followed(trail: Iterable[Any], end: int) -> list[VersionSpan]:
-    """A trail of KV as spans over the positions [0, `end`) of prompt and output.
+def followed(
+    provenance: Iterable[tuple[int, str | None]], end: int
+) -> list[VersionSpan]:
+    """KV provenance as spans over the positions [0, `end`) of prompt and output.
 
-    Where nobody knows the version, the label is empty and the epoch -1.
+    Args:
+        provenance: (first position, version stamp) of each stretch of positions. An
+            unknown version is None; its span has an empty label and epoch -1.
+        end: the number of positions.
+
     """
-    starts = [(start, stamp) for start, stamp in trail if start < end]
+    starts = [(start, stamp) for start, stamp in provenance if start < end]
     ends = [start for start, _ in starts[1:]] + [end]
     known = (Stamp("", -1) if s is None else Stamp.decode(s) for _, s in starts)
     return [
@@ -85,11 +113,11 @@ def followed(trail: Iterable[Any], end: int) -> list[VersionSpan]:
     ]
 
 
-def as_dicts(spans: Iterable[Any] | None) -> list[dict[str, Any]] | None:
-    """Spans as JSON-ready objects; None, "nobody knows", stays None."""
+def as_dicts(spans: Iterable[VersionSpan] | None) -> list[dict[str, Any]] | None:
+    """Spans as JSON-ready objects; None, for unknown versions, stays None."""
     if spans is None:
         return None
-    # `dataclasses.asdict` copies deeply, ten times as slowly; this is per token.
+    # This runs per token, and `dataclasses.asdict` is ten times as slow.
     return [
         {
             "version": span.version,

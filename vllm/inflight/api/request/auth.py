@@ -1,13 +1,14 @@
-"""Who may call a control route: never open by accident.
+"""Who may call a control route.
 
-With an admin key, whoever has it; else with an API key, whoever has that; with
-neither, only a direct caller on the server's own host.
+A server with an admin key accepts callers with that key. A server with an API key alone
+accepts callers with the API key. A server without keys accepts only direct callers on
+its own host.
 
 A direct caller connects from the loopback address, speaks HTTP/1.1, sends only headers
-that clients make themselves, and calls the server by a name of this host. All four are
-lists of what is allowed. Proxies, meshes and CDNs add headers of their own, and new
-ones every year, so a list of those would never be complete. The same lists keep out
-pages in a browser on this host, for GET as for POST.
+that clients make themselves, and calls the server by a name of this host. Each of these
+four rules is a list of allowed values. A list of forbidden headers would never be
+complete: proxies, meshes and CDNs add new ones every year. The same lists reject pages
+in a browser on this host (CSRF, DNS rebinding), for GET as for POST.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import ipaddress
 import os
 import secrets
 import socket
-from typing import Any
+from collections.abc import Iterable
+from typing import Protocol
+
+from fastapi import Request
+from starlette.datastructures import Address
 
 from vllm.inflight.config import API_KEY_ENV, admin_key, check_key
 from vllm.inflight.errors import Forbidden, Unauthorized
@@ -28,12 +33,13 @@ REMEDY = (
 )
 
 LOOPBACK = frozenset({ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1")})
-"""Peers that a direct caller has. Linux chooses 127.0.0.1 for a caller of any loopback
-address; a service mesh's sidecar connects from another one, as Istio's from 127.0.0.6.
+"""Peer addresses of a direct caller. Linux chooses 127.0.0.1 for a caller of any
+loopback address. The sidecar of a service mesh connects from another one: Istio's from
+127.0.0.6.
 """
 
 HTTP_VERSION = "1.1"
-"""Clients of today speak it; nginx speaks 1.0 to a server unless it is told not to."""
+"""The version that clients speak. By default nginx speaks 1.0 to a server."""
 
 HEADERS = frozenset(
     {
@@ -58,12 +64,12 @@ HEADERS = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
-        "sec-fetch-mode",  # of node's fetch, which sends no other header of this kind
-        # Clients of OpenAI's.
+        "sec-fetch-mode",  # node's fetch sends it, and no other header of this kind
+        # OpenAI's clients
         "idempotency-key",
         "openai-organization",
         "openai-project",
-        # What tracing adds to a client's requests in the client's own process.
+        # Tracing adds these in the client's own process.
         "baggage",
         "sentry-trace",
         "traceparent",
@@ -72,22 +78,29 @@ HEADERS = frozenset(
 )
 """Headers that a client makes by itself, in lower case.
 
-Left out on purpose: `cookie`, `referer`, `origin` and `sec-fetch-site` come from
-browsers, `x-request-id` and `x-b3-*` from proxies and meshes too.
+The list leaves out headers of browsers (`cookie`, `referer`, `origin`,
+`sec-fetch-site`), and headers that proxies and meshes also add (`x-request-id`,
+`x-b3-*`).
 """
 
 HEADERS_OF_OPENAI = "x-stainless-"
-"""OpenAI's clients tell their platform in headers that begin so."""
+"""Prefix of the headers in which OpenAI's clients name their platform."""
 
 BROWSER = "mozilla/"
-"""How the `User-Agent` of every browser begins; a page cannot change it."""
+"""Prefix of the `User-Agent` of every browser; a page cannot change it."""
 
 NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
-"""What `/etc/hosts` calls the loopback address; no DNS can lead these elsewhere."""
+"""Names of the loopback address in `/etc/hosts`; DNS cannot redirect them."""
 
 
-def authorize(request: Any) -> str:
-    """Who sent `request`: its key's hash, or its address.
+class Arguments(Protocol):
+    """The parsed flags of a server, as far as they name keys."""
+
+    api_key: list[str] | None
+
+
+def authorize(request: Request) -> str:
+    """The caller of `request`: the hash of its key, or its address.
 
     Raises:
         Unauthorized: it needs a key and has none.
@@ -102,28 +115,29 @@ def authorize(request: Any) -> str:
             "without a key the control routes answer direct callers on this host only, "
             f"and {why}; {REMEDY}"
         )
+    assert request.client is not None
     return str(request.client.host)
 
 
-def control_keys(args: Any) -> list[str]:
+def control_keys(args: Arguments) -> list[str]:
     """The keys that open the control routes; none means direct callers only."""
     if (key := admin_key()) is not None:
         return [key]
-    given = getattr(args, "api_key", None) or [os.environ.get(API_KEY_ENV)]
-    return [key for key in given if key]
+    configured = getattr(args, "api_key", None) or [os.environ.get(API_KEY_ENV)]
+    return [key for key in configured if key]
 
 
-def check_api_keys(keys: Any) -> None:
-    """Refuse keys of `--api-key` that were meant and that no client can send.
+def check_api_keys(keys: Iterable[str | None] | None) -> None:
+    """Reject keys of `--api-key` that no client can send.
 
-    vLLM itself drops empty ones, and its own authentication with the last of them.
+    vLLM drops empty keys. Without any key left it asks for none.
 
     Raises:
-        ConfigError: one of them is blank, or has blanks around it.
+        ConfigError: a key is blank, or has blanks around it.
 
     """
     for key in keys or ():
-        check_key("--api-key", key or "")  # vLLM's parser makes None of an empty one
+        check_key("--api-key", key or "")  # vLLM's parser turns an empty key into None
 
 
 def _check_key(header: str | None, keys: list[str]) -> bytes:
@@ -141,8 +155,8 @@ def _hashed(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _indirect(request: Any) -> str | None:
-    """Why `request` may not come from a direct caller on this host; None: it does."""
+def _indirect(request: Request) -> str | None:
+    """Why `request` may not come from a direct caller on this host; None if it does."""
     headers = request.headers
     for name in headers:
         if name not in HEADERS and not name.startswith(HEADERS_OF_OPENAI):
@@ -167,8 +181,8 @@ def _indirect(request: Any) -> str | None:
     return None
 
 
-def _is_loopback(client: Any) -> bool:
-    """Whether a peer is one of `LOOPBACK`; a Unix socket has none."""
+def _is_loopback(client: Address | None) -> bool:
+    """Whether the peer is one of `LOOPBACK`. On a Unix socket there is no peer."""
     if client is None:
         return False
     try:

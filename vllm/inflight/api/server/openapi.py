@@ -221,7 +221,10 @@ _COMMIT: dict[str, Schema] = _VERSION | {
     "gap_ms": NUMBER | {"description": "How long the flip took, between two steps."},
     "update_id": TEXT,
     "seconds": OBJECT,
-    "drift": _NUMBER_OR_NULL,
+    "drift": {
+        "type": ["object", "null"],
+        "description": "How far the commit moved the weights; null where unknown.",
+    },
 }
 _INFO: dict[str, Schema] = _VERSION | {
     "previous": {"type": ["object", "null"], "properties": _VERSION},

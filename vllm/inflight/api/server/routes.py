@@ -32,6 +32,7 @@ from vllm.inflight.api.server.admission import Admission
 from vllm.inflight.api.server.health import health
 from vllm.inflight.api.server.metrics import metrics
 from vllm.inflight.api.server.openapi import TAGS, described, serve_docs_offline
+from vllm.inflight.api.server.start_log import log_start
 from vllm.inflight.errors import InflightError, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
@@ -236,12 +237,14 @@ class InflightEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Make sure that upstream routes to us: its own routes need no key."""
+        is_first = control_port.is_first(engine_client)
+        if is_first:
+            await log_start(engine_client, args)
         if self._config.journal:
-            is_first = control_port.is_first(engine_client)
             await (restore_at_start if is_first else tried)(control_of(engine_client))
         if not self._config.port:
             check_routing(self._app)
-        elif control_port.is_first(engine_client):
+        elif is_first:
             app = control_app(engine_client, args)
             listener = control_port.bind(self._config.host, self._config.port)
             self._serving = control_port.serve(app, listener, args)

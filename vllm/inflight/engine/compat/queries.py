@@ -216,6 +216,10 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "rows": rows,
     "names": names,
     "source": source,
+    "staging": lambda gate, body: {
+        "bytes": gate.ranks.nbytes,
+        "reason": gate.ranks.reason,
+    },
     "unused": unused,
     "journal": journal,
     "miss": lambda controller, body: controller.updates.miss(body),

@@ -38,6 +38,10 @@ from vllm.inflight.worker.model.quantized import require_same_numbers
 from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
 from vllm.inflight.worker.staging.coverage import tally
 from vllm.inflight.worker.staging.loader import UpdateLoader
+from vllm.inflight.worker.staging.log_filter import (
+    STAGING_THREAD,
+    silence_expected_warnings,
+)
 from vllm.inflight.worker.staging.served_comparison import ServedComparison
 from vllm.inflight.worker.staging.throttle import pace_of
 from vllm.inflight.worker.status_board import StatusBoard
@@ -74,7 +78,8 @@ class StagingThread(Background):
         *,
         predecessor: StagingThread | None,
     ) -> None:
-        super().__init__(name="inflight-stage")
+        super().__init__(name=STAGING_THREAD)
+        silence_expected_warnings()
         self.serial = serial
         self._process_ends = False
         self._stager = stager

@@ -1,0 +1,56 @@
+"""A server says at its start what it does."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.route_stub import Engine
+from vllm.inflight.api.server import start_log
+from vllm.inflight.config import ADMIN_KEY_ENV
+
+
+async def line(monkeypatch: pytest.MonkeyPatch, engine: Engine, **args: object) -> str:
+    lines: list[str] = []
+
+    def info(text: str, *values: object) -> None:
+        lines.append(text % values)
+
+    monkeypatch.setattr(start_log.logger, "info", info)
+    await start_log.log_start(engine, Namespace(**{"api_key": None} | args))
+    (found,) = lines
+    return found
+
+
+async def test_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ADMIN_KEY_ENV, raising=False)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert (await line(monkeypatch, Engine())).partition(": ")[2] == (
+        "shadow weights of 0.00 GiB in host memory; transport none (files by path "
+        "only); control routes for this host only, without a key; prefix cache "
+        "versioned"
+    )
+
+
+async def test_it_names_the_transport_and_the_kind_of_key_and_no_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(ADMIN_KEY_ENV, raising=False)
+    engine = Engine()
+    engine.vllm_config.weight_transfer_config = SimpleNamespace(backend="inflight_nccl")
+    found = await line(monkeypatch, engine, api_key=["s3cret"])
+    assert "transport inflight_nccl" in found
+    assert "callers with the API key" in found and "s3cret" not in found
+    monkeypatch.setenv(ADMIN_KEY_ENV, "s3cret2")
+    found = await line(monkeypatch, engine, api_key=["s3cret"])
+    assert "callers with the admin key" in found and "s3cret" not in found
+
+
+async def test_it_says_why_there_are_no_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Off(Engine):
+        async def call_utility_all_async(self, _: str, *__: object) -> list[dict]:
+            return [{"ok": {"bytes": 0, "reason": "staging is off"}}]
+
+    assert "no updates in flight (staging is off)" in await line(monkeypatch, Off())

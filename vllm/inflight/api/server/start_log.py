@@ -1,0 +1,54 @@
+"""The line that a server logs at its start: what vLLM in-flight does in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import vllm.inflight
+from vllm.inflight import upstream
+from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.api.request.auth import Arguments, control_keys
+from vllm.inflight.config import InflightConfig, admin_key
+
+if TYPE_CHECKING:
+    from vllm.inflight.upstream import EngineClient, VllmConfig
+
+logger = upstream.init_logger(__name__)
+
+
+async def log_start(engine: EngineClient, args: Arguments) -> None:
+    """Log version, staging, transport, callers and prefix-cache mode of a server."""
+    config = engine.vllm_config
+    logger.info(
+        "vllm-inflight %s: %s; transport %s; control routes for %s; prefix cache %s",
+        vllm.inflight.__version__,
+        await _staging(config, control_of(engine)),
+        _transport(config),
+        _callers(args),
+        InflightConfig.of(config).prefix_cache,
+    )
+
+
+async def _staging(config: VllmConfig, control: Control) -> str:
+    replies = await control.ask("staging")
+    reason = next((r["reason"] for r in replies if r["reason"] is not None), None)
+    if reason is not None:
+        return f"no updates in flight ({reason})"
+    chosen = InflightConfig.of(config).staging
+    if chosen == "auto":
+        device = getattr(getattr(config, "device_config", None), "device_type", None)
+        chosen = "device" if device == "cuda" else "host"
+    num_bytes = sum(reply["bytes"] for reply in replies)
+    return f"shadow weights of {num_bytes / 2**30:.2f} GiB in {chosen} memory"
+
+
+def _transport(config: VllmConfig) -> str:
+    transport = getattr(config, "weight_transfer_config", None)
+    return "none (files by path only)" if transport is None else str(transport.backend)
+
+
+def _callers(args: Arguments) -> str:
+    if not control_keys(args):
+        return "this host only, without a key"
+    return f"callers with the {'admin' if admin_key() is not None else 'API'} key"
