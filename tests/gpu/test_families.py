@@ -89,19 +89,19 @@ def test_every_tensor_that_may_be_received_in_place_is_and_served_is_a_fresh_loa
         llm.update_weights_from_disk(str(folders[number]), str(number))
         oracle.check(llm, folders[number])
         scrubbed(llm)
-        notice = stager._job._notice
+        status = stager._job._status
     llm.rollback_weights()
     oracle.check(llm, folders[0])
-    least = notice["tensors"] / 3 if hidden == 128 else 0
-    assert notice["in_place"] > least, notice
+    least = status.tensors / 3 if hidden == 128 else 0
+    assert status.in_place > least, status
     record(
         family,
         torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0],
         "eager" if eager else "graphs",
         result="equal",
         hidden=hidden,
-        tensors=notice["tensors"],
-        in_place=notice["in_place"],
+        tensors=status.tensors,
+        in_place=status.in_place,
     )
 
 

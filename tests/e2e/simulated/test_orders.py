@@ -10,6 +10,7 @@ from tests.support.simulated.core import publish_weights
 from tests.support.simulated.load import ask, code
 from tests.support.simulated.worker import SimulatedExecutor
 from tests.support.waiting import until
+from vllm.inflight.messages import Status
 
 pytestmark = pytest.mark.engine
 
@@ -22,18 +23,18 @@ class Attentive(SimulatedExecutor):
 
     heard: Any = None
 
-    def _inflight_command(self, serial: int, command: str, payload: Any) -> Any:
+    def _inflight_command(self, serial: int, command: str, values: Any) -> Any:
         if self.heard is not None:
             self.heard(command)
         if command not in ("join", "leave"):
-            return super()._inflight_command(serial, command, payload)
+            return super()._inflight_command(serial, command, values)
         return {"ok": None}
 
     def carry_out(self, serial: int) -> None:
         """Say that the one command of `serial` is carried out."""
-        notice = {"serial": serial, "state": "open", "orders": 1}
+        status = Status(serial, "open", orders=1).to_dict()
         for rank in range(self.board.num_ranks):
-            self.board.post(rank, notice)
+            self.board.post(rank, status)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm.inflight.messages import Status
 from vllm.inflight.worker.status_board import StatusBoard
 
 BLOCK = 16
@@ -252,16 +253,21 @@ class SimulatedExecutor(UniProcExecutor):
     _reload_weights = _tests_write
     """Upstream's, with arguments of ours."""
 
-    def _inflight_command(self, serial: int, command: str, payload: Any) -> Any:
+    def _inflight_command(self, serial: int, command: str, values: Any) -> Any:
         if command == "receive":
-            self.second = payload["weights"]
+            self.second = values["update_info"]["weights"]
         commands = {"start": 1, "receive": 2, "prepare": 3}[command]
-        notice: dict[str, Any] = {"serial": serial, "orders": commands}
-        notice["state"] = "staged" if command == "prepare" else "staging"
-        notice["opened"] = command != "start"
-        notice |= {"digest": f"{self.second:032x}", "unfilled": [], "bytes": 1}
+        status = Status(
+            serial,
+            "staged" if command == "prepare" else "staging",
+            orders=commands,
+            bytes=1,
+            opened=command != "start",
+            digest=f"{self.second:032x}",
+            unfilled=[],
+        )
         for rank in range(self.board.num_ranks):
-            self.board.post(rank, notice)
+            self.board.post(rank, status.to_dict())
         return {"ok": None}
 
     def _inflight_prepare_sleep(self, level: int) -> Any:

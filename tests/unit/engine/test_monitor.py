@@ -17,12 +17,13 @@ from vllm.inflight.errors import (
     EngineFault,
     WeightsMismatch,
 )
+from vllm.inflight.messages import Status
 from vllm.inflight.update import Phase
 
 
 @pytest.fixture
 def ranks():
-    return SimpleNamespace(statuses=lambda: [{}], cancel=lambda serial: None)
+    return SimpleNamespace(statuses=lambda: [Status()], cancel=lambda serial: None)
 
 
 def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
@@ -62,7 +63,7 @@ def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
     ranks, is_given_up
 ):
     left = Cancelled("the update was aborted").to_dict()
-    ranks.statuses = lambda: [{"serial": 1, "state": "failed", "error": left}]
+    ranks.statuses = lambda: [Status(1, "failed", error=left)]
     ranks.has_given_up = lambda serial: is_given_up
     expected = Cancelled if is_given_up else EngineFault
     ended, ledger = [], Ledger()
@@ -90,17 +91,16 @@ def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
 def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks, monkeypatch):
     assert watch_module.MORE_S <= 1
 
-    def notice(name: str) -> dict[str, object]:
+    def refusal(name: str) -> Status:
         error = WeightsMismatch(f"1 tensor; {name}", named={"missing": [name]})
-        told = {"error": error.to_dict(), "named": error.named}
-        return {"serial": 1, "state": "failed", "orders": 0} | told
+        return Status(1, "failed", error=error.to_dict(), named=error.named)
 
     for late, more_s, causes in (
-        (notice("b"), 60.0, {"missing": 2}),
+        (refusal("b"), 60.0, {"missing": 2}),
         (None, 0.0, {"missing": 1}),
     ):
         monkeypatch.setattr(watch_module, "MORE_S", more_s)
-        posted = [notice("a"), {"serial": 1, "state": "staging", "orders": 0}]
+        posted = [refusal("a"), Status(1, "staging")]
         ranks.statuses = lambda posted=posted: posted
         ledger = Ledger()
         watch = UpdateMonitor(ranks, ledger, lambda *_: None)

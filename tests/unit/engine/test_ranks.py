@@ -1,5 +1,6 @@
 """Ranks: a flip that fails on one of them, and what they wait for."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.inflight.errors import (
     StagingUnavailable,
     WeightsMismatch,
 )
+from vllm.inflight.messages import Init, Prepare, Status
 from vllm.inflight.patch import worker
 from vllm.inflight.patch.sleep import inflight_prepare_sleep
 from vllm.inflight.patch.worker_rpc import inflight_attach, inflight_flip
@@ -138,10 +140,10 @@ def test_a_rank_on_another_host_keeps_updates_out_and_not_the_engine(tmp_path):
     stager = SimpleNamespace(attach=attach)
     workers = [SimpleNamespace(_inflight_stager=stager) for _ in range(2)]
     ranks = Ranks(Far(), 2)
-    for call in (ranks.require_staging, lambda: ranks.command(1, "init")):
+    for call in (ranks.require_staging, lambda: ranks.command(1, Init({}))):
         with pytest.raises(StagingUnavailable, match=r"rank 1 .*on one host"):
             call()
-    assert ranks.statuses() == [{}, {}]
+    assert ranks.statuses() == [Status(), Status()]
     ranks.close()
 
 
@@ -162,7 +164,7 @@ def test_orders_go_out_whether_or_not_their_replies_are_read(kind):
 
     ranks = Ranks(Deaf(), 2, kind)
     for serial in range(20):
-        ranks.command(serial, "start")
+        ranks.command(serial, Prepare())
     ranks.close()
 
 
@@ -243,10 +245,10 @@ def test_a_cache_of_a_given_size_must_fit_beside_two_sets(
 
 
 # ------------------------------------------------------- what several ranks refuse
-def failed(error: InflightError, **more: Any) -> dict[str, Any]:
+def failed(error: InflightError, **more: Any) -> Status:
     """The status of a rank on which an update has failed."""
-    named = {"named": error.named} if isinstance(error, WeightsMismatch) else {}
-    return {"serial": 1, "state": "failed", "error": error.to_dict()} | named | more
+    named = error.named if isinstance(error, WeightsMismatch) else None
+    return Status(1, "failed", error=error.to_dict(), named=named, **more)
 
 
 def missing(*names: str) -> WeightsMismatch:
@@ -290,8 +292,7 @@ def test_a_fault_of_one_rank_is_no_refusal_whatever_others_refuse():
     error = verdict([failed(missing("a")), failed(EngineFault("it broke"))], 1)
     assert isinstance(error, EngineFault)
     # And one of which not all names fitted the board is told as it came.
-    status = failed(missing("a"))
-    del status["named"]
+    status = replace(failed(missing("a")), named=None)
     error = verdict([status, failed(missing("b"))], 1)
     assert isinstance(error, WeightsMismatch)
     assert str(error) == str(missing("a"))
@@ -299,7 +300,7 @@ def test_a_fault_of_one_rank_is_no_refusal_whatever_others_refuse():
 
 def test_ranks_that_received_different_weights_are_told_apart():
     statuses = [
-        {"sent": digest, "digest": digest, "unfilled": []} for digest in ("1a", "2b")
+        Status(1, sent=digest, digest=digest, unfilled=[]) for digest in ("1a", "2b")
     ]
     error = agree(statuses)
     assert isinstance(error, WeightsMismatch)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.waiting import until
+from vllm.inflight import messages
 from vllm.inflight.engine.update.ranks import verdict
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.transport.base import StagedEngine
@@ -102,9 +103,9 @@ def told(board: StatusBoard, serial: int = 1) -> Any:
         lambda: board.read(RANK).get("state") in ("failed", "staged"),
         "the rank says nothing",
     )
-    notice = board.read(RANK)
-    assert notice["serial"] == serial
-    return verdict([notice], serial)
+    status = messages.Status.from_dict(board.read(RANK))
+    assert status.serial == serial
+    return verdict([status], serial)
 
 
 @pytest.mark.parametrize("fault", [SystemExit(3), KeyboardInterrupt(), OSError("no")])
@@ -115,7 +116,7 @@ def test_a_transport_that_raises_whatever_it_likes_fails_its_update(
     fault: BaseException,
 ) -> None:
     transport.fault = fault
-    stager.command(1, "shutdown", None)
+    stager.command(1, messages.Shutdown())
     error = told(board)
     assert isinstance(error, EngineFault)
     assert type(fault).__name__ in error.message
@@ -127,7 +128,7 @@ def test_long_loops_of_a_job_have_breaks(
     breaks: list[StagingThread] = []
     monkeypatch.setattr(StagingThread, "_take_break", lambda job: breaks.append(job))
     monkeypatch.setattr(transport, "shutdown", lambda: list(with_breaks(range(10**6))))
-    stager.command(1, "shutdown", None)
+    stager.command(1, messages.Shutdown())
     until(lambda: len(breaks) > 10, "it takes no breaks")
     until(lambda: not stager.is_busy, "it never ends")
 
@@ -149,7 +150,7 @@ def test_a_job_works_beside_decoding_until_its_order_is_carried_out(
     monkeypatch.setattr(
         transport, "shutdown", lambda: seen.append(sys.getswitchinterval())
     )
-    stager.command(1, "shutdown", None)
+    stager.command(1, messages.Shutdown())
     until(lambda: bool(seen), "it did nothing")
     assert seen[0] < usual
     until(lambda: sys.getswitchinterval() == usual, "it never ends")
@@ -172,7 +173,7 @@ def test_a_notice_that_cannot_be_posted_still_says_that_the_update_failed(
 ) -> None:
     transport.measured = measured
     transport.fault = OSError("the wire is gone")
-    stager.command(1, "shutdown", None)
+    stager.command(1, messages.Shutdown())
     error = told(board)
     assert isinstance(error, EngineFault)
     assert "the wire is gone" in error.message
@@ -182,7 +183,7 @@ def test_a_job_that_cannot_be_made_is_told_of(
     stager: StagingWorker, board: StatusBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stager.worker.vllm_config, "additional_config", None)
-    stager.command(1, "start", {})
+    stager.command(1, messages.Start(None, "configured", False, 60.0))
     assert isinstance(told(board), EngineFault)
     assert not stager.is_busy
 
@@ -191,7 +192,7 @@ def test_a_rank_posts_where_its_engine_reads_whatever_a_launcher_calls_it(
     stager: StagingWorker, board: StatusBoard
 ) -> None:
     assert stager.rank == RANK
-    stager.command(1, "shutdown", None)
+    stager.command(1, messages.Shutdown())
     until(lambda: board.read(RANK).get("orders") == 1, "the rank says nothing")
     assert board.read(0) == {}
 

@@ -54,14 +54,14 @@ logger = upstream.init_logger(__name__)
 class Controller:
     """Control of one engine core."""
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: upstream.EngineCore) -> None:
         if not hasattr(core, "scheduler"):
             raise UpstreamChanged(
                 "EngineCore calls the step that makes our controller before it has a "
                 "scheduler; vllm-inflight cannot start"
             )
         config = core.vllm_config
-        self._core = core
+        self.core = core
         self._config = InflightConfig.of(config)
         self.num_ranks = config.parallel_config.world_size
         self.ranks = Ranks.of(core)
@@ -76,9 +76,9 @@ class Controller:
             end_with_parent()
         self.has_actor_group = False
         """Whether PipelineRL's worker calls have joined its trainer's group."""
-        self.undelivered_outputs: list[Any] = []
+        self.undelivered_outputs: list[upstream.EngineCoreOutput] = []
         """Last outputs of requests, in an engine without an output queue."""
-        self.drained_outputs: list[Any] = []
+        self.drained_outputs: list[dict[int, upstream.EngineCoreOutputs]] = []
         """Outputs of steps that a pause waited for, in an engine without one."""
         self.counts = counters.Counters()
         self.dp_commit = DpCommit(core, lambda: self.ranks.reason is None)
@@ -202,7 +202,7 @@ class Controller:
         update.expect(body.get("expect_digest"))
         flush_cache = calls.read_flag(body, "flush_cache")
         # What stays in place keeps its KV, so a flush that names no mode retracts.
-        usual = kv_connectors.default_mode(self._core.scheduler)
+        usual = kv_connectors.default_mode(self.core.scheduler)
         mode = calls.read_mode(body, "retract" if flush_cache else usual)
         self.pauses.check_commit(mode, flush_cache=flush_cache)
 
@@ -325,16 +325,16 @@ class Controller:
 
         What comes out of them is kept for whoever asks for output next.
         """
-        while self._core.batch_queue:
-            outputs, executed = self._core.step_fn()
-            self._core.post_step(executed)
+        while self.core.batch_queue:
+            outputs, executed = self.core.step_fn()
+            self.core.post_step(executed)
             if outputs:
                 self.drained_outputs.append(outputs)
 
     def wake(self) -> None:
         """Make the loop of an engine with its own process look for work."""
         if not self.in_process:
-            self._core.input_queue.put_nowait(
+            self.core.input_queue.put_nowait(
                 (upstream.EngineCoreRequestType.WAKEUP, None)
             )
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.update import PauseMode
 
@@ -73,7 +74,7 @@ class Counters:
         }
 
 
-def told(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def told(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """All that `/metrics` tells of an engine."""
     del body
     pauses = controller.pauses.state()

@@ -8,7 +8,6 @@ writes its own lines; the ranks write none of them.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
@@ -42,7 +41,7 @@ logger = upstream.init_logger(__name__)
 class EventLog:
     """The lines of one engine core."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: upstream.VllmConfig) -> None:
         self._level = LEVELS[InflightConfig.of(vllm_config).log_level]
 
     def began(self, update: Update, transport: str, seconds: float) -> None:

@@ -36,7 +36,7 @@ class Kind:
     """Whether ranks take steps and calls in the order in which they were made."""
 
 
-def kind_of(executor: Any) -> Kind:
+def kind_of(executor: upstream.Executor) -> Kind:
     """Of which kind an executor is; one that is derived is what it is derived from."""
     num_ranks = executor.parallel_config.world_size
     if isinstance(executor, upstream.ExecutorWithExternalLauncher) and num_ranks > 1:
@@ -59,7 +59,7 @@ def kind_of(executor: Any) -> Kind:
     )
 
 
-def asking(executor: Any) -> AbstractContextManager[None]:
+def asking(executor: upstream.Executor) -> AbstractContextManager[None]:
     """Around a call of its ranks, inside of what has to happen whole.
 
     A rank of another process may never answer, so a second Ctrl-C ends the wait. The

@@ -106,7 +106,10 @@ def _redirect_phases(original: Any) -> Any:
         )  # none yet during start-up
         if controller is None:
             return original(self, method, timeout, args, kwargs)
-        if worker_calls.intercepts(controller, method, args):
+        has_group = controller.has_actor_group
+        if worker_calls.intercepts(
+            self.vllm_config, method, args, has_actor_group=has_group
+        ):
             return worker_calls.execute(controller, method, args, kwargs)
         return controller.outside_writes.call(
             method, lambda: original(self, method, timeout, args, kwargs)

@@ -37,11 +37,13 @@ def inflight_attach(self: Any, board_path: str, num_ranks: int) -> dict[str, Any
     return answered(lambda: self._inflight_stager.attach(board_path, num_ranks))
 
 
-def inflight_command(
-    self: Any, serial: int, command: str, payload: Any
-) -> dict[str, Any]:
+def inflight_command(self: Any, serial: int, name: str, values: Any) -> dict[str, Any]:
     """Enqueue a command for the staging thread."""
-    return answered(lambda: self._inflight_stager.command(serial, command, payload))
+    from vllm.inflight.messages import command_from_dict
+
+    return answered(
+        lambda: self._inflight_stager.command(serial, command_from_dict(name, values))
+    )
 
 
 def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Upstream's phases, called on the workers of several engines at once.
 
-Each engine core turns such a call into a call of its own gate
+Each engine core turns such a call into a call of its own controller
 (engine/compat/worker_calls.py). Where a front end has several engines, their cores
 would each open an update of their own and commit without a look at the others. So the
 front end takes the call over: it becomes one transaction of all engines, as the method
@@ -33,15 +33,6 @@ CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
 """Worker methods that are taken over, and the call of all engines that each becomes."""
 
 
-class _Front:
-    """What `phases.takes` asks of a gate, of an engine that has none of its own."""
-
-    has_actor_group = False
-
-    def __init__(self, engine: Any) -> None:
-        self._core = engine
-
-
 def takes(
     engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> bool:
@@ -52,7 +43,7 @@ def takes(
     """
     if not isinstance(method, str) or method not in CALLS:
         return False
-    if not worker_calls.intercepts(_Front(engine), method, args):
+    if not worker_calls.intercepts(engine.vllm_config, method, args):
         return False
     info = args[0] if args else (kwargs or {}).get("update_info")
     return control_of(engine).num_engines > 1 or _is_large(info)

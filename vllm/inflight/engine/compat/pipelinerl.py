@@ -23,20 +23,26 @@ JOIN, RECEIVE = "init_actor_update_group", "receive_weight_update"
 LEAVE = ("destroy_actor_update_group", "close_communicator")
 
 
-def takes(controller: Any, method: str, args: tuple[Any, ...]) -> bool:
+def takes(
+    vllm_config: upstream.VllmConfig,
+    method: str,
+    args: tuple[Any, ...],
+    *,
+    has_actor_group: bool,
+) -> bool:
     """Whether this worker call is PipelineRL's, and the workers do not have it."""
     if method == JOIN:
         is_its = len(args) == 4 and isinstance(args[2], str)
     elif method == RECEIVE:
         is_its = len(args) == 1 and _is_request(plain(args[0], strict=False))
     else:
-        is_its = method in LEAVE and controller.has_actor_group
-    return is_its and not _workers_have(controller, method)
+        is_its = method in LEAVE and has_actor_group
+    return is_its and not _workers_have(vllm_config, method)
 
 
-def _workers_have(controller: Any, method: str) -> bool:
+def _workers_have(vllm_config: upstream.VllmConfig, method: str) -> bool:
     """Whether an extension of the workers, or a user's own worker, has this method."""
-    parallel = controller._core.vllm_config.parallel_config
+    parallel = vllm_config.parallel_config
     classes = [parallel.worker_extension_cls, parallel.worker_cls]
     if str(classes[1]).partition(".")[0] in ("auto", "vllm"):
         # Upstream's worker keeps what an earlier engine of this process extended it by.

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.scheduling.abort import abort_requests
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 from vllm.inflight.worker.catalogue import CHECKPOINT
@@ -25,7 +26,7 @@ NOT_AT_REST = "requires a completed pause"
 """How upstream refuses a release of the KV cache under an engine that goes on."""
 
 
-def flush(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def flush(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """Drop every cache, and tell what was in it; refused while requests hold KV."""
     del body
     counts = requests(controller, {})
@@ -38,10 +39,10 @@ def flush(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     return counts | controller.pauses.flush()
 
 
-def requests(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """How many requests run and wait, and whether they stand still."""
     del body
-    running, waiting = controller._core.scheduler.get_request_counts()
+    running, waiting = controller.core.scheduler.get_request_counts()
     return {
         "num_running": running,
         "num_waiting": waiting,
@@ -49,7 +50,7 @@ def requests(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rest(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def rest(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """Whether decoding stands still, and whether waking up would end that.
 
     It ends a sleep of level 0, and a pause of upstream's own that nobody here knows of.
@@ -64,7 +65,7 @@ def rest(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def release_kv_cache(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def release_kv_cache(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """Give the KV cache's memory back, under a pause that is complete.
 
     Raises:
@@ -73,7 +74,7 @@ def release_kv_cache(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
 
     """
     del body
-    core = controller._core
+    core = controller.core
     is_asleep = KV_CACHE in core.model_executor.sleeping_tags
     if not is_asleep:
         try:
@@ -91,7 +92,7 @@ def release_kv_cache(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     return {"released": not is_asleep}
 
 
-def checksums(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def checksums(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """Digests of every parameter of every rank, read from what decoding uses.
 
     Args:
@@ -105,7 +106,7 @@ def checksums(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     return {"ranks": ranks, "epoch": controller.version.epoch}
 
 
-def rows(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def rows(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """The first rows of one tensor, put together from all ranks."""
     name, count = body.get("name"), body.get("num_rows")
     if not isinstance(name, str) or not name:
@@ -128,7 +129,7 @@ def rows(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     return {"rows": found[0]}
 
 
-def names(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def names(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """What a trainer may send, packed by each rank; see worker/catalogue.py.
 
     Raises:
@@ -155,7 +156,7 @@ def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
     return [list(chain(*pieces)) for pieces in zip(*own, strict=True)][:count]
 
 
-def unused(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def unused(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """Of the tensors in `names`, those that fill no parameter of any rank.
 
     Args:
@@ -177,7 +178,7 @@ def unused(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def source(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def source(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """The path that what is served was read from, and its version."""
     del body
     update = controller.live_version.update
@@ -188,7 +189,7 @@ def source(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def journal(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def journal(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """What the journal tells; with `tried`, what was found there has been tried."""
     kept = controller.live_version.journal
     kept.tried = kept.tried or bool(body.get("tried"))
@@ -196,8 +197,8 @@ def journal(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _read(controller: Any, what: str, *args: Any) -> list[Any]:
-    replies = controller._core.model_executor.collective_rpc(
+def _read(controller: EngineContext, what: str, *args: Any) -> list[Any]:
+    replies = controller.core.model_executor.collective_rpc(
         "inflight_read", args=(what, *args)
     )
     for rank, reply in enumerate(replies):
@@ -206,7 +207,7 @@ def _read(controller: Any, what: str, *args: Any) -> list[Any]:
     return [reply["ok"] for reply in replies]
 
 
-CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+CALLS: dict[str, Callable[[EngineContext, dict[str, Any]], Any]] = {
     "abort_requests": abort_requests,
     "flush": flush,
     "requests": requests,

@@ -14,27 +14,28 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from vllm.inflight import release_fields
+from vllm.inflight import release_fields, upstream
 from vllm.inflight.engine.compat import pipelinerl
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.errors import InflightError, Malformed
 
 Answer = Any
 """What a call of the controller returns: an envelope, or a Future of one."""
 
 
-def ask(controller: Any, method: str, body: dict[str, Any]) -> Answer:
+def ask(controller: EngineContext, method: str, body: dict[str, Any]) -> Answer:
     """A call of the controller between two steps, whichever thread makes it."""
     if not controller.in_process:
         return controller.call(method, body)
     return controller.step_queue.run(lambda: controller.call(method, body))
 
 
-def _start(controller: Any, kwargs: dict[str, Any]) -> Answer:
+def _start(controller: EngineContext, kwargs: dict[str, Any]) -> Answer:
     release_fields.settled(kwargs, release_fields.START)
     return ask(controller, "start", {})
 
 
-def _finish(controller: Any, update: dict[str, Any]) -> Answer:
+def _finish(controller: EngineContext, update: dict[str, Any]) -> Answer:
     """Seal, and commit in a turn of its own once every rank has voted."""
     if not update and (active := controller.updates.ledger.active) is not None:
         update = {"update_id": active.update_id}  # the same one, whatever comes between
@@ -42,7 +43,7 @@ def _finish(controller: Any, update: dict[str, Any]) -> Answer:
     return _then(controller, prepared, lambda: ask(controller, "commit", update))
 
 
-def _receive_whole(controller: Any, request: Any) -> Answer:
+def _receive_whole(controller: EngineContext, request: Any) -> Answer:
     """All of PipelineRL's update: begin, receive what is broadcast, vote, commit."""
     announcement, began = uuid.uuid4().hex, time.monotonic()
     update = {"update_id": announcement}
@@ -74,7 +75,7 @@ def _receive_whole(controller: Any, request: Any) -> Answer:
 
 
 def _then(
-    controller: Any,
+    controller: EngineContext,
     answer: Answer,
     following: Callable[[], Answer] | None = None,
     otherwise: Callable[[], Any] = lambda: None,
@@ -140,15 +141,34 @@ _PARAMETERS = {
 """Their parameters in order, and those of vLLM's older releases."""
 
 
-def intercepts(controller: Any, method: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a worker call is to become calls of the controller."""
+def intercepts(
+    vllm_config: upstream.VllmConfig,
+    method: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    has_actor_group: bool = False,
+) -> bool:
+    """Whether a worker call becomes calls of the controller.
+
+    Args:
+        vllm_config: of the engine.
+        method: name of the worker method, or a function.
+        args: its positional arguments.
+        has_actor_group: see `EngineContext.has_actor_group`.
+
+    """
     if not isinstance(method, str):
         return False
-    return method in PHASES or pipelinerl.takes(controller, method, args)
+    return method in PHASES or pipelinerl.takes(
+        vllm_config, method, args, has_actor_group=has_actor_group
+    )
 
 
 def _answer(
-    controller: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    controller: EngineContext,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
 ) -> Answer:
     if method in PHASES:
         return PHASES[method](controller, _named(method, args, kwargs or {}))
@@ -175,7 +195,10 @@ def _named(
 
 
 def execute(
-    controller: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    controller: EngineContext,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
 ) -> Any:
     """Run a phase; the reply of `collective_rpc`, one None per rank, or a Future.
 
@@ -200,7 +223,7 @@ def execute(
     return reply
 
 
-def _reply(controller: Any, envelope: dict[str, Any]) -> list[None]:
+def _reply(controller: EngineContext, envelope: dict[str, Any]) -> list[None]:
     if "error" in envelope:
         raise InflightError.from_dict(envelope["error"])
     return [None] * controller.num_ranks

@@ -31,6 +31,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import calls
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause.lease import Lease
 from vllm.inflight.engine.scheduling import encoder_cache, kv_connectors
 from vllm.inflight.errors import (
@@ -95,7 +96,7 @@ QUIET_S = 5.0
 class OutsideWrites:
     """Those of one engine core; changed between two steps only."""
 
-    def __init__(self, core: Any, controller: Any) -> None:
+    def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         self._core = core
         self._controller = controller
         self._lease = Lease(

@@ -23,6 +23,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.background import Background
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.errors import EngineAsleep, EngineFault
 
@@ -41,7 +42,7 @@ Result = dict[str, Any]
 class Scrubs:
     """Those of one engine core."""
 
-    def __init__(self, core: Any, controller: Any) -> None:
+    def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         config = InflightConfig.of(core.vllm_config)
         self._controller = controller
         self._interval_s = config.scrub_interval_s

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause.lease import Lease, check_owner, lease_seconds
 from vllm.inflight.engine.scheduling import abort, kv_connectors, request_checks
 from vllm.inflight.engine.transaction import Update
@@ -76,7 +77,9 @@ class WaitingSwitch:
 class Pauses:
     """The pause of one engine core, if there is one."""
 
-    def __init__(self, core: Any, controller: Any, *, lease_s: float) -> None:
+    def __init__(
+        self, core: upstream.EngineCore, controller: EngineContext, *, lease_s: float
+    ) -> None:
         self._core = core
         self._controller = controller
         self.asked: PauseMode | None = None
@@ -145,7 +148,7 @@ class Pauses:
                 counts["num_retracted"] = self._core.scheduler.inflight_retract()
             flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
             treated = self._controller.counts.treated(counts)
-            reply = self._reply(started) | treated | flushed
+            reply: Reply = self._reply(started) | treated | flushed
             if not is_renewed:
                 running, waiting = reply["num_running"], reply["num_waiting"]
                 still = f"{running} requests running, {waiting} waiting"
@@ -408,7 +411,7 @@ class Pauses:
         }
 
 
-def flush(core: Any, *, media: bool) -> dict[str, Any]:
+def flush(core: upstream.EngineCore, *, media: bool) -> dict[str, Any]:
     """Drop every cache of an engine that holds no request's KV.
 
     Args:
@@ -445,7 +448,7 @@ def flush(core: Any, *, media: bool) -> dict[str, Any]:
     }
 
 
-def _flush_connector(connector: Any) -> bool | None:
+def _flush_connector(connector: upstream.KVConnectorBase_V1 | None) -> bool | None:
     if connector is None:
         return None
     answer = connector.reset_cache()

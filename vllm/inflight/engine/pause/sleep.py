@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.errors import EngineAsleep, UpdateBusy
 
 logger = upstream.init_logger(__name__)
@@ -37,7 +38,7 @@ GIVEN_UP = "a sleep of level 2 has given the weights up"
 class Sleep:
     """The sleep of one engine core, whoever asked for it."""
 
-    def __init__(self, core: Any, controller: Any) -> None:
+    def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         self._core = core
         self._controller = controller
         self._level_under_way = 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.context import EngineContext
 
 RANDOM = re.compile(r"-[0-9a-f]{8}$")
 """What vLLM writes behind every id that a user gave."""
@@ -24,7 +25,7 @@ OF_ROUTES = (
 """What vLLM's own routes write around it."""
 
 
-def abort_requests(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
+def abort_requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """Finish some requests now, with what they have; `num_aborted` is how many.
 
     Args:
@@ -32,7 +33,7 @@ def abort_requests(controller: Any, body: dict[str, Any]) -> dict[str, Any]:
         body: `ids`, as their users know them, or None for every request.
 
     """
-    scheduler = controller._core.scheduler
+    scheduler = controller.core.scheduler
     ids = body.get("ids")
     chosen = None if ids is None else matching(scheduler.requests, ids)
     if chosen is not None and not chosen:
@@ -56,7 +57,7 @@ def _names_of(request_id: str) -> set[str]:
     return {request_id} | names | {match[1] for match in found if match}
 
 
-def tell_aborted(controller: Any, aborted: Iterable[Any]) -> None:
+def tell_aborted(controller: EngineContext, aborted: Iterable[Any]) -> None:
     """Tell whoever waits for these requests that they were aborted.
 
     Args:
@@ -70,11 +71,13 @@ def tell_aborted(controller: Any, aborted: Iterable[Any]) -> None:
             _last(each.request_id, reason) for each in aborted
         ]
     else:
-        controller._core._send_abort_outputs(aborted)
+        controller.core._send_abort_outputs(aborted)
         controller.wake()
 
 
-def end_with_error(core: Any, request: Any, why: str) -> None:
+def end_with_error(
+    core: upstream.EngineCore, request: upstream.Request, why: str
+) -> None:
     """End a request with an error, before the scheduler has heard of it.
 
     Args:

@@ -8,7 +8,7 @@ another may have the same id.
 
 from __future__ import annotations
 
-from typing import Any
+from vllm.inflight import upstream
 
 NUM_REMEMBERED = 1000
 
@@ -19,7 +19,7 @@ SIGNAL = [0]
 """The prompt with which upstream's front end says that a session's input has ended."""
 
 
-def mark(request: Any) -> None:
+def mark(request: upstream.Request) -> None:
     """Have this chunk, as the front end sends it, begin a session."""
     params = request.sampling_params
     params.extra_args = {**(params.extra_args or {}), BEGINS: True}
@@ -32,18 +32,18 @@ class AbortedSessions:
         self._arrivals: dict[str, float] = {}
         """Id → when the last chunk that it had taken up was made; the oldest first."""
 
-    def add(self, session: Any) -> None:
+    def add(self, session: upstream.Request) -> None:
         """Remember `session`, in place of the oldest."""
         self.forget(session)
         self._arrivals[session.request_id] = session.arrival_time
         if len(self._arrivals) > NUM_REMEMBERED:
             del self._arrivals[next(iter(self._arrivals))]
 
-    def forget(self, request: Any) -> None:
+    def forget(self, request: upstream.Request) -> None:
         """Its id is another's now, or nothing more comes for it."""
         self._arrivals.pop(request.request_id, None)
 
-    def is_late(self, request: Any) -> bool:
+    def is_late(self, request: upstream.Request) -> bool:
         """Whether `request` is of such a session, and not another of the same id."""
         arrival = self._arrivals.get(request.request_id)
         if arrival is None:
@@ -56,5 +56,5 @@ class AbortedSessions:
         return bool(is_signal and request.arrival_time <= arrival)
 
 
-def _begins(request: Any) -> bool:
+def _begins(request: upstream.Request) -> bool:
     return BEGINS in (request.sampling_params.extra_args or {})

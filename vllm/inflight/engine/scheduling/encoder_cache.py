@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling import request_checks
 from vllm.inflight.errors import PauseConflict
 
@@ -21,7 +22,7 @@ Rename = Callable[[str], str]
 """The name of an item → its name under a root."""
 
 
-def plant(request: Any, rename: Rename) -> None:
+def plant(request: upstream.Request, rename: Rename) -> None:
     """Give the media of a request that has no KV, and so reads no output, their names.
 
     Workers may know it by other names, of before it was preempted: see `tell`.
@@ -100,14 +101,14 @@ def drop_idle(manager: Any) -> int:
     return num_dropped
 
 
-def readers(scheduler: Any) -> set[str]:
+def readers(scheduler: upstream.Scheduler) -> set[str]:
     """The requests that have yet to read an output that there is, by id."""
     # Of an encoder whose decoder keeps what it makes of it, nobody has.
     items = getattr(scheduler.encoder_cache_manager, "request_cached_ids", {})
     return {name for name, numbers in items.items() if numbers}
 
 
-def check_retractable(scheduler: Any) -> None:
+def check_retractable(scheduler: upstream.Scheduler) -> None:
     """Raise `PauseConflict` if somebody cannot see again what it is looking at."""
     stuck = request_checks.unretractable(scheduler, readers(scheduler))
     if stuck := stuck or request_checks.scoring(scheduler):
@@ -117,7 +118,7 @@ def check_retractable(scheduler: Any) -> None:
         )
 
 
-def see_again(core: Any) -> None:
+def see_again(core: upstream.EngineCore) -> None:
     """Have all items computed anew, since workers may have dropped what they had."""
     scheduler = core.scheduler
     scheduler.inflight_retract(readers(scheduler))

@@ -24,12 +24,12 @@ HASHED = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
 """Connectors that look KV up by `Request.block_hashes` alone."""
 
 
-def nonce_for(connector: Any) -> str:
+def nonce_for(connector: upstream.KVConnectorBase_V1 | None) -> str:
     """What tells this engine's salts from another's; empty where KV stays inside."""
     return "" if connector is None else f".{secrets.token_hex(8)}"
 
 
-def check_connectors(scheduler: Any) -> None:
+def check_connectors(scheduler: upstream.Scheduler) -> None:
     """Raise `Conflict` if KV of older weights could come back through a connector."""
     for each in _apart(scheduler):
         if not _can_reset(each):
@@ -40,7 +40,7 @@ def check_connectors(scheduler: Any) -> None:
             )
 
 
-def default_mode(scheduler: Any) -> str:
+def default_mode(scheduler: upstream.Scheduler) -> str:
     """That of a commit or a rollback which names none: `in_place`, if it can be."""
     try:
         check_commit(scheduler, PauseMode.IN_PLACE)
@@ -49,7 +49,7 @@ def default_mode(scheduler: Any) -> str:
     return PauseMode.IN_PLACE.value
 
 
-def check_commit(scheduler: Any, mode: PauseMode) -> None:
+def check_commit(scheduler: upstream.Scheduler, mode: PauseMode) -> None:
     """Raise `PauseConflict` if KV of older weights could get there after a commit."""
     num_running = len(scheduler.running) if mode is PauseMode.IN_PLACE else 0
     # Those that wait hold KV that is on its way, or of a session between two inputs.
@@ -65,7 +65,7 @@ def check_commit(scheduler: Any, mode: PauseMode) -> None:
         )
 
 
-def drop(scheduler: Any, in_flight: executors.InFlight | None) -> None:
+def drop(scheduler: upstream.Scheduler, in_flight: executors.InFlight | None) -> None:
     """Drop what connectors with keys of their own hold.
 
     Raises:
@@ -82,7 +82,7 @@ def drop(scheduler: Any, in_flight: executors.InFlight | None) -> None:
             )
 
 
-def _apart(scheduler: Any) -> list[Any]:
+def _apart(scheduler: upstream.Scheduler) -> list[Any]:
     """Connectors with keys of their own; none if requests may read old KV anyway."""
     if scheduler.inflight_policy.oldest is None:
         return []
@@ -90,13 +90,13 @@ def _apart(scheduler: Any) -> list[Any]:
     return [each for each in parts if type(each).__name__ not in HASHED]
 
 
-def _parts(connector: Any) -> list[Any]:
+def _parts(connector: upstream.KVConnectorBase_V1 | None) -> list[Any]:
     """The connector, or those that it is made of."""
     if connector is None:
         return []
     return list(getattr(connector, "_connectors", [connector]))
 
 
-def _can_reset(connector: Any) -> bool:
+def _can_reset(connector: upstream.KVConnectorBase_V1) -> bool:
     base = upstream.KVConnectorBase_V1
     return type(connector).reset_cache is not base.reset_cache

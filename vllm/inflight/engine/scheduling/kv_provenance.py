@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD, KV_OPTION
 
 Trail = list[tuple[int, str | None]]
@@ -95,7 +96,7 @@ class KvProvenance:
                 num_rejected = len(drafts) - max(made - num_sampled, 0)
                 _come_back(trail_of(request) or [], stamp, num_rejected)
 
-    def _admit(self, request: Any, start: int, blocks: Any) -> None:
+    def _admit(self, request: upstream.Request, start: int, blocks: Any) -> None:
         """A request begins, begins again or goes on, with `start` positions there."""
         assert self._group is not None
         mine = blocks[self._group]
@@ -114,13 +115,13 @@ class KvProvenance:
             self._of_block[block] = trail
 
 
-def trail_of(request: Any) -> Trail | None:
+def trail_of(request: upstream.Request) -> Trail | None:
     """What is known of the KV of a request; None of one that has none yet."""
     trail: Trail | None = vars(request).get("inflight_trail")
     return trail
 
 
-def forget(request: Any) -> None:
+def forget(request: upstream.Request) -> None:
     """`request` has lost its KV, and looks for some."""
     vars(request).pop("inflight_trail", None)
 
@@ -172,7 +173,7 @@ class ProvenanceReports:
         self.told: dict[str, tuple[Any, Trail]] = {}
         """By id."""
 
-    def add(self, request: Any, known: Any) -> None:
+    def add(self, request: upstream.Request, known: Any) -> None:
         """Note whether `request` asks; `known` is what it becomes a part of, or None.
 
         The next chunk of a session becomes a part of the request there is.
@@ -197,6 +198,6 @@ class ProvenanceReports:
             if output.finish_reason is not None and request.is_finished():
                 del self.told[output.request_id]
 
-    def forget(self, request: Any) -> None:
+    def forget(self, request: upstream.Request) -> None:
         """Tell it nothing more; it has been aborted."""
         self.told.pop(request.request_id, None)

@@ -30,7 +30,7 @@ from vllm.inflight.worker.lora import Key, allowed, key_of
 logger = upstream.init_logger(__name__)
 
 
-def add(core: Any, adapter: Any) -> bool:
+def add(core: upstream.EngineCore, adapter: upstream.LoRARequest) -> bool:
     """Load an adapter for an engine core, and have the workers keep it.
 
     Args:
@@ -59,7 +59,7 @@ def add(core: Any, adapter: Any) -> bool:
     return is_new
 
 
-def admit(core: Any, request: Any) -> str | None:
+def admit(core: upstream.EngineCore, request: upstream.Request) -> str | None:
     """Have the adapter of a request loaded, if the workers do not keep it already.
 
     Args:
@@ -84,7 +84,9 @@ def admit(core: Any, request: Any) -> str | None:
 
 
 def load_everywhere(
-    executor: Any, adapter: Any, needed: Collection[Key] | None = None
+    executor: upstream.Executor,
+    adapter: upstream.LoRARequest,
+    needed: Collection[Key] | None = None,
 ) -> bool:
     """Load an adapter on every rank, or change it on none.
 
@@ -165,7 +167,7 @@ class Adapters:
         Another object at a change. It travels with every step.
         """
 
-    def load(self, adapter: Any) -> None:
+    def load(self, adapter: upstream.LoRARequest) -> None:
         """Note that workers are about to load `adapter`, if they will."""
         key = adapter.lora_name, adapter.lora_int_id
         if adapter.load_inplace or key not in self._loads:
@@ -174,7 +176,7 @@ class Adapters:
         elif self._loads[key] and key not in self._listed:
             self._list()
 
-    def keeps(self, adapter: Any) -> bool:
+    def keeps(self, adapter: upstream.LoRARequest) -> bool:
         """Whether the workers have `adapter`, as it is asked for, in memory."""
         if adapter.load_inplace or key_of(adapter) not in self._kept:
             return False
@@ -200,11 +202,11 @@ class Adapters:
         self._kept = {each: None for each in self._kept if each in live | kept}
         return sorted(live | kept)
 
-    def note_files(self, adapter: Any) -> None:
+    def note_files(self, adapter: upstream.LoRARequest) -> None:
         """Note which files an adapter was loaded from."""
         self._files[key_of(adapter)] = replace(adapter, load_inplace=False)
 
-    def from_last_files(self, adapter: Any) -> Any:
+    def from_last_files(self, adapter: upstream.LoRARequest) -> Any:
         """How a request's adapter is read, if memory has nothing of it.
 
         A request names the files that its adapter had when it was asked for, and it may
@@ -237,7 +239,7 @@ class Adapters:
         self._listed = {key for key in keys if self._loads.get(key)}
         self.replaced = tuple((*key, self._loads[key]) for key in sorted(self._listed))
 
-    def load_of(self, adapter: Any) -> int:
+    def load_of(self, adapter: upstream.LoRARequest) -> int:
         """Which load of its name `adapter` is, or will be; 0 for no adapter."""
         if adapter is None:
             return 0

@@ -27,8 +27,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
+from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling import encoder_cache
 
 SEPARATOR = "\x1f"
@@ -94,7 +95,7 @@ class NamespacePolicy:
         loaded = f"a{root.load}" if root.load else ""
         return f"w{root.epoch}{loaded}{self.nonce}{SEPARATOR}{user_salt or ''}"
 
-    def plant(self, request: Any, root: CacheNamespace) -> None:
+    def plant(self, request: upstream.Request, root: CacheNamespace) -> None:
         """Give `request` its hashes under `root`; those of other roots are kept."""
         known = vars(request)
         user_salt = known.setdefault("inflight_user_salt", request.cache_salt)
@@ -111,7 +112,7 @@ class NamespacePolicy:
         request.update_block_hashes()  # for what was sampled since, or for all
 
 
-def forget(request: Any, roots: Sequence[CacheNamespace]) -> None:
+def forget(request: upstream.Request, roots: Sequence[CacheNamespace]) -> None:
     """Drop the hashes of `request` under other roots than these."""
     grown = vars(request).get("inflight_hashes")
     if grown:

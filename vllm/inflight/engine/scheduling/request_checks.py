@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import PauseConflict
@@ -12,7 +11,9 @@ from vllm.inflight.update import PauseMode
 NUM_NAMED = 4
 
 
-def check_mode(scheduler: Any, mode: PauseMode, *, in_process: bool) -> None:
+def check_mode(
+    scheduler: upstream.Scheduler, mode: PauseMode, *, in_process: bool
+) -> None:
     """Raise `PauseConflict` if `mode` cannot be done to the requests there are.
 
     Args:
@@ -31,7 +32,9 @@ def check_mode(scheduler: Any, mode: PauseMode, *, in_process: bool) -> None:
         )
 
 
-def check_flush(scheduler: Any, mode: PauseMode, *, is_later: bool = False) -> None:
+def check_flush(
+    scheduler: upstream.Scheduler, mode: PauseMode, *, is_later: bool = False
+) -> None:
     """Raise `PauseConflict` if requests would still hold KV after `mode`.
 
     Args:
@@ -49,7 +52,9 @@ def check_flush(scheduler: Any, mode: PauseMode, *, is_later: bool = False) -> N
         raise PauseConflict(f"flush_cache cannot drop the KV of {held}")
 
 
-def unretractable(scheduler: Any, among: Iterable[str] | None = None) -> str:
+def unretractable(
+    scheduler: upstream.Scheduler, among: Iterable[str] | None = None
+) -> str:
     """The requests whose KV cannot be computed again here; empty if there are none.
 
     KV that another engine is sending arrives into blocks that must stay, and a
@@ -72,7 +77,7 @@ def unretractable(scheduler: Any, among: Iterable[str] | None = None) -> str:
     )
 
 
-def scoring(scheduler: Any) -> str:
+def scoring(scheduler: upstream.Scheduler) -> str:
     """The requests that workers keep an encoder output for past its own request."""
     found = [
         name
@@ -82,7 +87,7 @@ def scoring(scheduler: Any) -> str:
     return _joined(("scoring by late interaction", found))
 
 
-def holders(scheduler: Any, *, is_later: bool = False) -> str:
+def holders(scheduler: upstream.Scheduler, *, is_later: bool = False) -> str:
     """The requests that hold KV without running; empty if there are none.
 
     Args:

@@ -33,7 +33,9 @@ class InflightSchedulerMixin:
     _inflight_version = Stamp("default", 0)
     _inflight_stamp = _inflight_step_stamp = _inflight_version.encode()
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, vllm_config: upstream.VllmConfig, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         config = InflightConfig.of(vllm_config)
         self.inflight_policy = prefix_cache.NamespacePolicy.parse(
@@ -99,7 +101,9 @@ class InflightSchedulerMixin:
         return output
 
     def update_from_output(
-        self, scheduler_output: Any, model_runner_output: Any
+        self,
+        scheduler_output: upstream.SchedulerOutput,
+        model_runner_output: upstream.ModelRunnerOutput,
     ) -> Any:
         """Hand the stamp of a step to what comes out of it."""
         self._inflight_provenance.settle(
@@ -117,7 +121,7 @@ class InflightSchedulerMixin:
                 self._inflight_listeners.tell(output.outputs)
         return outputs
 
-    def add_request(self, request: Any) -> None:
+    def add_request(self, request: upstream.Request) -> None:
         """Note whether the request wants to know whose KV it reads."""
         if self._inflight_aborted.is_late(request):
             return
@@ -128,7 +132,7 @@ class InflightSchedulerMixin:
             # Where it has ended a session, upstream has called that an abort.
             self._inflight_aborted.forget(request)
 
-    def _free_request(self, request: Any, **kwargs: Any) -> Any:
+    def _free_request(self, request: upstream.Request, **kwargs: Any) -> Any:
         if request.status == upstream.RequestStatus.FINISHED_ABORTED:
             self._inflight_listeners.forget(request)
             if request.streaming_queue is not None:
@@ -189,7 +193,7 @@ class InflightSchedulerMixin:
             waiting.prepend_requests(reversed(left))
 
     # ------------------------------------------------------------ prefix cache
-    def _get_local_prefix_cache_hit(self, request: Any) -> Any:
+    def _get_local_prefix_cache_hit(self, request: upstream.Request) -> Any:
         """Root a request at the moment it looks for KV.
 
         This is the one place where a request that holds no KV asks for some:
@@ -271,7 +275,7 @@ class InflightSchedulerMixin:
             self.waiting.prepend_request(request)  # type: ignore[attr-defined]
         return len(loaded)
 
-    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+    def _handle_blocked_waiting_request(self, request: upstream.Request) -> bool:
         """Let nobody overtake a retracted request whose last tokens are on their way.
 
         Upstream would pass over it for that step and admit those behind it.
@@ -281,15 +285,15 @@ class InflightSchedulerMixin:
         return bool(super()._handle_blocked_waiting_request(request))  # type: ignore[misc]
 
 
-def _is_late(request: Any) -> bool:
+def _is_late(request: upstream.Request) -> bool:
     return bool(request.num_stale_output_tokens) and not request.is_finished()
 
 
-def _is_sent_back(request: Any) -> bool:
+def _is_sent_back(request: upstream.Request) -> bool:
     return bool(request.status == upstream.RequestStatus.PREEMPTED)
 
 
-def _is_loaded(request: Any) -> bool:
+def _is_loaded(request: upstream.Request) -> bool:
     """Of those that hold KV without running: whether none of it is on its way."""
     statuses = upstream.RequestStatus
     return request.status in (statuses.WAITING, statuses.PREEMPTED)

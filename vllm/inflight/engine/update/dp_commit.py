@@ -41,7 +41,9 @@ class _Armed:
 class DpCommit:
     """One engine core's part in it; engines that step alone have none."""
 
-    def __init__(self, core: Any, can_switch: Callable[[], bool]) -> None:
+    def __init__(
+        self, core: upstream.EngineCore, can_switch: Callable[[], bool]
+    ) -> None:
         self._core = core
         self._can_switch = can_switch
         self._known: tuple[Any, bool] = (None, False)

@@ -80,7 +80,7 @@ class Journal:
 
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: upstream.VllmConfig) -> None:
         path = InflightConfig.of(vllm_config).journal
         # Of the engines of an external launcher, too, which are all given one path.
         is_first = worker_index(vllm_config.parallel_config) == 0

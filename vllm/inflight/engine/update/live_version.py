@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.journal import Journal, Recipe, extended
@@ -61,7 +62,7 @@ class LiveState:
 class LiveVersion:
     """The version served by one engine core, and the one before it."""
 
-    def __init__(self, core: Any, ranks: Ranks) -> None:
+    def __init__(self, core: upstream.EngineCore, ranks: Ranks) -> None:
         self._core = core
         self._ranks = ranks
         self.journal = Journal(core.vllm_config)

@@ -27,6 +27,7 @@ from vllm.inflight.errors import (
     InflightError,
     WeightsMismatch,
 )
+from vllm.inflight.messages import State, Status
 from vllm.inflight.update import Phase
 
 POLL_S = 0.002
@@ -73,12 +74,12 @@ class UpdateMonitor:
 
         def ready() -> dict[str, Any] | None:
             statuses = self._alive(update)
-            done = min(n.get("orders", 0) for n in statuses) >= num_commands
+            done = min(status.orders for status in statuses) >= num_commands
             if not done and update.phase is Phase.STAGING:
                 return None
             return update.state() | {
-                "bytes": sum(n.get("bytes", 0) for n in statuses),
-                "parameters": _added(n.get("parameters", {}) for n in statuses),
+                "bytes": sum(status.bytes for status in statuses),
+                "parameters": _added(status.parameters or {} for status in statuses),
             }
 
         return self._wait(ready)
@@ -103,9 +104,9 @@ class UpdateMonitor:
             state = self._verdict(statuses, serial)
             if isinstance(state, InflightError):
                 raise state
-            if state is not None and all(n["orders"] for n in statuses):
+            if state is not None and all(status.orders for status in statuses):
                 return {}
-            if all(status.get("serial", 0) > serial for status in statuses):
+            if all(status.serial > serial for status in statuses):
                 raise Cancelled("the transport was let go before it was connected")
             if time.monotonic() > deadline:
                 self._ranks.cancel(serial)
@@ -193,18 +194,18 @@ class UpdateMonitor:
             if isinstance(digest, InflightError):
                 self.end(update, digest)
             else:
-                update.digest, update.sent = digest, statuses[0].get("sent")
-                update.num_bytes = sum(status.get("bytes", 0) for status in statuses)
-                update.num_replayed = max(n.get("replayed", 0) for n in statuses)
+                update.digest, update.sent = digest, statuses[0].sent
+                update.num_bytes = sum(status.bytes for status in statuses)
+                update.num_replayed = max(status.replayed or 0 for status in statuses)
                 for part in SPENT:
-                    spent = [n[f"{part}_s"] for n in statuses if f"{part}_s" in n]
-                    if spent:
-                        update.spent[part] = max(spent)
+                    spent = [status.spent_s(part) for status in statuses]
+                    if told := [seconds for seconds in spent if seconds is not None]:
+                        update.spent[part] = max(told)
                 # Every rank is handed every tensor, and samples the same.
-                update.drift = statuses[0].get("drift")
+                update.drift = statuses[0].drift
                 self._ledger.move(update, Phase.STAGED)
 
-    def _may_add(self, statuses: list[dict[str, Any]], update: Update) -> bool:
+    def _may_add(self, statuses: list[Status], update: Update) -> bool:
         """Whether a rank may have more to say of what was refused on another one.
 
         It is waited for as long as it carries its commands out, and not for long.
@@ -214,26 +215,25 @@ class UpdateMonitor:
         if time.monotonic() - self._refused[1] > MORE_S:
             return False
         return any(
-            status.get("serial") != update.serial
+            status.serial != update.serial
             or (
-                status["state"] not in ("failed", "staged")
-                and status["orders"] < update.num_commands
+                status.state not in ("failed", "staged")
+                and status.orders < update.num_commands
             )
             for status in statuses
         )
 
     def _verdict(
-        self, statuses: list[dict[str, Any]], serial: int
-    ) -> InflightError | str | None:
+        self, statuses: list[Status], serial: int
+    ) -> InflightError | State | None:
         state = verdict(statuses, serial)
         if isinstance(state, Cancelled) and not self._ranks.has_given_up(serial):
             # One rank has died, and the executor ends those that live on.
             return EngineFault("a rank was shut down meanwhile; the engine ends")
         return state
 
-    def _note_progress(self, update: Update, statuses: list[dict[str, Any]]) -> None:
-        facts = ("serial", "orders", "bytes")
-        seen: list[Any] = [[n.get(fact) for fact in facts] for n in statuses]
+    def _note_progress(self, update: Update, statuses: list[Status]) -> None:
+        seen: list[Any] = [(each.serial, each.orders, each.bytes) for each in statuses]
         seen.append(update.num_commands)
         if seen != self._seen:
             self._seen, update.moved = seen, time.monotonic()
@@ -253,7 +253,7 @@ class UpdateMonitor:
         if failed:
             raise failed[0]
 
-    def _alive(self, update: Update) -> list[dict[str, Any]]:
+    def _alive(self, update: Update) -> list[Status]:
         """The statuses on an update that goes on; raises what ended it."""
         if update.phase is Phase.ABORTED:
             update.is_told = True
@@ -263,8 +263,8 @@ class UpdateMonitor:
                 update_id=update.update_id,
             )
         return [
-            n if n.get("serial") == update.serial else {}
-            for n in self._ranks.statuses()
+            status if status.serial == update.serial else Status()
+            for status in self._ranks.statuses()
         ]
 
     def give_up(self, future: Future[dict[str, Any]], error: Exception) -> None:

@@ -28,6 +28,7 @@ from vllm.inflight.errors import (
     StagingUnavailable,
     WeightsMismatch,
 )
+from vllm.inflight.messages import Command, State, Status, command_to_dict
 from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.verify.checks import counted, listed
 
@@ -45,7 +46,7 @@ class Ranks:
 
     def __init__(
         self,
-        executor: Any,
+        executor: upstream.Executor,
         num_ranks: int,
         kind: Kind | None = None,
         *,
@@ -57,7 +58,7 @@ class Ranks:
         self._board = StatusBoard.create(num_ranks)
         self._unread: list[Any] = []
         """Futures of the replies to commands, the oldest first."""
-        self._statuses: list[dict[str, Any]] = []
+        self._statuses: list[Status] = []
         self._read_at: tuple[int, ...] | None = None
         self._given_up = 0
         """The serial of the last update that was cancelled from here."""
@@ -90,7 +91,7 @@ class Ranks:
         self.reason = next(filter(None, [self.reason, *reasons]), None)
 
     @classmethod
-    def of(cls, core: Any) -> Ranks:
+    def of(cls, core: upstream.EngineCore) -> Ranks:
         """The ranks of an engine core.
 
         Raises:
@@ -154,8 +155,12 @@ class Ranks:
         if not self._kind.is_ordered:
             wait_for_steps(in_flight)
 
-    def command(self, serial: int, command: str, payload: Any = None) -> None:
-        """Give every rank a command; does not wait for it to be carried out.
+    def command(self, serial: int, command: Command) -> None:
+        """Send every rank a command, without waiting until it is carried out.
+
+        Args:
+            serial: number of the update, or of the call, that the command belongs to.
+            command: what the ranks do.
 
         Raises:
             StagingUnavailable: nobody would hear of what becomes of it.
@@ -163,7 +168,7 @@ class Ranks:
         """
         if not self._hears:
             self.require_staging()
-        self._send("inflight_command", serial, command, payload)
+        self._send("inflight_command", serial, command.name, command_to_dict(command))
 
     def _send(self, method: str, *args: Any) -> None:
         """Call every rank without waiting for what it replies."""
@@ -252,12 +257,13 @@ class Ranks:
                 _stop(back)
         raise EngineFault(f"the flip failed on {len(failed)} rank(s): {failed[0]}")
 
-    def statuses(self) -> list[dict[str, Any]]:
+    def statuses(self) -> list[Status]:
         """What every rank posted last, in rank order."""
         stamp = self._board.stamp()
         if stamp != self._read_at:
             # The stamp is older than what is read: a post in between is read again.
-            self._statuses, self._read_at = self._board.read_all(), stamp
+            posted = map(Status.from_dict, self._board.read_all())
+            self._statuses, self._read_at = list(posted), stamp
         return self._statuses
 
     def stamp(self) -> tuple[int, ...]:
@@ -311,25 +317,23 @@ def _stop(said: object) -> NoReturn:
     raise SystemExit(reason)
 
 
-def verdict(statuses: list[dict[str, Any]], serial: int) -> InflightError | str | None:
+def verdict(statuses: list[Status], serial: int) -> InflightError | State | None:
     """What the ranks' statuses on update `serial` amount to.
 
     An error if any rank failed, the common state if all ranks agree, None while
     they do not yet. One no is a no of all.
     """
-    current = [n for n in statuses if n.get("serial") == serial]
-    failed = [status for status in current if status["state"] == "failed"]
+    current = [status for status in statuses if status.serial == serial]
+    failed = [status for status in current if status.state == "failed"]
     if failed:
         return refused(failed, current)
     if len(current) < len(statuses):
         return None
-    states = {status["state"] for status in current}
+    states = {status.state for status in current}
     return states.pop() if len(states) == 1 else None
 
 
-def refused(
-    failed: list[dict[str, Any]], statuses: list[dict[str, Any]]
-) -> InflightError:
+def refused(failed: list[Status], statuses: list[Status]) -> InflightError:
     """What the failures of ranks amount to: one refusal, or the first that is none.
 
     Ranks that have different parts of a model may be refused different tensors.
@@ -339,25 +343,23 @@ def refused(
         statuses: those of all ranks, on the same update.
 
     """
-    errors = [InflightError.from_dict(status["error"]) for status in failed]
+    errors = [InflightError.from_dict(status.error or {}) for status in failed]
     for error in errors:
         if not isinstance(error, WeightsMismatch):
             return error
     named: dict[str, dict[str, None]] = {}
     for status in failed:
-        if not status.get("named"):
+        if not status.named:
             return errors[0]  # it is no refusal of tensors, or has too many to tell
-        for cause, names in status["named"].items():
+        for cause, names in status.named.items():
             named.setdefault(cause, {}).update(dict.fromkeys(names))
     told = list(dict.fromkeys(error.message.partition("; ")[2] for error in errors))
-    if all("unfilled" in status for status in statuses):
-        # What fills nothing on one rank may be another's; what does so on all is not.
-        unused = set.intersection(*(set(status["unfilled"]) for status in statuses))
+    if unused := _unfilled(statuses):
         unused -= {name for names in named.values() for name in names}
         if unused:
             named[Cause.UNUSED] = dict.fromkeys(sorted(unused))
             told.append(f"no parameter is filled by {listed(sorted(unused))}")
-    if len(told) == 1 and all(n["named"] == failed[0]["named"] for n in failed):
+    if len(told) == 1 and all(status.named == failed[0].named for status in failed):
         return errors[0]
     tensors = list(dict.fromkeys(chain.from_iterable(named.values())))
     return WeightsMismatch(
@@ -367,24 +369,32 @@ def refused(
     )
 
 
-def agree(statuses: list[dict[str, Any]]) -> InflightError | str | None:
+def agree(statuses: list[Status]) -> InflightError | str | None:
     """The digest of what all ranks staged, or why they do not agree.
 
     None if it is not known: of a subset, on top of weights of which nothing is known.
     What was sent of it is the same on all ranks even so.
     """
-    votes = {(status.get("sent"), status["digest"]) for status in statuses}
+    votes = {(status.sent, status.digest) for status in statuses}
     if len(votes) > 1:
-        told = ", ".join(f"rank {n}: {v['sent']}" for n, v in enumerate(statuses))
+        told = ", ".join(f"rank {n}: {s.sent}" for n, s in enumerate(statuses))
         return WeightsMismatch(
             f"the ranks received different weights; their digests are {told}",
             remedy=CAUSES[Cause.RANKS][1],
         )
-    unused = set.intersection(*(set(status["unfilled"]) for status in statuses))
-    if unused:
+    if unused := _unfilled(statuses):
         names = sorted(unused)
         return WeightsMismatch(
             f"{counted(names)}; no parameter is filled by {listed(names)}",
             named={Cause.UNUSED: names},
         )
-    return statuses[0]["digest"]
+    return statuses[0].digest
+
+
+def _unfilled(statuses: list[Status]) -> set[str]:
+    """Names of tensors that filled no parameter of any rank; empty if a rank is silent.
+
+    A tensor that fills nothing on one rank may belong to another rank.
+    """
+    told = [set(each.unfilled) for each in statuses if each.unfilled is not None]
+    return set.intersection(*told) if len(told) == len(statuses) else set()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import calls
 from vllm.inflight.engine.calls import watched
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause.pause import Switch
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.step_queue import whole
@@ -32,7 +34,7 @@ Reply = dict[str, Any]
 class Rollbacks:
     """Those of one engine core."""
 
-    def __init__(self, core: Any, controller: Any) -> None:
+    def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         self._core = core
         self._controller = controller
         self._last: tuple[Any, Version] | None = None

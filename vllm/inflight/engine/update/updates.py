@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from vllm.inflight import messages, upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import calls
 from vllm.inflight.engine.event_log import EventLog
@@ -37,14 +38,11 @@ from vllm.inflight.update import Phase
 LONGEST_S = 86400
 """A deadline that never came would keep the second set for good."""
 
-NOT_REPORTED = "unfilled", "drift", "opened"
-"""Of a rank's status: what is for the engine core alone."""
-
-UNDONE_BY = {
-    "init": ("shutdown", "POST /shutdown_weight_transfer_engine"),
-    "join": ("leave", "POST /destroy_weights_update_group"),
+ENDED_BY = {
+    messages.Init.name: "POST /shutdown_weight_transfer_engine",
+    messages.Join.name: "POST /destroy_weights_update_group",
 }
-"""Orders to a transport that wait for a trainer → command and call that end that."""
+"""Commands to a transport that wait for a trainer → the call that ends the wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +50,17 @@ class Connecting:
     """A command to a transport, and its answer to come."""
 
     serial: int
-    command: str
-    payload: Any
+    command: messages.Command
     answer: Future[dict[str, Any]]
 
-    def is_undone_by(self, command: str, payload: Any) -> bool:
-        """Whether `command` is the opposite, and of the same group."""
-        name = self.payload.get("group_name") if self.command == "join" else payload
-        undoing = UNDONE_BY.get(self.command)
-        return undoing is not None and command == undoing[0] and payload == name
+    def is_undone_by(self, command: messages.Command | None) -> bool:
+        """Whether `command` is the opposite one, and for the same group."""
+        match self.command, command:
+            case messages.Init(), messages.Shutdown():
+                return True
+            case messages.Join(init_info), messages.Leave(group_name):
+                return bool(group_name == init_info.get("group_name"))
+        return False
 
 
 class Updates:
@@ -68,7 +68,7 @@ class Updates:
 
     def __init__(
         self,
-        core: Any,
+        core: upstream.EngineCore,
         ranks: Ranks,
         live_version: LiveVersion,
         events: EventLog,
@@ -132,19 +132,17 @@ class Updates:
         update.base = self._live_version.lineage
         update.is_whole = manifest is None or not (manifest["subset"] or is_drafters)
         self._last = update
-        payload = {
-            "manifest": manifest,
-            "transport": transport,
-            "allow_nonfinite": allow_nonfinite,
-            "deadline_s": float(deadline_s),
-            "sources": {
-                "path": body.get("source"),
-                "draft": body.get("draft_source"),
-            },
-        }
+        command = messages.Start(
+            manifest=manifest,
+            transport=transport,
+            allow_nonfinite=allow_nonfinite,
+            deadline_s=float(deadline_s),
+            path=body.get("source"),
+            draft_path=body.get("draft_source"),
+        )
         self._watch.start(update)
         try:
-            self._ranks.command(update.serial, "start", payload)
+            self._ranks.command(update.serial, command)
         except BaseException as error:
             # Who began it has not heard of it, and would not give it up.
             self.end(EngineFault(f"the ranks could not be told: {error!r}"))
@@ -168,7 +166,7 @@ class Updates:
         if update is None:
             return
         if update.is_active or update.phase is Phase.ABORTED:
-            has_opened = any(n.get("opened") for n in self._statuses_of(update))
+            has_opened = any(each.opened for each in self._statuses_of(update))
             if has_opened:
                 self._live_version.forget_before()
             is_known = has_opened or not update.is_active
@@ -195,7 +193,8 @@ class Updates:
             self.ledger.require(update.update_id, Phase.STAGING)
             if update.is_preparing:
                 raise WrongPhase(f"update {update.update_id!r} is being finished")
-            self._ranks.command(update.serial, "receive", body.get("update_info"))
+            command = messages.Receive(body.get("update_info"))
+            self._ranks.command(update.serial, command)
             update.num_chunks += 1
             self._command_sent(update)
         return self._watch.when_received(update)
@@ -215,7 +214,7 @@ class Updates:
             return update.vote()
         if not update.is_preparing:
             update.is_preparing = True
-            self._ranks.command(update.serial, "prepare")
+            self._ranks.command(update.serial, messages.Prepare())
             self._command_sent(update)
         return self._watch.when_staged(update)
 
@@ -260,18 +259,17 @@ class Updates:
 
     def progress(self) -> dict[str, Any]:
         """Of the update under way, in numbers; zeros without one."""
-        update, statuses = self.ledger.active, []
-        if update is not None:
-            statuses = self._statuses_of(update)
+        update = self.ledger.active
+        statuses = [] if update is None else self._statuses_of(update)
         return {
             "updating": update is not None,
             "update_stalled_seconds": 0.0 if update is None else update.stalled_s,
-            "update_staged_bytes": sum(n.get("bytes", 0) for n in statuses),
+            "update_staged_bytes": sum(each.bytes for each in statuses),
             "wire_window_bytes": max(
-                (n.get("window_bytes", 0) for n in statuses), default=0
+                (each.window_bytes or 0 for each in statuses), default=0
             ),
             "wire_bucket_wait_ms": max(
-                (n.get("bucket_wait_ms", 0) for n in statuses), default=0
+                (each.bucket_wait_ms or 0 for each in statuses), default=0
             ),
         }
 
@@ -285,19 +283,17 @@ class Updates:
                 f"update {active.update_id!r} is {active.phase.value}",
                 update_id=active.update_id,
             )
-        command, payload = body["command"], body.get("init_info")
-        if command in ("init", "join") and not isinstance(payload, dict):
-            raise Malformed("init_info must be an object")
-        self.require_connected(command, payload)
+        command = _transport_command(body)
+        self.require_connected(command)
         self.note_opened()
         serial = self.ledger.next_serial()
         answer = self._watch.when_carried_out(serial, self._config.update_deadline_s)
         # Noted first: what comes once a rank has heard of it is refused, and does not
         # wait with it.
         before = self._connecting
-        self._connecting = Connecting(serial, command, payload, answer)
+        self._connecting = Connecting(serial, command, answer)
         try:
-            self._ranks.command(serial, command, payload)
+            self._ranks.command(serial, command)
         except BaseException as error:
             self._ranks.cancel(serial)  # some may have heard of it
             fault = EngineFault(f"the ranks could not be told: {error!r}")
@@ -311,14 +307,14 @@ class Updates:
 
         Ranks that have not received it leave the group `group_name`.
         """
-        self._ranks.command(0, "miss", body)
+        self._ranks.command(0, messages.Miss(**body))
         return {}
 
     def close(self) -> None:
         """End the watch over the ranks."""
         self._watch.close()
 
-    def require_connected(self, command: str = "", payload: Any = None) -> None:
+    def require_connected(self, command: messages.Command | None = None) -> None:
         """Raise `UpdateBusy` while a transport waits for its trainer.
 
         What comes meanwhile would wait with it, and its outcome would be lost. Only the
@@ -327,11 +323,11 @@ class Updates:
         under_way = self._connecting
         if under_way is None or under_way.answer.done():
             return
-        if not under_way.is_undone_by(command, payload):
-            undoing = UNDONE_BY.get(under_way.command)
+        if not under_way.is_undone_by(command):
+            ended_by = ENDED_BY.get(under_way.command.name)
             raise UpdateBusy(
                 "a transport is being connected or let go; call again after that"
-                + (f", or end it with {undoing[1]}" if undoing else "")
+                + (f", or end it with {ended_by}" if ended_by else "")
             )
         self._ranks.cancel(under_way.serial)
 
@@ -346,14 +342,25 @@ class Updates:
         report = update.to_dict()
         if update.is_active:
             statuses = self._statuses_of(update)
-            done = [status.get("orders", 0) for status in statuses]
+            done = [status.orders for status in statuses]
             is_behind = len(done) < self._ranks.count or min(done) < update.num_commands
             report["waits_for"] = "ranks" if is_behind else "trainer"
-            report["ranks"] = [
-                {k: v for k, v in status.items() if k not in NOT_REPORTED}
-                for status in statuses
-            ]
+            report["ranks"] = [status.report() for status in statuses]
         return report
 
-    def _statuses_of(self, update: Update) -> list[dict[str, Any]]:
-        return [n for n in self._ranks.statuses() if n.get("serial") == update.serial]
+    def _statuses_of(self, update: Update) -> list[messages.Status]:
+        return [s for s in self._ranks.statuses() if s.serial == update.serial]
+
+
+def _transport_command(body: dict[str, Any]) -> messages.Command:
+    """The command that the body of a `transport` call names."""
+    name, value = body["command"], body.get("init_info")
+    if name == messages.Leave.name:
+        return messages.Leave(value)
+    if name == messages.Shutdown.name:
+        return messages.Shutdown()
+    if not isinstance(value, dict):
+        raise Malformed("init_info must be an object")
+    if name == messages.Compare.name:
+        return messages.Compare(**value)
+    return messages.Join(value) if name == messages.Join.name else messages.Init(value)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from vllm.inflight import upstream
+from vllm.inflight import messages, upstream
 from vllm.inflight.background import Background
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import (
@@ -25,6 +25,7 @@ from vllm.inflight.errors import (
     NoTransport,
     TransferFault,
 )
+from vllm.inflight.messages import Status
 from vllm.inflight.packed import is_packed, unpack
 from vllm.inflight.release_fields import UPDATE_INFO, settled
 from vllm.inflight.transport.base import StagedEngine
@@ -53,9 +54,6 @@ from vllm.inflight.worker.verify.model_config import (
 from vllm.inflight.yielding import beside_decoding, done_with_breaks, resting_by
 
 POLL_S = 0.02
-LAST_COMMANDS = ("prepare", "init", "shutdown", "join", "leave", "compare")
-
-
 logger = upstream.init_logger(__name__)
 
 
@@ -63,8 +61,8 @@ def post_failure(
     board: StatusBoard, rank: int, serial: int, error: InflightError
 ) -> None:
     """Post that update `serial` failed on `rank`, and nothing else of it."""
-    status = {"serial": serial, "state": "failed", "orders": 0}
-    board.post(rank, status | {"error": error.to_dict()})
+    status = Status(serial, "failed", error=error.to_dict())
+    board.post(rank, status.to_dict())
 
 
 class StagingThread(Background):
@@ -90,7 +88,7 @@ class StagingThread(Background):
         self._board = board
         # All of them: the last, given up while it waited itself, may have ended first.
         self._before: list[StagingThread] = predecessor.alive() if predecessor else []
-        self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[messages.Command] = queue.SimpleQueue()
         self._intake: UpdateLoader | None = None
         self._sources: dict[str, str | None] = {}
         """The paths that all of it is read from, if it is read from files alone."""
@@ -98,8 +96,7 @@ class StagingThread(Background):
         self._is_open = self._transport_open = False
         """Whether the second set may have been written to; whether a load is under way
         in it."""
-        self._status: dict[str, Any] = {"serial": serial, "state": "open"}
-        self._status |= {"orders": 0, "bytes": 0, "tensors": 0}
+        self._status = Status(serial, "open")
         self._posted = 0.0
         self._num_proved = 0
         """Bytes that the proof of the plan has written; see `Shadow.prove`."""
@@ -110,9 +107,9 @@ class StagingThread(Background):
             stager.shadow.num_threads,
         )
 
-    def put(self, command: str, payload: Any) -> None:
+    def put(self, command: messages.Command) -> None:
         """Have a command carried out, after those before it."""
-        self._commands.put((command, payload))
+        self._commands.put(command)
 
     def end(self) -> None:
         """Give the update up, because the process ends."""
@@ -130,16 +127,6 @@ class StagingThread(Background):
 
     def run(self) -> None:
         """Carry commands out until the last one, an error or a cancellation."""
-        commands: dict[str, Callable[[Any], None]] = {
-            "start": self._start,
-            "receive": self._receive,
-            "prepare": self._prepare,
-            "init": self._init_transport,
-            "shutdown": self._shutdown_transport,
-            "join": lambda payload: self._init_transport(payload, "groups"),
-            "leave": lambda name: self._stager.groups.leave(name),
-            "compare": self._compare,
-        }
         try:
             self._wait_for_others()
             self._post()
@@ -150,14 +137,13 @@ class StagingThread(Background):
             ):
                 while not self._is_cancelled():
                     try:
-                        command, payload = self._commands.get(timeout=POLL_S)
+                        command = self._commands.get(timeout=POLL_S)
                     except queue.Empty:
                         continue
                     with beside_decoding(), resting_by(self._take_break):
-                        commands[command](payload)
-                    self._status["orders"] += 1
-                    self._post()
-                    if command in LAST_COMMANDS:
+                        self._carry_out(command)
+                    self._post(orders=self._status.orders + 1)
+                    if command.is_last:
                         return
             raise Cancelled("the update was aborted")
         except InflightError as error:
@@ -171,32 +157,50 @@ class StagingThread(Background):
             self._intake = None  # the two hold each other, and what came
 
     # ----------------------------------------------------------------- commands
-    def _start(self, payload: dict[str, Any]) -> None:
+    def _carry_out(self, command: messages.Command) -> None:
+        match command:
+            case messages.Start():
+                self._start(command)
+            case messages.Receive(update_info):
+                self._receive(update_info)
+            case messages.Prepare():
+                self._prepare()
+            case messages.Init(init_info):
+                self._init_transport(self._choose("configured"), init_info)
+            case messages.Join(init_info):
+                self._init_transport(self._choose("groups"), init_info)
+            case messages.Shutdown():
+                self._choose("configured").shutdown()
+            case messages.Leave(group_name):
+                self._stager.groups.leave(group_name)
+            case messages.Compare():
+                self._compare(command)
+
+    def _start(self, command: messages.Start) -> None:
         # Half of the time for staging at leisure, half for what is then left.
-        self._pace.hurry_after(payload["deadline_s"] / 2)
+        self._pace.hurry_after(command.deadline_s / 2)
         manifest = Manifest()
-        if payload["manifest"] is not None:
-            manifest = done_with_breaks(Manifest.unpacked(payload["manifest"]))
+        if command.manifest is not None:
+            manifest = done_with_breaks(Manifest.unpacked(command.manifest))
         if manifest.config:
             require_same_architecture(
                 manifest.config, self._worker.vllm_config.model_config
             )
-        self._transport = self._choose(payload["transport"])
+        self._transport = self._choose(command.transport)
         if still_writes():
             raise EngineFault(
                 "a broadcast of an aborted update has not ended on the GPU and may "
                 "still write; if this stays so, restart the engine"
             )
-        self._sources = payload["sources"]
-        self._status["state"] = "staging"
-        self._post()
+        self._sources = {"path": command.path, "draft": command.draft_path}
+        self._post(state="staging")
         # Of a set that a rollback can return to, this changes no byte.
         self._shadow.prepare()
         self._intake = UpdateLoader(
             self._shadow,
             manifest,
             verify=self._config.verify != "off",
-            allow_nonfinite=payload["allow_nonfinite"],
+            allow_nonfinite=command.allow_nonfinite,
             cancelled=self._is_cancelled,
             progress=self._progress,
             first_write=self._open,
@@ -221,12 +225,11 @@ class StagingThread(Background):
         if self._is_open:
             return
         assert self._intake is not None
-        self._status["opened"] = True
-        self._post()
+        self._post(opened=True)
         try:
             self._stager.open(self._is_cancelled)
         except Cancelled:
-            self._status["opened"] = False
+            self._status = replace(self._status, opened=False)
             raise
         self._is_open = True
         self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
@@ -254,7 +257,8 @@ class StagingThread(Background):
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
         self._intake.require_taken()
-        self._status["parameters"] = tally(self._intake.coverage.fills)
+        parameters = tally(self._intake.coverage.fills)
+        self._status = replace(self._status, parameters=parameters)
 
     def _read(self, payload: Any) -> Any:
         """What `update_info` says to the transport; raises `Malformed`."""
@@ -284,17 +288,17 @@ class StagingThread(Background):
         except ValueError as error:
             raise Malformed(str(error)) from error
 
-    def _compare(self, payload: dict[str, Any]) -> None:
+    def _compare(self, command: messages.Compare) -> None:
         """Receive what fills no parameter; the second set is not written."""
-        self._transport = self._choose(payload["transport"])
-        info = self._read(payload["update_info"])
+        self._transport = self._choose(command.transport)
+        info = self._read(command.update_info)
         verify = self._config.verify != "off"
         comparison = ServedComparison(self._shadow, self._stager.served, verify=verify)
         with comparison.standing_in():
             self._transport.receive_weights(info)
         comparison.judge()
 
-    def _prepare(self, _: Any) -> None:
+    def _prepare(self) -> None:
         assert self._intake is not None
         intake, shadow = self._intake, self._shadow
         if self._is_open and self._transport.defers_processing:
@@ -309,7 +313,7 @@ class StagingThread(Background):
         require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
         retie(shadow, begun)
         try:
-            self._status["carried"] = copy_unsent(shadow, begun, self._between)
+            carried = copy_unsent(shadow, begun, self._between)
             derive(shadow.module, self._worker.model_config.dtype)
         finally:
             # The next update may write to the same places from another stream.
@@ -319,16 +323,22 @@ class StagingThread(Background):
         whole: Content | None = base
         if intake.is_partial:
             whole = base.over(self._stager.served, intake.is_spare)
-        self._status |= {
-            "state": "staged",
-            "drift": self._stager.staged(whole),
-            "sent": (digest := sent.digest()),
-            "digest": digest if whole is sent else whole and whole.digest(),
-            "unfilled": intake.unfilled,
-            "bytes": intake.num_bytes,
-            "replayed": shadow.plan.num_proved,
-            "in_place": intake.num_in_place,
-        }
+        digest = sent.digest()
+        whole_digest: str | None = digest
+        if whole is not sent:
+            whole_digest = None if whole is None else whole.digest()
+        self._status = replace(
+            self._status,
+            carried=carried,
+            drift=self._stager.staged(whole),
+            sent=digest,
+            digest=whole_digest,
+            unfilled=intake.unfilled,
+            bytes=intake.num_bytes,
+            replayed=shadow.plan.num_proved,
+            in_place=intake.num_in_place,
+            state="staged",
+        )
 
     def _foresee(self, info: LocalUpdateInfo, announced: TensorList) -> None:
         """Judge what the headers of files say, before their tensors are read."""
@@ -351,10 +361,9 @@ class StagingThread(Background):
         self._num_proved = num_bytes
         self._rest()
 
-    def _init_transport(self, payload: Any, name: str = "configured") -> None:
-        transport = self._choose(name)
+    def _init_transport(self, transport: Any, init_info: Any) -> None:
         try:
-            info = transport.parse_init_info(payload)
+            info = transport.parse_init_info(init_info)
         except ValueError as error:
             raise Malformed(str(error)) from error
         transport.init_transfer_engine(info)
@@ -368,9 +377,6 @@ class StagingThread(Background):
                 "2.29.7 or newer), or was told VLLM_DISABLE_PYNCCL=1; mend that, or "
                 "use the backend inflight_nccl"
             )
-
-    def _shutdown_transport(self, _: Any) -> None:
-        self._choose("configured").shutdown()
 
     # ---------------------------------------------------------------- helpers
     def _choose(self, name: str) -> Any:
@@ -422,16 +428,19 @@ class StagingThread(Background):
                 self._shadow.reset()
         except BaseException:
             logger.exception("cleaning up after update %d failed", self.serial)
-        self._status |= {"state": "failed", "error": error.to_dict()}
-        # All names: an error has only the first, and every rank may have others.
-        self._status["named"] = getattr(error, "named", {})
-        self._status["unfilled"] = [] if intake is None else intake.unfilled
+        self._status = replace(
+            self._status,
+            state="failed",
+            error=error.to_dict(),
+            # An error has the first names alone, and every rank may have other names.
+            named=getattr(error, "named", {}),
+            unfilled=[] if intake is None else intake.unfilled,
+        )
         try:
             try:
                 self._post()
             except ValueError:  # there are so many names that they do not fit
-                del self._status["named"], self._status["unfilled"]
-                self._post()
+                self._post(named=None, unfilled=None)
         except BaseException:
             # The rest of the status cannot be posted; that the update failed has to be.
             logger.exception("the status on update %d was not posted", self.serial)
@@ -441,15 +450,17 @@ class StagingThread(Background):
         return self._process_ends or self._board.cancelled() >= self.serial
 
     def _progress(self, num_bytes: int, num_tensors: int) -> None:
-        is_first = not self._status["bytes"]  # what follows may be long in coming
-        self._status |= {"bytes": num_bytes, "tensors": num_tensors}
+        is_first = not self._status.bytes  # what follows may be long in coming
+        self._status = replace(self._status, bytes=num_bytes, tensors=num_tensors)
         if is_first or time.monotonic() - self._posted > POLL_S:
             self._post()
         self._pace.rest(self._num_proved + num_bytes)
 
-    def _post(self) -> None:
+    def _post(self, **facts: Any) -> None:
+        """Post the status, with these fields changed and those of the moment."""
         self._posted = time.monotonic()
         if isinstance(self._transport, StagedEngine):
-            self._status |= self._transport.gauges
-        self._status["cpu_s"] = time.thread_time()  # the thread is this update's alone
-        self._board.post(self._rank, self._status)
+            facts |= self._transport.gauges
+        # The thread belongs to this update alone, so its processor time does, too.
+        self._status = replace(self._status, cpu_s=time.thread_time(), **facts)
+        self._board.post(self._rank, self._status.to_dict())

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from vllm.inflight import upstream
+from vllm.inflight import messages, upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Cancelled, EngineFault
 from vllm.inflight.transport.base import StagedEngine
@@ -161,12 +161,14 @@ class StagingWorker:
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
         }
 
-    def command(self, serial: int, command: str, payload: Any) -> None:
+    def command(self, serial: int, command: messages.Command) -> None:
         """Enqueue one command of update `serial`; the outcome is posted."""
         assert self._board is not None
-        if command == "miss":  # of no update: it was refused, maybe beside another one
+        if isinstance(command, messages.Miss):  # maybe while another update is staged
             if "groups" in vars(self):
-                self.groups.miss(**payload)
+                self.groups.miss(
+                    command.group_name, command.announcement, command.age_s
+                )
             return
         if self._job is None or self._job.serial < serial:
             try:
@@ -180,7 +182,7 @@ class StagingWorker:
                 return
             self._job = job
         if self._job.serial == serial:
-            self._job.put(command, payload)
+            self._job.put(command)
 
     def open(self, is_cancelled: Callable[[], bool] = never) -> None:
         """The second set is about to be written over: there is no way back.
