@@ -3,6 +3,23 @@
 import os
 from pathlib import Path
 
+from tests.e2e.conftest import (  # noqa: F401
+    booted,
+    checkpoint,
+    core,
+    door,
+    expected,
+    folders,
+    fresh,
+    llm,
+    new,
+    old,
+    reference,
+    shape,
+    start,
+    versions,
+)
+
 # Else torch's compiler has a folder for each model, and every engine that it compiles
 # for compiles vLLM's own kernels again.
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton/cache"))

@@ -3,6 +3,14 @@
 import pytest
 import torch
 
+from tests.e2e.test_executors import (  # noqa: F401 (tests, run here on GPUs)
+    paths,
+    seen,
+    test_every_step_of_24_commits_under_load_on_ray_is_of_one_version,
+    test_rays_ranks_commit_together_and_roll_back,
+    test_what_one_of_rays_ranks_refuses_no_rank_takes,
+)
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.test_experts import (  # noqa: F401 (of this module's models)
+    SHAPE,
+)
 from tests.support.engines.probe import commits_and_rollbacks, greedy
+from tests.support.gpu.ranked import (  # noqa: F401 (a fixture)
+    start,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +23,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("is_shared_out", [False, True])
 def test_experts_of_two_ranks_equal_a_fresh_engine(
-    start: Callable[..., Any],
+    start: Callable[..., Any],  # noqa: F811
     old: Path,
     new: Path,
     is_shared_out: bool,

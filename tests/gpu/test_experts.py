@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.test_experts import (  # noqa: F401 (a test, run here on a GPU)
+    SHAPE,
+    test_an_expert_that_is_missing_is_named,
+)
 from tests.support.engines.probe import (
     commits_and_rollbacks,
     flips_under_load,

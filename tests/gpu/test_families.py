@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.test_media import (  # noqa: F401 (tests, run here on a GPU)
+    engine,
+    fresh,
+    new,
+    old,
+    test_a_picture_seen_before_is_seen_with_the_new_tower,
+)
 from tests.support.engines import oracle
 from tests.support.engines.mixtures import equals_fresh_engines, scrubbed
 from tests.support.engines.probe import checksums

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from tests.support.engines.mixtures import equals_fresh_engines
+from tests.support.gpu.ranked import (  # noqa: F401 (a fixture)
+    start,
+)
 from tests.support.models.families import CUT_UP, gpu_options
 
 pytestmark = [
@@ -20,7 +23,7 @@ pytestmark = [
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("family", CUT_UP)
 def test_a_family_on_two_ranks_equals_a_fresh_engine(
-    start: Callable[..., Any],
+    start: Callable[..., Any],  # noqa: F811
     checkpoint: Callable[..., Path],
     tmp_path: Path,
     family: str,

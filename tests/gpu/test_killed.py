@@ -9,11 +9,15 @@ import psutil
 import pytest
 import torch
 
+from tests.robustness.injection.conftest import (  # noqa: F401 (a fixture)
+    trap,
+)
 from tests.robustness.injection.points import Trap
-from tests.robustness.injection.test_killed import (
+from tests.robustness.injection.test_killed import (  # noqa: F401 (one is a test, run here too)
     NUM_TOKENS,
     are_gone,
     says,
+    test_a_rank_that_waits_for_good_ends_with_its_core,
 )
 from tests.support.serving import Server
 from tests.support.waiting import until
@@ -31,7 +35,7 @@ FLAGS = {
 
 
 @pytest.fixture
-def server(trap: Trap, old: Path) -> Iterator[Server]:
+def server(trap: Trap, old: Path) -> Iterator[Server]:  # noqa: F811
     words = [str(word) for flag in FLAGS.items() for word in flag]
     with Server(old, *words) as running:
         yield running

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.test_trainer import joined
+from tests.gpu.test_trainer import (  # noqa: F401 (of this module's models)
+    SHAPE,
+    joined,
+)
 from tests.support.engines.probe import greedy
 from vllm.inflight.errors import InflightError
 

@@ -8,8 +8,29 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_own_writes import (
+from tests.e2e.test_own_writes import (  # noqa: F401 (tests, run here on a GPU)
+    booted,
     rpc,
+    test_a_call_that_breaks_off_as_it_writes_leaves_nothing_to_decode_with,
+    test_a_call_that_breaks_off_before_it_writes_changes_nothing,
+    test_a_call_that_writes_nothing_changes_nothing,
+    test_a_call_that_writes_nothing_leaves_an_update_under_way_alone,
+    test_a_phase_of_an_update_that_an_extension_calls_alone_is_refused,
+    test_a_published_version_ends_the_wait_after_a_part_was_loaded,
+    test_a_reload_in_several_calls_holds_decoding_until_it_has_ended,
+    test_a_reload_that_nobody_ends_is_put_back_at_its_deadline,
+    test_a_reload_that_the_thread_that_steps_has_begun_is_broken_off_by_its_step,
+    test_a_step_in_the_middle_of_a_reload_does_not_end_the_engine,
+    test_a_subset_after_a_write_is_a_subset_of_what_was_written,
+    test_a_write_ends_the_update_that_was_to_follow_on_what_was_served,
+    test_layers_that_cannot_be_put_back_hold_decoding_until_they_can,
+    test_nobody_but_an_update_loads_into_the_second_set,
+    test_nothing_goes_back_over_a_call_that_has_written,
+    test_requests_run_on_across_a_write_and_their_tokens_say_so,
+    test_what_a_call_of_ones_own_writes_is_a_version_of_its_own,
+    third,
+    wanted,
+    writable,
 )
 from tests.e2e.test_sleep import says
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish
@@ -37,7 +58,7 @@ def write_on_a_stream(worker: Any, name: str, scale: float) -> None:
 
 
 def test_a_write_that_is_still_on_its_way_on_another_stream_is_seen(
-    writable: Any,
+    writable: Any,  # noqa: F811
     folders: dict[str, Path],
 ) -> None:
     core = writable
@@ -50,9 +71,9 @@ def test_a_write_that_is_still_on_its_way_on_another_stream_is_seen(
 
 
 def test_a_parameter_that_is_put_elsewhere_comes_back_into_the_arena(
-    writable: Any,
+    writable: Any,  # noqa: F811
     folders: dict[str, Path],
-    third: Path,
+    third: Path,  # noqa: F811
 ) -> None:
     """Else the next update would exchange pages that nothing reads any more."""
     core = writable

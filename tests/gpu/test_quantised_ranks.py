@@ -18,7 +18,10 @@ from tests.support.engines.probe import (
     greedy,
     send,
 )
-from tests.support.gpu.ranked import STAGES
+from tests.support.gpu.ranked import (  # noqa: F401 (a fixture)
+    STAGES,
+    start,
+)
 from tests.support.models.quantised import quantise
 from vllm.inflight.errors import EngineFault, StagingUnavailable, WeightsMismatch
 
@@ -44,7 +47,7 @@ def folder(checkpoint: Callable[..., Path]) -> Folder:
 
 
 @pytest.fixture(scope="module")
-def two(start: Callable[..., Any]) -> Callable[..., Any]:
+def two(start: Callable[..., Any]) -> Callable[..., Any]:  # noqa: F811
     """`two(folder, **options)`: an engine on two GPUs that admits every layer."""
     from vllm.config.weight_transfer import WeightTransferConfig
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from tests.support.engines.probe import greedy
+from tests.support.gpu.ranked import (  # noqa: F401 (a fixture)
+    start,
+)
 from vllm.inflight.errors import EngineAsleep
 
 pytestmark = [
@@ -31,7 +34,7 @@ def free_bytes(llm: Any) -> list[int]:
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
 def two(
     request: pytest.FixtureRequest,
-    start: Callable[..., Any],
+    start: Callable[..., Any],  # noqa: F811
 ) -> Callable[..., Any]:
     return partial(start, enforce_eager=request.param, kv_cache_memory_bytes=KV_BYTES)
 

@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.test_scrub import (  # noqa: F401 (tests, run here on a GPU)
+    folders,
+    test_every_commit_is_read_back_where_that_was_asked_for,
+    test_what_is_scrubbed_regularly_alarms,
+)
 from tests.support.engines.oracle import differing
 from vllm.inflight.errors import StagingUnavailable
 

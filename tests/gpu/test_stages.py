@@ -15,7 +15,10 @@ from tests.e2e.test_stages import NOISE
 from tests.e2e.test_tearing import mismatches, stream_under_commits
 from tests.support.engines.probe import commits_and_rollbacks, greedy
 from tests.support.engines.reference import Reference
-from tests.support.gpu.ranked import STAGES
+from tests.support.gpu.ranked import (  # noqa: F401 (a fixture)
+    STAGES,
+    start,
+)
 from vllm.inflight.errors import WeightsMismatch
 
 pytestmark = [
@@ -31,7 +34,7 @@ NUM_COMMITS = 60
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
 def staged(
     request: pytest.FixtureRequest,
-    start: Callable[..., Any],
+    start: Callable[..., Any],  # noqa: F811
 ) -> Callable[[Path], Any]:
     return partial(start, **STAGES, enforce_eager=request.param, dtype="float32")
 

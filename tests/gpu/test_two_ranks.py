@@ -10,6 +10,9 @@ import torch
 
 from tests.support.engines.far_trainer import FarTrainer
 from tests.support.engines.probe import flips_under_load, greedy
+from tests.support.gpu.ranked import (  # noqa: F401 (a fixture)
+    start,
+)
 from vllm.inflight.errors import TransferFault, WeightsMismatch
 
 pytestmark = [
@@ -24,7 +27,7 @@ BACKEND = "inflight_nccl" if torch.cuda.device_count() > 2 else "inflight_ipc"
 
 
 @pytest.fixture(scope="module")
-def two(start: Callable[..., Any]) -> Callable[[Path], Any]:
+def two(start: Callable[..., Any]) -> Callable[[Path], Any]:  # noqa: F811
     def llm(folder: Path) -> Any:
         from vllm.config.weight_transfer import WeightTransferConfig
 

@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.e2e.conftest import (  # noqa: F401
+    checkpoint,
+    new,
+    old,
+    shape,
+    start,
+)
 from tests.robustness.faults import in_process, served
 from tests.robustness.faults.row import Seen
 from tests.robustness.faults.site import LEASE_S, site
@@ -19,7 +26,7 @@ STOCK = {"VLLM_PLUGINS": ""}
 
 
 @pytest.fixture(scope="module")
-def upstream(old: Path, new: Path) -> Callable[[str], Seen]:
+def upstream(old: Path, new: Path) -> Callable[[str], Seen]:  # noqa: F811
     """`upstream(play)`: what vLLM as it is did."""
 
     @cache
@@ -41,9 +48,9 @@ def upstream(old: Path, new: Path) -> Callable[[str], Seen]:
 
 @pytest.fixture(scope="module")
 def here(
-    old: Path,
-    new: Path,
-    start: Callable[..., Any],
+    old: Path,  # noqa: F811
+    new: Path,  # noqa: F811
+    start: Callable[..., Any],  # noqa: F811
 ) -> Callable[[str], Seen]:
     """`here(play)`: what ours did; one engine and one server live through most."""
 

@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from tests.e2e.conftest import (  # noqa: F401
+    checkpoint,
+    new,
+    old,
+    shape,
+    start,
+)
 from tests.robustness.injection.cells import all_cells, killed_trainers, kills
 from tests.robustness.injection.points import ENV, Trap, install, plugin
 from tests.robustness.injection.subject import SHORT, Subject
@@ -40,9 +47,9 @@ def options() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def subject(
     trap: Trap,
-    start: Callable[..., Any],
-    old: Path,
-    new: Path,
+    start: Callable[..., Any],  # noqa: F811
+    old: Path,  # noqa: F811
+    new: Path,  # noqa: F811
     options: dict[str, Any],
 ) -> Subject:
     """The module's engine, on the old weights."""
