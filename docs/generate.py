@@ -73,7 +73,10 @@ def commands() -> str:
         for name, parser in subparsers.choices.items()
         for option, what in [
             ("", parser.description),
-            *((a.option_strings[-1], a.help) for a in parser._actions),
+            *(
+                (a.option_strings[-1] if a.option_strings else a.dest.upper(), a.help)
+                for a in parser._actions
+            ),
         ]
         if option != "--help"
     )
@@ -234,7 +237,8 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "python.md": [
         *(signatures.publisher, signatures.publish, signatures.outcome),
         *(signatures.client, signatures.announce, signatures.client_methods),
-        signatures.engine_methods,
+        *(signatures.control_client, signatures.control_methods),
+        *(signatures.token_versions, signatures.engine_methods),
     ],
     "reliability.md": [upstream_faults],
 }

@@ -15,7 +15,13 @@ from typing import Any
 
 from docs.tables import code, first_line, table
 from vllm.inflight.patch import api as doors
-from vllm.inflight.trainer import Outcome, Publisher, ServerClient
+from vllm.inflight.trainer import (
+    ControlClient,
+    Outcome,
+    Publisher,
+    ServerClient,
+    per_token_versions,
+)
 
 LINE = "<br>"
 """Between what is listed in a cell."""
@@ -141,6 +147,22 @@ def client_methods() -> str:
     return methods(
         f for f in public if inspect.isfunction(f) and f is not ServerClient.announce
     )
+
+
+def control_client() -> str:
+    """`ControlClient(…)`."""
+    return described(ControlClient.__init__)
+
+
+def control_methods() -> str:
+    """What a `ControlClient` asks."""
+    public = (f for name, f in vars(ControlClient).items() if not name.startswith("_"))
+    return methods(f for f in public if inspect.isfunction(f))
+
+
+def token_versions() -> str:
+    """`per_token_versions(…)`."""
+    return described(per_token_versions)
 
 
 def engine_methods() -> str:

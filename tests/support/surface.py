@@ -96,8 +96,10 @@ def metrics() -> dict[str, str]:
     }
 
 
-def signatures(kind: type) -> dict[str, str]:
-    """The public methods of a class, with their parameters and defaults."""
+def signatures(kind: Any) -> dict[str, str]:
+    """The public methods of a class, or a function, with parameters and defaults."""
+    if inspect.isfunction(kind):
+        return {kind.__name__: str(inspect.signature(kind)).replace("'", "")}
     return {
         f"{kind.__name__}.{name}": str(inspect.signature(method)).replace("'", "")
         for name, method in inspect.getmembers(kind, inspect.isfunction)
@@ -124,8 +126,8 @@ def surface() -> dict[str, Any]:
         "methods": sorted(method.__name__ for method in patched_api.METHODS),
         "trainer": {
             name: signature
-            for kind in map(vars(trainer).get, trainer.__all__)
-            for name, signature in signatures(kind).items()
+            for each in (getattr(trainer, name) for name in trainer.__all__)
+            for name, signature in signatures(each).items()
         },
         "modules": sorted(
             str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")

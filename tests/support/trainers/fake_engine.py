@@ -48,6 +48,9 @@ PAUSE, CONTINUE, IS_PAUSED = (
 FROM_DISK = "/update_weights_from_disk"
 NAMES = "/weight_names"
 
+UNKNOWN = {"digest": None, "step": None, "committed_at": None}
+"""Facts of a version that this engine may lack, and no real one."""
+
 DROP, LOSE, STARTING, PAGE = "drop", "lose", "starting", "page"
 """The connection breaks before the call, or after it; 503; a page of HTML."""
 
@@ -245,7 +248,7 @@ class StandIn:
             self.version, self.served = self._before
             self.version = self.version | {"epoch": left[0]["epoch"] + 1}
             self._before = left
-            return self.version
+            return UNKNOWN | self.version
         if path in (PAUSE, CONTINUE):
             owner, state = body["owner"], self.pause_state()
             if None not in (owner, state["owner"]) and owner != state["owner"]:
@@ -275,9 +278,7 @@ class StandIn:
             return self._commit(update, body) | {"update_id": update.update_id}
         if path == "/weight_info":
             return (
-                {"digest": None, "step": None, "committed_at": None}
-                | self.version
-                | {"previous": self._before and self._before[0]}
+                UNKNOWN | self.version | {"previous": self._before and self._before[0]}
             )
         if path == NAMES:
             told = [

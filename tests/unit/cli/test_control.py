@@ -1,0 +1,91 @@
+"""The subcommands that ask a server: what they send, print and exit with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.trainers.fake_engine import FROM_DISK, PAUSE, StandIn
+from vllm.inflight.cli.main import main
+from vllm.inflight.errors import Forbidden, UpdateBusy
+
+
+@pytest.fixture
+def engine():
+    with StandIn() as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def run(engine, capsys):
+    """`run(*words)`: exit code, standard output, standard error."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        command, *rest = words
+        code = main([command, "--url", engine.url, *rest])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_status_shows_versions_updates_and_the_pause(engine, run):
+    engine.commit_elsewhere("v1")
+    engine.begin_elsewhere()
+    run("pause", "--mode", "retract", "--lease-s", "60", "--owner", "me")
+    code, out, _ = run("status")
+    assert code == 0
+    assert "live: 'v1', epoch 1, digest unknown" in out
+    assert "rollback target: 'default'" in out
+    assert "update 'elsewhere': " in out
+    assert "decoding is paused in mode retract by 'me', for 60 s unless renewed" in out
+    told = json.loads(run("status", "--json")[1])
+    assert told.keys() == {"weights", "updates", "pause"}
+    one = json.loads(run("status", "--update-id", "elsewhere", "--json")[1])
+    assert one["update_id"] == "elsewhere"
+    assert "'elsewhere'" in run("status", "--update-id", "elsewhere")[1]
+
+
+def test_publish_sends_a_path_of_the_server(engine, run):
+    code, out, _ = run("publish", "/models/x", "--version", "v1", "--mode", "retract")
+    assert code == 0 and "live: 'v1', epoch 1" in out
+    (body,) = engine.bodies(FROM_DISK)
+    body.pop("update_id")
+    told = {"path": "/models/x", "weight_version": "v1", "mode": "retract"}
+    assert body == told
+
+
+def test_rollback_pause_continue_and_abort(engine, run):
+    engine.commit_elsewhere("v1")
+    assert run("rollback", "--to-version", "default")[:1] == (0,)
+    assert engine.version["weight_version"] == "default"
+    assert json.loads(run("pause", "--json")[1])["mode"] == "in_place"
+    assert engine.bodies(PAUSE)[-1]["lease_s"] is None
+    assert run("continue")[:2] == (0, "decoding is not paused\n")
+    engine.begin_elsewhere()
+    assert run("abort")[:2] == (0, "update 'elsewhere': aborted\n")
+
+
+def test_what_the_server_rejects_is_told_with_its_remedy(engine, run):
+    engine.faults[FROM_DISK] = [UpdateBusy("another\x1b[2J")] * 2
+    code, out, err = run("publish", "/x")
+    assert (code, out) == (1, "")
+    assert "update_in_progress" in err and UpdateBusy.remedy in err
+    assert "\x1b" not in err
+    code, out, _ = run("publish", "/x", "--json")
+    assert (code, json.loads(out)["error"]["code"]) == (1, "update_in_progress")
+
+
+def test_a_server_that_cannot_be_asked_is_told_apart(engine, run, capsys):
+    engine.faults["/weight_update"] = [Forbidden("wrong key")]
+    assert run("status", "--api-key", "wrong")[0] == 1
+    assert engine.key == "Bearer wrong"
+    assert main(["status", "--url", "localhost:8000"]) == 2
+    gone = ["status", "--url", "http://127.0.0.1:9", "--timeout-s", "0.3", "--json"]
+    capsys.readouterr()
+    assert main(gone) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "engine_unreachable"
+    with pytest.raises(SystemExit) as raised:
+        main(["pause", "--mode", "nonsense"])
+    assert raised.value.code == 2
