@@ -106,7 +106,6 @@ def _load_with_shadow(original: Any) -> Any:
         if not _is_on(self.vllm_config):
             return
         from vllm.inflight.worker.model import layerwise_reload
-        from vllm.inflight.worker.shadow.flip import flip_of
         from vllm.inflight.worker.shadow.shadow_model import shadow_of
         from vllm.inflight.worker.staging.worker import StagingWorker
 
@@ -117,7 +116,7 @@ def _load_with_shadow(original: Any) -> Any:
             raise ConfigError(
                 f"--inflight-staging {staging} cannot be had: {shadow.reason}"
             )
-        self._inflight_stager = StagingWorker(self, shadow, flip_of)
+        self._inflight_stager = StagingWorker(self, shadow)
         both = shadow.live, shadow.module
         layerwise_reload.forget_with(self, [tree for tree in both if tree is not None])
         if shadow.module is not None:
