@@ -2,7 +2,7 @@
 
 Orders come from the engine core as RPCs that only enqueue; what becomes of them
 is posted on the board. The stager lives as long as its worker and holds the
-second set of weights; each update has a job (thread.py) that fills it.
+shadow weights; each update has a staging thread (thread.py) that loads them.
 """
 
 from __future__ import annotations
