@@ -165,6 +165,19 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
     )
 
 
+class HostStagingWorker(StagingWorker):
+    """A staging worker whose flip is one of memory on the host."""
+
+    def __init__(
+        self, worker: Any, shadow: ShadowModel, flip: Callable[[], float]
+    ) -> None:
+        super().__init__(worker, shadow)
+        self._host_flip = flip
+
+    def make_flip(self) -> Callable[[], float]:
+        return self._host_flip
+
+
 class Sets:
     """A model in an arena, its second set, and updates of it.
 
@@ -213,7 +226,7 @@ class Sets:
             vllm_config=SimpleNamespace(additional_config={}),
         )
         flip = arena.flip if is_reversible else self._copy
-        self.stager = StagingWorker(worker, self.shadow, lambda shadow: flip)
+        self.stager = HostStagingWorker(worker, self.shadow, flip)
 
     def stage(self, weights: Any, subset: Sequence[str] = ()) -> int:
         """Fill the second set; returns how many parameters were carried over."""

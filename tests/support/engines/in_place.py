@@ -33,7 +33,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from tests.support.engines.mixtures import declared
 from tests.support.models.families import FAMILIES
 from tests.support.models.tiny import make_checkpoint
-from tests.support.shadow_on_host import shadow_of
+from tests.support.shadow_on_host import HostStagingWorker, shadow_of
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.files.bucket_reader import FileReader
 from vllm.inflight.transport.files.receiver_engine import checkpoint_files
@@ -50,7 +50,6 @@ from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.parameters import mirror_parameters
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.loader import UpdateLoader
-from vllm.inflight.worker.staging.worker import StagingWorker
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
@@ -84,7 +83,7 @@ class Player:
         mirror_parameters(self.live, self.second, arena.shadow_tensor)
         self.shadow = self._shadow()
         worker: Any = SimpleNamespace(device=HOST, vllm_config=self.config)
-        self.stager = StagingWorker(worker, self.shadow, lambda _: arena.flip)
+        self.stager = HostStagingWorker(worker, self.shadow, arena.flip)
         self.reader = EveryTensorAlone(HOST, 1 << 20)
         self.placed: set[str] = set()
 

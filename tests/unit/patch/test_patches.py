@@ -6,25 +6,46 @@ record are tried on a module made for it.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm.inflight import patch
 from vllm.inflight.engine.controller import Controller
 from vllm.inflight.engine.scheduling import scheduler
 from vllm.inflight.errors import UpstreamChanged
-from vllm.inflight.patch.record import MARK, Patch, apply, plain, problem_with
+from vllm.inflight.patch.private_names import OVERRIDES, PRIVATES
+from vllm.inflight.patch.record import (
+    MARK,
+    Override,
+    Patch,
+    Private,
+    apply,
+    plain,
+    problem_with,
+)
 
 PATCHES = patch.all_patches()
+NAMES = [*OVERRIDES, *PRIVATES]
+
+OF_OTHER_LIBRARIES = {
+    *("_C", "_cdata", "_foreach_copy_", "_schema", "_snapshot", "_storage_Use_Count"),
+    *("_Options", "_devices", "_timeout", "_untyped_storage", "_orig_mod"),
+    *("_checkpoint_conversion_mapping", "_keys_to_ignore_on_save"),
+    *("_action_groups", "_option_string_actions"),
+}
+"""Private names of torch, transformers and argparse."""
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -87,6 +108,74 @@ def test_the_signature_of_a_target_is_the_one_in_its_record(untouched, index):
     wrong, marked, _ = untouched[index]
     assert wrong is None
     assert not marked
+
+
+@pytest.mark.parametrize("record", NAMES, ids=lambda record: record.target)
+def test_the_signature_of_an_override_and_a_private_name_is_in_its_record(record):
+    assert problem_with(record) is None
+
+
+def test_an_override_or_a_private_name_that_is_gone_is_told(engine):
+    facts = {"why": "a test", "remove_when": "never"}
+    for kind, name, expects, told in (
+        (Override, "Core.step", ("self",), "expected"),
+        (Override, "Core.gone", ("self",), "is gone"),
+        (Private, "Core.gone", ("self",), "is gone"),
+        (Private, "Core.step", ("self", "budget"), None),
+    ):
+        record = kind(target=f"stand_in_engine:{name}", expects=expects, **facts)
+        wrong = problem_with(record)
+        assert (wrong is None) if told is None else told in str(wrong)
+    attribute = "vllm.v1.core.sched.scheduler:Scheduler._no_such_attribute"
+    assert "is gone" in str(problem_with(Private(target=attribute, **facts)))
+
+
+def overridden(kind: type) -> set[str]:
+    """Names of `kind` that upstream's scheduler has as well."""
+    theirs = vars(Scheduler).keys() - vars(object).keys()
+    return {name for name in vars(kind).keys() & theirs if name[:2] != "__"}
+
+
+def test_every_method_that_our_scheduler_overrides_has_a_record():
+    recorded = {record.target.rpartition(".")[2] for record in OVERRIDES}
+    assert overridden(scheduler.InflightSchedulerMixin) == recorded
+
+
+def privates(file: Path) -> Iterator[tuple[str, int]]:
+    """The private names that a file uses of objects, and where."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+            names = [arg for arg in node.args[1:2] if isinstance(arg, ast.Constant)]
+            yield from ((str(name.value), node.lineno) for name in names)
+
+
+def defined(file: Path) -> Iterator[str]:
+    """The private names that a file gives to its own classes, objects and modules."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if ast.unparse(node.value) == "self" else ()
+
+
+def test_no_other_file_uses_a_private_name_of_upstream_without_a_record():
+    """Names that begin with `_inflight_` are ours; of upstream's, one is recorded."""
+    room = Path(patch.__file__).parent
+    files = [f for f in room.parent.rglob("*.py") if f.parent != room]
+    ours = {name for file in files for name in defined(file)}
+    recorded = {record.name for record in PRIVATES} | OF_OTHER_LIBRARIES
+    recorded |= {record.target.rpartition(".")[2] for record in OVERRIDES}
+    strangers = [
+        f"{file.relative_to(room.parent)}:{line} uses {name}"
+        for file in files
+        for name, line in privates(file)
+        if re.match(r"_(?!_|inflight_)", name) and name not in ours | recorded
+    ]
+    assert strangers == []
 
 
 def test_vllms_own_plugin_loader_applies_every_patch(patched):

@@ -11,7 +11,14 @@ from vllm.model_executor.model_loader.mtp_validation import (
 )
 from vllm.model_executor.models.utils import WeightsMapper
 
-from tests.support.shadow_on_host import Model, Sets, shadow_of, shows, version
+from tests.support.shadow_on_host import (
+    HostStagingWorker,
+    Model,
+    Sets,
+    shadow_of,
+    shows,
+    version,
+)
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.update import drafters
 from vllm.inflight.worker.memory.arena import Arena
@@ -19,7 +26,6 @@ from vllm.inflight.worker.model.drafter import ModelWithDrafter, share
 from vllm.inflight.worker.model.support import difference
 from vllm.inflight.worker.shadow.flip import flip_all
 from vllm.inflight.worker.shadow.parameters import mirror_parameters
-from vllm.inflight.worker.staging.worker import StagingWorker
 
 MTP = "mtp."
 
@@ -71,9 +77,7 @@ class Tandems(Sets):
             device=self.shadow.device,
             vllm_config=SimpleNamespace(additional_config={}),
         )
-        self.stager = StagingWorker(
-            worker, self.shadow, lambda _: lambda: flip_all(arenas)
-        )
+        self.stager = HostStagingWorker(worker, self.shadow, lambda: flip_all(arenas))
 
     def shows(self, model: int, draft: int) -> bool:
         """Whether they hold these versions; what is shared is the model's."""

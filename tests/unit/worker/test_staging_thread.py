@@ -90,7 +90,7 @@ def stager(board: StatusBoard, transport: Transport) -> Iterator[StagingWorker]:
     )
     shadow.arenas = ()
     shadow.start_checkpoint = StartCheckpoint({"norm.weight": (4,)})
-    made = StagingWorker(worker, shadow, lambda _: lambda: 0.0)
+    made = StagingWorker(worker, shadow)
     made.attach(board.path, NUM_RANKS)
     made.staging_stream = nullcontext  # type: ignore[method-assign]
     yield made

@@ -1,4 +1,4 @@
-"""The notice board: what one process posts, another reads whole or not at all."""
+"""The status board: what one process posts, another reads whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The controller: where an engine core lets a new version in, between two steps.
+"""The controller of an engine core: it answers the control calls of one engine.
 
-It answers the control calls of one engine. Staging runs elsewhere and is only
-watched; a commit is one turn of the engine core: every rank flips, the label
-and the epoch change, requests are treated as its mode says, and the next step
-is scheduled with the new version.
+Each rank's staging thread loads an update, and the controller only watches it. A commit
+happens between two steps: every rank flips, the label and the epoch change, and the
+mode of the commit says what becomes of running requests. The next step is scheduled
+with the new version.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Controller:
     def call(self, method: str, body: dict[str, Any]) -> Any:
         """Answer a control call: `{"ok": …}`, `{"error": …}`, or a Future of one.
 
-        Whatever needs weights is refused while they are asleep.
+        A call that needs weights is rejected while the weights are asleep.
         """
 
         def answer() -> Any:
@@ -114,10 +114,10 @@ class Controller:
         return enveloped(answer)
 
     def may_start(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Raise `UpdateBusy` if an update that begins would come between others' calls.
+        """Raise `UpdateBusy` if an update cannot start now.
 
-        It writes over the set that a rollback returns to, and that a switch of other
-        engines, which are not done with theirs, may need to be taken back.
+        An update writes over the rollback target. A waiting rollback needs it, and so
+        does a DP-synchronous commit that may have to be undone.
         """
         self.updates.ledger.require_free(body.get("update_id"))
         self.pauses.require_no_rollback()
@@ -127,7 +127,7 @@ class Controller:
     def start(self, body: dict[str, Any]) -> dict[str, Any]:
         """Open an update; the reply of `/start_weight_update`."""
         if body.get("manifest") is not None:
-            # A small one, of a call of the engine's own: doors have packed theirs.
+            # Control routes have packed the manifest; a call inside the engine has not.
             packed = at_once(Manifest.packed(body["manifest"]))
             body = body | {"manifest": packed}
         if (known := self.updates.ledger.started(body)) is not None:
@@ -294,7 +294,7 @@ class Controller:
         return self.dp_commit.arm(what, switch, update)
 
     def close(self) -> None:
-        """End the watch and give the board back."""
+        """End the monitor, and release the status board."""
         self.scrubs.close()
         self.pauses.close()
         self.outside_writes.close()
@@ -310,7 +310,7 @@ class Controller:
 
     # --------------------------------------------------------------- helpers
     def _ended(self, update: Update, error: InflightError) -> None:
-        """An update was aborted: nobody needs to wait for its commit any more."""
+        """Give up the commit of an update that was aborted."""
 
         def give_up() -> None:
             self.updates.note_opened()

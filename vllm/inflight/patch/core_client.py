@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.patch.record import Patch
 
 PAUSED_STEP_S = 0.001
 
 
-def _in_turn(original: Any) -> Any:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_turn(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: upstream.EngineCoreClient, *args: Any, **kwargs: Any) -> Any:
         with self.engine_core.inflight_controller.step_queue.between():
             return original(self, *args, **kwargs)
 
     return call
 
 
-def _get_output_in_turn(original: Any) -> Any:
-    def get_output(self: Any) -> Any:
+def _get_output_in_turn(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_output(self: upstream.EngineCoreClient) -> Any:
         from vllm.inflight import upstream
 
         controller = self.engine_core.inflight_controller
@@ -42,10 +44,12 @@ def _get_output_in_turn(original: Any) -> Any:
     return get_output
 
 
-def _send_locked(original: Any) -> Any:
+def _send_locked(original: Callable[..., Any]) -> Callable[..., Any]:
     lock = threading.Lock()
 
-    def _send_input(self: Any, request_type: Any, request: Any) -> None:
+    def _send_input(
+        self: upstream.EngineCoreClient, request_type: Any, request: Any
+    ) -> None:
         # Socket and encoder are not thread-safe; the wait for a reply is.
         with lock:
             original(self, request_type, request)
@@ -54,7 +58,9 @@ def _send_locked(original: Any) -> Any:
 
 
 def _one_by_one(_: None) -> Any:
-    def call_utility_each(self: Any, method: str, *args: Any) -> list[Any]:
+    def call_utility_each(
+        self: upstream.EngineCoreClient, method: str, *args: Any
+    ) -> list[Any]:
         """A coroutine for each engine, of which each can be waited for by itself."""
         return [
             self._call_utility_async(method, *args, engine=engine)

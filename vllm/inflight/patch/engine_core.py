@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.patch.record import Patch
 
 
-def _with_gate(original: Any) -> Any:
-    def _initialize_effective_attention_block_size(self: Any) -> None:
+def _with_gate(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _initialize_effective_attention_block_size(self: upstream.EngineCore) -> None:
         from vllm.inflight.engine.controller import Controller
 
         original(self)
@@ -18,8 +20,10 @@ def _with_gate(original: Any) -> Any:
     return _initialize_effective_attention_block_size
 
 
-def _keep_stamps(_: Any) -> Any:
-    def _attach_weight_version(self: Any, outputs: dict[int, Any]) -> None:
+def _keep_stamps(_: Callable[..., Any]) -> Callable[..., Any]:
+    def _attach_weight_version(
+        self: upstream.EngineCore, outputs: dict[int, Any]
+    ) -> None:
         from vllm.inflight.engine.scheduling.version_stamp import Stamp
 
         # Upstream's own overwrites what the step was stamped with.
@@ -31,8 +35,8 @@ def _keep_stamps(_: Any) -> Any:
     return _attach_weight_version
 
 
-def _close_gate(original: Any) -> Any:
-    def shutdown(self: Any) -> None:
+def _close_gate(original: Callable[..., Any]) -> Callable[..., Any]:
+    def shutdown(self: upstream.EngineCore) -> None:
         if (controller := getattr(self, "inflight_controller", None)) is not None:
             controller.close()
         original(self)
@@ -40,16 +44,20 @@ def _close_gate(original: Any) -> Any:
     return shutdown
 
 
-def _drain_turns(original: Any) -> Any:
-    def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
+def _drain_turns(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _handle_client_request(
+        self: upstream.EngineCore, request_type: Any, request: Any
+    ) -> None:
         self.inflight_controller.step_queue.drain()
         original(self, request_type, request)
 
     return _handle_client_request
 
 
-def _meet(original: Any) -> Any:
-    def _has_global_unfinished_reqs(self: Any, local_unfinished: bool) -> Any:
+def _meet(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _has_global_unfinished_reqs(
+        self: upstream.EngineCore, local_unfinished: bool
+    ) -> Any:
         dp_commit, was_pending = self.inflight_controller.dp_commit, self.pending_pause
         is_anybody_busy = original(self, local_unfinished)
         if self.step_counter != 1 and self.step_counter % self.dp_sync_interval:
@@ -61,8 +69,8 @@ def _meet(original: Any) -> Any:
     return _has_global_unfinished_reqs
 
 
-def _count_pauses(original: Any) -> Any:
-    def _pause_complete(self: Any) -> Any:
+def _count_pauses(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _pause_complete(self: upstream.EngineCore) -> Any:
         if self.pending_pause:
             self.inflight_controller.dp_commit.num_pauses_left += 1
         return original(self)
@@ -70,8 +78,8 @@ def _count_pauses(original: Any) -> Any:
     return _pause_complete
 
 
-def _rename(_: Any) -> Any:
-    def set_weight_version(self: Any, weight_version: str) -> None:
+def _rename(_: Callable[..., Any]) -> Callable[..., Any]:
+    def set_weight_version(self: upstream.EngineCore, weight_version: str) -> None:
         from vllm.inflight.engine.compat import worker_calls
 
         # Upstream's own relabels tokens that are on their way.
@@ -83,17 +91,17 @@ def _rename(_: Any) -> Any:
     return set_weight_version
 
 
-def _after_a_look(original: Any) -> Any:
-    def step(self: Any) -> Any:
+def _after_a_look(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: upstream.EngineCore) -> Any:
         with self.inflight_controller.outside_writes.around_step():
             return original(self)
 
     return step
 
 
-def _redirect_phases(original: Any) -> Any:
+def _redirect_phases(original: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(
-        self: Any,
+        self: upstream.EngineCore,
         method: Any,
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
@@ -118,7 +126,7 @@ def _redirect_phases(original: Any) -> Any:
     return collective_rpc
 
 
-def inflight(self: Any, method: str, body: dict[str, Any]) -> Any:
+def inflight(self: upstream.EngineCore, method: str, body: dict[str, Any]) -> Any:
     """Answer a control call of vLLM in-flight."""
     return self.inflight_controller.call(method, body)
 

@@ -13,8 +13,10 @@ in that step it waits for the other for good.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.engine.parent_watchdog import end_with_parent
 from vllm.inflight.patch.record import Patch
 
@@ -42,9 +44,9 @@ class Answers:
         return getattr(self._queue, name)
 
 
-def _asked(original: Any) -> Any:
+def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(
-        self: Any,
+        self: upstream.Executor,
         method: Any,
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
@@ -92,8 +94,10 @@ def _all_or_left(read: Any, answers: list[Answers]) -> Any:
     return get_response
 
 
-def _end_with_core(original: Any) -> Any:
-    def monitor_death_pipe(self: Any, death_pipe: Any, shutdown_requested: Any) -> None:
+def _end_with_core(original: Callable[..., Any]) -> Callable[..., Any]:
+    def monitor_death_pipe(
+        self: upstream.WorkerProc, death_pipe: Any, shutdown_requested: Any
+    ) -> None:
         original(self, death_pipe, shutdown_requested)
         end_with_parent()
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.patch.record import Patch
 
 
 # ---------------------------------------------------------------------- engine core
-def _load_everywhere(original: Any) -> Any:
-    def add_lora(self: Any, lora_request: Any) -> bool:
+def _load_everywhere(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_lora(self: Any, lora_request: upstream.LoRARequest) -> bool:
         from vllm.inflight.engine.scheduling import lora
 
         if lora.add(self, lora_request):
@@ -20,7 +22,7 @@ def _load_everywhere(original: Any) -> Any:
     return add_lora
 
 
-def _load_before(original: Any) -> Any:
+def _load_before(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
         from vllm.inflight.engine.scheduling import abort, lora
 
@@ -32,7 +34,7 @@ def _load_before(original: Any) -> Any:
     return add_request
 
 
-def _count_drop(original: Any) -> Any:
+def _count_drop(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove_lora(self: Any, lora_id: int) -> bool:
         self.scheduler.inflight_adapters.drop(lora_id)
         removed: bool = original(self, lora_id)
@@ -42,8 +44,8 @@ def _count_drop(original: Any) -> Any:
 
 
 # -------------------------------------------------------------------------- workers
-def _from_memory(original: Any) -> Any:
-    def _load_adapter(self: Any, lora_request: Any) -> Any:
+def _from_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _load_adapter(self: Any, lora_request: upstream.LoRARequest) -> Any:
         from vllm.inflight.worker.lora import kept_or_read
 
         return kept_or_read(self, lora_request, lambda each: original(self, each))
@@ -51,7 +53,7 @@ def _from_memory(original: Any) -> Any:
     return _load_adapter
 
 
-def _merged_once(original: Any) -> Any:
+def _merged_once(original: Callable[..., Any]) -> Callable[..., Any]:
     def _create_merged_loras_inplace(self: Any, lora_model: Any) -> None:
         if not vars(lora_model).get("inflight_is_merged"):
             original(self, lora_model)

@@ -5,15 +5,16 @@ Those in OpenAI's replies are in `openai.py`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.patch.record import Patch
 
 
 # ------------------------------------------------------------------ RequestOutput
-def _with_epochs(original: Any) -> Any:
+def _with_epochs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _weight_version_spans(self: Any) -> Any:
         from vllm.inflight.outputs.spans import decoded
 
@@ -22,7 +23,7 @@ def _with_epochs(original: Any) -> Any:
     return _weight_version_spans
 
 
-def _on_every_chunk(original: Any) -> Any:
+def _on_every_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
     def _new_completion_output(
         self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any
     ) -> Any:
@@ -40,7 +41,7 @@ def _on_every_chunk(original: Any) -> Any:
     return _new_completion_output
 
 
-def _newest_trail(original: Any) -> Any:
+def _newest_trail(original: Callable[..., Any]) -> Callable[..., Any]:
     def add(self: Any, next_output: Any, aggregate: bool) -> None:
         original(self, next_output, aggregate)
         # Upstream takes over the spans that it knows, the newer ones' for the older.
@@ -54,7 +55,7 @@ def _newest_trail(original: Any) -> Any:
     return add
 
 
-def _take_trails(original: Any) -> Any:
+def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_outputs(
         self: Any,
         engine_core_outputs: Any,
@@ -62,7 +63,6 @@ def _take_trails(original: Any) -> Any:
         iteration_stats: Any = None,
         weight_version: Any = None,
     ) -> Any:
-        from vllm.inflight import upstream
         from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD
 
         ended = upstream.FinishReason.ABORT, upstream.FinishReason.ERROR
@@ -93,7 +93,6 @@ def _take_trails(original: Any) -> Any:
 
 def _end(state: Any, output: Any) -> None:
     """Let a request be ended, with no result, that upstream takes for another kind."""
-    from vllm.inflight import upstream
 
     if state.detokenizer is None:  # it embeds
         output.pooling_output = upstream.EMPTY_CPU_TENSOR
@@ -104,7 +103,7 @@ def _end(state: Any, output: Any) -> None:
             state.queue.close()
 
 
-def _ended_is_an_error(original: Any) -> Any:
+def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_request_output(
         self: Any,
         new_token_ids: Any,
@@ -114,7 +113,6 @@ def _ended_is_an_error(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        from vllm.inflight import upstream
 
         if pooling_output is not None and not kwargs.get("error"):
             if finish_reason == upstream.FinishReason.ABORT:
@@ -156,7 +154,7 @@ def _schema_with_epoch(_: None) -> Any:
     return __get_pydantic_core_schema__
 
 
-def _models_built_again(original: Any) -> Any:
+def _models_built_again(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         from vllm.entrypoints.scale_out.token_in_token_out import protocol
 
@@ -177,7 +175,7 @@ def _models_built_again(original: Any) -> Any:
     return __init__
 
 
-def _whose_kv(original: Any) -> Any:
+def _whose_kv(original: Callable[..., Any]) -> Callable[..., Any]:
     async def serve_tokens_full_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -194,7 +192,7 @@ def _whose_kv(original: Any) -> Any:
     return serve_tokens_full_generator
 
 
-def _whose_kv_by_chunk(original: Any) -> Any:
+def _whose_kv_by_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
     def serve_tokens_stream_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,43 @@ class Patch:
         return self.only_on == current_platform.device_type
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Override:
+    """A method of upstream that a class of ours overrides.
+
+    An override of a method that upstream no longer calls fails silently, so its target
+    is checked like that of a patch.
+    """
+
+    target: str
+    """`module:Class.method` of upstream."""
+    expects: tuple[str, ...]
+    """Its parameters in the tested release."""
+    why: str
+    """The reason, in one sentence."""
+    remove_when: str
+    """What upstream would have to offer for this to go."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Private:
+    """A private name of upstream that code of ours calls, reads or writes."""
+
+    target: str
+    """`module:Class.name`: a method, or an attribute that the class assigns."""
+    why: str
+    """The reason, in one sentence."""
+    remove_when: str
+    """What upstream would have to offer for this to go."""
+    expects: tuple[str, ...] | None = None
+    """Parameters of a method; None for an attribute."""
+
+    @property
+    def name(self) -> str:
+        """The private name itself."""
+        return self.target.rpartition(":")[2].rpartition(".")[2]
+
+
 def locate(target: str) -> tuple[Any, str, Any]:
     """(owner, attribute name, static attribute or None) of a target."""
     module_name, _, path = target.partition(":")
@@ -77,14 +115,18 @@ def plain(function: Any) -> Any:
     return getattr(function, "__func__", function)
 
 
-def problem_with(patch: Patch) -> str | None:
-    """What is wrong with a patch on this vLLM; None if it fits."""
+def problem_with(patch: Patch | Override | Private) -> str | None:
+    """What is wrong with a record on this vLLM; None if it fits."""
     from vllm.version import __version__ as release
 
     try:
-        _, _, found = locate(patch.target)
+        owner, name, found = locate(patch.target)
     except (UpstreamChanged, ImportError) as error:
         return f"{error} (vLLM {release})"
+    if isinstance(patch, Private) and patch.expects is None:
+        if found is None and not _assigns(owner, name):
+            return f"{patch.target} is gone from vLLM {release}"
+        return None
     if patch.expects is None:
         if found is not None and not hasattr(plain(found), MARK):
             return f"{patch.target} exists in vLLM {release}; we meant to add it"
@@ -98,6 +140,12 @@ def problem_with(patch: Patch) -> str | None:
             f"expected {patch.expects}"
         )
     return None
+
+
+def _assigns(owner: Any, name: str) -> bool:
+    """Whether code of `owner`, a class or a module, makes an attribute of that name."""
+    made = rf'\.{name}\b(: [^=\n]+)?( =|\n)|register_buffer\(\s*"{name}"'
+    return re.search(made, inspect.getsource(owner)) is not None
 
 
 def apply(patch: Patch) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight.patch.record import Patch
 
 
-def _reload(original: Any) -> Any:
+def _reload(original: Callable[..., Any]) -> Callable[..., Any]:
     def reload_weights(self: Any, *args: Any, **kwargs: Any) -> None:
         from vllm.inflight.worker.integrity.outside_writes import overwriting
 
@@ -17,7 +18,7 @@ def _reload(original: Any) -> Any:
     return reload_weights
 
 
-def _reset(original: Any) -> Any:
+def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def reset_weights(self: Any) -> None:
         from vllm.inflight.worker.integrity.outside_writes import note, overwriting
 
@@ -28,7 +29,7 @@ def _reset(original: Any) -> Any:
     return reset_weights
 
 
-def _noted(original: Any) -> Any:
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
     def copy(layer: Any, info: Any) -> None:
         from vllm.inflight.worker.integrity.outside_writes import note, note_copied
 
@@ -39,7 +40,7 @@ def _noted(original: Any) -> Any:
     return copy
 
 
-def _noted_when_aside(original: Any) -> Any:
+def _noted_when_aside(original: Callable[..., Any]) -> Callable[..., Any]:
     def restore_layer_on_meta(layer: Any, info: Any) -> Any:
         from vllm.inflight.worker.integrity.outside_writes import note_load
         from vllm.inflight.yielding import break_if_due
@@ -52,7 +53,7 @@ def _noted_when_aside(original: Any) -> Any:
     return restore_layer_on_meta
 
 
-def _noted_when_found(original: Any) -> Any:
+def _noted_when_found(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_parameter_for_reload(model: Any, name: str) -> Any:
         from vllm.inflight.worker.integrity.outside_writes import note
 
@@ -63,7 +64,7 @@ def _noted_when_found(original: Any) -> Any:
     return get_parameter_for_reload
 
 
-def _refused_alone(original: Any) -> Any:
+def _refused_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     def phase(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.inflight.worker.integrity.outside_writes import refuse
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from vllm.inflight.patch.record import Patch
 
 
-def _with_mixin(original: Any) -> Any:
+def _with_mixin(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_scheduler_cls(self: Any) -> type:
         from vllm.inflight.engine.scheduling.scheduler import inflight_scheduler
 
@@ -17,7 +18,7 @@ def _with_mixin(original: Any) -> Any:
     return get_scheduler_cls
 
 
-def _hash_once(original: Any) -> Any:
+def _hash_once(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.inflight.engine.scheduling import encoder_cache
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
@@ -44,7 +45,7 @@ def _hash_once(original: Any) -> Any:
     return preprocess_add_request
 
 
-def _keyed_again(original: Any) -> Any:
+def _keyed_again(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_offload_keys(self: Any) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.patch.record import Patch
 
 
-def _sleep(original: Any) -> Any:
+def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
         def give_back(level: int) -> Any:
             return original(self, level, mode)
@@ -18,14 +20,14 @@ def _sleep(original: Any) -> Any:
     return sleep
 
 
-def _wake(original: Any) -> Any:
+def _wake(original: Callable[..., Any]) -> Callable[..., Any]:
     def wake_up(self: Any, tags: list[str] | None = None) -> Any:
         return self.inflight_controller.sleep.wake(lambda: original(self, tags))
 
     return wake_up
 
 
-def _asleep_after_a_failure(original: Any) -> Any:
+def _asleep_after_a_failure(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: Any, level: int = 1) -> None:
         try:
             original(self, level)
@@ -36,7 +38,7 @@ def _asleep_after_a_failure(original: Any) -> Any:
     return sleep
 
 
-def _outside_of_pools(original: Any) -> Any:
+def _outside_of_pools(original: Callable[..., Any]) -> Callable[..., Any]:
     def _maybe_get_memory_pool_context(self: Any, tag: str) -> Any:
         from vllm.inflight.worker.memory.placement import is_wanted
 
@@ -47,12 +49,12 @@ def _outside_of_pools(original: Any) -> Any:
     return _maybe_get_memory_pool_context
 
 
-def _note_asleep(worker: Any, is_asleep: bool) -> None:
+def _note_asleep(worker: upstream.WorkerBase, is_asleep: bool) -> None:
     if (wire := getattr(worker, "_inflight_tripwire", None)) is not None:
         wire.is_asleep = is_asleep
 
 
-def _noted_asleep(original: Any) -> Any:
+def _noted_asleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: Any, level: int = 1) -> None:
         _note_asleep(self, True)  # also if it fails on its way
         original(self, level)
@@ -60,7 +62,7 @@ def _noted_asleep(original: Any) -> Any:
     return sleep
 
 
-def _noted_discarded(original: Any) -> Any:
+def _noted_discarded(original: Callable[..., Any]) -> Callable[..., Any]:
     def discard(self: Any, tags: tuple[str, ...]) -> None:
         if "weights" in tags:
             _note_asleep(self, True)
@@ -69,7 +71,7 @@ def _noted_discarded(original: Any) -> Any:
     return discard
 
 
-def _adapters_again(original: Any) -> Any:
+def _adapters_again(original: Callable[..., Any]) -> Callable[..., Any]:
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
         from vllm.inflight.worker.lora import write_again
         from vllm.inflight.worker.memory.placement import is_wanted

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Patch
 
 
-def _is_on(vllm_config: Any) -> bool:
+def _is_on(vllm_config: upstream.VllmConfig) -> bool:
     return InflightConfig.of(vllm_config).staging != "off"
 
 
 _loading: ContextVar[Any] = ContextVar("worker that loads its model", default=None)
 
 
-def _create_on_shadow(original: Any) -> Any:
+def _create_on_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine(
-        cls: Any, config: Any, vllm_config: Any, device: Any, model: Any
+        cls: Any, config: Any, vllm_config: upstream.VllmConfig, device: Any, model: Any
     ) -> Any:
         worker = _loading.get()
         if worker is not None and _is_on(vllm_config):
@@ -32,9 +34,12 @@ def _create_on_shadow(original: Any) -> Any:
     return create_engine
 
 
-def _load_into_arena(original: Any) -> Any:
+def _load_into_arena(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(
-        self: Any, vllm_config: Any, model_config: Any, prefix: str = ""
+        self: Any,
+        vllm_config: upstream.VllmConfig,
+        model_config: upstream.ModelConfig,
+        prefix: str = "",
     ) -> Any:
         def load() -> Any:
             model = original(self, vllm_config, model_config, prefix)
@@ -51,7 +56,7 @@ def _load_into_arena(original: Any) -> Any:
     return load_model
 
 
-def _load_straight(original: Any) -> Any:
+def _load_straight(original: Callable[..., Any]) -> Callable[..., Any]:
     def reload(*args: Any, **kwargs: Any) -> None:
         from vllm.inflight.worker.shadow.parameters import reloaded
 
@@ -62,7 +67,7 @@ def _load_straight(original: Any) -> Any:
     return reload
 
 
-def _for_the_same_threads(original: Any) -> Any:
+def _for_the_same_threads(original: Callable[..., Any]) -> Callable[..., Any]:
     def create(*args: Any, **kwargs: Any) -> Any:
         from vllm.inflight.worker.model.cpu_packing import as_at_first
 
@@ -72,7 +77,7 @@ def _for_the_same_threads(original: Any) -> Any:
     return create
 
 
-def _own_scales(original: Any) -> Any:
+def _own_scales(original: Callable[..., Any]) -> Callable[..., Any]:
     pack = _for_the_same_threads(original)
 
     def create(weight: Any, weight_scales: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +90,7 @@ def _own_scales(original: Any) -> Any:
     return create
 
 
-def _load_with_shadow(original: Any) -> Any:
+def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
         import torch
 
@@ -106,7 +111,6 @@ def _load_with_shadow(original: Any) -> Any:
         if not _is_on(self.vllm_config):
             return
         from vllm.inflight.worker.model import layerwise_reload
-        from vllm.inflight.worker.shadow.flip import flip_of
         from vllm.inflight.worker.shadow.shadow_model import shadow_of
         from vllm.inflight.worker.staging.worker import StagingWorker
 
@@ -117,7 +121,7 @@ def _load_with_shadow(original: Any) -> Any:
             raise ConfigError(
                 f"--inflight-staging {staging} cannot be had: {shadow.reason}"
             )
-        self._inflight_stager = StagingWorker(self, shadow, flip_of)
+        self._inflight_stager = StagingWorker(self, shadow)
         both = shadow.live, shadow.module
         layerwise_reload.forget_with(self, [tree for tree in both if tree is not None])
         if shadow.module is not None:
@@ -137,7 +141,7 @@ def _load_with_shadow(original: Any) -> Any:
     return load_model
 
 
-def _with_room_for_the_cache(original: Any) -> Any:
+def _with_room_for_the_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     def determine_available_memory(self: Any) -> int:
         num_bytes: int = original(self)
         asked = self.cache_config.kv_cache_memory_bytes
@@ -162,7 +166,7 @@ def _check_room(asked: int, device: Any) -> None:
         )
 
 
-def _wait_for_decoding_only(original: Any) -> Any:
+def _wait_for_decoding_only(original: Callable[..., Any]) -> Callable[..., Any]:
     def synchronize_device(self: Any) -> None:
         stager = getattr(self, "_inflight_stager", None)
         if stager is None or not stager.is_busy or self.device.type != "cuda":
@@ -178,7 +182,7 @@ def _wait_for_decoding_only(original: Any) -> Any:
     return synchronize_device
 
 
-def _freeze_heap(original: Any) -> Any:
+def _freeze_heap(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self: Any) -> Any:
         from vllm.inflight import upstream
 
@@ -190,7 +194,7 @@ def _freeze_heap(original: Any) -> Any:
     return compile_or_warm_up_model
 
 
-def _shutdown(original: Any) -> Any:
+def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
     def shutdown(self: Any) -> None:
         if (stager := getattr(self, "_inflight_stager", None)) is not None:
             stager.close()
@@ -208,7 +212,7 @@ def _shutdown(original: Any) -> Any:
     return shutdown
 
 
-def _pool_from_the_start(original: Any) -> Any:
+def _pool_from_the_start(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, request: Any) -> Any:
         if request.pooling_states is not None and not request.num_computed_tokens:
             request.pooling_states.clean()
@@ -217,17 +221,17 @@ def _pool_from_the_start(original: Any) -> Any:
     return add_request
 
 
-def _with_new_names(original: Any) -> Any:
+def _with_new_names(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.inflight.engine.scheduling import encoder_cache
 
-    def update_states(self: Any, scheduler_output: Any) -> Any:
+    def update_states(self: Any, scheduler_output: upstream.SchedulerOutput) -> Any:
         encoder_cache.learn(self.requests, scheduler_output)
         return original(self, scheduler_output)
 
     return update_states
 
 
-def _counted(original: Any) -> Any:
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (stager := getattr(self, "_inflight_stager", None)) is None:
             return original(self, *args, **kwargs)
@@ -237,10 +241,10 @@ def _counted(original: Any) -> Any:
     return step
 
 
-def _with_memory(original: Any) -> Any:
+def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     counted = _counted(original)
 
-    def execute_model(self: Any, scheduler_output: Any) -> Any:
+    def execute_model(self: Any, scheduler_output: upstream.SchedulerOutput) -> Any:
         # A step without tokens computes nothing, and comes while decoding is held.
         wire = getattr(self, "_inflight_tripwire", None)
         if wire is not None and scheduler_output.total_num_scheduled_tokens:
@@ -250,7 +254,7 @@ def _with_memory(original: Any) -> Any:
     return execute_model
 
 
-def _with_memory_too(original: Any) -> Any:
+def _with_memory_too(original: Callable[..., Any]) -> Callable[..., Any]:
     counted = _counted(original)
 
     def execute_dummy_batch(self: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.errors import ArenaTorn, InflightError
 from vllm.inflight.patch.record import Patch
 from vllm.inflight.transport.rank_numbers import rank_in_engine
@@ -29,15 +30,19 @@ def answered(call: Callable[[], Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def inflight_attach(self: Any, board_path: str, num_ranks: int) -> dict[str, Any]:
-    """Open the notice board; replies with what this rank can do."""
+def inflight_attach(
+    self: upstream.WorkerBase, board_path: str, num_ranks: int
+) -> dict[str, Any]:
+    """Open the status board; replies with what this rank can do."""
     if getattr(self, "_inflight_stager", None) is None:
         off = {"reason": "staging is off", "bytes": 0, "is_reversible": False}
         return {"ok": {"rank": rank_in_engine(self.parallel_config)} | off}
     return answered(lambda: self._inflight_stager.attach(board_path, num_ranks))
 
 
-def inflight_command(self: Any, serial: int, name: str, values: Any) -> dict[str, Any]:
+def inflight_command(
+    self: upstream.WorkerBase, serial: int, name: str, values: Any
+) -> dict[str, Any]:
     """Enqueue a command for the staging thread."""
     from vllm.inflight.messages import command_from_dict
 
@@ -46,7 +51,9 @@ def inflight_command(self: Any, serial: int, name: str, values: Any) -> dict[str
     )
 
 
-def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
+def inflight_flip(
+    self: upstream.WorkerBase, ranks: list[int] | None = None
+) -> dict[str, Any]:
     """Exchange the live weights with the second set, on `ranks` or on all."""
     if ranks is not None and rank_in_engine(self.parallel_config) not in ranks:
         return {"ok": 0.0}
@@ -60,7 +67,9 @@ def inflight_flip(self: Any, ranks: list[int] | None = None) -> dict[str, Any]:
     return answered(flip)
 
 
-def inflight_overwrite(self: Any, move: str, *args: Any) -> dict[str, Any]:
+def inflight_overwrite(
+    self: upstream.WorkerBase, move: str, *args: Any
+) -> dict[str, Any]:
     """Make one move about out-of-band writes; see integrity/outside_writes.py."""
     from vllm.inflight.worker.integrity import outside_writes
     from vllm.inflight.worker.step_tracker import between_steps
@@ -72,7 +81,7 @@ def inflight_overwrite(self: Any, move: str, *args: Any) -> dict[str, Any]:
     return answered(act)
 
 
-def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
+def inflight_read(self: upstream.WorkerBase, what: str, *args: Any) -> dict[str, Any]:
     """Read something of what this rank serves; see worker/verify/readback.py."""
     from vllm.inflight.worker.step_tracker import between_steps
     from vllm.inflight.worker.verify import readback
@@ -91,13 +100,13 @@ def inflight_read(self: Any, what: str, *args: Any) -> dict[str, Any]:
     return answered(read)
 
 
-def inflight_scrub(self: Any, move: str) -> dict[str, Any]:
+def inflight_scrub(self: upstream.WorkerBase, move: str) -> dict[str, Any]:
     """Make one move of a scrub of what this rank serves; see `Stager.scrub`."""
     return answered(lambda: self._inflight_stager.scrub(move))
 
 
 def inflight_adapter(
-    self: Any, move: str, request: Any, needed: Any = None
+    self: upstream.WorkerBase, move: str, request: Any, needed: Any = None
 ) -> dict[str, Any]:
     """Make one move of loading an adapter; see worker/lora.py."""
     from vllm.inflight.worker import lora

@@ -1,4 +1,4 @@
-"""The notice board: ranks post what they do, the engine core reads it.
+"""The status board: each rank posts its status, and the engine core reads it.
 
 Progress, votes and cancellation travel through shared memory and not through
 RPCs, because a blocking RPC waits for every batch in flight. The board is a
@@ -30,15 +30,16 @@ TOUCHED_AT = 8
 """Where the header says that weights which are served were touched."""
 PAGE_BYTES = 1 << 18
 LONG_BYTES = 1 << 14
-"""From here on a notice is packed: a pipeline stage names all tensors of the others,
-which are many and much alike."""
+"""A status of this length or more is compressed.
+
+A rank of a pipeline stage names all tensors of the other stages."""
 SLOT_BYTES = HEADER_BYTES + 2 * PAGE_BYTES
 _U64 = struct.Struct("<Q")
 _U32 = struct.Struct("<I")
 
 
 class StatusBoard:
-    """One engine's notice board, opened by its core and by every rank."""
+    """The status board of one engine, opened by its core and by every rank."""
 
     def __init__(self, path: str, num_ranks: int) -> None:
         self.path = path
@@ -46,7 +47,7 @@ class StatusBoard:
         with open(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), board_bytes(num_ranks))
         self._lock = threading.Lock()
-        """Of the threads that write: two jobs of a rank, or the watch and the core."""
+        """Held by a thread that writes: a staging thread, the monitor or the core."""
 
     @classmethod
     def create(cls, num_ranks: int) -> StatusBoard:
@@ -76,13 +77,13 @@ class StatusBoard:
         """Give the memory back."""
         self._map.close()
 
-    def post(self, rank: int, notice: dict[str, Any]) -> None:
-        """Replace the notice of `rank`; only that rank's process calls this."""
-        text = msgspec.json.encode(notice)
+    def post(self, rank: int, status: dict[str, Any]) -> None:
+        """Replace the status of `rank`; only that rank's process calls this."""
+        text = msgspec.json.encode(status)
         if len(text) > LONG_BYTES:
             text = zlib.compress(text, 1)
         if len(text) > PAGE_BYTES - _U32.size:
-            raise ValueError(f"notice of {len(text)} bytes does not fit the board")
+            raise ValueError(f"status of {len(text)} bytes does not fit the board")
         with self._lock:
             slot = _slot(rank)
             sequence = self._sequence(rank) + 1
@@ -92,7 +93,7 @@ class StatusBoard:
             _U64.pack_into(self._map, slot, sequence)
 
     def read(self, rank: int) -> dict[str, Any]:
-        """The latest whole notice of `rank`; empty before the first."""
+        """The latest whole status of `rank`; empty before the first."""
         while True:
             sequence = self._sequence(rank)
             page = _page(_slot(rank), sequence)
@@ -103,13 +104,13 @@ class StatusBoard:
         if not text:
             return {}
         # Fast, as a stage may name 50,000 tensors, and a core that steps waits for it.
-        notice: dict[str, Any] = msgspec.json.decode(
+        status: dict[str, Any] = msgspec.json.decode(
             text if text.startswith(b"{") else zlib.decompress(text)
         )
-        return notice
+        return status
 
     def read_all(self) -> list[dict[str, Any]]:
-        """The latest notices of all ranks, in rank order."""
+        """The latest status of every rank, in rank order."""
         return [self.read(rank) for rank in range(self.num_ranks)]
 
     def stamp(self) -> tuple[int, ...]:

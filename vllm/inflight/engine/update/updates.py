@@ -1,7 +1,7 @@
-"""The updates of an engine, from their beginning to the vote.
+"""The updates of an engine: start, receive, prepare, abort.
 
-These calls command the ranks about and return; nothing here waits for a rank, and
-nothing here touches what is served.
+Each call sends commands to the ranks and returns. No call waits for a rank, and no call
+touches the live weights.
 """
 
 from __future__ import annotations

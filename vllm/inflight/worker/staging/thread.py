@@ -1,7 +1,7 @@
-"""A job: the thread that stages one update on one rank while the rank decodes.
+"""The staging thread: it loads one update on one rank while the rank decodes.
 
-It lives as long as its update, goes at a pace that leaves decoding its speed, never
-touches the live weights, and says on the board what it does.
+The thread lives as long as its update and never touches the live weights. A throttle
+leaves decoding its speed. The thread posts its progress on the status board.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Orders come from the engine core as RPCs that only enqueue; what becomes of them
 is posted on the board. The stager lives as long as its worker and holds the
-second set of weights; each update has a job (thread.py) that fills it.
+shadow weights; each update has a staging thread (thread.py) that loads them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vllm.inflight.worker.integrity.scrub import (
     copies,
     marks_of,
 )
+from vllm.inflight.worker.shadow.flip import Flip, flip_of
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.thread import StagingThread, post_failure
 from vllm.inflight.worker.staging.throttle import undirected
@@ -44,7 +45,6 @@ from vllm.inflight.worker.verify.drift import drift
 
 logger = upstream.init_logger(__name__)
 
-Flip = Callable[[], float]
 Made = TypeVar("Made", bound=StagedEngine)
 
 LET_GO_S = 10.0
@@ -54,17 +54,10 @@ LET_GO_S = 10.0
 class StagingWorker:
     """The second set of weights of one rank, and the job that fills it."""
 
-    def __init__(
-        self,
-        worker: Any,
-        shadow: ShadowModel,
-        pair: Callable[[ShadowModel], Flip],
-    ) -> None:
+    def __init__(self, worker: upstream.WorkerBase, shadow: ShadowModel) -> None:
         self.worker = worker
         self.shadow = shadow
         self.steps = StepTracker(shadow.device)
-        self._pair = pair
-        """Makes the call that exchanges what the two trees hold."""
         self._flip: Flip | None = None
         """None while the second set is no version: before the first one is staged, and
         from the first write of an update until it is whole."""
@@ -247,7 +240,7 @@ class StagingWorker:
 
         Returns its drift from what is served.
         """
-        flip = self._pair(self.shadow)
+        flip = self.make_flip()
         module = self.shadow.module
         assert module is not None
         facts = self._facts(content)
@@ -261,6 +254,10 @@ class StagingWorker:
             return None
         with undirected():
             return drift(self.served.samples, content.samples)
+
+    def make_flip(self) -> Flip:
+        """The flip of live and shadow weights, prepared before it is needed."""
+        return flip_of(self.shadow)
 
     def _settle_garbage(self) -> None:
         """Keep what is remembered for good out of the collections of garbage.
