@@ -77,6 +77,7 @@ def test_in_slices_it_says_the_same(value, separators, ascii, step):
 @example(b"  ")
 @example(b"\xef\xbb\xbf{}")
 @example(b'{"a": 12')
+@example(b"\x0b")
 @example(b'{"a": 12} {}')
 @example(b'{"a" 1}')
 @example(b'{"a": 1,}')

@@ -82,7 +82,7 @@ def test_an_unknown_drift_is_left_out():
 
 
 def test_engines_that_hang_or_fail_are_left_out(monkeypatch):
-    monkeypatch.setattr(route, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(route, "ANSWER_TIMEOUT_S", 0.2)
 
     async def hanging():
         await asyncio.sleep(60)

@@ -1,9 +1,8 @@
-"""Which versions a reply was made of, whatever route it goes out by.
+"""The headers that name the versions of a reply, on every route that computes.
 
-The door opens a record for a request that makes an engine compute; `AsyncLLM.generate`
-and `AsyncLLM.encode` note in it what they yield, in the same context. A reply that is
-not a stream then carries the newest version, and the epochs from first to last, in its
-headers.
+The server opens a record for each such request. `AsyncLLM.generate` and
+`AsyncLLM.encode` note their outputs in it, in the same context. The headers of a reply
+that is not a stream then have the newest version, and the epochs from first to last.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ from vllm.inflight.outputs.spans import VersionSpan
 PRINTABLE = "".join(chr(code) for code in range(33, 127) if chr(code) != "%")
 
 record: ContextVar[ReplyVersions | None] = ContextVar("inflight_seen", default=None)
-"""Of the HTTP request that is being answered."""
+"""The record of the current HTTP request."""
 
 
 class ReplyVersions:
-    """The versions that made one reply, so far: its tokens, or what was pooled."""
+    """The versions of one reply so far: of its tokens, or of a pooled result."""
 
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, int], Iterable[Any]] = {}
         self._last: tuple[str, int] | None = None
 
-    def note(self, result: Any) -> None:
-        """Keep the spans of an output of the engine; later ones replace them.
+    def note(self, result: upstream.RequestOutput) -> None:
+        """Keep the spans of an output; later outputs of the choice replace them.
 
         Raises:
-            GenerationError: the engine has refused the request and says why, which
-                upstream's routes would leave out.
+            GenerationError: the engine has rejected the request. Upstream's routes
+            would
+                leave the reason out.
 
         """
         for output in result.outputs:
@@ -45,10 +45,10 @@ class ReplyVersions:
                 self._last = (result.request_id, output.index)
                 self._outputs[self._last] = output.weight_versions
 
-    def note_pooled(self, result: Any) -> None:
-        """Keep the version of the step that has made an embedding, a score or a class.
+    def note_pooled(self, result: upstream.PoolingRequestOutput) -> None:
+        """Keep the version of the step that made an embedding, a score or a class.
 
-        Nobody says so of one that was aborted.
+        An aborted request has none.
         """
         if (stamp := getattr(result, "inflight_stamp", None)) is not None:
             made = Stamp.decode(stamp)
@@ -57,13 +57,13 @@ class ReplyVersions:
 
     @property
     def last(self) -> Iterable[Any] | None:
-        """Spans of the output that was noted last; None before the first."""
+        """The spans of the last noted output; None before the first."""
         return None if self._last is None else self._outputs[self._last]
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """`X-Weight-Version` and `X-Weight-Epoch`; none if nothing was made.
+        """`X-Weight-Version` and `X-Weight-Epoch`; empty without outputs.
 
-        A label may be any string: what a header cannot hold is percent-encoded.
+        Characters of a label that a header cannot hold are percent-encoded.
         """
         spans = [span for spans in self._outputs.values() for span in spans]
         if not spans:

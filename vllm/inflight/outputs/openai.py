@@ -1,12 +1,12 @@
-"""Spans in OpenAI's replies: `weight_versions` on every choice.
+"""Version spans in OpenAI's replies: `weight_versions` on every choice.
 
-Upstream turns engine outputs into replies and drops what it does not know, so a
-ledger stands on both sides of that: it notes the spans of every output on its
-way in, and writes them on the choice with the same index on its way out.
+Upstream turns engine outputs into replies and drops fields that it does not know.
+`ReplySpans` stands on both sides of that: it notes the spans of every output on the
+way in, and writes them on the choice with the same index on the way out.
 
     engine ──► watched ──► upstream's generator ──► labelled ──► client
                   │ note(index, output)                 ▲ write(line)
-                  └───────────── Ledger ────────────────┘
+                  └─────────── ReplySpans ──────────────┘
 
 A stream's line is not decoded: upstream writes compact JSON with one choice per
 line, so the field is spliced in behind the index of that choice. Only a line
@@ -19,8 +19,9 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.outputs.spans import as_dicts
 
@@ -28,19 +29,38 @@ FIELD = "weight_versions"
 KV_FIELD = "kv_versions"
 DATA = "data: "
 
-# Inside a JSON string every quote has a backslash before it, so neither of these
-# can be matched by text that a model or a client wrote.
+# Inside a JSON string every quote has a backslash before it, so text of a model or a
+# client matches neither of these.
 _CHOICE = re.compile(r'"choices":\[\{"index":(\d+)')
 _SECOND_INDEX = '},{"index":'
 
-# `json.dumps` with separators would make an encoder for every line.
+# `json.dumps` with separators makes a new encoder for every line.
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 Item = TypeVar("Item")
+Response = TypeVar("Response")
 
 
-def wants_spans(serving: Any, request: Any) -> bool:
-    """Whether a reply may have a field that OpenAI's do not have.
+class Serving(Protocol):
+    """One of upstream's classes that serve a route."""
+
+    engine_client: upstream.EngineClient
+
+
+class Requested(Protocol):
+    """A request that may have arguments of vLLM's own beside OpenAI's."""
+
+    vllm_xargs: dict[str, Any] | None
+
+
+class Generating(Protocol):
+    """A request of `/inference/v1/generate`."""
+
+    sampling_params: upstream.SamplingParams
+
+
+def wants_spans(serving: Serving, request: Requested) -> bool:
+    """Whether a reply has `weight_versions`, which OpenAI's replies do not have.
 
     `{"vllm_xargs": {"weight_versions": 0}}` leaves it out, 1 asks for it.
     """
@@ -52,12 +72,12 @@ def wants_spans(serving: Any, request: Any) -> bool:
 
 
 def ledger_for(
-    serving: Any, request: Any, *, role_first: bool = False
+    serving: Serving, request: Requested, *, role_first: bool = False
 ) -> ReplySpans | None:
-    """What one of OpenAI's replies is to say beside what they have; None: nothing.
+    """The record of the fields to add to a reply; None if there are none.
 
-    Whose KV was read it says if it is asked, or if all are and it has not been asked
-    to leave the spans out.
+    KV provenance is added if the request asks for it, or if `--inflight-kv-versions` is
+    on and the request does not leave the spans out.
     """
     if wants_spans(serving, request):
         return ReplySpans(role_first=role_first)
@@ -67,12 +87,12 @@ def ledger_for(
     return ReplySpans(kv_only=True) if asked.get(KV_FIELD, by_default) else None
 
 
-def _asked(request: Any) -> dict[str, Any]:
+def _asked(request: Requested) -> dict[str, Any]:
     return getattr(request, "vllm_xargs", None) or {}
 
 
-def wants_kv(serving: Any, request: Any) -> bool:
-    """Whether a reply says whose KV was read: this one, or every one."""
+def wants_kv(serving: Serving, request: Generating) -> bool:
+    """Whether a reply has KV provenance, by its request or by the configuration."""
     asked = (request.sampling_params.extra_args or {}).get(KV_FIELD)
     config = InflightConfig.of(serving.engine_client.vllm_config)
     return bool(asked) or config.kv_versions == "on"
@@ -84,8 +104,8 @@ class ReplySpans:
     Args:
         role_first: the first line of each choice carries a role and no token,
             as in a stream of chat.
-        kv_only: upstream writes the spans itself, as in `/inference/v1/generate`, and
-            only whose KV was read is missing.
+        kv_only: whether upstream writes the spans itself, as in
+            `/inference/v1/generate`, and only KV provenance has to be added.
 
     """
 
@@ -96,23 +116,23 @@ class ReplySpans:
         self._role_first = role_first
         self._begun: set[int] = set()
 
-    def note(self, index: int, output: Any) -> None:
-        """Keep the spans of an output; a later one of that choice replaces it."""
+    def note(self, index: int, output: upstream.CompletionOutput) -> None:
+        """Keep the spans of an output; a later output of the choice replaces them."""
         self._spans[index] = output.weight_versions
         if (read := getattr(output, KV_FIELD, None)) is not None:
             self._read[index] = read
 
-    def note_all(self, result: Any, first: int = 0) -> None:
+    def note_all(self, result: upstream.RequestOutput, first: int = 0) -> None:
         """Note the outputs of one prompt, whose choices are counted from `first`."""
         for output in result.outputs:
             self.note(first + output.index, output)
 
     def spans(self, index: int) -> list[dict[str, Any]] | None:
-        """Spans of a choice; none of no tokens, None where nobody knows them."""
+        """The spans of a choice; empty without tokens, None if they are unknown."""
         return as_dicts(self._spans.get(index, ()))
 
-    def label(self, response: Any) -> Any:
-        """Set the field on the choices of a whole reply; an error has none."""
+    def label(self, response: Response) -> Response:
+        """Set the fields on the choices of a whole reply; an error has no choices."""
         for choice in getattr(response, "choices", ()):
             if not self._kv_only:
                 choice.weight_versions = self.spans(choice.index)
@@ -121,7 +141,7 @@ class ReplySpans:
         return response
 
     def write(self, line: str) -> str:
-        """A line of a stream, with the field in its choices."""
+        """A line of a stream, with the fields in its choices."""
         match = _CHOICE.search(line)
         if match is None:  # usage, an error, [DONE]
             return line
@@ -145,7 +165,7 @@ class ReplySpans:
         return f"{DATA}{_compact(chunk)}\n\n"
 
     def _next(self, index: int) -> list[dict[str, Any]] | None:
-        """Spans for the next line of a choice."""
+        """The spans for the next line of a choice."""
         if self._role_first and index not in self._begun:
             self._begun.add(index)
             return []
@@ -155,7 +175,7 @@ class ReplySpans:
 async def watched(
     source: AsyncGenerator[Item, None], note: Callable[[Item], None]
 ) -> AsyncGenerator[Item, None]:
-    """`source`, with every item noted before its reader has it."""
+    """`source`, with every item noted before it is yielded."""
     async with aclosing(source):
         async for item in source:
             note(item)
@@ -168,13 +188,13 @@ async def labelled(
     write: Callable[[AsyncGenerator[Item, None]], AsyncGenerator[str, None]],
     ledger: ReplySpans,
 ) -> AsyncGenerator[str, None]:
-    """The lines that upstream writes of `source`, each with what the ledger knows.
+    """The lines that upstream writes of `source`, with the fields of `ledger`.
 
     Args:
-        source: outputs of the engine.
-        note: puts one of them into the ledger.
+        source: the outputs of the engine.
+        note: notes one output in `ledger`.
         write: upstream's generator of lines.
-        ledger: of this reply.
+        ledger: the spans of this reply.
 
     """
     async with (

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 
 from vllm.inflight import upstream
 
@@ -56,13 +56,13 @@ def _template(path: str) -> str:
     return re.sub("{[^}]*}", "{}", path)
 
 
-def is_foreign(route: Any) -> bool:
+def is_foreign(route: BaseRoute) -> bool:
     """Whether a route is neither upstream's nor ours."""
     module = module_of(route)
     return module is not None and module.partition(".")[0] != "vllm"
 
 
-def module_of(route: Any) -> str | None:
+def module_of(route: BaseRoute) -> str | None:
     """Where the handler of a route is written; None if it has none."""
     return getattr(getattr(route, "endpoint", None), "__module__", None)
 

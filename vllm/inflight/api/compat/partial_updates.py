@@ -1,18 +1,18 @@
-"""Updates that come in pieces, with neither a beginning nor an end of their own.
+"""Partial updates: versions that arrive over several calls without start and finish.
 
-SGLang's calls bring some tensors at a time and write them at once. Here the first piece
-opens an update, every piece goes into the second set, and the one that completes the
-model commits it: what is served changes once, and never in parts.
+SGLang's calls bring some tensors at a time and write them at once. Here the first call
+opens an update, every call loads into the shadow weights, and the call that completes
+the model commits. The live weights change once.
 
-A client may say where a version begins and ends (`/begin_weight_update`,
-`/end_weight_update`). Then nothing is committed before the end.
+A client may mark where a version begins and ends (`/begin_weight_update`,
+`/end_weight_update`). Then the end commits.
 
-What ends an update that stays incomplete: another label, a new group, a new pause, its
-deadline, or `continue_generation`, which says what is missing.
+These end an incomplete update: another label, a new group, a new pause, its deadline,
+or `continue_generation`, which reports what is missing.
 
-A trainer may send tensors that fill no parameter, such as the head of a model whose
-head is its embedding. One that comes after its version was complete is compared with
-what that version serves; no update is opened for it.
+A trainer may send tensors that fill no parameter, such as a head that is tied to the
+embedding. If such a tensor comes after its version was complete, it is compared with
+the live weights, and no update is opened.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 
 from safetensors import safe_open
 
+from vllm.inflight import upstream
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
 from vllm.inflight.errors import (
@@ -43,16 +44,15 @@ UNUSED = "no parameter of this model is filled by these tensors"
 
 @dataclass
 class PartialUpdate:
-    """What came in pieces by way of one front end of an engine.
+    """The partial update of one front end of an engine.
 
     Attributes:
-        update_id: the version under way, or else the last one; None if none came.
-        names: the tensors of its pieces.
-        label: its label, if its sender gave one.
-        epochs: the epoch that each engine serves it with; None until it is committed.
-        has_begun: whether its sender said that it begins, and has yet to say that it
-            ends.
-        commit: `mode` and `flush_cache` of its commit, from its last piece.
+        update_id: the id of the update under way, or of the last one; None before both.
+        names: the tensors that it has brought.
+        label: the label of the version, if the client gave one.
+        epochs: the epoch of the version on each engine; None until it is committed.
+        has_begun: whether the client has marked the beginning, and not yet the end.
+        commit: `mode` and `flush_cache` of the commit, from the last call.
 
     """
 
@@ -64,26 +64,26 @@ class PartialUpdate:
     commit: dict[str, Any] = field(default_factory=dict)
 
     def forget(self, *, has_begun: bool = False) -> None:
-        """Nothing has come."""
+        """Become empty."""
         vars(self).update(vars(PartialUpdate(has_begun=has_begun)))
 
     def may_end_with(self, label: str | None) -> bool:
-        """Whether a piece with this label may be of the version that is served."""
+        """Whether tensors with this label may belong to the committed version."""
         return self.epochs is not None and self.label == label
 
 
 _memories: WeakKeyDictionary[Any, PartialUpdate] = WeakKeyDictionary()
 
 
-def memory_of(engine: Any) -> PartialUpdate:
-    """That of an `AsyncLLM`: one process may have several."""
+def memory_of(engine: upstream.EngineClient) -> PartialUpdate:
+    """The partial update of one `AsyncLLM`; a process may have several."""
     return _memories.setdefault(engine, PartialUpdate())
 
 
 async def take(
     control: Control,
     transport: str,
-    update_info: Any,
+    update_info: object,
     *,
     label: str | None,
     commit: dict[str, Any],
@@ -92,24 +92,24 @@ async def take(
     files: Sequence[str] = (),
     names: Collection[str] = (),
 ) -> Reply:
-    """Stage a piece; commit if the model is complete with it.
+    """Stage the tensors of one call; commit if they complete the model.
 
     Args:
         control: of the engines.
-        transport: what brings it.
-        update_info: the piece, as that transport is told of it.
-        label: the version it belongs to, if its sender says.
+        transport: the transport of the tensors.
+        update_info: where the tensors are; the transport defines its fields.
+        label: the label of their version, if the client gives one.
         commit: `mode` and `flush_cache` of the commit.
-        memory: of what came before; see `memory_of`.
-        begin: what else is said when the update begins.
-        files: those in shared memory that the piece is, unless it is broadcast. A
-            tensor that came before then begins a new version: its sender begins anew.
-        names: of the tensors of a piece that is broadcast.
+        memory: the calls before; see `memory_of`.
+        begin: more fields of the start of the update.
+        files: the files in shared memory that have the tensors, unless they are
+            broadcast. A tensor that has come before then begins a new version.
+        names: the names of broadcast tensors.
 
     Raises:
-        UpdateBusy: a version with a label is under way, and the piece has none.
-        WrongPhase: the version that its sender has begun was ended by somebody else.
-        WeightsMismatch: a tensor that came last is not what the version serves.
+        UpdateBusy: a version with a label is under way, and these tensors have none.
+        WrongPhase: another caller has ended the version that the client has begun.
+        WeightsMismatch: a tensor of a complete version differs from the live weights.
 
     """
     memory = PartialUpdate() if memory is None else memory
@@ -134,7 +134,7 @@ async def take(
     progress = await control.update(update_info, active)
     replies = progress.get("engines", [progress])
     if any(reply["phase"] != Phase.STAGING for reply in replies):
-        # Somebody else finishes it meanwhile; to finish twice is to finish.
+        # Another caller is finishing it. Finishing twice is allowed.
         return await _finish(control, active, memory)
     every, parts = progress["parameters"], [reply["parameters"] for reply in replies]
     is_complete = all(part["complete"] >= part["total"] for part in parts)
@@ -150,18 +150,18 @@ async def take(
 
 
 async def begin(control: Control, memory: PartialUpdate) -> None:
-    """A version begins; pieces of one that was never completed are given up."""
+    """Begin a version; abort an incomplete one before it."""
     if (update_id := await unfinished(control)) is not None:
         await control.abort(update_id)
     memory.forget(has_begun=True)
 
 
 async def end(control: Control, memory: PartialUpdate) -> Reply | None:
-    """A version ends; the reply of its commit, or None if nothing is under way.
+    """End a version; the reply of its commit, or None if no update is open.
 
     Raises:
-        WeightsMismatch: it lacks tensors, which are named, and is given up.
-        InflightError: what else has ended it.
+        WeightsMismatch: the version lacks tensors, which are named; it is aborted.
+        InflightError: the update has failed.
 
     """
     update_id = memory.update_id if memory.has_begun else None
@@ -172,7 +172,7 @@ async def end(control: Control, memory: PartialUpdate) -> Reply | None:
 
 
 async def drop(control: Control, memory: PartialUpdate) -> None:
-    """Give up a version whose pieces will not come any more."""
+    """Abort a version whose other tensors will not come."""
     update_id = await unfinished(control)
     if update_id is not None:
         await control.abort(update_id)
@@ -181,7 +181,7 @@ async def drop(control: Control, memory: PartialUpdate) -> None:
 
 
 async def close(control: Control, memory: PartialUpdate) -> InflightError | None:
-    """End a version that should be complete by now; what is missing, if it is not."""
+    """Finish an open version; the error if it is incomplete."""
     update_id = await unfinished(control)
     if update_id is None:
         return None
@@ -201,7 +201,7 @@ async def close(control: Control, memory: PartialUpdate) -> InflightError | None
 
 
 async def unfinished(control: Control) -> str | None:
-    """The id of the update that waits for pieces, if one does."""
+    """The id of the open partial update, if there is one."""
     active = (await control.status())["active"]
     if active is None or not active["update_id"].startswith(PREFIX):
         return None
@@ -209,7 +209,7 @@ async def unfinished(control: Control) -> str | None:
 
 
 def _names(files: Sequence[str]) -> frozenset[str]:
-    """What the tensors of these files in shared memory are called."""
+    """The names of the tensors in these files in shared memory."""
     names: set[str] = set()
     for file in files:
         with safe_open(SHARED_MEMORY / file, framework="pt") as opened:
@@ -218,7 +218,7 @@ def _names(files: Sequence[str]) -> frozenset[str]:
 
 
 def _names_of(update_id: str, memory: PartialUpdate) -> frozenset[str]:
-    """The tensors of its pieces that came this way."""
+    """The tensors of this update that came through this front end."""
     return memory.names if memory.update_id == update_id else frozenset()
 
 
@@ -243,15 +243,15 @@ async def _open(
 
 
 async def _give_up(control: Control, update_id: str, memory: PartialUpdate) -> None:
-    """Abort a version whose sender begins another one."""
+    """Abort a version because its client begins another one."""
     await control.abort(update_id)
     memory.forget(has_begun=memory.has_begun)
 
 
 async def _require_open(control: Control, memory: PartialUpdate) -> None:
-    """Raise if a version that its sender has begun, and not ended, has ended.
+    """Raise if a version that the client has begun, and not ended, has ended.
 
-    Its first pieces are gone: what is left of it would be a version of its own.
+    Its first tensors are gone; the rest would be another version.
     """
     if not memory.has_begun or memory.update_id is None:
         return
@@ -280,8 +280,8 @@ async def _start(
 
 
 async def _finish(control: Control, update_id: str, memory: PartialUpdate) -> Reply:
-    """Commit a version as its last piece asked, or give it up."""
-    if memory.update_id != update_id:  # its pieces came another way
+    """Commit a version with the options of its last call, or abort it."""
+    if memory.update_id != update_id:  # its tensors came through another front end
         memory.forget()
         memory.update_id = update_id
     label, commit = memory.label, memory.commit
@@ -297,13 +297,12 @@ async def _finish(control: Control, update_id: str, memory: PartialUpdate) -> Re
     return reply | {"message": "weights updated"}
 
 
-# ------------------------------------------------------------ what fills no parameter
 async def _unused(
     control: Control, came: frozenset[str], memory: PartialUpdate
 ) -> dict[str, Any] | None:
-    """Of a piece that fills no parameter, which tensors are tied to one.
+    """Which tensors are tied to a parameter, if none of them fills one.
 
-    None if it fills one, or if it begins a version: a tensor of it has come before.
+    None if one fills a parameter, or has come before and so begins a version.
     """
     if came & memory.names:
         return None
@@ -316,19 +315,19 @@ async def _unused(
 
 
 async def _is_served(control: Control, memory: PartialUpdate) -> bool:
-    """Whether the last version of `memory` is what every engine serves."""
+    """Whether the last version of `memory` is live on every engine."""
     served = await control.ask("info")
     return tuple(each["epoch"] for each in served) == memory.epochs
 
 
 async def _compare(
-    control: Control, transport: str, update_info: Any, memory: PartialUpdate
+    control: Control, transport: str, update_info: object, memory: PartialUpdate
 ) -> Reply:
     """Receive tensors that fill no parameter, and compare those that are tied to one.
 
     Raises:
-        WeightsMismatch: one is not what is served. Its version goes, if the one before
-            is still there: the version was never what its sender has.
+        WeightsMismatch: a tensor differs from the live weights. Its version is rolled
+            back if there is a rollback target.
 
     """
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
 from vllm.inflight.api.control.methods import control_of
@@ -19,12 +20,14 @@ from vllm.inflight.errors import Malformed
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Reply]]
 
 
-async def receive_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
+async def receive_weight_update(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
     """Receive and serve what a `WeightUpdateRequest` announces."""
     return await receive(control_of(engine), body) | {"status": "ok"}
 
 
-async def receive(control: Control, request: Any) -> Reply:
+async def receive(control: Control, request: object) -> Reply:
     """The same, from a request in any of the forms in which it travels."""
     async with control.announced(GROUP) as announcement:
         label, info = announced(plain(request), announcement)
@@ -34,7 +37,7 @@ async def receive(control: Control, request: Any) -> Reply:
             return await control.finish(update_id=started["update_id"])
 
 
-async def pause_and_update(self: Any, request: Any) -> Reply:
+async def pause_and_update(self: upstream.AsyncLLM, request: object) -> Reply:
     """PipelineRL's method: receive and serve a version; nothing has to be paused.
 
     Args:
@@ -52,7 +55,9 @@ async def pause_and_update(self: Any, request: Any) -> Reply:
     return await receive(control_of(self), request)
 
 
-async def init_actor_update_group(engine: Any, body: dict[str, Any]) -> Reply:
+async def init_actor_update_group(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
     """Have the workers join the trainer's group, as PipelineRL's start-up does."""
     names = ("actor_idx", "actor_ngpus", "init_method", "world_size")
     for name in names:

@@ -1,6 +1,6 @@
-"""What trainers ask of a server besides updates: reads, caches, requests, sleep.
+"""Routes for trainers besides updates: reads, caches, requests, sleep.
 
-Upstream has some of these paths in its development mode only, without a key.
+Upstream has some of these paths in its development mode only, and without a key.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from fastapi import Response
 
+from vllm.inflight import upstream
 from vllm.inflight.api.control.core_client import Reply
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.api.control.methods import weight_names as names_of
@@ -32,11 +33,11 @@ ACTIONS = ("checksum", "compare")
 SLEEPS = {"weights", "kv_cache"}
 NO_ROWS = 100
 DIGITS = 19
-"""Of a number that is too large to be sent on."""
+"""A number with as many digits is too large for an engine."""
 
 
-async def flush_cache(engine: Any, body: dict[str, Any]) -> Reply:
-    """Drop the prefix cache; refused while running requests hold KV."""
+async def flush_cache(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Drop the prefix cache; rejected while running requests hold KV."""
     replies = await control_of(engine).ask("flush")
     await engine.renderer.clear_mm_cache_async()
     waiting = sum(reply["num_waiting"] for reply in replies)
@@ -48,8 +49,10 @@ async def flush_cache(engine: Any, body: dict[str, Any]) -> Reply:
     }
 
 
-async def reset_prefix_cache(engine: Any, body: dict[str, Any]) -> Reply:
-    """Upstream's: `success` is false where `/flush_cache` would refuse."""
+async def reset_prefix_cache(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
+    """Upstream's reset: `success` is false where `/flush_cache` rejects the call."""
     fields = Fields(body)
     running = fields.word("reset_running_requests", False)
     external = fields.word("reset_external", False)
@@ -57,8 +60,8 @@ async def reset_prefix_cache(engine: Any, body: dict[str, Any]) -> Reply:
     return {"success": bool(await engine.reset_prefix_cache(running, external))}
 
 
-async def abort_request(engine: Any, body: dict[str, Any]) -> Reply:
-    """End the request with SGLang's `rid`, or all with `abort_all`."""
+async def abort_request(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Abort the request `rid`, or all with `abort_all`."""
     fields = Fields(body)
     rid, every = fields.take("rid"), fields.flag("abort_all", False)
     for name in ("abort_message", "finished_reason"):  # SGLang's own, between processes
@@ -74,8 +77,8 @@ async def abort_request(engine: Any, body: dict[str, Any]) -> Reply:
     return {"success": True, "message": message, "num_aborted": aborted}
 
 
-async def abort_requests(engine: Any, body: dict[str, Any]) -> Reply:
-    """Upstream's: end the requests named in `request_ids`, or all."""
+async def abort_requests(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Abort the requests in `request_ids`, or all, as upstream does."""
     fields = Fields(body)
     ids = fields.take("request_ids")
     fields.only()
@@ -84,15 +87,15 @@ async def abort_requests(engine: Any, body: dict[str, Any]) -> Reply:
     return {"status": "aborted", "aborted": await _aborted(engine, ids or None)}
 
 
-async def weight_version(engine: Any, body: dict[str, Any]) -> Reply:
-    """The label of what is served."""
+async def weight_version(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """The label of the live weights."""
     Fields(body).only()
     info = await control_of(engine).info()
     return {"weight_version": info["weight_version"]}
 
 
-async def weight_names(engine: Any, body: dict[str, Any]) -> Response:
-    """Name, shape and dtype of every tensor that an update may bring."""
+async def weight_names(engine: upstream.EngineClient, body: dict[str, Any]) -> Response:
+    """Name, shape and dtype of every tensor that an update may contain."""
     Fields(body).only()
     told = await names_of(engine)
     # In a thread, and in pieces: streams go on meanwhile.
@@ -100,10 +103,10 @@ async def weight_names(engine: Any, body: dict[str, Any]) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def model_info(engine: Any, body: dict[str, Any]) -> Reply:
+async def model_info(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
     """SGLang's description of the model; `model_path` is that of the last commit.
 
-    What came without a path, over a wire, leaves the one of the start.
+    A version that came over a transport does not change `model_path`.
     """
     Fields(body).only()
     (source, *_) = await control_of(engine).ask("source")
@@ -118,10 +121,12 @@ async def model_info(engine: Any, body: dict[str, Any]) -> Reply:
     }
 
 
-async def get_weights_by_name(engine: Any, body: dict[str, Any]) -> Any:
+async def get_weights_by_name(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Any:
     """The first rows of a tensor as lists of numbers, from all ranks.
 
-    JSON knows no infinity and no NaN: they are null.
+    NaN and Inf are null, since JSON has neither.
     """
     fields = Fields(body)
     name, size = fields.needed("name"), fields.take("truncate_size")
@@ -134,17 +139,17 @@ async def get_weights_by_name(engine: Any, body: dict[str, Any]) -> Any:
 
 
 def _finite(rows: Any) -> Any:
-    """Numbers of any depth, None for what is none that JSON knows."""
+    """Nested numbers, with None for NaN and Inf."""
     if isinstance(rows, list):
         return [_finite(row) for row in rows]
     return rows if math.isfinite(rows) else None
 
 
-async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
+async def weights_checker(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
     """SGLang's digests of every parameter of every rank, or a comparison of them.
 
-    `verify` is ours: it compares what is served with the digest of its label. Of
-    SGLang's other actions, `reset_tensors` destroys weights and is refused.
+    Action `verify` is our own: it compares the live weights with the digest of their
+    label. SGLang's action `reset_tensors` destroys weights and is rejected.
     """
     fields = Fields(body)
     action = fields.text("action", "checksum")
@@ -178,7 +183,7 @@ async def weights_checker(engine: Any, body: dict[str, Any]) -> Reply:
     }
 
 
-async def _verified(engine: Any) -> Reply:
+async def _verified(engine: upstream.EngineClient) -> Reply:
     found = await control_of(engine).verify()
     compared = (
         f"{found['num_tensors']} tensors were compared with their digests, and "
@@ -194,8 +199,8 @@ async def _verified(engine: Any) -> Reply:
     return {"success": found["result"] != "different", "message": message} | found
 
 
-async def weight_checker(engine: Any, body: dict[str, Any]) -> Reply:
-    """Upstream's: the same digests under its keys, or compared with a `baseline`."""
+async def weight_checker(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """The same digests under upstream's keys, or compared with a `baseline`."""
     fields = Fields(body)
     action, baseline = fields.needed("action"), fields.take("baseline")
     fields.only()
@@ -218,8 +223,8 @@ async def weight_checker(engine: Any, body: dict[str, Any]) -> Reply:
     return {"match": not odd, "mismatches": odd}
 
 
-async def server_info(engine: Any, body: dict[str, Any]) -> Reply:
-    """Upstream's: the configuration, and nothing of the environment."""
+async def server_info(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """The configuration, as upstream has it, without the environment."""
     import pydantic
 
     fields = Fields(body)
@@ -234,8 +239,10 @@ async def server_info(engine: Any, body: dict[str, Any]) -> Reply:
     return {"vllm_config": told}
 
 
-async def release_memory_occupation(engine: Any, body: dict[str, Any]) -> Reply:
-    """Sleep: give the memory of weights and KV back; running requests are aborted."""
+async def release_memory_occupation(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
+    """Sleep: release the memory of weights and KV; running requests are aborted."""
     tags = _tags(engine, body)
     if tags == {"kv_cache"}:
         await release_kv_cache(engine)
@@ -245,15 +252,17 @@ async def release_memory_occupation(engine: Any, body: dict[str, Any]) -> Reply:
     return {"success": True, "message": "asleep"}
 
 
-async def resume_memory_occupation(engine: Any, body: dict[str, Any]) -> Reply:
-    """Wake up: all of it, or one of SGLang's tags at a time."""
+async def resume_memory_occupation(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
+    """Wake up: everything, or one tag of SGLang at a time."""
     tags = _tags(engine, body)
     await engine.wake_up(sorted(tags) if tags else None)
     return {"success": True, "message": "awake"}
 
 
 def _hide(told: dict[str, Any]) -> None:
-    """Say no more of a hub's token than that it is set; a drafter's model has one."""
+    """Replace tokens of a model hub by `set`; a drafter's model has one too."""
     for name, value in told.items():
         if isinstance(value, dict):
             _hide(value)
@@ -261,7 +270,7 @@ def _hide(told: dict[str, Any]) -> None:
             told[name] = "set"
 
 
-def _tags(engine: Any, body: dict[str, Any]) -> set[str]:
+def _tags(engine: upstream.EngineClient, body: dict[str, Any]) -> set[str]:
     fields = Fields(body)
     tags = fields.take("tags")
     fields.only()
@@ -280,12 +289,12 @@ def _tags(engine: Any, body: dict[str, Any]) -> set[str]:
     return set(tags or ())
 
 
-async def _aborted(engine: Any, ids: list[str] | None) -> int:
+async def _aborted(engine: upstream.EngineClient, ids: list[str] | None) -> int:
     replies = await control_of(engine).ask("abort_requests", ids=ids)
     return sum(reply["num_aborted"] for reply in replies)
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value: object) -> TypeGuard[list[str]]:
     return (
         isinstance(value, list)
         and len(value) > 0
@@ -312,16 +321,16 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/reset_prefix_cache"): reset_prefix_cache,
     ("GET", "/server_info"): server_info,
 }
-"""SGLang's, among which is what a trainer asks first, then upstream's."""
+"""SGLang's routes, then upstream's."""
 
 
-async def release_kv_cache(engine: Any) -> None:
-    """Abort requests, pause, and give the memory back; twice is as good as once.
+async def release_kv_cache(engine: upstream.EngineClient) -> None:
+    """Abort requests, pause, and release the memory; the call may be repeated.
 
     Raises:
-        EngineAsleep: the weights are asleep, and with them most likely the KV cache.
+        EngineAsleep: the weights are asleep, and so most likely the KV cache.
         PauseConflict: the pause was over, or a request ended, before the release.
-        EngineFault: the memory could not be given back.
+        EngineFault: the memory could not be released.
 
     """
     control = control_of(engine)

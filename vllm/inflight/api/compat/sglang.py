@@ -1,10 +1,10 @@
 """The control routes that SGLang's clients call, with its fields and its replies.
 
-What they ask for becomes the transaction: tensors go into the second set, and the call
+Each call becomes part of an update: tensors go into the shadow weights, and the call
 that completes a version commits it. SGLang waits for running requests, or for a pause,
-before it writes; here nothing has to stand still, and an update alone stops nothing.
-Fields that have nothing to switch here are accepted; values that cannot be had are
-refused by name. A reply has `success` and `message`, a refusal `error` beside them.
+before it writes. Here decoding goes on. Fields without an effect here are accepted.
+Values that are not supported are rejected by name. A reply has `success` and `message`;
+a rejection also has `error`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.api.compat import partial_updates
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
@@ -34,7 +35,7 @@ NO_EFFECT = {
     "recapture_cuda_graph": "addresses stay, and graphs with them",
     "disable_draft_model": "a drafter keeps its weights where none come for it",
 }
-"""Switches of SGLang's with nothing to switch here; either value is fine."""
+"""Flags of SGLang that have no effect here; both values are accepted."""
 
 FALSE_ONLY = {
     "block_generation": "an update blocks nothing here; POST /pause_generation does",
@@ -43,17 +44,17 @@ TRUE_ONLY = {
     "online": "an update never takes the engine off line here",
     "non_blocking": "an update never blocks requests here; pause first if it should",
 }
-"""Older switches, with the one value that describes what happens here."""
+"""Older flags of SGLang; only the value that describes this server is accepted."""
 
 
 async def commit_options(
-    engine: Any, control: Control, fields: Fields
+    engine: upstream.EngineClient, control: Control, fields: Fields
 ) -> dict[str, Any]:
     """`mode` and `flush_cache` of the commit, from the fields of an update.
 
     Raises:
-        Malformed: a switch has a value that cannot be had.
-        PauseConflict: the cache cannot be flushed under requests that stay in place.
+        Malformed: a flag has a value that is not supported.
+        PauseConflict: requests that stay in place hold the cache.
 
     """
     for name in NO_EFFECT:
@@ -66,8 +67,8 @@ async def commit_options(
             raise Malformed(f"{name} cannot be false: {why}")
     fields.one_of("selector", (None, "all", "target"))  # draft_path is for the drafter
     is_shared = InflightConfig.of(engine.vllm_config).prefix_cache == "shared"
-    # SGLang flushes by default, lest new requests read KV of old weights. A versioned
-    # cache sees to that itself, and what old requests still use can stay.
+    # SGLang flushes by default, so that new requests do not read KV of old weights. A
+    # versioned cache keeps them apart by itself.
     flush = fields.flag("flush_cache", is_shared)
     mode, abort = fields.text("mode", None), fields.flag("abort_all_requests", None)
     if None not in (mode, abort) and abort != (mode == "abort"):
@@ -97,18 +98,20 @@ OLDER_MODES = {
     "retract_all": "retract",
     "non_blocking": "in_place",
 }
-"""Drafts of SGLang's pause called its modes so, and had flags of these names."""
+"""Names of the modes, and of flags, in drafts of SGLang's pause."""
 OLDER_FLAGS = OLDER_MODES | {"block_generation": "wait"}
 SAME = {"keep": "in_place"}
 ALONE = ("abort", "in_place", "wait", "retract")
-"""The mode of a pause that says none: the first that no flag rules out."""
+"""The mode of a pause without one is the first of these that no flag excludes."""
 
 OF_EVERY_REQUEST = ("rid", "http_worker_ipc")
-"""In every request of SGLang's, whatever it asks for: clients that send one of its
-dataclasses send these with it. They are for its own processes, and ignored here."""
+"""Fields of every request dataclass of SGLang, which its clients send whole. They are
+for SGLang's own processes and are ignored here."""
 
 
-async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) -> Reply:
+async def pause_generation(
+    engine: upstream.EngineClient, body: dict[str, Any], pause: Handler
+) -> Reply:
     """SGLang's modes, older spellings of them, and ours; its default is `abort`."""
     fields = _fields(body)
     _settle_mode(fields)
@@ -120,25 +123,27 @@ async def pause_generation(engine: Any, body: dict[str, Any], pause: Handler) ->
     control, memory = control_of(engine), partial_updates.memory_of(engine)
     is_paused = (await control.paused())["is_paused"]
     if not is_paused and await partial_updates.unfinished(control) is not None:
-        await control.ask("pause", **asked, is_trial=True)  # a refusal ends no version
+        await control.ask(
+            "pause", **asked, is_trial=True
+        )  # a rejection must end no version
         await partial_updates.drop(control, memory)
     reply = await pause(engine, asked)
     if not is_paused and not memory.has_begun:
-        memory.forget()  # what comes now is of another version
+        memory.forget()  # the next tensors belong to another version
     return _ok(reply, "Generation paused successfully.") | {"status": "ok"}
 
 
 async def continue_generation(
-    engine: Any, body: dict[str, Any], resume: Handler
+    engine: upstream.EngineClient, body: dict[str, Any], resume: Handler
 ) -> Reply:
-    """Go on; a version that is still incomplete is given up, and named in a 422."""
+    """End a pause; an incomplete version is aborted, and a 422 names what it lacks."""
     fields = _fields(body)
     fields.flag("torch_empty_cache", True)
     asked = fields.only("owner")
     control = control_of(engine)
     owners = check_owner(asked.get("owner")), (await control.paused())["owner"]
     if None not in owners and len(set(owners)) == 2:
-        return await resume(engine, asked)  # a refusal, which ends no version
+        return await resume(engine, asked)  # a rejection, which ends no version
     missing = await partial_updates.close(control, partial_updates.memory_of(engine))
     reply = await resume(engine, asked)
     if missing is not None:
@@ -147,7 +152,9 @@ async def continue_generation(
     return _ok(reply, "Generation continued successfully.") | {"status": "ok"}
 
 
-async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
+async def update_weights_from_disk(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
     """Serve a checkpoint of the engine's host; `model_path` is SGLang's `path`."""
     fields = _fields(body)
     path = fields.take("path")
@@ -168,7 +175,9 @@ async def update_weights_from_disk(engine: Any, body: dict[str, Any]) -> Reply:
     return _ok(reply, "weights updated") | {"num_paused_requests": frozen}
 
 
-async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply:
+async def update_weights_from_tensor(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
     """Tensors as base64 of safetensors bytes: one entry for all ranks, or one each."""
     fields = _fields(body)
     entries = fields.take("serialized_named_tensors")
@@ -186,7 +195,7 @@ async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply
     label = fields.only("weight_version").get("weight_version")
     allow = InflightConfig.of(engine.vllm_config).pickled_tensors == "on"
     with ExitStack() as stack:
-        # In a thread: other requests' tokens go through this one.
+        # In a thread: this one passes the tokens of all streams on.
         spool = spooled(entries, load_format, allow_pickle=allow)
         names = await asyncio.to_thread(stack.enter_context, spool)
         info: Any = [{"shm": name} for name in names]
@@ -204,7 +213,9 @@ async def update_weights_from_tensor(engine: Any, body: dict[str, Any]) -> Reply
     return _ok(reply, reply["message"])
 
 
-async def init_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
+async def init_weights_update_group(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
     """Join the group that a trainer, rank 0, opens with `torch.distributed`."""
     fields = _fields(body)
     address, port = fields.needed("master_address"), fields.needed("master_port")
@@ -218,14 +229,16 @@ async def init_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
     }
     fields.only()
     control = control_of(engine)
-    # Its trainer is gone, or begins anew.
+    # The trainer of an open version is gone, or starts again.
     await partial_updates.drop(control, partial_updates.memory_of(engine))
     await control.join_group(info)
     return _ok({}, f"joined group {info['group_name']!r}")
 
 
-async def destroy_weights_update_group(engine: Any, body: dict[str, Any]) -> Reply:
-    """Leave a group; a version that waits for more from it is given up."""
+async def destroy_weights_update_group(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
+    """Leave a group; a version that waits for more tensors from it is aborted."""
     fields = _fields(body)
     name = fields.text("group_name", GROUP)
     fields.only()
@@ -235,8 +248,10 @@ async def destroy_weights_update_group(engine: Any, body: dict[str, Any]) -> Rep
     return _ok({}, f"left group {name!r}")
 
 
-async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> Reply:
-    """Receive what the trainer broadcasts now: `names`, `dtypes` and `shapes` of it."""
+async def update_weights_from_distributed(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
+    """Receive the tensors that the trainer broadcasts now."""
     fields = _fields(body)
     control = control_of(engine)
     group = fields.text("group_name", GROUP)
@@ -264,8 +279,10 @@ async def update_weights_from_distributed(engine: Any, body: dict[str, Any]) -> 
     return _ok(reply, reply["message"])
 
 
-async def begin_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
-    """A version begins: pieces of one that was never completed are dropped."""
+async def begin_weight_update(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
+    """Begin a version; an incomplete version before it is aborted."""
     fields = _fields(body)
     fields.one_of("selector", (None, "all", "target"))
     fields.only()
@@ -273,8 +290,10 @@ async def begin_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
     return _ok({}, "send the version; it is served at POST /end_weight_update")
 
 
-async def end_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
-    """A version ends, and is served; what it lacks is named in a 422."""
+async def end_weight_update(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
+    """End a version and commit it; a 422 names the tensors that it lacks."""
     _fields(body).only()
     control = control_of(engine)
     reply = await partial_updates.end(control, partial_updates.memory_of(engine)) or {}
@@ -283,8 +302,10 @@ async def end_weight_update(engine: Any, body: dict[str, Any]) -> Reply:
     return _ok(reply, f"version {served!r} is served")
 
 
-async def update_weights_from_ipc(engine: Any, body: dict[str, Any]) -> Reply:
-    """Refused: handles of a checkpoint-engine cannot be opened here."""
+async def update_weights_from_ipc(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
+    """Always rejected: handles of a checkpoint-engine cannot be opened here."""
     raise Malformed(
         "zmq_handles of a checkpoint-engine are not supported; on one host hand a file "
         "in shared memory to POST /update_weights (backend 'local', {'shm': name}), "
@@ -292,10 +313,12 @@ async def update_weights_from_ipc(engine: Any, body: dict[str, Any]) -> Reply:
     )
 
 
-async def update_weight_version(engine: Any, body: dict[str, Any]) -> Reply:
-    """Rename what is served: a version of its own, without bytes.
+async def update_weight_version(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
+    """Give the live weights another label; this is a version without bytes.
 
-    SGLang aborts every request here by default; this aborts when asked to.
+    SGLang aborts all requests by default. Here `abort_all_requests` does that.
     """
     fields = _fields(body)
     label = fields.needed("new_version")
@@ -304,7 +327,8 @@ async def update_weight_version(engine: Any, body: dict[str, Any]) -> Reply:
     control = control_of(engine)
     if abort and check_label(label):
         replies = await control.ask("info")
-        # Else it is refused. First, so that none of them has tokens of both names.
+        # Otherwise the rename is rejected. Abort first: no request then has both
+        # labels.
         if all(reply["weights"] == "live" for reply in replies):
             await control.ask("abort_requests", ids=None)
     await control.rename(label)
@@ -312,39 +336,38 @@ async def update_weight_version(engine: Any, body: dict[str, Any]) -> Reply:
 
 
 def pausing(pause: Handler) -> Handler:
-    """`pause`, asked and answered as SGLang would."""
+    """`pause` with the request and the reply of SGLang."""
 
     @wraps(pause_generation)
-    async def handler(engine: Any, body: dict[str, Any]) -> Reply:
+    async def handler(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
         return await pause_generation(engine, body, pause)
 
     return handler
 
 
 def continuing(resume: Handler) -> Handler:
-    """`resume`, asked and answered as SGLang would."""
+    """`resume` with the request and the reply of SGLang."""
 
     @wraps(continue_generation)
-    async def handler(engine: Any, body: dict[str, Any]) -> Reply:
+    async def handler(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
         return await continue_generation(engine, body, resume)
 
     return handler
 
 
 def _settle_mode(fields: Fields) -> None:
-    """Make one `mode` of all the fields of a pause that may say it.
+    """Merge all fields that can name the mode of a pause into `mode`.
 
-    A flag that is false rules its mode out. `abort_all: false` alone is the pause of a
-    draft of SGLang's that aborts nothing.
+    A false flag excludes its mode. `abort_all: false` alone is the pause of a draft of
+    SGLang that aborts nothing.
 
     Raises:
-        Malformed: two fields contradict each other; requests might be ended that were
-            to go on.
+        Malformed: two fields contradict each other.
 
     """
     mode = fields.take("mode")
     if not isinstance(mode, str | None):
-        fields.default("mode", mode)  # the engine refuses it
+        fields.default("mode", mode)  # the engine rejects it
         return
     mode = None if mode is None else OLDER_MODES.get(mode, mode)
     said = {} if mode is None else {SAME.get(mode, mode): "mode"}
@@ -370,7 +393,7 @@ def _settle_mode(fields: Fields) -> None:
 
 
 def _fields(body: dict[str, Any]) -> Fields:
-    """Those of a request, without what every request of SGLang's has."""
+    """The fields of a request, without those of every request of SGLang."""
     fields = Fields(body)
     for name in OF_EVERY_REQUEST:
         fields.take(name)
@@ -381,8 +404,8 @@ def _ok(reply: Reply, message: str) -> Reply:
     return reply | {"success": True, "message": message}
 
 
-def _strings(value: Any) -> list[str]:
-    """Those of a list; what else is in it the engine refuses."""
+def _strings(value: object) -> list[str]:
+    """The strings in a list. The engine rejects the other entries."""
     if not isinstance(value, list):
         return []
     return [each for each in value if isinstance(each, str)]
@@ -399,4 +422,4 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/update_weights_from_ipc"): update_weights_from_ipc,
     ("POST", "/update_weight_version"): update_weight_version,
 }
-"""Of updates; what can be asked besides is in queries.py."""
+"""SGLang's routes for updates; its other routes are in queries.py."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.api.compat import pipelinerl
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.methods import control_of
@@ -34,7 +35,10 @@ CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
 
 
 def takes(
-    engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    engine: upstream.EngineClient,
+    method: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
 ) -> bool:
     """Whether a worker call of `engine`, an `AsyncLLM`, becomes one of all engines.
 
@@ -49,7 +53,7 @@ def takes(
     return control_of(engine).num_engines > 1 or _is_large(info)
 
 
-def _is_large(info: Any) -> bool:
+def _is_large(info: object) -> bool:
     """Whether an `update_info` has a list that would be packed."""
     if isinstance(info, list):
         return any(map(_is_large, info))
@@ -58,7 +62,10 @@ def _is_large(info: Any) -> bool:
 
 
 async def carry_out(
-    engine: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    engine: upstream.EngineClient,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
 ) -> list[None]:
     """Make the call; the reply of `collective_rpc`, one None for each rank.
 

@@ -1,8 +1,8 @@
 """The control calls of an engine, or of all engines of a data-parallel group.
 
-Written once, for every door: HTTP, `AsyncLLM` and `LLM`. A call goes to every
-engine behind the door; an update is prepared on all before it is committed on
-any, and if one engine cannot commit, those that did go back.
+HTTP, `AsyncLLM` and `LLM` share this code. A call goes to every engine behind the core
+client. An update is prepared on all engines before it is committed on any. If one
+engine cannot commit, the engines that did are taken back.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from vllm.inflight.update import (
 Call = TypeVar("Call", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 _going_on: set[asyncio.Task[Any]] = set()
-"""Calls that nobody waits for; an event loop alone may forget them."""
+"""Calls whose caller is gone. An event loop holds tasks by weak references only."""
 
 
 def shielded(call: Call) -> Call:
-    """Have this method of a `Control` go on when its caller is cancelled."""
+    """Let this method of a `Control` finish when its caller is cancelled."""
 
     @wraps(call)
     async def to_its_end(self: Any, *args: Any, **kwargs: Any) -> Any:
         asking = call(self, *args, **kwargs)
-        if self.num_engines == 1:  # it is taken back by nobody, and may be blocking
+        if self.num_engines == 1:  # one engine needs no undo, and may block
             return await asking
         task = asyncio.create_task(asking)
         try:
@@ -61,7 +61,7 @@ def shielded(call: Call) -> Call:
 def _ended(task: asyncio.Task[Any]) -> None:
     _going_on.discard(task)
     if not task.cancelled():
-        task.exception()  # nobody is left to be told
+        task.exception()  # retrieved, so that asyncio logs no warning
 
 
 ADDED = (
@@ -69,21 +69,21 @@ ADDED = (
     *("bytes", "parameters", "dropped"),
     *("num_tensors", "num_parameters", "num_unknown", "num_different"),
 )
-"""What is counted in a reply, or has counts in it: of several engines the sum is told.
+"""Fields with counts. A reply of several engines has the sum of their counts.
 
-Not among them are numbers that every engine has alike: an epoch, the leases that ended.
+Numbers that are equal on all engines, such as the epoch, are not in this list.
 """
 
 
 def is_partial(envelopes: list[Reply]) -> bool:
-    """Whether some engines did it and some did not."""
+    """Whether the call failed on some engines and not on others."""
     return len({"error" in envelope for envelope in envelopes}) > 1
 
 
 def merged(envelopes: list[Reply]) -> Reply:
-    """One engine's reply; of several, the first's with all under `engines`.
+    """The reply of one engine; for several, the first reply with all under `engines`.
 
-    Counts are those of all together. Raises the first engine's error, if any has one.
+    Counts are added up. Raises the error of the first engine that has one.
     """
     errors = {
         index: InflightError.from_dict(envelope["error"])
@@ -107,7 +107,7 @@ def merged(envelopes: list[Reply]) -> Reply:
 
 
 def _add_refused(error: InflightError, others: list[InflightError]) -> None:
-    """Name in a refusal the tensors that other engines alone have refused."""
+    """Add the tensors that only other engines have rejected to `error`."""
     if not isinstance(error, WeightsMismatch):
         return
     for other in others:
@@ -121,9 +121,9 @@ def _add_refused(error: InflightError, others: list[InflightError]) -> None:
 
 
 def _added(found: list[Any]) -> Any:
-    """The sum of counts, of each of those in an object; what else it is, the first.
+    """The sum of counts, or of each count in an object; the first of other values.
 
-    None if one has none: not all of them did it then.
+    None if one value is None.
     """
     first = found[0]
     if None in found:
@@ -138,21 +138,21 @@ T = TypeVar("T")
 
 
 class Control:
-    """What can be asked of the engines behind one door."""
+    """The control calls to the engines behind one core client."""
 
-    def __init__(self, door: CoreClient) -> None:
-        self._door = door
+    def __init__(self, client: CoreClient) -> None:
+        self._client = client
 
     @property
     def num_engines(self) -> int:
         """How many engines answer a call."""
-        return self._door.num_engines
+        return self._client.num_engines
 
     async def start(self, **body: Any) -> Reply:
         """Open an update on every engine, or on none.
 
-        A manifest is checked and packed here, in slices: behind this door nobody reads
-        it but the ranks' staging threads.
+        A manifest is checked and packed here, in slices. After this only the staging
+        threads of the ranks read it.
         """
         update_id, manifest = body.get("update_id"), body.get("manifest")
         if manifest is not None:
@@ -164,19 +164,19 @@ class Control:
             # One id for all engines, so that each can be asked about it.
             body["update_id"] = update_id = uuid.uuid4().hex
         if self.num_engines > 1:
-            # First: those that have switched already would lose their way back, and
-            # need it if one of the others, which this one would refuse, cannot switch.
+            # First: a start overwrites the rollback target, which another commit that
+            # is still under way may need.
             await self.ask("may_start", update_id=update_id)
         return await self._start(body)
 
     async def _was_begun(self, body: dict[str, Any]) -> bool:
-        """Whether a start that would have to be spent for is a repetition.
+        """Whether a start is a repetition, which costs no allowance.
 
-        Only if every engine says so; one refused before is none, and is spent for.
+        Every engine has to know the update.
         """
         if not rate_limit.is_limited() or body.get("update_id") is None:
             return False
-        # Not the body itself, which is sent once more if it begins something.
+        # Not the whole body: it is sent again if the update is new.
         mark = {name: body[name] for name in ("update_id", "fingerprint")}
         return all(
             reply["was_started"] for reply in await self.ask("was_started", **mark)
@@ -187,21 +187,21 @@ class Control:
         reply = await self._all_or_none("start", body)
         phases = {each["phase"] for each in reply.get("engines", ())}
         if phases & ACTIVE and phases - ACTIVE:
-            # Some have begun now what has ended on others, when not all could begin.
-            await self._door.call("abort", {"update_id": body["update_id"]})
+            # Some engines have started an update that has ended on others.
+            await self._client.call("abort", {"update_id": body["update_id"]})
             reply = await self._all_or_none("start", body)
         return reply
 
     async def update(
         self,
-        update_info: Any,
+        update_info: object,
         update_id: str | None = None,
         chunk: int | None = None,
         owner: str | None = None,
     ) -> Reply:
-        """Have a chunk received; returns when every rank has loaded it.
+        """Receive a chunk; return when every rank has loaded it.
 
-        A caller that numbers its chunks may repeat a call safely.
+        A caller that numbers its chunks may repeat a call.
         """
         if not isinstance(update_info, dict | list):
             raise Malformed("update_info must be an object, or a list of them")
@@ -214,10 +214,10 @@ class Control:
     async def prepare(
         self, update_id: str | None = None, owner: str | None = None
     ) -> Reply:
-        """Verify and vote, and commit nothing: every engine has staged the same.
+        """Prepare the commit on every engine, and check that all staged the same.
 
         Raises:
-            WeightsMismatch: the engines staged different weights, and none keeps them.
+            WeightsMismatch: the engines staged different weights; all abort.
 
         """
         return await self._prepare(update_id, owner)
@@ -230,7 +230,7 @@ class Control:
             facts = {"update_id": prepared["update_id"], "phase": Phase.ABORTED.value}
             error = WeightsMismatch(why, **facts)
             refusal = {"update_id": error.update_id, "error": error.to_dict()}
-            await self._door.call("abort", refusal)
+            await self._client.call("abort", refusal)
             raise error
         return prepared
 
@@ -246,10 +246,10 @@ class Control:
         update_id: str | None = None,
         owner: str | None = None,
     ) -> Reply:
-        """Verify, vote, and switch between two steps.
+        """Prepare on every engine, then commit between two steps.
 
         Raises:
-            WeightsMismatch: the engines staged different weights, and none commits.
+            WeightsMismatch: the engines staged different weights; none commits.
 
         """
         prepared = await self._prepare(update_id, owner)
@@ -261,30 +261,30 @@ class Control:
             "expect_version": expect_version,
             "expect_digest": expect_digest,
         }
-        envelopes = await self._door.call("commit", body)
+        envelopes = await self._client.call("commit", body)
         if is_partial(envelopes):
             update = {"update_id": prepared["update_id"]}
             try:
                 await self._take_back(envelopes, update, "the new version")
             finally:  # nothing stays staged
-                await self._door.call("abort", update)
+                await self._client.call("abort", update)
         return merged(envelopes)
 
     async def finish_or_abort(
         self, update_id: str, weight_version: str | None = None, **options: Any
     ) -> Reply:
-        """The same, or nothing stays staged."""
+        """Finish the update, or abort it if that fails."""
         try:
             return await self.finish(weight_version, update_id=update_id, **options)
         except BaseException:
-            await self._door.call("abort", {"update_id": update_id})
+            await self._client.call("abort", {"update_id": update_id})
             raise
 
     @asynccontextmanager
     async def in_one_call(self, **opening: Any) -> AsyncIterator[Reply]:
-        """An update whose caller would not know that it is still under way.
+        """An update that is aborted when this block ends with an error.
 
-        It ends with what ends the call: a refusal, Ctrl-C, the time that it is given.
+        Its caller could not know that the update is still under way.
         """
         if opening.get("update_id") is None:
             opening["update_id"] = uuid.uuid4().hex
@@ -293,22 +293,22 @@ class Control:
             started = await self.start(**opening)
             yield started
         except BaseException as error:
-            # One that it was refused to begin may be another's, of the same id.
+            # A rejected start may mean another caller's update of the same id.
             if started or not isinstance(error, InflightError):
-                await self._door.call("abort", {"update_id": opening["update_id"]})
+                await self._client.call("abort", {"update_id": opening["update_id"]})
             raise
 
     async def abort(
         self, update_id: str | None = None, owner: str | None = None
     ) -> Reply:
-        """Give an update up; nothing that is served changes."""
+        """Abort an update; the live weights do not change."""
         return await self._call("abort", update_id=update_id, owner=owner)
 
     @shielded
     async def rollback(
         self, to_version: str | None = None, *, mode: str | None = None
     ) -> Reply:
-        """Serve the version served before again, on every engine or on none."""
+        """Flip back to the rollback target, on every engine or on none."""
         if self.num_engines > 1:
             held = await self.ask("held")
             if any(each != held[0] for each in held):
@@ -319,64 +319,64 @@ class Control:
                 )
         mark = {"rollback_id": uuid.uuid4().hex}
         body = {"to_version": to_version, "mode": mode} | mark
-        envelopes = await self._door.call("rollback", body)
+        envelopes = await self._client.call("rollback", body)
         if is_partial(envelopes):
             await self._take_back(envelopes, mark, "the version before")
         return merged(envelopes)
 
     async def status(self, update_id: str | None = None) -> Reply:
-        """Where an update stands, or all that is known."""
+        """State of one update, or of all known updates."""
         return await self._call("status", update_id=update_id)
 
     async def info(self) -> Reply:
-        """What is served."""
+        """The live version."""
         return await self._call("info")
 
     async def verify(self) -> Reply:
-        """Whether every engine serves what the digest of its label says."""
+        """Whether the live weights of every engine match the digest of their label."""
         replies = await self.ask("verify")
         found = {reply["result"] for reply in replies}
-        # One that differs is what is told, and one that nobody knows anything of.
+        # The worst result of all engines counts.
         result = next(r for r in ("different", "unknown", "equal") if r in found)
         reply = merged([{"ok": reply} for reply in replies]) | {"result": result}
         names = sorted({name for each in replies for name in each["different"]})
         return reply | {"different": names}
 
     async def paused(self) -> Reply:
-        """Whether decoding stands still, and in which mode."""
+        """Whether decoding is paused, and in which mode."""
         return await self._call("paused")
 
     async def rename(
-        self, weight_version: Any, expect_version: str | None = None
+        self, weight_version: object, expect_version: str | None = None
     ) -> Reply:
-        """Call what is served something else: a version without bytes."""
+        """Give the live weights another label; this is a version without bytes."""
         body = {"weight_version": weight_version, "expect_version": expect_version}
         return await self._call("rename", **body)
 
-    async def init_transport(self, init_info: Any) -> Reply:
+    async def init_transport(self, init_info: object) -> Reply:
         """Connect the configured transport to its trainer."""
         return await self._call("transport", command="init", init_info=init_info)
 
     async def shutdown_transport(self) -> Reply:
-        """Let the trainer's connection go."""
+        """Close the connection to the trainer."""
         return await self._call("transport", command="shutdown")
 
     async def join_group(self, init_info: dict[str, Any]) -> Reply:
-        """Have every worker join a group that a trainer opens with torch alone."""
+        """Let every worker join a group that a trainer opens with torch alone."""
         body = {"transport": "groups", "command": "join", "init_info": init_info}
         return await self._call("transport", **body)
 
     async def leave_group(self, name: str) -> Reply:
-        """Have every worker leave that group."""
+        """Let every worker leave the group `name`."""
         body = {"transport": "groups", "command": "leave", "init_info": name}
         return await self._call("transport", **body)
 
-    async def compare(self, transport: str, update_info: Any) -> Reply:
-        """Have every worker receive tensors that fill no parameter.
+    async def compare(self, transport: str, update_info: object) -> Reply:
+        """Let every worker receive tensors that fill no parameter.
 
         Raises:
-            WeightsMismatch: one that is tied to a parameter is not what that serves.
-            UpdateBusy: an update is under way.
+            WeightsMismatch: a tensor differs from the live parameter that it is tied
+            to. UpdateBusy: an update is under way.
 
         """
         payload = {"transport": transport, "update_info": update_info}
@@ -385,19 +385,19 @@ class Control:
 
     @asynccontextmanager
     async def announced(self, group_name: str) -> AsyncIterator[str]:
-        """Around all that is done for what a trainer broadcasts; an id of its call.
+        """The scope of one announced broadcast; yields an id of the announcement.
 
-        If it is refused, workers that have not received it leave the group: it would be
-        read as the next announcement's.
+        If the announcement is rejected, workers that have not received the broadcast
+        leave the group. They would take it for the next broadcast.
         """
         announcement, began = uuid.uuid4().hex, time.monotonic()
         try:
             yield announcement
         except InflightError as error:
-            # Its age and not its time: an engine may be on another host.
+            # An age, not a time: an engine may be on a host with another clock.
             age_s = time.monotonic() - began
             missed = {"announcement": announcement, "age_s": age_s}
-            await self._door.call("miss", {"group_name": group_name} | missed)
+            await self._client.call("miss", {"group_name": group_name} | missed)
             error.message += (
                 "; unless all that it announced was received, the workers have left "
                 f"group {group_name!r}"
@@ -406,7 +406,7 @@ class Control:
 
     async def ask(self, method: str, **body: Any) -> list[Reply]:
         """The reply of every engine; raises the first error, if any has one."""
-        envelopes = await self._door.call(method, body)
+        envelopes = await self._client.call(method, body)
         merged(envelopes)
         return [envelope["ok"] for envelope in envelopes]
 
@@ -424,53 +424,53 @@ class Control:
         facts |= {"lease_s": lease_s, "owner": owner}
         if self.num_engines == 1:
             return await self._call("pause", **facts)
-        # First: of engines that step together none has paused until all have, so one
-        # that refused would keep the others from pausing, and from going on.
+        # First as a trial: engines that step together pause together, so one engine
+        # that rejects the pause would block the others.
         before = await self.ask("pause", **facts, is_trial=True)
-        envelopes = await self._door.call("pause", facts)
+        envelopes = await self._client.call("pause", facts)
         is_new = not any(reply["paused"] for reply in before)
         if is_new and any("error" in envelope for envelope in envelopes):
-            await self._door.call("resume", {"owner": owner})
+            await self._client.call("resume", {"owner": owner})
         return merged(envelopes)
 
     async def flush(self) -> Reply:
-        """Drop what is cached; refused while requests hold KV."""
+        """Drop the caches; rejected while requests hold KV."""
         return await self._call("flush")
 
     async def resume(self, owner: str | None = None) -> Reply:
-        """Go on after a pause."""
+        """End a pause."""
         return await self._call("resume", owner=owner)
 
     async def _done(self, work: Work[T]) -> T:
-        """What comes of some work; others of this process go on between its slices."""
+        """The result of some work; other work runs between its slices."""
         while True:
             try:
                 next(work)
             except StopIteration as stop:
                 value: T = stop.value
                 return value
-            await self._door.rest()
+            await self._client.rest()
 
     async def _call(self, method: str, **body: Any) -> Reply:
-        return merged(await self._door.call(method, body))
+        return merged(await self._client.call(method, body))
 
     async def _all_or_none(self, method: str, body: dict[str, Any]) -> Reply:
-        envelopes = await self._door.call(method, body)
+        envelopes = await self._client.call(method, body)
         if is_partial(envelopes):
-            # Its caller may have named none, and elsewhere another may be under way.
+            # The caller may have named no id.
             update_id = next(e["ok"]["update_id"] for e in envelopes if "ok" in e)
-            await self._door.call("abort", {"update_id": update_id})
+            await self._client.call("abort", {"update_id": update_id})
         return merged(envelopes)
 
     async def _take_back(self, envelopes: list[Reply], mark: Reply, what: str) -> None:
-        """Undo a switch that not every engine could make.
+        """Undo a commit or a rollback that not every engine could make.
 
         Raises:
-            EngineFault: engines that made it serve it still.
+            EngineFault: engines could not undo it.
 
         """
-        undone = await self._door.call("undo", mark)
-        # Engines that did not make it answer that there is nothing to undo.
+        undone = await self._client.call("undo", mark)
+        # Engines that did not flip answer that there is nothing to undo.
         stuck = [
             i for i, e in enumerate(envelopes) if "ok" in e and "error" in undone[i]
         ]

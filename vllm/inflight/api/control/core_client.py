@@ -8,16 +8,17 @@ from collections.abc import Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
+from vllm.inflight import upstream
 from vllm.inflight.transport.waiting import in_background
 
 T = TypeVar("T")
 Reply = dict[str, Any]
 
 ALIVE_S = 1.0
-"""How often a call that waits looks whether its engine is still there."""
+"""Interval at which a waiting call checks that its engine is alive."""
 
 REST_S = 0.0005
-"""How long a thread sleeps between two slices of some work."""
+"""Seconds that a thread sleeps between two slices of work."""
 
 
 class CoreClient(Protocol):
@@ -25,7 +26,7 @@ class CoreClient(Protocol):
 
     @property
     def num_engines(self) -> int:
-        """How many engines answer a call."""
+        """Number of engines that answer a call."""
         ...
 
     async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
@@ -33,14 +34,14 @@ class CoreClient(Protocol):
         ...
 
     async def rest(self) -> None:
-        """Between two slices of some work: let others of this process go on."""
+        """Let other work of this process go on, between two slices of work."""
         ...
 
 
 class AsyncCoreClient:
-    """To engine cores in processes of their own, from an event loop."""
+    """Calls engine cores in other processes, from an event loop."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: upstream.EngineCoreClient) -> None:
         self._client = client
 
     @property
@@ -52,7 +53,7 @@ class AsyncCoreClient:
         """One utility call per engine, at the same time.
 
         Raises:
-            EngineDeadError: an engine has ended; upstream fails no call that waits.
+            EngineDeadError: an engine has ended. Upstream does not fail waiting calls.
 
         """
         call = self._client.call_utility_all_async("inflight", method, body)
@@ -67,15 +68,15 @@ class AsyncCoreClient:
             asking.cancel()
 
     async def rest(self) -> None:
-        """Let what else is ready on the event loop go on."""
+        """Let the other tasks of the event loop go on."""
         await asyncio.sleep(0)
 
     async def call_each(
         self, method: str, body: dict[str, Any], patience_s: float
     ) -> list[Reply]:
-        """The same, for what one engine can tell without the others.
+        """Call each engine by itself.
 
-        Of one that gives no answer within `patience_s`, the envelope is an error.
+        The envelope of an engine without an answer within `patience_s` is an error.
         """
         calls = self._client.call_utility_each("inflight", method, body)
         waits = (asyncio.wait_for(call, patience_s) for call in calls)
@@ -89,35 +90,35 @@ class AsyncCoreClient:
 
 
 class SyncCoreClient:
-    """From `LLM`: to a core in this process, or in one of its own."""
+    """Calls the core of an `LLM`, in this process or in another one."""
 
     num_engines = 1
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: upstream.EngineCoreClient) -> None:
         self._client = client
 
     async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
-        """Blocks; awaits nothing, so `run_sync` can drive it."""
+        """Block until the answer is there; await nothing, so that `run_sync` works."""
         core = getattr(self._client, "engine_core", None)
         if core is None:
             return [self._elsewhere(method, body)]
         controller = core.inflight_controller
         answer = controller.step_queue.run(lambda: controller.call(method, body))
-        # A Future is completed by the watch, while whoever steps goes on.
+        # The monitor completes a Future, while steps go on.
         return [answer.result() if hasattr(answer, "result") else answer]
 
     async def rest(self) -> None:
-        """Let other threads go on, such as the one that generates."""
+        """Let other threads go on, such as the thread that generates."""
         time.sleep(REST_S)
 
     def _elsewhere(self, method: str, body: dict[str, Any]) -> Reply:
-        """The answer of a core in a process of its own.
+        """The answer of a core in another process.
 
         Raises:
-            EngineDeadError: it has ended; upstream fails no call that waits.
+            EngineDeadError: the core has ended. Upstream does not fail waiting calls.
 
         """
-        # Where it has ended the thread stays, and keeps nobody from ending.
+        # If the core has ended, the thread stays; it does not block the exit.
         answer: Future[Reply] = in_background(
             lambda: self._client.call_utility("inflight", method, body)
         )
@@ -134,4 +135,4 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
         result: T = stop.value
         return result
     coroutine.close()
-    raise RuntimeError("a blocking door has awaited something")
+    raise RuntimeError("a blocking call has awaited something")

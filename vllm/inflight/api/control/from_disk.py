@@ -18,7 +18,7 @@ async def from_disk(
     *,
     mode: str | None = None,
     flush_cache: bool = False,
-    subset: Any = None,
+    subset: object = None,
     draft_path: str | None = None,
     expect_digest: str | None = None,
     keep_pause: bool = False,

@@ -1,14 +1,17 @@
-"""The methods that `AsyncLLM` and `LLM` gain, and those of upstream's that become
-transactional. Each asks the engine through `Control`; the blocking ones drive
-the same coroutines.
+"""The methods of `AsyncLLM` and `LLM`: new ones, and upstream's that become
+transactional.
+
+Each method asks the engine through `Control`. The blocking methods of `LLM` drive the
+same coroutines.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
-from vllm.inflight import release_fields
+from vllm.inflight import release_fields, upstream
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import (
     AsyncCoreClient,
@@ -22,8 +25,10 @@ from vllm.inflight.api.request.fields import opening
 from vllm.inflight.errors import Malformed
 from vllm.inflight.worker.catalogue import unpacked
 
+T = TypeVar("T")
 
-def control_of(engine: Any) -> Control:
+
+def control_of(engine: upstream.EngineClient | upstream.LLM) -> Control:
     """The control of an `AsyncLLM` or an `LLM`."""
     llm_engine = getattr(engine, "llm_engine", None)
     if llm_engine is not None:
@@ -31,8 +36,8 @@ def control_of(engine: Any) -> Control:
     return Control(AsyncCoreClient(engine.engine_core))
 
 
-def _field(request: Any, name: str) -> Any:
-    """`name` of a request given as upstream's class, as its dict, or bare."""
+def _field(request: object, name: str) -> Any:
+    """`name` of a request: upstream's object, its dict, or the value alone."""
     if isinstance(request, dict):
         return request.get(name, request)
     found = getattr(request, name, None)
@@ -44,8 +49,8 @@ def _field(request: Any, name: str) -> Any:
 # Methods of AsyncLLM. Those of LLM are made from them, in `blocking`.
 
 
-async def init_weight_transfer_engine(self: Any, request: Any) -> None:
-    """Connect the configured transport; in the staging thread, tokens flow on.
+async def init_weight_transfer_engine(self: upstream.AsyncLLM, request: object) -> None:
+    """Connect the configured transport in the staging thread, while decoding goes on.
 
     Args:
         self: the engine.
@@ -54,14 +59,14 @@ async def init_weight_transfer_engine(self: Any, request: Any) -> None:
     Raises:
         StagingUnavailable: weights of this engine cannot be updated in flight.
         NoTransport: no backend is configured.
-        UpdateBusy: an update is under way, or another trainer is being joined.
-        TransferFault: the trainer did not come.
+        UpdateBusy: an update is under way, or another trainer is connecting.
+        TransferFault: the trainer did not connect.
 
     """
     await control_of(self).init_transport(_field(request, "init_info"))
 
 
-async def shutdown_weight_transfer_engine(self: Any) -> None:
+async def shutdown_weight_transfer_engine(self: upstream.AsyncLLM) -> None:
     """Release the trainer's connection.
 
     Raises:
@@ -73,14 +78,14 @@ async def shutdown_weight_transfer_engine(self: Any) -> None:
 
 
 async def start_weight_update(
-    self: Any, is_checkpoint_format: bool | None = None, **options: Any
+    self: upstream.AsyncLLM, is_checkpoint_format: bool | None = None, **options: Any
 ) -> Reply:
     """Open an update.
 
     Args:
         self: the engine.
-        is_checkpoint_format: of vLLM 0.21 to 0.24. True and None mean what happens
-            here: tensors have the names and shapes of the checkpoint.
+        is_checkpoint_format: argument of vLLM 0.21 to 0.24. True and None are accepted:
+            tensors have the names and shapes of the checkpoint.
         **options: `update_id`, `weight_version`, `base_version`, `manifest`,
             `deadline_s`, `allow_nonfinite` and `owner` of
             `POST /start_weight_update`.
@@ -91,9 +96,9 @@ async def start_weight_update(
     Raises:
         Malformed: an option is unknown, or `is_checkpoint_format` is False.
         UpdateBusy: another update is under way.
-        VersionConflict: `base_version` is not what is served.
+        VersionConflict: `base_version` is not the live version.
         NoTransport: no backend is configured.
-        StagingUnavailable: this model has no second set of weights.
+        StagingUnavailable: this model has no shadow weights.
 
     """
     release_fields.settled(
@@ -102,20 +107,20 @@ async def start_weight_update(
     return await control_of(self).start(**opening(options))
 
 
-async def start_draft_weight_update(self: Any, **options: Any) -> Reply:
+async def start_draft_weight_update(self: upstream.AsyncLLM, **options: Any) -> Reply:
     """Open an update of the drafter alone; see `start_weight_update`.
 
-    Tensors come under the names of the drafter's own checkpoint.
+    Tensors have the names of the drafter's own checkpoint.
 
     Args:
         self: the engine.
-        **options: those of `start_weight_update`.
+        **options: the options of `start_weight_update`.
 
     Returns:
         `{"update_id", "phase"}`.
 
     Raises:
-        Conflict: there is no drafter, or it is MTP layers of the model.
+        Conflict: the engine has no drafter, or its drafter is MTP layers of the model.
 
     """
     manifest = opening(options).pop("manifest", None)
@@ -127,27 +132,27 @@ async def start_draft_weight_update(self: Any, **options: Any) -> Reply:
 
 
 async def update_weights(
-    self: Any,
-    request: Any,
+    self: upstream.AsyncLLM,
+    request: object,
     update_id: str | None = None,
     chunk: int | None = None,
     owner: str | None = None,
 ) -> Reply:
-    """Have a chunk received into the second set; returns when every rank has it.
+    """Receive a chunk into the shadow weights; return when every rank has it.
 
     Args:
         self: the engine.
         request: `{"update_info": …}` of the backend, or upstream's request.
-        update_id: of `start_weight_update`; the one under way if None.
-        chunk: its number from 0; a chunk with a number is received once.
-        owner: the one that `start_weight_update` was given.
+        update_id: the id of the update; None for the update under way.
+        chunk: the number of the chunk, from 0. A chunk with a number is received once.
+        owner: the owner that `start_weight_update` was given.
 
     Returns:
         `{"update_id", "phase", "bytes", "parameters"}`.
 
     Raises:
-        WeightsMismatch: tensors are not the model's; `tensors` names them.
-        TransferFault: the bytes stopped coming.
+        WeightsMismatch: the model does not accept tensors; `tensors` names them.
+        TransferFault: the transfer broke off.
         DeadlineExceeded: the update took longer than `deadline_s`.
         WrongPhase: no update is open.
 
@@ -158,23 +163,24 @@ async def update_weights(
 
 
 async def prepare_weight_update(
-    self: Any, update_id: str | None = None, owner: str | None = None
+    self: upstream.AsyncLLM, update_id: str | None = None, owner: str | None = None
 ) -> Reply:
-    """Verify and vote, and switch nothing yet: the first half of a finish.
+    """Prepare the commit: every rank verifies its shadow weights, and nothing flips.
 
-    For who has several engines to finish, and compares what they have staged before any
-    of them commits. An update stays staged until it is finished, aborted, or late.
+    A trainer with several engines compares their replies before it commits on any of
+    them. The update stays staged until it is finished, aborted, or past its deadline.
 
     Args:
         self: the engine.
-        update_id: of `start_weight_update`; the one under way if None.
-        owner: the one that `start_weight_update` was given.
+        update_id: the id of the update; None for the update under way.
+        owner: the owner that `start_weight_update` was given.
 
     Returns:
-        That of `POST /prepare_weight_update`.
+        The reply of `POST /prepare_weight_update`.
 
     Raises:
-        WeightsMismatch: tensors are missing or not as announced; `tensors` names them.
+        WeightsMismatch: tensors are missing or differ from the manifest; `tensors`
+            names them.
         WrongPhase: no update is open.
 
     """
@@ -182,13 +188,13 @@ async def prepare_weight_update(
 
 
 async def finish_weight_update(
-    self: Any, weight_version: str | None = None, **options: Any
+    self: upstream.AsyncLLM, weight_version: str | None = None, **options: Any
 ) -> Reply:
-    """Verify, vote and switch.
+    """Prepare and commit: verify the shadow weights, then flip between two steps.
 
     Args:
         self: the engine.
-        weight_version: the label, if `start_weight_update` gave none.
+        weight_version: the label of the version, if `start_weight_update` gave none.
         **options: `mode`, `flush_cache`, `expect_version`, `expect_digest`,
             `update_id` and `owner` of `POST /finish_weight_update`.
 
@@ -197,8 +203,10 @@ async def finish_weight_update(
         `POST /finish_weight_update`.
 
     Raises:
-        WeightsMismatch: tensors are missing or not as announced; `tensors` names them.
-        VersionConflict: another label was given, or `expect_version` is not served.
+        WeightsMismatch: tensors are missing or differ from the manifest; `tensors`
+            names them.
+        VersionConflict: the start gave another label, or `expect_version` is not the
+            live version.
         WrongPhase: no update is open.
 
     """
@@ -206,33 +214,33 @@ async def finish_weight_update(
 
 
 async def update_weights_from_disk(
-    self: Any,
+    self: upstream.AsyncLLM,
     path: str | None,
     weight_version: str | None = None,
     *,
     mode: str | None = None,
     **options: Any,
 ) -> Reply:
-    """Serve the checkpoint at `path`: stage, verify and commit in one call.
+    """Stage, verify and commit the checkpoint at `path` in one call.
 
     Args:
         self: the engine.
-        path: of a safetensors file, or of a directory of them; None if only
-            `draft_path` is given.
-        weight_version: the label to serve it under.
+        path: a safetensors file, or a directory of them; None if only `draft_path` is
+            given.
+        weight_version: the label of the version.
         mode: what happens to running requests at the commit.
-        **options: those of `start_weight_update`, and `subset`, patterns of the
-            names that are at `path` if these are not all: the others keep what is
-            served. `draft_path` is where a drafter's checkpoint is, for the same
-            update. `expect_digest` is the digest of the version that it has to make.
-            `flush_cache` drops the caches at the commit.
+        **options: the options of `start_weight_update`, and these. `subset`: patterns
+            of the names at `path`, if the checkpoint does not have all tensors; the
+            other tensors keep their live values. `draft_path`: a drafter's checkpoint,
+            for the same update. `expect_digest`: the digest that the new version must
+            have. `flush_cache`: whether to drop the caches at the commit.
 
     Returns:
-        That of `finish_weight_update`.
+        The reply of `finish_weight_update`.
 
     Raises:
-        Forbidden: it is outside of `--inflight-allowed-paths`.
-        WeightsMismatch: it is not a whole checkpoint of this model.
+        Forbidden: `path` is outside of `--inflight-allowed-paths`.
+        WeightsMismatch: `path` is not a whole checkpoint of this model.
         UpdateBusy: another update is under way.
 
     """
@@ -242,83 +250,86 @@ async def update_weights_from_disk(
 
 
 async def abort_weight_update(
-    self: Any, update_id: str | None = None, owner: str | None = None
+    self: upstream.AsyncLLM, update_id: str | None = None, owner: str | None = None
 ) -> Reply:
-    """Give an update up; what is served does not change.
+    """Abort an update; the live weights do not change.
 
     Args:
         self: the engine.
-        update_id: which; the one under way if None.
-        owner: the one that `start_weight_update` was given.
+        update_id: the id of the update; None for the update under way.
+        owner: the owner that `start_weight_update` was given.
 
     Returns:
         `{"update_id", "phase"}`.
 
     Raises:
-        WrongPhase: it is committed, or there is none.
-        UnknownUpdate: it is not remembered.
+        WrongPhase: the update is committed, or no update is open.
+        UnknownUpdate: the engine does not know this id.
 
     """
     return await control_of(self).abort(update_id, owner)
 
 
 async def rollback_weights(
-    self: Any, to_version: str | None = None, *, mode: str | None = None
+    self: upstream.AsyncLLM, to_version: str | None = None, *, mode: str | None = None
 ) -> Reply:
-    """Serve the version served before again, as fast as a commit.
+    """Flip back to the rollback target, as fast as a commit.
 
     Args:
         self: the engine.
-        to_version: refuse unless this is the label of the version before.
+        to_version: the label that the rollback target must have.
         mode: what happens to running requests; by default nothing (`in_place`).
 
     Returns:
-        That of `POST /rollback_weights`.
+        The reply of `POST /rollback_weights`.
 
     Raises:
-        NothingToRollBack: the version before is not held any more.
-        VersionConflict: `to_version` is not that version.
+        NothingToRollBack: there is no rollback target.
+        VersionConflict: the rollback target is not `to_version`.
         UpdateBusy: an update is under way.
 
     """
     return await control_of(self).rollback(to_version, mode=mode)
 
 
-async def restore_weights(self: Any) -> Reply:
-    """Serve what was served before the restart, by `--inflight-journal`.
+async def restore_weights(self: upstream.AsyncLLM) -> Reply:
+    """Restore the version from before the restart, from `--inflight-journal`.
 
     Returns:
-        That of `POST /restore_weights`.
+        The reply of `POST /restore_weights`.
 
     Raises:
-        Conflict: there is no journal, no file, or something was committed meanwhile.
+        Conflict: there is no journal or no file, or an update was committed meanwhile.
 
     """
     return await restore(control_of(self))
 
 
-async def weight_update_status(self: Any, update_id: str | None = None) -> Reply:
-    """Phase, bytes staged and outcome of an update, or of all remembered.
+async def weight_update_status(
+    self: upstream.AsyncLLM, update_id: str | None = None
+) -> Reply:
+    """Return phase, staged bytes and outcome of one update, or of all known updates.
 
     Args:
         self: the engine.
-        update_id: which; all that are remembered if None.
+        update_id: the id of the update; None for all known updates.
 
     Returns:
-        That of `GET /weight_update/{update_id}`; of all, `{"active", "outcomes"}`.
+        The reply of `GET /weight_update/{update_id}`; for all updates the reply of
+        `GET /weight_update`.
 
     Raises:
-        UnknownUpdate: it is not remembered.
+        UnknownUpdate: the engine does not know this id.
 
     """
     return await control_of(self).status(update_id)
 
 
-async def verify_weights(self: Any) -> Reply:
-    """Compare what is served with the digest of its label, beside decoding.
+async def verify_weights(self: upstream.AsyncLLM) -> Reply:
+    """Compare the live weights with the digest of their label, while decoding goes on.
 
     Returns:
-        `result` (`equal`, `different` or `unknown`), the names of what is `different`,
+        `result` (`equal`, `different` or `unknown`), the names of `different` tensors,
         and more of `POST /weights_checker` with the action `verify`.
 
     Raises:
@@ -329,8 +340,8 @@ async def verify_weights(self: Any) -> Reply:
     return await control_of(self).verify()
 
 
-async def weight_info(self: Any) -> Reply:
-    """Version, digest and epoch that are served, and the version before.
+async def weight_info(self: upstream.AsyncLLM) -> Reply:
+    """Return version, digest and epoch of the live weights, and the rollback target.
 
     Returns:
         `weight_version`, `epoch`, `digest`, `step`, `previous` and more of
@@ -340,18 +351,18 @@ async def weight_info(self: Any) -> Reply:
     return await control_of(self).info()
 
 
-async def weight_names(self: Any) -> Reply:
-    """Name, shape and dtype of every tensor that an update may bring.
+async def weight_names(self: upstream.AsyncLLM) -> Reply:
+    """Return name, shape and dtype of every tensor that an update may contain.
 
-    They are those of the checkpoint that the engine started from. Of an engine that
-    loaded none they are what its parameters are called in one; the shape of a fused or
-    sharded parameter is then None.
+    They are those of the start checkpoint. An engine without a start checkpoint names
+    its parameters as a checkpoint would; the shape of a fused or sharded parameter is
+    then None.
 
     Args:
         self: the engine.
 
     Returns:
-        That of `GET /weight_names`: `of`, `num_tensors`, `tensors`.
+        The reply of `GET /weight_names`: `of`, `num_tensors`, `tensors`.
 
     Raises:
         StagingUnavailable: weights of this engine cannot be updated in flight.
@@ -360,14 +371,14 @@ async def weight_names(self: Any) -> Reply:
     first, *_ = await control_of(self).ask("names")
     if hasattr(self, "llm_engine"):
         return unpacked(first["catalogues"])
-    # A hundred thousand names would hold the event loop up.
+    # A hundred thousand names would block the event loop.
     return await asyncio.to_thread(unpacked, first["catalogues"])
 
 
-def blocking(method: Any) -> Any:
-    """The same method for `LLM`: it returns when the answer is there."""
+def blocking(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]:
+    """The blocking method of `LLM` for a method of `AsyncLLM`."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: upstream.LLM, *args: Any, **kwargs: Any) -> T:
         return run_sync(method(self, *args, **kwargs))
 
     call.__name__, call.__qualname__ = method.__name__, method.__qualname__
@@ -376,11 +387,11 @@ def blocking(method: Any) -> Any:
 
 
 OUR_MODES = ("in_place", "retract")
-"""Pauses that upstream has not: no caller of its expects them to drop the caches."""
+"""Pause modes that upstream does not have; they do not drop the caches by default."""
 
 
 async def pause_generation(
-    self: Any,
+    self: upstream.AsyncLLM,
     *,
     mode: str = "abort",
     wait_for_inflight_requests: bool | None = None,
@@ -393,25 +404,25 @@ async def pause_generation(
 
     Args:
         self: the engine.
-        mode: what becomes of running requests; `keep` is upstream's `in_place`.
-        wait_for_inflight_requests: of vLLM 0.15 to 0.31. True means the mode `wait`,
-            whatever `mode` says; with False and None `mode` counts.
+        mode: what happens to running requests; `keep` is upstream's name of `in_place`.
+        wait_for_inflight_requests: argument of vLLM 0.15 to 0.31. True means the mode
+            `wait`, whatever `mode` is; with False and None `mode` counts.
         clear_cache: upstream's argument, with upstream's effect: `keep` with it
             retracts and flushes. None: true for upstream's modes, as there, and
             false for `in_place` and `retract`, as on the route.
-        flush_cache: drops the caches, or not, in every mode; where it is given,
-            `clear_cache` does not count. None: as `clear_cache` says.
-        lease_s: seconds after which decoding goes on unless the same call is made
-            again; 0 for never, None for `--inflight-pause-lease-s`.
-        owner: whose pause it is; another owner can then neither change nor end it.
+        flush_cache: whether to drop the caches, in every mode; it takes precedence over
+            `clear_cache`. None: as `clear_cache`.
+        lease_s: seconds after which the pause ends, unless the same call renews it; 0
+            for never, None for `--inflight-pause-lease-s`.
+        owner: name of the caller; another owner can neither change nor end the pause.
 
     Returns:
-        That of `POST /pause_generation`.
+        The reply of `POST /pause_generation`.
 
     Raises:
         Malformed: there is no such mode, or an argument has the wrong type.
-        PauseConflict: the pause that is in force forbids this mode.
-        OwnedByAnother: the pause is another owner's.
+        PauseConflict: the current pause forbids this mode.
+        OwnedByAnother: another owner holds the pause.
 
     """
     if not isinstance(wait_for_inflight_requests, bool | None):
@@ -436,8 +447,8 @@ async def pause_generation(
     )
 
 
-async def is_paused(self: Any) -> bool:
-    """Whether decoding stands still, in whatever mode.
+async def is_paused(self: upstream.AsyncLLM) -> bool:
+    """Whether decoding is paused, in any mode.
 
     Returns:
         True or False.
@@ -446,23 +457,25 @@ async def is_paused(self: Any) -> bool:
     return bool((await control_of(self).paused())["is_paused"])
 
 
-async def continue_generation(self: Any, owner: str | None = None) -> Reply:
-    """Go on after a pause; going on twice is going on once.
+async def continue_generation(
+    self: upstream.AsyncLLM, owner: str | None = None
+) -> Reply:
+    """End a pause; without a pause nothing changes.
 
     Args:
         self: the engine.
-        owner: whose pause it is; None ends everybody's.
+        owner: the owner of the pause; None ends the pause of any owner.
 
     Returns:
-        That of `POST /continue_generation`.
+        The reply of `POST /continue_generation`.
 
     Raises:
-        OwnedByAnother: the pause is another owner's.
+        OwnedByAnother: another owner holds the pause.
 
     """
     return await control_of(self).resume(owner)
 
 
-async def resume_generation(self: Any) -> None:
+async def resume_generation(self: upstream.AsyncLLM) -> None:
     """Upstream's name for `continue_generation`."""
     await control_of(self).resume()

@@ -73,7 +73,7 @@ async def read(request: Request, largest: int) -> Body:
 
 def parse(raw: Body) -> dict[str, Any]:
     """The JSON object in it; raises `Malformed` unless there is one, or nothing."""
-    if not raw.strip():
+    if not raw.strip(b" \t\n\r"):  # the space of JSON alone
         return {}
     try:
         # Of bytes, json would take UTF-16, and halves of characters.
@@ -327,9 +327,9 @@ class _Reader:
         return ValueError(f"{what}: character {self._before + self._at}")
 
 
-def _require_depth(value: Any, most: int) -> None:
+def _require_depth(value: object, most: int) -> None:
     """Raise `Malformed` if there are more than `most` levels of lists and objects."""
-    level: list[Any] = [value]
+    level: list[object] = [value]
     for _ in range(most):
         level = [inner for outer in level for inner in _within(outer)]
         if not level:
@@ -337,8 +337,8 @@ def _require_depth(value: Any, most: int) -> None:
     raise Malformed(f"the body is more than {MAX_DEPTH} lists and objects deep")
 
 
-def _within(outer: Any) -> list[Any]:
-    inner = outer.values() if isinstance(outer, dict) else outer
+def _within(outer: object) -> list[Any]:
+    inner: Any = outer.values() if isinstance(outer, dict) else outer
     return [value for value in inner if isinstance(value, dict | list)]
 
 

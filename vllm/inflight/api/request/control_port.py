@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from argparse import Namespace
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,13 +20,13 @@ from vllm.inflight.errors import ConfigError
 logger = upstream.init_logger(__name__)
 
 
-def config_of(args: Any) -> InflightConfig:
+def config_of(args: Namespace) -> InflightConfig:
     """What the flags of a server say, before there is an engine."""
     extra = getattr(args, "additional_config", None) or {}
     return InflightConfig.parse(extra.get("inflight"))
 
 
-def is_first(engine: Any) -> bool:
+def is_first(engine: upstream.EngineClient) -> bool:
     """Whether this is the only API server before its engine, or the first of them."""
     return getattr(engine.engine_core, "client_index", 0) == 0
 
@@ -42,7 +42,7 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def serve(app: FastAPI, listener: socket.socket, args: Any) -> asyncio.Task[None]:
+def serve(app: FastAPI, listener: socket.socket, args: Namespace) -> asyncio.Task[None]:
     """Answer there until the event loop ends; with the TLS files of vLLM's own port."""
     config = uvicorn.Config(
         app,

@@ -87,7 +87,7 @@ class Fields:
         """Take the fields of other releases of vLLM; see release_fields.py."""
         self._left = settled(self._left, table)
 
-    def default(self, name: str, value: Any) -> None:
+    def default(self, name: str, value: object) -> None:
         """Say it for the caller, who has not."""
         self._left.setdefault(name, value)
 

@@ -1,10 +1,10 @@
-"""Before the routes that generate: who is let in, and what the reply is marked with.
+"""Admission of requests during a pause, and the version headers of their replies.
 
-During a pause everybody is, to queue, or with `reject` nobody.
+Requests that arrive during a pause wait in the queue, or are rejected.
 
 `--inflight-when-paused reject` answers 503 with `Retry-After` at every route that
 generates, before a stream has begun, and raises `EnginePaused` in `AsyncLLM` and `LLM`.
-The engine is asked at every request, because another server may have paused it.
+Each request asks the engine, because another server may have paused it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.inflight import upstream
 from vllm.inflight.api.control.control import Control
@@ -38,7 +38,7 @@ GENERATING = frozenset(
         "/v1/audio/transcriptions",
         "/v1/audio/translations",
         "/invocations",
-        # Of models that pool.
+        # Routes of pooling models.
         "/pooling",
         "/classify",
         "/score",
@@ -50,28 +50,27 @@ GENERATING = frozenset(
         "/v2/embed",
     }
 )
-"""Paths of POST that make an engine compute; tests compare them with upstream's."""
+"""Paths of POST that make an engine compute; a test compares them with upstream."""
 
 _is_admitted: ContextVar[bool] = ContextVar("inflight_is_admitted", default=False)
 
 
 class RejectedWhilePaused(upstream.GracefulHTTPError, EnginePaused):
-    """`EnginePaused` that upstream hands on: of others it makes an error of its own."""
+    """`EnginePaused` as an error that upstream passes on unchanged."""
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
-        # Which goes on to the other's.
+        # It calls the constructor of the other base class.
         upstream.GracefulHTTPError.__init__(self, message, HTTPStatus(self.status))
         self.retry_after_s = retry_after_s
 
 
 class Admission:
-    """Stands before the routes: while the engine is paused, none that generates."""
+    """ASGI middleware: rejects what would generate while the engine is paused."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """As ASGI has it."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             if path in GENERATING:
@@ -86,10 +85,10 @@ class Admission:
         await self._app(scope, receive, send)
 
 
-def _marking(send: Any, seen: ReplyVersions) -> Any:
-    """`send`, with the versions that were seen by the time the reply begins."""
+def _marking(send: Send, seen: ReplyVersions) -> Send:
+    """`send` that adds the headers of the versions noted before the reply begins."""
 
-    async def marked(message: Any) -> None:
+    async def marked(message: Message) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), *seen.headers()]
         await send(message)
@@ -97,9 +96,11 @@ def _marking(send: Any, seen: ReplyVersions) -> Any:
     return marked
 
 
-async def admit(engine: Any) -> None:
-    """Raise `EnginePaused` if `engine` is paused and lets nobody in meanwhile."""
-    owner = getattr(engine, "llm_engine", engine)  # an `LLM` has none of its own
+async def admit(engine: upstream.EngineClient) -> None:
+    """Raise `EnginePaused` if `engine` is paused and rejects requests meanwhile."""
+    owner = getattr(
+        engine, "llm_engine", engine
+    )  # an `LLM` has no configuration of its own
     config = InflightConfig.of(owner.vllm_config)
     if config.when_paused == "reject" and not _is_admitted.get():
         await check_not_paused(control_of(engine))

@@ -20,7 +20,7 @@ from vllm.inflight.errors import ConfigError
 GROUP = "InflightConfig"
 
 
-def add_flags(parser: Any) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the group of flags to `parser`, once."""
     if any(group.title == GROUP for group in parser._action_groups):
         return
@@ -60,7 +60,11 @@ class _Fold(argparse.Action):
     """Put a flag's value under its field in `additional_config`."""
 
     def __call__(
-        self, parser: Any, namespace: Any, values: Any, option_string: Any = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
         field = self.dest.removeprefix("inflight_")
         extra = dict(getattr(namespace, "additional_config", None) or {})
@@ -77,7 +81,11 @@ class _Keep(argparse.Action):
     """Put a secret into the environment, and nowhere else."""
 
     def __call__(
-        self, parser: Any, namespace: Any, values: Any, option_string: Any = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
         try:
             check_key("--inflight-admin-key", values)
@@ -89,7 +97,13 @@ class _Keep(argparse.Action):
 class _KeysMixin:
     """Refuse blank keys of vLLM's own flag, which open the control routes as well."""
 
-    def __call__(self, parser: Any, namespace: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__call__(parser, namespace, *args, **kwargs)  # type: ignore[misc]
         try:
             check_api_keys(namespace.api_key)
@@ -100,7 +114,13 @@ class _KeysMixin:
 class _MergeMixin:
     """Let `--additional-config` add to what our flags have put there."""
 
-    def __call__(self, parser: Any, namespace: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         before = dict(getattr(namespace, "additional_config", None) or {})
         super().__call__(parser, namespace, *args, **kwargs)  # type: ignore[misc]
         after = namespace.additional_config or {}

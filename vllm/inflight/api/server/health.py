@@ -1,21 +1,19 @@
-"""`/health`: whether the engine core still comes round, and not only whether it lives.
+"""`/health`: whether the engine core still answers, and not only whether it lives.
 
-Upstream says 200 until the core's process has died. Here the core is asked something
-small whenever somebody asks for its health, and once it has not answered for
-`--inflight-health-s` the answer is 503. It reads what it is asked between two steps, so
-a step that takes long is no illness as long as it is shorter than that.
+Upstream answers 200 until the process of the core has died. Here each request for
+`/health` sends a small call to the core. If the core has not answered for
+`--inflight-health-s`, the reply is 503. The core answers between two steps, so the
+limit has to be longer than any step.
 
-A core that answers and decodes nothing, because its weights are not there, is well: it
-waits for somebody to bring them. So is one that serves other weights than were
-committed, as a scrub has found: a published version mends it. Then the answer is 200
-with a reason.
+A core without weights to decode with is healthy: it waits for an update. So is a core
+whose live weights differ from the committed ones, as a scrub has found: the next update
+repairs it. The reply is then 200 with a reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -28,35 +26,35 @@ from vllm.inflight.config import InflightConfig
 logger = upstream.init_logger(__name__)
 
 REASON_S = 0.2
-"""How long an answer waits for the reason that may belong to it."""
+"""Seconds that a reply waits for a reason."""
 
 
 class Heartbeat:
-    """When the engine cores behind one client were heard last."""
+    """The last time at which the engine cores behind one client answered."""
 
-    def __init__(self, control: Control, patience_s: float) -> None:
+    def __init__(self, control: Control, limit_s: float) -> None:
         self._control = control
-        self._patience_s = patience_s
+        self._limit_s = limit_s
         self._heard = time.monotonic()
         self._asked = self._heard
         self._question: asyncio.Task[None] | None = None
         self._reason: str | None = None
 
     async def check(self) -> None:
-        """Ask anew; raises `EngineDeadError` where that is not answered any more.
+        """Call the cores; raise `EngineDeadError` if they do not answer in time.
 
-        Answers at once while the cores were heard within the patience, and else
-        waits for what is left of it.
+        Returns at once if the cores have answered within the limit. Otherwise waits for
+        the rest of the limit.
         """
         if self._question is None or self._question.done():
             self._asked = time.monotonic()
             self._question = asyncio.create_task(self._ask())
-            # Of a core that dies meanwhile upstream's own check tells, the next time.
+            # Upstream's own check reports a core that has died, at the next call.
             self._question.add_done_callback(lambda q: q.cancelled() or q.exception())
         now = time.monotonic()
-        if now - self._heard < self._patience_s:
+        if now - self._heard < self._limit_s:
             return
-        left = self._asked + self._patience_s - now
+        left = self._asked + self._limit_s - now
         done, _ = await asyncio.wait({self._question}, timeout=max(0.0, left))
         if not done:
             silent_s = time.monotonic() - self._heard
@@ -65,7 +63,7 @@ class Heartbeat:
         self._question.result()
 
     async def reason(self) -> str | None:
-        """What is wrong with the weights of cores that answer; None if nothing is."""
+        """What is wrong with the weights; None if nothing is."""
         if self._question is not None and not self._question.done():
             await asyncio.wait({self._question}, timeout=REASON_S)
         return self._reason
@@ -77,21 +75,21 @@ class Heartbeat:
         self._heard = time.monotonic()
 
 
-def heartbeat_of(engine: Any) -> Heartbeat | None:
-    """The heartbeat of an `AsyncLLM`, made when it is first asked for; None if off."""
-    patience_s = InflightConfig.of(engine.vllm_config).health_s
-    if not patience_s:
+def heartbeat_of(engine: upstream.EngineClient) -> Heartbeat | None:
+    """The heartbeat of an `AsyncLLM`, made at the first call; None if it is off."""
+    limit_s = InflightConfig.of(engine.vllm_config).health_s
+    if not limit_s:
         return None
     found: Heartbeat | None = getattr(engine, "_inflight_heartbeat", None)
     if found is None:
-        found = engine._inflight_heartbeat = Heartbeat(control_of(engine), patience_s)
+        found = engine._inflight_heartbeat = Heartbeat(control_of(engine), limit_s)
     return found
 
 
 async def health(raw_request: Request) -> Response:
-    """Upstream's answer; with the reason, if something is wrong with the weights.
+    """Upstream's reply, with the reason if something is wrong with the weights.
 
-    The body is then `{"weights_detail": …}`, and else empty as upstream's is.
+    The body is then `{"weights_detail": …}`; otherwise it is empty, as upstream's.
     """
     answer: Response = await upstream.health(raw_request)
     engine = raw_request.app.state.engine_client

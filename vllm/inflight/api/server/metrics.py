@@ -1,8 +1,7 @@
-"""`/metrics`: upstream's, and those of weight updates behind them.
+"""`/metrics`: upstream's metrics, and then those of weight updates.
 
-It needs no key, as upstream's does not, and each answer of the engines costs a turn of
-their main loops. So scrapes that come while one is under way share its answer, and
-those that come soon after it have the same.
+The route needs no key, as upstream's. Each answer of an engine costs time of its main
+loop, so concurrent scrapes share one answer, and so do scrapes soon after it.
 """
 
 from __future__ import annotations
@@ -25,34 +24,34 @@ from vllm.inflight import upstream
 from vllm.inflight.api.control.core_client import AsyncCoreClient
 from vllm.inflight.engine.counters import GAP_EDGES_MS
 
-PATIENCE_S = 2.0
-"""An engine that does not answer by then is left out: the rest is told anyway."""
+ANSWER_TIMEOUT_S = 2.0
+"""A reply leaves out the engines that have not answered after so many seconds."""
 
 FRESH_S = 0.1
-"""For how long an answer is told again, less than any scraper's interval."""
+"""Seconds for which an answer is reused; less than any scraper's interval."""
 
 logger = upstream.init_logger(__name__)
 
 
 class Scrapes:
-    """What the engine cores behind one client tell of themselves."""
+    """The metrics of the engine cores behind one client."""
 
-    def __init__(self, engine_core: Any) -> None:
-        self._door = AsyncCoreClient(engine_core)
+    def __init__(self, engine_core: upstream.EngineCoreClient) -> None:
+        self._client = AsyncCoreClient(engine_core)
         self._question: asyncio.Task[bytes] | None = None
         self._text, self._stale_at = b"", 0.0
 
     async def text(self) -> bytes:
-        """The metrics of weight updates, at most `FRESH_S` old when they are asked for.
+        """The metrics of weight updates, at most `FRESH_S` old.
 
-        The engines are asked once for all that wait for it.
+        All waiting scrapes share one call to the engines.
         """
         if time.monotonic() < self._stale_at:
             return self._text
         if self._question is None:
             self._question = asyncio.create_task(self._ask())
             self._question.add_done_callback(self._answered)
-        # One scraper that goes away takes nothing from the others.
+        # A scraper that disconnects must not cancel the answer for the others.
         return await asyncio.shield(self._question)
 
     def _answered(self, question: asyncio.Task[bytes]) -> None:
@@ -63,7 +62,7 @@ class Scrapes:
 
     async def _ask(self) -> bytes:
         told = {}
-        answers = await self._door.call_each("metrics", {}, PATIENCE_S)
+        answers = await self._client.call_each("metrics", {}, ANSWER_TIMEOUT_S)
         for number, answer in enumerate(answers):
             if "error" in answer:
                 why = answer["error"]["message"]
@@ -112,9 +111,11 @@ KINDS = {
 
 
 def exposition(engines: Mapping[int, dict[str, Any]]) -> bytes:
-    """The text of all metrics; `engines` are the replies to the call `metrics`.
+    """The text of all metrics.
 
-    Under the number of its engine, since not every engine may have replied.
+    Args:
+        engines: engine number → its reply to the call `metrics`.
+
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(engines))
@@ -126,7 +127,7 @@ class _Families:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        """As a registry wants it."""
+        """The metrics, for a registry."""
         yield from self._gauges()
         yield from self._counters()
         yield self._gaps()

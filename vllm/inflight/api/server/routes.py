@@ -1,14 +1,15 @@
 """The control routes of the HTTP server.
 
 They are attached to vLLM's own application and replace upstream's routes of the same
-path, or are served on a port of their own (control_port.py) and are then nowhere else.
-Where a framework adds a route of such a path, that one answers (framework_routes.py).
-Ours need a key or a caller on this host (auth.py). Every error is `{"error": {"code",
+path. With `--inflight-port` they are served on that port alone (control_port.py). Where
+a framework adds a route of such a path, its route answers (framework_routes.py). Our
+routes need a key or a caller on this host (auth.py). Every error is `{"error": {"code",
 "message", …}}` with the status of its kind.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.convertors import PathConvertor, register_url_convertor
+from starlette.datastructures import State
 
 from vllm.inflight import release_fields, upstream
 from vllm.inflight.api.compat import framework_routes, pipelinerl, queries, sglang
@@ -40,7 +42,7 @@ Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 
 
 class RestOfPath(PathConvertor):
-    """All that is left of a path: an update's id may have any character in it."""
+    """The rest of a path: the id of an update may contain any character."""
 
     regex = r"[\s\S]+"
 
@@ -48,11 +50,11 @@ class RestOfPath(PathConvertor):
 register_url_convertor("rest", RestOfPath())
 
 
-def _control(engine: Any) -> Control:
+def _control(engine: upstream.EngineClient) -> Control:
     return control_of(engine)
 
 
-async def _pause(engine: Any, body: dict[str, Any]) -> Reply:
+async def _pause(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
     """Upstream's `/pause?mode=&clear_cache=`, with all our modes."""
     fields = Fields(body)
     reply: Reply = await pause_engine(
@@ -65,26 +67,28 @@ async def _pause(engine: Any, body: dict[str, Any]) -> Reply:
     return reply | {"status": "paused"}
 
 
-async def _pause_generation(engine: Any, body: dict[str, Any]) -> Reply:
+async def _pause_generation(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
     fields = Fields(body)
     mode, flush = fields.take("mode"), fields.flag("flush_cache", False)
     asked = fields.only("lease_s", "owner")
     return await pause_engine(engine, mode=mode, flush_cache=flush, **asked)
 
 
-async def _resume(engine: Any, body: dict[str, Any]) -> Reply:
-    """Go on after a pause."""
+async def _resume(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """End a pause."""
     asked = Fields(body).only("owner")
     return await _control(engine).resume(**asked) | {"status": "resumed"}
 
 
-async def _is_paused(engine: Any, body: dict[str, Any]) -> Reply:
-    """Whether decoding stands still, and in which mode."""
+async def _is_paused(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Whether decoding is paused, and in which mode."""
     Fields(body).only()
     return await _control(engine).paused()
 
 
-async def _init(engine: Any, body: dict[str, Any]) -> Reply:
+async def _init(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
     """Connect the configured transport to its trainer."""
     fields = Fields(body)
     info = fields.needed("init_info")
@@ -93,27 +97,27 @@ async def _init(engine: Any, body: dict[str, Any]) -> Reply:
     return {"message": "Weight transfer initialized"}
 
 
-async def _shutdown(engine: Any, body: dict[str, Any]) -> Reply:
-    """Let the trainer's connection go."""
+async def _shutdown(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Close the connection to the trainer."""
     Fields(body).only()
     await _control(engine).shutdown_transport()
     return {"message": "Weight transfer shut down"}
 
 
-async def _start(engine: Any, body: dict[str, Any]) -> Reply:
+async def _start(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
     """Open an update on every engine, or on none."""
     fields = Fields(body)
     fields.settle(release_fields.START)
     return await _control(engine).start(**fields.described(OPENING))
 
 
-async def _start_draft(engine: Any, body: dict[str, Any]) -> Reply:
+async def _start_draft(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
     """Open an update of the drafter alone."""
     return await start_draft_weight_update(engine, **Fields(body).described(OPENING))
 
 
-async def _update(engine: Any, body: dict[str, Any]) -> Reply:
-    """Have a chunk received; answered when every rank has it."""
+async def _update(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Receive a chunk; the reply comes when every rank has it."""
     fields = Fields(body)
     info = fields.needed("update_info")
     return await _control(engine).update(
@@ -121,45 +125,45 @@ async def _update(engine: Any, body: dict[str, Any]) -> Reply:
     )
 
 
-async def _prepare(engine: Any, body: dict[str, Any]) -> Reply:
-    """Verify and vote, and switch nothing yet."""
+async def _prepare(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Prepare the commit: verify the shadow weights, flip nothing yet."""
     return await _control(engine).prepare(**Fields(body).only("update_id", "owner"))
 
 
-async def _finish(engine: Any, body: dict[str, Any]) -> Reply:
-    """Verify, vote, and switch between two steps."""
+async def _finish(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Prepare and commit: verify the shadow weights, then flip between two steps."""
     return await _control(engine).finish(**Fields(body).described(FINISHING))
 
 
-async def _abort(engine: Any, body: dict[str, Any]) -> Reply:
-    """Give an update up; what is served does not change."""
+async def _abort(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Abort an update; the live weights do not change."""
     return await _control(engine).abort(**Fields(body).only("update_id", "owner"))
 
 
-async def _rollback(engine: Any, body: dict[str, Any]) -> Reply:
-    """Serve the version before again, as fast as a commit."""
+async def _rollback(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Flip back to the rollback target, as fast as a commit."""
     return await _control(engine).rollback(**Fields(body).described(ROLLING_BACK))
 
 
-async def _restore(engine: Any, body: dict[str, Any]) -> Reply:
-    """Serve what was served before the restart, by the journal."""
+async def _restore(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Restore the version from before the restart, from the journal."""
     Fields(body).only()
     return await restore(_control(engine))
 
 
-async def _status(engine: Any, body: dict[str, Any]) -> Reply:
-    """Where an update stands, or all that are remembered."""
+async def _status(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """State of one update, or of all known updates."""
     return await _control(engine).status(**Fields(body).only("update_id"))
 
 
-async def _info(engine: Any, body: dict[str, Any]) -> Reply:
-    """Version, digest and epoch that are served, and the version before."""
+async def _info(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Version, digest and epoch of the live weights, and the rollback target."""
     Fields(body).only()
     return await _control(engine).info()
 
 
-async def _world_size(engine: Any, body: dict[str, Any]) -> Reply:
-    """How many ranks a trainer has to reach."""
+async def _world_size(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
+    """Number of ranks that a trainer has to reach."""
     parallel = engine.vllm_config.parallel_config
     fields = Fields(body)
     across = fields.word("include_dp", True)
@@ -196,7 +200,7 @@ ROUTES: dict[tuple[str, str], Handler] = {
 """Every control route: method and path → handler."""
 
 LARGEST_BODY = {"/update_weights_from_tensor": 1 << 30}
-"""In bytes, where it is not `MAX_MANIFEST_BYTES`."""
+"""Path → most bytes of a body, where this is not `MAX_MANIFEST_BYTES`."""
 
 
 class InflightEndpoints:
@@ -204,7 +208,7 @@ class InflightEndpoints:
 
     name = "inflight"
     required_tasks = None
-    """Any: what embeds is updated as what generates is."""
+    """None: models of every task can be updated."""
 
     def attach_router(self, app: FastAPI) -> None:
         """Add our routes; upstream then lets them replace its own."""
@@ -235,8 +239,10 @@ class InflightEndpoints:
         serve_docs_offline(app)
         app.add_middleware(Admission)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Make sure that upstream routes to us: its own routes need no key."""
+    async def init_state(
+        self, engine_client: upstream.EngineClient, state: State, args: Namespace
+    ) -> None:
+        """Check that our routes answer, since upstream's own routes need no key."""
         is_first = control_port.is_first(engine_client)
         if is_first:
             await log_start(engine_client, args)
@@ -255,9 +261,9 @@ def add_routes(
     rates: rate_limit.RateLimit,
     taken: Collection[tuple[str, str]] = (),
 ) -> None:
-    """Every control route but those `taken`, behind its key.
+    """Add every control route but those `taken`, each with its check of the key.
 
-    Updates begin at these rates.
+    `rates` limits how often a caller starts updates.
     """
     for (method, path), handler in ROUTES.items():
         if (method, path) in taken:
@@ -272,8 +278,8 @@ def add_routes(
         )
 
 
-def control_app(engine: Any, args: Any) -> FastAPI:
-    """The control routes, what tells how a server is, and nothing else."""
+def control_app(engine: upstream.EngineClient, args: Namespace) -> FastAPI:
+    """The application of the control port: control routes, health, version, metrics."""
     app = FastAPI(openapi_url=None)
     app.state.engine_client, app.state.args = engine, args
     add_routes(
@@ -289,7 +295,7 @@ def control_app(engine: Any, args: Any) -> FastAPI:
 
 
 def check_routing(app: FastAPI) -> None:
-    """Raise if upstream answers a control path, and tell where somebody else does."""
+    """Raise if upstream answers a control path; log where a framework's route does."""
     for method, path in ROUTES:
         if (module := framework_routes.owner(app, method, path)) is not None:
             framework_routes.tell(app, method, path, module)
