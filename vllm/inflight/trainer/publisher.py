@@ -283,8 +283,8 @@ class Publisher:
                 for name, renamed, tensor in named
                 if not job.subset or is_declared(renamed)
             )
-            job.parcel = parcel = Snapshot.pack(sent, self._directory)
-        job.snapshot_s = time.monotonic() - job.asked
+            job.snapshot = parcel = Snapshot.pack(sent, self._directory)
+        job.snapshot_s = time.monotonic() - job.called_at
         try:
             self._tell("snapshot", parcel)
             self._queue.put(job)
@@ -297,28 +297,28 @@ class Publisher:
         pace_s = self._committed + self._min_interval_s - time.monotonic()
         if pace_s > 0 and self._queue.give_way(pace_s):
             return job.skipped()
-        job.patience.begin()
+        job.retry_budget.begin()
         began = time.monotonic()
         delivery = self._stage(job)
         if delivery is None:
             return job.skipped()
         try:
-            job.parcel.remove()
+            job.snapshot.remove()
         except BaseException:
-            delivery.retreat()  # else the update would stay open on the engines
+            delivery.undo()  # else the update would stay open on the engines
             raise
         staged = time.monotonic()
         replies = delivery.commit(mode=job.mode)
         self._committed = time.monotonic()
         try:
-            self._tell("commit", job.parcel)
+            self._tell("commit", job.snapshot)
         except Exception as error:
             note_unheard(replies[0]["weight_version"], error)
         parts = {
             "snapshot": job.snapshot_s,
             "transfer": staged - began,
             "commit": self._committed - staged,
-            "total": self._committed - job.asked,
+            "total": self._committed - job.called_at,
         }
         each = [one for reply in replies for one in reply.get("engines", [reply])]
         return Outcome(
@@ -330,7 +330,7 @@ class Publisher:
                 for engine, reply in zip(self._engines, replies, strict=True)
             },
             digest=replies[0]["digest"],
-            num_bytes=job.parcel.num_bytes,
+            num_bytes=job.snapshot.num_bytes,
             gap_ms=max(one["gap_ms"] for one in each),
             seconds={name: round(value, 6) for name, value in parts.items()},
             mapped=job.mapped,
@@ -338,11 +338,11 @@ class Publisher:
 
     def _stage(self, job: QueuedPublish) -> Coordinator | None:
         """The delivery, staged on every engine; None if it gave way."""
-        patience = job.patience
+        patience = job.retry_budget
         if self._naming is not None:
-            job.mapped |= self._naming.find(job.parcel.specs, patience)
-            job.parcel.rename(job.mapped)
-        manifest = job.parcel.manifest(
+            job.mapped |= self._naming.find(job.snapshot.specs, patience)
+            job.snapshot.rename(job.mapped)
+        manifest = job.snapshot.manifest(
             step=job.step, digests=self._digests, go_on=patience.require
         )
         manifest = replace(manifest, subset=job.subset)
@@ -354,7 +354,7 @@ class Publisher:
             left_s = patience.left()
             try:
                 delivery.stage(
-                    job.parcel,
+                    job.snapshot,
                     manifest,
                     version=job.version,
                     base_version=job.base_version,

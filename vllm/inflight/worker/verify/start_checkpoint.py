@@ -110,7 +110,7 @@ def _files(config: Any, cache: str | None) -> list[Path]:
 def _tensors(file: Path) -> Iterable[tuple[str, Shape, str]]:
     try:
         with TensorFiles([file]) as opened:
-            told = opened.announced
+            told = opened.tensor_list
             dtypes = (str(dtype).removeprefix("torch.") for dtype in told.dtypes)
             return list(zip(told.names, told.shapes, dtypes, strict=True))
     except Malformed:
