@@ -26,7 +26,7 @@ from vllm.inflight.errors import (
     WeightsMismatch,
     WrongPhase,
 )
-from vllm.inflight.trainer.engine_clients import Engine, with_engine_name, with_message
+from vllm.inflight.trainer.engine_clients import Engine, blamed, with_message
 from vllm.inflight.trainer.http_client import NotReached, Reply
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot
@@ -319,11 +319,11 @@ def call_all(
             # abort.
             wait(futures, GRACE_S)
             retry_budget.require()
-            raise with_engine_name(error, engine)
+            raise blamed(error, engine)
     for engine, future in zip(engines, futures, strict=True):
         if not future.done():
             retry_budget.require()
-            raise with_engine_name(
+            raise blamed(
                 EngineUnreachable(
                     f"no answer within {round(retry_budget.timeout_s, 1):g} s"
                 ),

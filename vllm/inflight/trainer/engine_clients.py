@@ -201,7 +201,7 @@ def connect(
     return found
 
 
-def with_engine_name(error: BaseException, engine: Engine) -> BaseException:
+def blamed(error: BaseException, engine: Engine) -> BaseException:
     """The same error, with the engine's name in its message, its remedy as note."""
     if isinstance(error, InflightError):
         error.add_note(error.remedy)

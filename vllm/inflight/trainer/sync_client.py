@@ -18,7 +18,7 @@ from vllm.inflight.errors import (
     UnknownUpdate,
     WrongPhase,
 )
-from vllm.inflight.trainer.engine_clients import with_engine_name
+from vllm.inflight.trainer.engine_clients import blamed
 from vllm.inflight.trainer.http_client import HttpEngine, NotReached, Reply, control_key
 from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.update import PauseMode, check_label, check_subset
@@ -292,5 +292,5 @@ class ServerClient:
         try:
             return call(*arguments, patience or RetryBudget(self._timeout_s))
         except InflightError as error:
-            with_engine_name(error, self._engine)
+            blamed(error, self._engine)
             raise
