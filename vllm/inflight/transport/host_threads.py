@@ -18,7 +18,7 @@ MAX_THREADS = 8
 
 
 def num_threads(device: torch.device, parallel_config: upstream.ParallelConfig) -> int:
-    """Half of this rank's share of a GPU host's cores, at most `MAX_THREADS`; 1 on a CPU."""
+    """On a GPU's host, half of this rank's share of the cores, up to `MAX_THREADS`."""
     if device.type == "cpu":
         return 1
     num_engines = max(1, parallel_config.data_parallel_size_local)
