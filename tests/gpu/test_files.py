@@ -97,7 +97,7 @@ def test_every_byte_arrives_while_the_gpu_lags_behind(tmp_path: Path) -> None:
     with TensorFiles([tmp_path / "model.safetensors"]) as opened:
         receiver = Receiver(reader, 3, watch)
         reader.begin(opened)
-        for name, tensor in receiver.tensors(opened.announced, watch):
+        for name, tensor in receiver.tensors(opened.tensor_list, watch):
             torch.cuda._sleep(2_000_000)
             sums[name] = torch.stack([tensor.min(), tensor.max()])
             del tensor

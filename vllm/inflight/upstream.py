@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig as SpeculativeConfig
     from vllm.config import VllmConfig as VllmConfig
     from vllm.config.load import LoadConfig as LoadConfig
+    from vllm.distributed.weight_transfer.base import (
+        VLLMWeightSyncClient as VLLMWeightSyncClient,
+    )
     from vllm.engine.protocol import EngineClient as EngineClient
     from vllm.entrypoints.llm import LLM as LLM
     from vllm.lora.model_manager import LoRAModelManager as LoRAModelManager
@@ -186,7 +189,6 @@ NAMES = {
         "vllm.entrypoints.serve.instrumentator.offline_docs:attach_router"
     ),
     "show_version": "vllm.entrypoints.serve.instrumentator.basic:show_version",
-    "FlexibleArgumentParser": "vllm.utils.argparse_utils:FlexibleArgumentParser",
 }
 
 

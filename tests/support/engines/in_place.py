@@ -126,7 +126,7 @@ class Player:
                 receiver = Receiver(self.reader, 2, watch)
                 self.reader.begin(files)
                 try:
-                    incoming = receiver.tensors(files.announced, watch)
+                    incoming = receiver.tensors(files.tensor_list, watch)
                     self.second.load_weights(_Noted(incoming, self.placed))
                 finally:
                     self.reader.close()

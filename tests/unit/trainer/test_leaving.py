@@ -60,7 +60,7 @@ publisher = Publisher(url, weights)
 
 def waits_for(publisher):
     job = publisher._queue._current
-    return "" if job is None else job.patience.waits_for
+    return "" if job is None else job.retry_budget.waits_for
 """
 STARTING_S = 60
 """For torch to be imported, on a machine that has other things to do."""
@@ -279,7 +279,7 @@ def test_a_publish_that_is_interrupted_does_not_close_the_publisher(engine):
         interrupting = in_background(lambda: to.publish("v"))
         until(lambda: engine.bodies(UPDATE))
         assert job._current is not None
-        job._current.patience.give_up(Cancelled("the call was interrupted"))
+        job._current.retry_budget.give_up(Cancelled("the call was interrupted"))
         with pytest.raises(Cancelled, match="interrupted"):
             interrupting.result(GIVE_UP_S + 5)
         engine.held[UPDATE].set()
@@ -298,6 +298,6 @@ def test_what_is_given_up_gives_its_time_back_soon_without_the_engine(
         began = time.monotonic()
         raise KeyError
     assert [call.args[-1].timeout_s <= GIVE_UP_S for call in aborts] == [True]
-    assert time.monotonic() - began < coordinator.RETREAT_S  # it is held for twice that
+    assert time.monotonic() - began < coordinator.UNDO_S  # it is held for twice that
     engine.held[UPDATE].set()
     engine.held[ABORT].set()

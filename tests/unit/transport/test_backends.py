@@ -75,7 +75,7 @@ def test_an_update_info_is_upstreams():
     info = engine().parse_update_info(
         {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
     )
-    assert info.announced.sizes == [12]
+    assert info.tensor_list.sizes == [12]
     with pytest.raises(ValueError, match="'shapes' has 0 entries"):
         engine().parse_update_info({"names": ["a"], "dtype_names": [""], "shapes": []})
 

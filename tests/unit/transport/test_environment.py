@@ -49,7 +49,7 @@ def test_a_torch_group_waits_for_its_trainer_with_upstreams_and_opens_without(
 ) -> None:
     class Told(_PlainNccl):
         def __init__(self, store: Any) -> None:
-            self._meeting = SimpleNamespace(store=store, lifeline=Liveness())
+            self._rendezvous = SimpleNamespace(store=store, liveness=Liveness())
 
         def _agree(self, watch: WaitLimit) -> bytes:
             name = super()._agree(watch)
@@ -73,7 +73,7 @@ def test_a_torch_group_waits_long_for_its_trainer_and_not_for_the_connection(
 
     class Told(_PlainNccl):
         def __init__(self, meeting: Any, _: Any, watch: WaitLimit, **__: Any) -> None:
-            self._meeting = meeting
+            self._rendezvous = meeting
             self._connect(watch, None)
 
         def _open(self, unique: UniqueId, watch: WaitLimit, _: Any) -> None:
@@ -81,7 +81,7 @@ def test_a_torch_group_waits_long_for_its_trainer_and_not_for_the_connection(
             opened.append(watch.timeout_s)
 
     terms = SimpleNamespace(wire="nccl")
-    meeting = SimpleNamespace(store=store, terms=terms, lifeline=Liveness())
+    meeting = SimpleNamespace(store=store, terms=terms, liveness=Liveness())
     monkeypatch.setattr(rendezvous, "_PlainNccl", Told)
     monkeypatch.setattr(TorchRendezvous, "join", lambda *_: meeting)
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)

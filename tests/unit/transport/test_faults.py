@@ -139,7 +139,9 @@ def test_a_trainer_whose_tensors_are_not_those_announced_sends_none_of_them_off(
     sender = connect(worker)
     named = tensors()
     receiving = in_background(lambda: update(worker, named))
-    with pytest.raises(ValueError, match="'last' and what follows it were announced"):
+    with pytest.raises(
+        ValueError, match="'last' and all later entries of the tensor list"
+    ):
         send(sender, {n: t for n, t in named.items() if n != "last"}, **named)
     with pytest.raises(TransferFault, match="the trainer stopped sending: 'last'"):
         receiving.result(timeout=60)

@@ -53,7 +53,7 @@ def incoming(
         receiver = Receiver(reader, 3, watch)
         reader.begin(opened)
         try:
-            yield receiver.tensors(opened.announced, watch)
+            yield receiver.tensors(opened.tensor_list, watch)
         finally:
             reader.close()
 

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.inflight.transport.host_threads import MOST, num_threads
+from vllm.inflight.transport.host_threads import MAX_THREADS, num_threads
 
 
 @pytest.mark.parametrize(
     ("device", "cores", "ranks", "engines", "expected"),
     [
         ("cpu", 64, 1, 1, 1),
-        ("cuda", 64, 1, 1, MOST),
+        ("cuda", 64, 1, 1, MAX_THREADS),
         ("cuda", 64, 8, 1, 4),
         ("cuda", 64, 2, 8, 2),
         ("cuda", 64, 8, 0, 4),  # this node has a front end, and no engine

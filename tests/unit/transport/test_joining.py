@@ -190,7 +190,7 @@ class WithoutGpu:
     _connect: Any
 
     def __init__(self, meeting: Any, _: Any, watch: WaitLimit, **__: Any) -> None:
-        self._meeting = meeting
+        self._rendezvous = meeting
         self.terms = meeting.terms
         self._connect(watch, None)
 
@@ -241,18 +241,18 @@ def test_what_nccl_reports_of_a_peer_that_left_is_what_the_peer_said() -> None:
 
     group = OursWithoutGpu.__new__(OursWithoutGpu)
     group._nccl, group._comm, group._lock = Library(), object(), threading.Lock()
-    group._meeting = SimpleNamespace(lifeline=Liveness())
+    group._rendezvous = SimpleNamespace(liveness=Liveness())
     with pytest.raises(TransferFault, match="remote process exited"):
         group._is_idle()
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    group._meeting.lifeline._lines[0] = ours
+    group._rendezvous.liveness._connections[0] = ours
     with theirs:
         theirs.send(b"has no memory")
     for _ in range(2):  # it stays the reason
         with pytest.raises(TransferFault, match="the trainer has no memory"):
             group._is_idle()
-    group._meeting.lifeline.end("is over")
+    group._rendezvous.liveness.end("is over")
 
 
 def test_a_trainer_that_opens_no_buckets_tells_its_workers_at_once(worker):

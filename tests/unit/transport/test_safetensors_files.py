@@ -31,7 +31,7 @@ from vllm.inflight.transport.files.safetensors_files import DTYPES, Stored, Tens
 def test_tensors_are_those_that_safetensors_reads(tmp_path: Path) -> None:
     files = written(tmp_path, everything())
     with TensorFiles(files, lambda name: f"draft.{name}") as opened:
-        announced = opened.announced
+        announced = opened.tensor_list
         told = zip(announced.names, announced.dtypes, announced.shapes, strict=True)
         expected = [
             (f"draft.{n}", t.dtype, tuple(t.shape))
@@ -131,7 +131,7 @@ def test_tensors_are_announced_as_they_lie_in_their_file(tmp_path: Path) -> None
     entries = {"a": F32 | {"data_offsets": [8, 16]}, "b": F32}
     file.write_bytes(header(entries, bytes(16)))
     with TensorFiles([file]) as opened:
-        assert opened.announced.names == ("b", "a")
+        assert opened.tensor_list.names == ("b", "a")
 
 
 def test_to_open_files_touches_no_tensor_in_them() -> None:
@@ -161,8 +161,8 @@ def test_dtypes_and_shapes_are_those_that_safetensors_reads(
     with safe_open(file, framework="pt") as reader:
         expected = reader.get_tensor("a")
     with TensorFiles([file]) as opened:
-        assert opened.announced.dtypes == (expected.dtype,)
-        assert opened.announced.shapes == (tuple(expected.shape),)
+        assert opened.tensor_list.dtypes == (expected.dtype,)
+        assert opened.tensor_list.shapes == (tuple(expected.shape),)
 
 
 def test_a_dtype_that_torch_lacks_is_named(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_files_are_judged_as_safetensors_judges_them(tmp_path: Path) -> None:
         expected = judged(file)
         try:
             with TensorFiles([file]) as opened:
-                told = opened.announced
+                told = opened.tensor_list
                 found = dict(
                     zip(
                         told.names,
@@ -326,7 +326,7 @@ def test_no_large_part_of_a_header_is_read_at_once(
         patched.setattr(json, "JSONDecoder", Watched)
         patched.setattr(json, "loads", None)
         with TensorFiles([tmp_path / "many.safetensors"]) as opened:
-            assert sorted(opened.announced.names) == sorted(names)
+            assert sorted(opened.tensor_list.names) == sorted(names)
             assert len(opened.stored) == len(names)
     assert 0 < longest < 200
 

@@ -41,13 +41,16 @@ def test_what_cannot_be_is_refused_by_name(info, named):
 @pytest.mark.parametrize(
     ("sent", "named"),
     [
-        ([("a", torch.zeros(2))], "'b' and what follows"),
-        ([("a", torch.zeros(2)), ("c", torch.zeros(3))], "to be sent is .'c'"),
-        ([("a", torch.zeros(3)), ("b", torch.zeros(3))], "announced was .'a'"),
-        ([("a", torch.zeros(2).half()), ("b", torch.zeros(3))], "announced was .'a'"),
+        ([("a", torch.zeros(2))], "'b' and all later"),
+        ([("a", torch.zeros(2)), ("c", torch.zeros(3))], "the source yields .'c'"),
+        ([("a", torch.zeros(3)), ("b", torch.zeros(3))], "the tensor list has .'a'"),
+        (
+            [("a", torch.zeros(2).half()), ("b", torch.zeros(3))],
+            "the tensor list has .'a'",
+        ),
         (
             [("a", torch.zeros(2)), ("b", torch.zeros(3)), ("c", torch.zeros(1))],
-            "'c' was not announced",
+            "'c' is not in the tensor list",
         ),
     ],
 )

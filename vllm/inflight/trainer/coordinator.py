@@ -1,7 +1,8 @@
-"""A delivery: one version brought to every engine, or to none.
+"""The coordinator: a two-phase commit over several engines, from the trainer.
 
-All engines stage it before the first commits it. What fails before that is
-aborted everywhere; if one engine cannot commit, those that did go back.
+Every engine serves the new version, or none does. All engines stage and prepare it
+before the first one commits. A failure before that aborts the update everywhere. If one
+engine cannot commit, the engines that have committed are rolled back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vllm.inflight.background import in_background
 from vllm.inflight.errors import (
@@ -25,65 +26,79 @@ from vllm.inflight.errors import (
     WeightsMismatch,
     WrongPhase,
 )
-from vllm.inflight.trainer.engine_clients import Engine, blamed, retold
+from vllm.inflight.trainer.engine_clients import Engine, blamed, with_message
 from vllm.inflight.trainer.http_client import NotReached, Reply
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot
 from vllm.inflight.update import Manifest, Phase, difference
 
 Progress = Callable[[str, int, int], None]
-"""`progress(phase, done_bytes, total_bytes)`, as it goes on."""
+"""`progress(phase, done_bytes, total_bytes)`, called again and again during a phase."""
 
 POLL_S = 0.1
 GRACE_S = 1.0
-"""How long the other engines may still answer once one has failed."""
+"""How long the other engines may still answer after one has failed, in seconds."""
 
 SLACK_S = 0.5
-"""How much longer than its patience a call may take that does not end by itself."""
+"""How much longer than its retry budget a call may take that does not end by itself."""
 
-RETREAT_S = 10.0
-"""Longest time for taking an update back; less for engines that did not answer."""
+UNDO_S = 10.0
+"""Longest time to undo an update; shorter for engines that did not answer."""
 
 GIVE_UP_S = 3.0
-"""The same, if nobody wants the update any more."""
+"""Longest time to undo an update that was given up."""
 
 T = TypeVar("T")
 
 
 class Coordinator:
-    """One update of several engines, under one id."""
+    """One update of several engines, under one id.
+
+    Args:
+        engines: the engines to update.
+        retry_budget: the time for all calls of this update.
+        progress: called with the progress of the transfer.
+
+    """
 
     def __init__(
         self,
         engines: Sequence[Engine],
-        patience: RetryBudget,
+        retry_budget: RetryBudget,
         progress: Progress | None = None,
     ) -> None:
         self.update_id = uuid.uuid4().hex
         self._engines = engines
-        self._patience = patience
+        self._retry_budget = retry_budget
         self._progress = progress
         self.is_begun = False
-        """Whether all engines have begun the update."""
-        self._untouched: set[str] = set()
-        """Engines that were never asked to begin it: there was no connection."""
-        self._silent: set[str] = set()
-        """Engines that did not answer for as long as they were asked."""
+        """Whether all engines have started the update."""
+        self._not_started: set[str] = set()
+        """Engines that the start did not reach, for lack of a connection."""
+        self._unanswered: set[str] = set()
+        """Engines that did not answer within the retry budget."""
 
     def stage(
         self,
-        parcel: Snapshot,
+        snapshot: Snapshot,
         manifest: Manifest,
         *,
         version: str | None,
         deadline_s: float | None,
         base_version: str | None = None,
     ) -> None:
-        """Have every engine load the parcel; on failure none keeps it.
+        """Let every engine load the snapshot; on failure, undo it on all engines.
+
+        Args:
+            snapshot: the file with the tensors.
+            manifest: describes the tensors.
+            version: the label of the new version.
+            deadline_s: the engines abort the update after this time.
+            base_version: the version that the engines must serve now.
 
         Raises:
             UpdateBusy: an engine is in another update.
-            InflightError: what an engine refused; the message names the engine.
+            InflightError: an engine rejected the update; the message names the engine.
 
         """
         opening: Reply = {"update_id": self.update_id, "manifest": manifest.to_dict()}
@@ -91,30 +106,33 @@ class Coordinator:
         opening |= {"deadline_s": deadline_s} if deadline_s is not None else {}
         opening |= {"base_version": base_version} if base_version is not None else {}
         chunk: Reply = {"update_id": self.update_id, "chunk": 0}
-        chunk["update_info"] = parcel.update_info
+        chunk["update_info"] = snapshot.update_info
         if len(self._engines) > 1:
-            # First: those that have switched already would lose their way back, and
-            # need it if one of the others, which this one would refuse, cannot switch.
+            # Checked on all engines first: a start on one engine throws its rollback
+            # target away. It may still need it, if its update with others is not over.
             self._all(self._require_free)
         with _Rollback(self):
-            self._all(lambda engine: engine.start(opening, self._patience))
+            self._all(lambda engine: engine.start(opening, self._retry_budget))
             self.is_begun = True
             self._all(
-                lambda engine: engine.update(chunk, self._patience),
-                meanwhile=lambda: self._report(parcel.num_bytes),
+                lambda engine: engine.update(chunk, self._retry_budget),
+                meanwhile=lambda: self._report(snapshot.num_bytes),
             )
             if self._progress is not None:
-                self._progress("transfer", parcel.num_bytes, parcel.num_bytes)
+                self._progress("transfer", snapshot.num_bytes, snapshot.num_bytes)
 
     def commit(self, *, mode: str | None) -> list[Reply]:
-        """Switch every engine; returns their replies, in order.
+        """Commit on every engine; returns their replies, in order.
 
-        Of several engines, all have staged the version and the same one before any
-        of them switches.
+        With several engines, all must have prepared the same weights before the first
+        one commits.
+
+        Args:
+            mode: the pause mode of the commit; None for the engines' default.
 
         Raises:
-            WeightsMismatch: the engines staged different weights; none has switched.
-            InflightError: what an engine refused; the message names the engine.
+            WeightsMismatch: the engines staged different weights; none has committed.
+            InflightError: an engine rejected a call; the message names the engine.
 
         """
         body: Reply = {"update_id": self.update_id}
@@ -123,81 +141,82 @@ class Coordinator:
             if len(self._engines) > 1:
                 self._prepare()
             return self._all(
-                lambda engine: engine.finish(body, self._patience), is_commit=True
+                lambda engine: engine.finish(body, self._retry_budget), is_commit=True
             )
 
     def _prepare(self) -> None:
-        replies = self._all(lambda e: e.prepare(self.update_id, self._patience))
+        replies = self._all(lambda e: e.prepare(self.update_id, self._retry_budget))
         names = (engine.name for engine in self._engines)
         if (why := difference(dict(zip(names, replies, strict=True)))) is not None:
-            self._patience.end()
+            self._retry_budget.end()
             raise WeightsMismatch(why, update_id=self.update_id)
 
-    def retreat(self) -> list[str]:
-        """Leave every engine as it was; what could not be undone, in sentences."""
-        self._patience.end()
-        whole_s = self._patience.timeout_s
-        is_given_up = self._patience.given_up is not None
-        patience = RetryBudget(min(GIVE_UP_S if is_given_up else RETREAT_S, whole_s))
-        # The one try that is left for them must not cost the whole patience again.
-        short = patience.at_most(whole_s / 4)
+    def undo(self) -> list[str]:
+        """Undo the update on every engine; returns a sentence for each failure."""
+        self._retry_budget.end()
+        whole_s = self._retry_budget.timeout_s
+        is_given_up = self._retry_budget.given_up is not None
+        retry_budget = RetryBudget(min(GIVE_UP_S if is_given_up else UNDO_S, whole_s))
+        # One more try of these engines must not cost the whole retry budget again.
+        short = retry_budget.at_most(whole_s / 4)
 
         def of(engine: Engine) -> RetryBudget:
-            return short if engine.name in self._silent else patience
+            return short if engine.name in self._unanswered else retry_budget
 
-        def step_back(engine: Engine) -> str | None:
+        def undo_one(engine: Engine) -> str | None:
             try:
-                self._step_back(engine, of(engine))
+                self._undo_on(engine, of(engine))
             except EngineUnreachable as error:
-                if engine.name in self._silent:
-                    return _silent(engine)
+                if engine.name in self._unanswered:
+                    return _unanswered(engine)
                 return f"{engine.name} could not be taken back: {error}"
             except Exception as error:
                 return f"{engine.name} could not be taken back: {error}"
             return None
 
-        begun = [e for e in self._engines if e.name not in self._untouched]
-        # First those that have switched: no update begins that would end their way
-        # back as long as the others are busy.
-        has_switched = dict.fromkeys((engine.name for engine in begun), False)
+        begun = [e for e in self._engines if e.name not in self._not_started]
+        # Engines that have committed come first. While the others are still in this
+        # update, no new update can start and throw a rollback target away.
+        has_committed = dict.fromkeys((engine.name for engine in begun), False)
         if len(self._engines) > 1:
-            told = _each(
+            results = _each(
                 begun,
-                lambda engine: self._has_switched(engine, of(engine)),
-                patience,
+                lambda engine: self._has_committed(engine, of(engine)),
+                retry_budget,
                 late=lambda _: False,
             )
-            has_switched.update(zip(has_switched, told, strict=True))
+            has_committed.update(zip(has_committed, results, strict=True))
         left: list[str | None] = []
         for first in (True, False):
-            some = [engine for engine in begun if has_switched[engine.name] is first]
-            left += _each(some, step_back, patience, late=_silent)
+            some = [engine for engine in begun if has_committed[engine.name] is first]
+            left += _each(some, undo_one, retry_budget, late=_unanswered)
         return [sentence for sentence in left if sentence]
 
-    def _step_back(self, engine: Engine, patience: RetryBudget) -> None:
+    def _undo_on(self, engine: Engine, retry_budget: RetryBudget) -> None:
         try:
-            engine.abort(self.update_id, patience)
+            engine.abort(self.update_id, retry_budget)
         except (UnknownUpdate, Unauthorized, Forbidden):
-            return  # whom an engine does not let in, it has begun nothing for
+            return  # the engine has not started the update
         except WrongPhase:
-            report = engine.status(self.update_id, patience)
+            report = engine.status(self.update_id, retry_budget)
             epoch = (report.get("result") or {}).get("epoch")
             if report["phase"] != Phase.COMMITTED:
                 return
-            # Not if somebody else has published since, nor if it is done already.
-            while (served := engine.info(patience))["epoch"] == epoch:
+            # Only while this update is live: it may be rolled back already, or another
+            # version may have been published since.
+            while (served := engine.info(retry_budget))["epoch"] == epoch:
                 before = (served["previous"] or {}).get("weight_version")
                 try:
-                    engine.rollback(before, patience)
+                    engine.rollback(before, retry_budget)
                 except VersionConflict:
-                    return  # somebody has, after it was looked at
+                    return  # the live version changed after `info`
                 except EngineUnreachable:
-                    if not patience.pause(FIRST_DELAY_S):
+                    if not retry_budget.pause(FIRST_DELAY_S):
                         raise
 
     def _require_free(self, engine: Engine) -> Reply:
-        """Raise `UpdateBusy` while an update is under way there."""
-        reply = engine.status(None, self._patience)
+        """Raise `UpdateBusy` if an update is under way on the engine."""
+        reply = engine.status(None, self._retry_budget)
         for each in reply.get("engines", [reply]):
             if (active := each["active"]) is not None:
                 update_id, phase = active["update_id"], active["phase"]
@@ -206,10 +225,10 @@ class Coordinator:
                 )
         return reply
 
-    def _has_switched(self, engine: Engine, patience: RetryBudget) -> bool:
-        """Whether it serves the update, as far as it tells."""
+    def _has_committed(self, engine: Engine, retry_budget: RetryBudget) -> bool:
+        """Whether the engine reports the update as committed."""
         with suppress(InflightError):
-            report = engine.status(self.update_id, patience.at_most(GRACE_S))
+            report = engine.status(self.update_id, retry_budget.at_most(GRACE_S))
             return bool(report["phase"] == Phase.COMMITTED)
         return False
 
@@ -220,78 +239,74 @@ class Coordinator:
         *,
         is_commit: bool = False,
     ) -> list[Reply]:
-        """`call` on every engine at once; raises the first failure.
-
-        Returns within the patience also if a call does not, and at once when the
-        update is given up. A commit that is under way then may still succeed.
-        """
-        return asked(
+        """`call_all` on all engines, with the retry budget of this update."""
+        return call_all(
             self._engines,
             call,
-            self._patience,
+            self._retry_budget,
             meanwhile=meanwhile,
             noted=self._note,
             is_commit=is_commit,
         )
 
     def _note(self, futures: Sequence[Future[Reply]]) -> None:
-        """Note which engines did not answer."""
+        """Record which engines did not answer."""
         for engine, future in zip(self._engines, futures, strict=True):
             error = future.exception() if future.done() else None
             if isinstance(error, EngineUnreachable) or not future.done():
-                self._silent.add(engine.name)
+                self._unanswered.add(engine.name)
             if isinstance(error, NotReached) and not self.is_begun:
-                self._untouched.add(engine.name)
+                self._not_started.add(engine.name)
 
     def _report(self, total_bytes: int) -> None:
-        """Tell how far the slowest rank of the slowest engine is."""
+        """Report the progress of the slowest rank of the slowest engine."""
         if self._progress is None:
             return
-        patience = self._patience.at_most(GRACE_S)
+        retry_budget = self._retry_budget.at_most(GRACE_S)
         try:
-            reports = [e.status(self.update_id, patience) for e in self._engines]
+            reports = [e.status(self.update_id, retry_budget) for e in self._engines]
         except InflightError:
-            return  # one does not say how far it is
+            return  # an engine does not answer; the next report may succeed
         done = min(total_bytes, *map(received_bytes, reports))
         self._progress("transfer", done, total_bytes)
 
 
-def asked(
+def call_all(
     engines: Sequence[Engine],
     call: Callable[[Engine], Reply],
-    patience: RetryBudget,
+    retry_budget: RetryBudget,
     *,
     meanwhile: Callable[[], None] | None = None,
     noted: Callable[[Sequence[Future[Reply]]], None] | None = None,
     is_commit: bool = False,
 ) -> list[Reply]:
-    """`call` on every engine at once; raises the first failure.
+    """Run `call` on all engines in parallel; raises the first failure.
 
-    Returns within the patience also if a call does not, and at once when the patience
-    is given up. A commit that is under way then may still succeed.
+    This returns within the retry budget even if a call does not end. When the budget is
+    given up, it returns at once. A commit under way may then still succeed.
 
     Args:
-        engines: that are asked.
-        call: what each is asked.
-        patience: how long.
-        meanwhile: called while they are waited for.
-        noted: told of the calls when no more is waited for them.
+        engines: the engines to call.
+        call: the call on one engine.
+        retry_budget: the time for all calls.
+        meanwhile: called again and again while the calls run.
+        noted: called with the futures of the calls when the wait has ended.
         is_commit: whether `call` commits.
 
     Raises:
         EngineUnreachable: an engine does not answer in time.
-        Cancelled: the patience was given up.
-        InflightError: what an engine refused; the message names the engine.
+        Cancelled: the retry budget was given up.
+        InflightError: an engine rejected the call; the message names the engine.
 
     """
-    patience.require()
+    retry_budget.require()
     futures = [_begin(call, engine) for engine in engines]
     while not _settled(futures, POLL_S):
-        if patience.given_up is not None:
+        if retry_budget.given_up is not None:
             if is_commit:
                 wait(futures, GRACE_S)
             break
-        if patience.overdue_s() > SLACK_S:
+        if retry_budget.overdue_s() > SLACK_S:
             break
         if meanwhile is not None:
             meanwhile()
@@ -299,17 +314,18 @@ def asked(
         noted(futures)
     for engine, future in zip(engines, futures, strict=True):
         if future.done() and (error := future.exception()) is not None:
-            patience.end()
-            # Who answers late must not begin after it was aborted.
+            retry_budget.end()
+            # Late calls are awaited, or an engine could start the update after its
+            # abort.
             wait(futures, GRACE_S)
-            patience.require()
+            retry_budget.require()
             raise blamed(error, engine)
     for engine, future in zip(engines, futures, strict=True):
         if not future.done():
-            patience.require()
+            retry_budget.require()
             raise blamed(
                 EngineUnreachable(
-                    f"no answer within {round(patience.timeout_s, 1):g} s"
+                    f"no answer within {round(retry_budget.timeout_s, 1):g} s"
                 ),
                 engine,
             )
@@ -317,20 +333,20 @@ def asked(
 
 
 class _Rollback:
-    """Around what must happen on all engines or on none."""
+    """A context that undoes the update on all engines if its body fails."""
 
-    def __init__(self, delivery: Coordinator) -> None:
-        self._delivery = delivery
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             return
-        left = self._delivery.retreat()
+        left = self._coordinator.undo()
         if left and isinstance(error, InflightError):
-            retold(error, "; ".join([error.message, *left]))
+            with_message(error, "; ".join([error.message, *left]))
         elif left:
             error.add_note("; ".join(left))
 
@@ -342,20 +358,23 @@ def _begin(call: Callable[[Engine], T], engine: Engine) -> Future[T]:
 def _each(
     engines: Sequence[Engine],
     call: Callable[[Engine], T],
-    patience: RetryBudget,
+    retry_budget: RetryBudget,
     *,
     late: Callable[[Engine], T],
 ) -> list[T]:
-    """What `call`, which raises nothing, says of each; `late` says it if that is."""
+    """The result of `call` for each engine, or of `late` if `call` is too slow.
+
+    `call` must not raise.
+    """
     futures = [_begin(call, engine) for engine in engines]
-    wait(futures, patience.left() + SLACK_S)
+    wait(futures, retry_budget.left() + SLACK_S)
     return [
         future.result() if future.done() else late(engine)
         for engine, future in zip(engines, futures, strict=True)
     ]
 
 
-def _silent(engine: Engine) -> str | None:
+def _unanswered(engine: Engine) -> str | None:
     return (
         f"{engine.name} did not answer when the update was to be taken back; "
         "GET /weight_info tells what it serves"
@@ -363,7 +382,7 @@ def _silent(engine: Engine) -> str | None:
 
 
 def received_bytes(report: Reply) -> int:
-    """Bytes that the slowest rank has received, by a report of `/weight_update`."""
+    """The bytes of the slowest rank, from a reply of `/weight_update`."""
     ranks = [
         rank
         for engine in report.get("engines", [report])

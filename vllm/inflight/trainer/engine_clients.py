@@ -1,9 +1,9 @@
-"""The engines a trainer can publish to, behind one small protocol.
+"""The engines that a trainer can publish to, behind one small protocol.
 
-An engine is reached over HTTP, or it is an `LLM` or `AsyncLLM` of this process.
-Every call but a rollback names its update, so it may be repeated: when a reply is lost,
-the same call is made again until the caller's patience ends. What an engine says no
-to is raised as the error it names and not tried again.
+An engine is a server reached over HTTP, or an `LLM` or `AsyncLLM` of this process.
+Every call except a rollback names its update, so it can be repeated. When a reply is
+lost, the same call is made again until the retry budget is spent. When an engine
+rejects a call, its error is raised and the call is not repeated.
 """
 
 from __future__ import annotations
@@ -20,71 +20,82 @@ from vllm.inflight.trainer.retry import RetryBudget
 
 
 class Engine(Protocol):
-    """What a publish asks of an engine; replies are those of the HTTP routes."""
+    """The calls of a publish. The replies are those of the HTTP routes.
+
+    Raises:
+        EngineUnreachable: the engine did not answer within the retry budget.
+        InflightError: the engine rejected the call.
+
+    """
 
     name: str
-    """As errors and outcomes call it."""
+    """The name of the engine in errors and outcomes."""
 
-    def start(self, body: Reply, patience: RetryBudget) -> Reply:
+    def start(self, body: Reply, retry_budget: RetryBudget) -> Reply:
         """`POST /start_weight_update`."""
         ...
 
-    def update(self, body: Reply, patience: RetryBudget) -> Reply:
+    def update(self, body: Reply, retry_budget: RetryBudget) -> Reply:
         """`POST /update_weights`; returns when every rank has the chunk."""
         ...
 
-    def prepare(self, update_id: str, patience: RetryBudget) -> Reply:
-        """`POST /prepare_weight_update`; returns when every rank has voted."""
+    def prepare(self, update_id: str, retry_budget: RetryBudget) -> Reply:
+        """`POST /prepare_weight_update`; returns when every rank has reported."""
         ...
 
-    def finish(self, body: Reply, patience: RetryBudget) -> Reply:
+    def finish(self, body: Reply, retry_budget: RetryBudget) -> Reply:
         """`POST /finish_weight_update`."""
         ...
 
-    def abort(self, update_id: str, patience: RetryBudget) -> Reply:
+    def abort(self, update_id: str, retry_budget: RetryBudget) -> Reply:
         """`POST /abort_weight_update`."""
         ...
 
     def rollback(
-        self, to_version: str | None, patience: RetryBudget, mode: str | None = None
+        self, to_version: str | None, retry_budget: RetryBudget, mode: str | None = None
     ) -> Reply:
         """`POST /rollback_weights`, once: made twice it goes forth again."""
         ...
 
-    def status(self, update_id: str | None, patience: RetryBudget) -> Reply:
-        """`GET /weight_update/{update_id}`, or of all that is known."""
+    def status(self, update_id: str | None, retry_budget: RetryBudget) -> Reply:
+        """`GET /weight_update/{update_id}`, or `GET /weight_update` without an id."""
         ...
 
-    def info(self, patience: RetryBudget) -> Reply:
+    def info(self, retry_budget: RetryBudget) -> Reply:
         """`GET /weight_info`."""
         ...
 
-    def names(self, patience: RetryBudget) -> Reply:
+    def names(self, retry_budget: RetryBudget) -> Reply:
         """`GET /weight_names`."""
         ...
 
-    def pause(self, body: Reply, patience: RetryBudget) -> Reply:
+    def pause(self, body: Reply, retry_budget: RetryBudget) -> Reply:
         """`POST /pause_generation`."""
         ...
 
-    def resume(self, owner: str | None, patience: RetryBudget) -> Reply:
+    def resume(self, owner: str | None, retry_budget: RetryBudget) -> Reply:
         """`POST /continue_generation`."""
         ...
 
-    def pause_state(self, patience: RetryBudget) -> Reply:
+    def pause_state(self, retry_budget: RetryBudget) -> Reply:
         """`GET /is_paused`; an engine of this process has `is_paused` alone."""
         ...
 
     def close(self) -> None:
-        """Let connections go; the engine itself runs on."""
+        """Close connections; the engine runs on."""
         ...
 
 
 class InProcessEngine:
     """An `LLM` or an `AsyncLLM` of this process.
 
-    The methods of an `AsyncLLM` run on its event loop, so that loop has to be
-    running and must not be the thread that waits here.
+    The methods of an `AsyncLLM` run on its event loop. The loop must be running, in
+    another thread than the caller's.
+
+    Raises:
+        ConfigError: the object is not an engine of this package, or the loop of an
+            `AsyncLLM` is not known.
+
     """
 
     def __init__(
@@ -111,106 +122,101 @@ class InProcessEngine:
                     "give it that loop with loop="
                 ) from None
 
-    def start(self, body: Reply, patience: RetryBudget) -> Reply:
-        """Open an update."""
-        return self._run(patience, self._engine.start_weight_update, **body)
+    def start(self, body: Reply, retry_budget: RetryBudget) -> Reply:
+        return self._run(retry_budget, self._engine.start_weight_update, **body)
 
-    def update(self, body: Reply, patience: RetryBudget) -> Reply:
-        """Have a chunk received."""
+    def update(self, body: Reply, retry_budget: RetryBudget) -> Reply:
         info = {"update_info": body["update_info"]}
         ids = {"update_id": body["update_id"], "chunk": body["chunk"]}
-        return self._run(patience, self._engine.update_weights, info, **ids)
+        return self._run(retry_budget, self._engine.update_weights, info, **ids)
 
-    def prepare(self, update_id: str, patience: RetryBudget) -> Reply:
-        """Verify and vote."""
-        return self._run(patience, self._engine.prepare_weight_update, update_id)
+    def prepare(self, update_id: str, retry_budget: RetryBudget) -> Reply:
+        return self._run(retry_budget, self._engine.prepare_weight_update, update_id)
 
-    def finish(self, body: Reply, patience: RetryBudget) -> Reply:
-        """Verify and commit.
+    def finish(self, body: Reply, retry_budget: RetryBudget) -> Reply:
+        """Verify and commit; the call goes on after the retry budget is spent.
 
-        It goes on when it is not waited for any longer: several engines behind one
-        `AsyncLLM` are then taken back that could not all commit.
+        Several engines behind one `AsyncLLM` can then still roll back if not all of
+        them could commit.
         """
         finish = self._engine.finish_weight_update
-        return self._run(patience, finish, is_given_up=False, **body)
+        return self._run(retry_budget, finish, is_given_up=False, **body)
 
-    def abort(self, update_id: str, patience: RetryBudget) -> Reply:
-        """Give an update up."""
-        return self._run(patience, self._engine.abort_weight_update, update_id)
+    def abort(self, update_id: str, retry_budget: RetryBudget) -> Reply:
+        return self._run(retry_budget, self._engine.abort_weight_update, update_id)
 
     def rollback(
-        self, to_version: str | None, patience: RetryBudget, mode: str | None = None
+        self, to_version: str | None, retry_budget: RetryBudget, mode: str | None = None
     ) -> Reply:
         """Serve the version before again."""
         rollback = self._engine.rollback_weights
         if mode is None:
-            return self._run(patience, rollback, to_version)
-        return self._run(patience, rollback, to_version, mode=mode)
+            return self._run(retry_budget, rollback, to_version)
+        return self._run(retry_budget, rollback, to_version, mode=mode)
 
-    def status(self, update_id: str | None, patience: RetryBudget) -> Reply:
-        """Where an update stands, or all that is known."""
-        return self._run(patience, self._engine.weight_update_status, update_id)
+    def status(self, update_id: str | None, retry_budget: RetryBudget) -> Reply:
+        return self._run(retry_budget, self._engine.weight_update_status, update_id)
 
-    def info(self, patience: RetryBudget) -> Reply:
-        """What is served."""
-        return self._run(patience, self._engine.weight_info)
+    def info(self, retry_budget: RetryBudget) -> Reply:
+        return self._run(retry_budget, self._engine.weight_info)
 
-    def names(self, patience: RetryBudget) -> Reply:
-        """Name, shape and dtype of every tensor that an update may bring."""
-        return self._run(patience, self._engine.weight_names)
+    def names(self, retry_budget: RetryBudget) -> Reply:
+        return self._run(retry_budget, self._engine.weight_names)
 
-    def pause(self, body: Reply, patience: RetryBudget) -> Reply:
+    def pause(self, body: Reply, retry_budget: RetryBudget) -> Reply:
         """Pause, or renew a pause."""
-        return self._run(patience, self._engine.pause_generation, **body)
+        return self._run(retry_budget, self._engine.pause_generation, **body)
 
-    def resume(self, owner: str | None, patience: RetryBudget) -> Reply:
+    def resume(self, owner: str | None, retry_budget: RetryBudget) -> Reply:
         """Continue decoding after a pause."""
-        return self._run(patience, self._engine.continue_generation, owner)
+        return self._run(retry_budget, self._engine.continue_generation, owner)
 
-    def pause_state(self, patience: RetryBudget) -> Reply:
+    def pause_state(self, retry_budget: RetryBudget) -> Reply:
         """Whether decoding is paused."""
         # The method returns a plain truth value.
-        return {"is_paused": bool(self._run(patience, self._engine.is_paused))}
+        return {"is_paused": bool(self._run(retry_budget, self._engine.is_paused))}
 
     def close(self) -> None:
-        """Nothing to close."""
+        pass
 
     def _run(
         self,
-        patience: RetryBudget,
+        retry_budget: RetryBudget,
         method: Callable[..., Any],
-        *args: Any,
+        *args: object,
         is_given_up: bool = True,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Reply:
         if self.loop is None:
             reply: Reply = method(*args, **kwargs)
             return reply
         future = asyncio.run_coroutine_threadsafe(method(*args, **kwargs), self.loop)
         try:
-            reply = future.result(patience.left())
+            reply = future.result(retry_budget.left())
         except concurrent.futures.TimeoutError:
             if is_given_up:
                 future.cancel()
             raise EngineUnreachable(
                 f"no answer to {method.__name__} within "
-                f"{round(patience.timeout_s, 1):g} s; is the engine's event loop "
+                f"{round(retry_budget.timeout_s, 1):g} s; is the engine's event loop "
                 "running?"
             ) from None
         return reply
 
 
 def connect(
-    engines: Any, *, api_key: str | None, loop: asyncio.AbstractEventLoop | None
+    engines: object, *, api_key: str | None, loop: asyncio.AbstractEventLoop | None
 ) -> list[Engine]:
-    """The engines of `engines`: URLs or objects, one or a sequence of them.
+    """The clients of one engine or a sequence of engines, given by URL or as objects.
 
     Raises:
-        ConfigError: one of them is no engine, or there twice, or there is none.
+        ConfigError: an object is not an engine, an engine is named twice, or the
+            sequence is empty.
 
     """
-    several = isinstance(engines, Sequence) and not isinstance(engines, str)
-    given = list(engines) if several else [engines]
+    given: list[object] = [engines]
+    if isinstance(engines, Sequence) and not isinstance(engines, str):
+        given = list(engines)
     if not given:
         raise ConfigError("there is no engine to publish to")
     key = control_key(api_key)
@@ -229,15 +235,15 @@ def connect(
 
 
 def blamed(error: BaseException, engine: Engine) -> BaseException:
-    """The error, with the engine's name in its message and its remedy beside it."""
+    """The same error, with the engine's name in its message, its remedy as note."""
     if isinstance(error, InflightError):
         error.add_note(error.remedy)
-        return retold(error, f"{engine.name}: {error.message}")
+        return with_message(error, f"{engine.name}: {error.message}")
     error.add_note(f"from engine {engine.name}")
     return error
 
 
-def retold(error: InflightError, message: str) -> InflightError:
-    """The error, with another message."""
+def with_message(error: InflightError, message: str) -> InflightError:
+    """The same error, with another message."""
     error.message = message
     return error

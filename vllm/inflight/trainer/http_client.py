@@ -1,4 +1,4 @@
-"""A server that is asked over HTTP: its key, its typed errors, its lost replies."""
+"""An engine behind HTTP: sends the key, raises typed errors, repeats lost calls."""
 
 from __future__ import annotations
 
@@ -15,107 +15,108 @@ from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 Reply = dict[str, Any]
 
 REPLY_S = 60.0
-"""Longest wait for one reply before the call is made again."""
+"""Longest wait for one reply before the call is repeated, in seconds."""
 
 PASSING = (502, 503, 504)
-"""What a proxy, or a server that is starting, answers in its place."""
+"""Statuses of a proxy, or of a server that is starting; the call is repeated."""
 
 UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-"""What httpx raises before the first byte of a request has left."""
+"""Errors of httpx from before the first byte of a request was sent."""
 
 
 class NotReached(EngineUnreachable):
-    """No connection was made, so the engine knows nothing of the call."""
+    """No connection was made, so the engine did not get the call."""
 
 
 class HttpEngine:
-    """A `vllm serve` somewhere."""
+    """Implements `Engine` for a `vllm serve`.
+
+    Args:
+        url: the address of the control routes.
+        key: the key of the control routes.
+
+    """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.name = url.rstrip("/")
         self._client = connect(self.name, key)
 
-    def start(self, body: Reply, patience: RetryBudget) -> Reply:
-        """Open an update."""
-        return self._ask("POST", "/start_weight_update", patience, body)
+    def start(self, body: Reply, retry_budget: RetryBudget) -> Reply:
+        return self._ask("POST", "/start_weight_update", retry_budget, body)
 
-    def update(self, body: Reply, patience: RetryBudget) -> Reply:
-        """Have a chunk received."""
-        return self._ask("POST", "/update_weights", patience, body)
+    def update(self, body: Reply, retry_budget: RetryBudget) -> Reply:
+        return self._ask("POST", "/update_weights", retry_budget, body)
 
-    def prepare(self, update_id: str, patience: RetryBudget) -> Reply:
-        """Verify and vote; the reply takes as long as it takes to verify."""
+    def prepare(self, update_id: str, retry_budget: RetryBudget) -> Reply:
+        """`POST /prepare_weight_update`; the reply waits for the verification."""
         body = {"update_id": update_id}
-        return self._ask("POST", "/prepare_weight_update", patience, body)
+        return self._ask("POST", "/prepare_weight_update", retry_budget, body)
 
-    def finish(self, body: Reply, patience: RetryBudget) -> Reply:
-        """Verify and commit; with mode `wait` the reply may take long."""
+    def finish(self, body: Reply, retry_budget: RetryBudget) -> Reply:
+        """`POST /finish_weight_update`; with mode `wait` the reply may take long."""
         return self._ask(
-            "POST", "/finish_weight_update", patience, body, patience.timeout_s
+            "POST", "/finish_weight_update", retry_budget, body, retry_budget.timeout_s
         )
 
-    def abort(self, update_id: str | None, patience: RetryBudget) -> Reply:
-        """Give an update up; None: whichever is under way."""
+    def abort(self, update_id: str | None, retry_budget: RetryBudget) -> Reply:
+        """`POST /abort_weight_update`; None aborts the update that is under way."""
         body = {"update_id": update_id}
-        return self._ask("POST", "/abort_weight_update", patience, body)
+        return self._ask("POST", "/abort_weight_update", retry_budget, body)
 
     def rollback(
-        self, to_version: str | None, patience: RetryBudget, mode: str | None = None
+        self, to_version: str | None, retry_budget: RetryBudget, mode: str | None = None
     ) -> Reply:
         """Serve the version before again; with mode `wait` the reply may take long."""
         body = {"to_version": to_version} | ({} if mode is None else {"mode": mode})
         path, reply_s = (
             "/rollback_weights",
-            None if mode is None else patience.timeout_s,
+            None if mode is None else retry_budget.timeout_s,
         )
-        return self._ask("POST", path, patience, body, reply_s, is_repeated=False)
+        return self._ask("POST", path, retry_budget, body, reply_s, is_repeated=False)
 
-    def status(self, update_id: str | None, patience: RetryBudget) -> Reply:
-        """Where an update stands, or all that is known."""
+    def status(self, update_id: str | None, retry_budget: RetryBudget) -> Reply:
         one = "" if update_id is None else f"/{update_id}"
-        return self._ask("GET", f"/weight_update{one}", patience)
+        return self._ask("GET", f"/weight_update{one}", retry_budget)
 
-    def info(self, patience: RetryBudget) -> Reply:
-        """What is served."""
-        return self._ask("GET", "/weight_info", patience)
+    def info(self, retry_budget: RetryBudget) -> Reply:
+        return self._ask("GET", "/weight_info", retry_budget)
 
-    def names(self, patience: RetryBudget) -> Reply:
-        """Name, shape and dtype of every tensor that an update may bring."""
-        return self._ask("GET", "/weight_names", patience)
+    def names(self, retry_budget: RetryBudget) -> Reply:
+        return self._ask("GET", "/weight_names", retry_budget)
 
-    def update_from_disk(self, body: Reply, patience: RetryBudget) -> Reply:
+    def update_from_disk(self, body: Reply, retry_budget: RetryBudget) -> Reply:
         """Serve a checkpoint of the server's host; `body` names its update."""
         path = "/update_weights_from_disk"
-        return self._ask("POST", path, patience, body, patience.timeout_s)
+        return self._ask("POST", path, retry_budget, body, retry_budget.timeout_s)
 
-    def pause(self, body: Reply, patience: RetryBudget) -> Reply:
+    def pause(self, body: Reply, retry_budget: RetryBudget) -> Reply:
         """Pause, or renew a pause; with mode `wait` the reply may take long."""
         return self._ask(
-            "POST", "/pause_generation", patience, body, patience.timeout_s
+            "POST", "/pause_generation", retry_budget, body, retry_budget.timeout_s
         )
 
-    def resume(self, owner: str | None, patience: RetryBudget) -> Reply:
+    def resume(self, owner: str | None, retry_budget: RetryBudget) -> Reply:
         """Continue decoding after a pause."""
-        return self._ask("POST", "/continue_generation", patience, {"owner": owner})
+        return self._ask("POST", "/continue_generation", retry_budget, {"owner": owner})
 
-    def pause_state(self, patience: RetryBudget) -> Reply:
+    def pause_state(self, retry_budget: RetryBudget) -> Reply:
         """Whether decoding is paused, in which mode, and by which owner."""
-        return self._ask("GET", "/is_paused", patience)
+        return self._ask("GET", "/is_paused", retry_budget)
 
-    def init_transport(self, init_info: Reply, patience: RetryBudget) -> Reply:
+    def init_transport(self, init_info: Reply, retry_budget: RetryBudget) -> Reply:
         """Connect the configured backend, once: made twice it is refused as busy."""
         path, body = "/init_weight_transfer_engine", {"init_info": init_info}
         return self._ask(
-            "POST", path, patience, body, patience.timeout_s, is_repeated=False
+            "POST", path, retry_budget, body, retry_budget.timeout_s, is_repeated=False
         )
 
-    def shutdown_transport(self, patience: RetryBudget) -> Reply:
-        """Let the backend's connection go."""
-        return self._ask("POST", "/shutdown_weight_transfer_engine", patience, {})
+    def shutdown_transport(self, retry_budget: RetryBudget) -> Reply:
+        """Close the backend's connection."""
+        return self._ask("POST", "/shutdown_weight_transfer_engine", retry_budget, {})
 
-    def world_size(self, patience: RetryBudget) -> Reply:
-        """How many workers there are."""
-        return self._ask("GET", "/get_world_size", patience)
+    def world_size(self, retry_budget: RetryBudget) -> Reply:
+        """The number of workers: `GET /get_world_size`."""
+        return self._ask("GET", "/get_world_size", retry_budget)
 
     def close(self) -> None:
         """Close the connections."""
@@ -125,7 +126,7 @@ class HttpEngine:
         self,
         method: str,
         path: str,
-        patience: RetryBudget,
+        retry_budget: RetryBudget,
         body: Reply | None = None,
         reply_s: float | None = None,
         *,
@@ -134,16 +135,16 @@ class HttpEngine:
         delay = FIRST_DELAY_S
         failure: type[EngineUnreachable] = NotReached
         while True:
-            patience.require()
+            retry_budget.require()
             try:
-                timeout = max(0.05, min(reply_s or REPLY_S, patience.left()))
+                timeout = max(0.05, min(reply_s or REPLY_S, retry_budget.left()))
                 response = self._client.request(
                     method, path, json=body, timeout=timeout
                 )
                 failure = EngineUnreachable
                 known = _decoded(response)
                 if known is not None:
-                    patience.note("")
+                    retry_budget.note("")
                     return known
                 trouble = f"HTTP {response.status_code}"
                 if response.status_code not in PASSING:
@@ -159,25 +160,25 @@ class HttpEngine:
             if not is_repeated:
                 raise failure(f"no reply to {method} {path} ({trouble})")
             waits_for = f"{self.name}: no answer to {method} {path} yet ({trouble})"
-            if not patience.pause(delay, waits_for):
-                patience.require()
+            if not retry_budget.pause(delay, waits_for):
+                retry_budget.require()
                 raise failure(
                     f"no answer to {method} {path} within "
-                    f"{round(patience.timeout_s, 1):g} s ({trouble})"
+                    f"{round(retry_budget.timeout_s, 1):g} s ({trouble})"
                 )
             delay = min(2 * delay, LAST_DELAY_S)
 
 
 def control_key(given: str | None) -> str | None:
-    """The key of the control routes: the one given, else of the environment."""
+    """The key of the control routes: the given one, or that of the environment."""
     return given or admin_key() or os.environ.get("VLLM_API_KEY")
 
 
 def _decoded(response: httpx.Response) -> Reply | None:
-    """The reply of a control route; None if it is somebody else's answer.
+    """The reply of a control route; None if another program answered.
 
     Raises:
-        InflightError: the error that the reply names.
+        InflightError: the error in the reply.
 
     """
     try:

@@ -1,7 +1,7 @@
-"""`name_map="auto"`: the names of a source, paired with those that the engines know.
+"""`name_map="auto"`: pairs the tensor names of a source with the engines' names.
 
-A pair is only made if exactly one name of the model has the same ending, the same shape
-and the same kind of dtype. It is made before anything is sent, and told.
+A name is paired if exactly one name of the model has the same ending, shape and kind of
+dtype. All pairs are made and logged before anything is sent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.tensor_names import Known, paired
-from vllm.inflight.trainer.coordinator import asked
+from vllm.inflight.trainer.coordinator import call_all
 from vllm.inflight.trainer.engine_clients import Engine
 from vllm.inflight.trainer.http_client import Reply
 from vllm.inflight.trainer.retry import RetryBudget
@@ -20,7 +20,7 @@ from vllm.inflight.trainer.sources.modules import is_head
 AUTO = "auto"
 
 SHOWN = 20
-"""Of the pairs, in the log."""
+"""Most pairs in the log."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def _known(reply: Reply) -> Known:
 
 
 class NameMatching:
-    """The pairs that were found so far; the engines are asked for more when needed."""
+    """The pairs found so far. New names are looked up at the engines."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
@@ -42,25 +42,31 @@ class NameMatching:
 
     @property
     def is_known(self) -> bool:
-        """Whether a whole version has been paired."""
+        """Whether the names of a version have been paired."""
         return bool(self._found)
 
     def __call__(self, name: str) -> str:
-        """The name of the model that was found for one of the source."""
+        """The model's name for a name of the source."""
         return self._found.get(name, name)
 
-    def find(self, sent: Iterable[Sent], patience: RetryBudget) -> dict[str, str]:
-        """Pair these tensors' names; returns those that differ from the model's.
+    def find(self, sent: Iterable[Sent], retry_budget: RetryBudget) -> dict[str, str]:
+        """Pair the names of tensors; returns the pairs whose names differ.
+
+        Args:
+            sent: name, shape and dtype of each tensor.
+            retry_budget: the time for the calls of the engines.
 
         Raises:
-            WeightsMismatch: a name could mean several of the model's, or none;
+            WeightsMismatch: a name matches several names of the model, or none;
                 `tensors` names them.
-            InflightError: an engine does not tell its names.
+            InflightError: an engine does not report its names.
 
         """
         specs = {name: (name, shape, dtype) for name, shape, dtype in sent}
         if not specs.keys() <= self._found.keys():
-            replies = asked(self._engines, lambda e: e.names(patience), patience)
+            replies = call_all(
+                self._engines, lambda e: e.names(retry_budget), retry_budget
+            )
             known = [_known(reply) for reply in replies]
             found = [self._paired(specs.values(), one) for one in known]
             for engine, other in zip(self._engines, found, strict=True):
@@ -78,14 +84,14 @@ class NameMatching:
 
     @staticmethod
     def _paired(sent: Iterable[Sent], known: Known) -> dict[str, str]:
-        """What each name means to a model that knows these."""
+        """Each sent name -> its match among the known names of a model."""
         sent = list(sent)
         pairing = paired(sent, known)
         wrong = dict(pairing.ambiguous)
-        # A head that may be tied is the engine's to judge: it knows whether it is.
+        # The engine knows whether its head is tied, so it checks a head's name.
         wrong |= {name: [] for name in pairing.unmatched if not is_head(name)}
         if wrong:
-            told = [
+            problems = [
                 f"{name!r} could be {' or '.join(map(repr, candidates[:3]))}"
                 if candidates
                 else f"{name!r} is like no name of the model in its ending and shape"
@@ -94,8 +100,8 @@ class NameMatching:
             more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise WeightsMismatch(
                 f"name_map='auto' finds no single name for {len(wrong)} tensors, and "
-                f"nothing was sent: {'; '.join(told)}{more}. GET /weight_names tells "
-                "the model's names; give name_map= a dict or a function",
+                f"nothing was sent: {'; '.join(problems)}{more}. GET /weight_names "
+                "lists the model's names; give name_map= a dict or a function",
                 tensors=list(wrong),
             )
         return {name: pairing.name_map.get(name, name) for name, _, _ in sent}

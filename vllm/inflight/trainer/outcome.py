@@ -1,4 +1,4 @@
-"""What became of a publish."""
+"""The result of a publish."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One version published, or skipped."""
+    """The result of one publish: published or skipped."""
 
     version: str | None
-    """The label it is served under; None if it was skipped and had none."""
+    """The label of the version; None if it was skipped without a label."""
     step: int | None = None
-    """The trainer's step number, as `publish` was given it."""
+    """The trainer's step number, from the call of `publish`."""
     skipped: bool = False
-    """Whether it gave way, to a busy engine or to a newer publish."""
+    """Whether it was skipped, for a busy engine or a newer publish."""
     update_id: str | None = None
-    """Of the update, as `/weight_update/{update_id}` knows it; None if skipped."""
+    """The id of the update in `/weight_update/{update_id}`; None if skipped."""
     epochs: Mapping[str, int] = field(default_factory=dict)
-    """By engine: the epoch in which it serves this version."""
+    """Engine name -> the epoch in which the engine serves this version."""
     digest: str | None = None
-    """Of the version: 32 hex digits; None if skipped, or not known."""
+    """The digest of the version, 32 hex digits; None if skipped or not known."""
     num_bytes: int = 0
-    """Of all tensors that were sent."""
+    """The bytes of all tensors that were sent."""
     gap_ms: float | None = None
-    """Longest time an engine spent on the switch between two steps, in milliseconds."""
+    """The longest flip of an engine between two steps, in milliseconds."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """`snapshot`, `transfer`, `commit`, and `total` since `publish` was called."""
+    """The seconds of the phases `snapshot`, `transfer` and `commit`, and of `total`
+    since the call of `publish`."""
     mapped: Mapping[str, str] = field(default_factory=dict)
-    """With `name_map="auto"`: from names of the source to those of the model that they
-    were found to mean, where the two differ."""
+    """With `name_map="auto"`: name in the source -> matched name of the model, where
+    the two differ."""
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the first engine."""
+        """The epoch of the first engine; None if skipped."""
         return next(iter(self.epochs.values()), None)
 
 
@@ -105,7 +106,7 @@ def _note_failure(version: str | None, future: Future[Outcome]) -> None:
 
 
 def note_unheard(version: str, error: Exception) -> None:
-    """Log what a progress callback raised too late to give the publish up."""
+    """Log an error of a progress callback that came after the commit."""
     logger.error(
         "%r is served; progress raised %r after that", version, error, exc_info=error
     )

@@ -1,11 +1,10 @@
-"""The queue of a publisher: one publish under way, and at most one that waits.
+"""The publish queue: one publish under way, and at most one waiting.
 
-So there are never more than two snapshots. What happens to a third publish is
-the policy `on_busy`: it waits for a place, it is skipped, or it takes the place
-of the one that waits.
+So there are never more than two snapshots. The policy `on_busy` decides about a third
+publish: it waits for a place, it is skipped, or it replaces the waiting one.
 
-A queue that nobody has closed is closed when the interpreter ends. What is under way
-then has a few seconds to be served; after that it is given up.
+A queue that was not closed is closed when the interpreter ends. The publishes in it
+then have a few seconds, and are given up after that.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ from vllm.inflight.trainer.snapshot import Snapshot
 ON_BUSY = ("wait", "skip", "latest")
 
 EXIT_S = 5.0
-"""What publishes that are under way have left when the interpreter ends."""
+"""The time that publishes have left when the interpreter ends, in seconds."""
 
 LOOK_S, NOTE_S = 1.0, 30.0
-"""Of a wait: how often it is looked at, and how often the same is logged of it."""
+"""How often a wait is checked, and how often its log message is repeated, in
+seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,35 +44,42 @@ class QueuedPublish:
     mode: str | None
     step: int | None
     subset: tuple[str, ...]
-    """Patterns of the names that are in the parcel; all if there are none."""
+    """Patterns of the tensor names in the snapshot; empty for all tensors."""
     base_version: str | None
-    asked: float
-    """When publish was called, on the monotonic clock, in seconds."""
-    parcel: Snapshot = field(init=False)
+    called_at: float
+    """The time of the call of `publish`, on the monotonic clock, in seconds."""
+    snapshot: Snapshot = field(init=False)
     snapshot_s: float = 0.0
     mapped: dict[str, str] = field(default_factory=dict)
     """From names of the source to those of the model, as `auto` has found them."""
     future: PublishFuture = field(default_factory=PublishFuture)
-    patience: RetryBudget = field(default_factory=lambda: RetryBudget(0.0))
+    retry_budget: RetryBudget = field(default_factory=lambda: RetryBudget(0.0))
     """Made when its turn comes; whoever gives the job up, gives this up."""
 
     def skipped(self) -> Outcome:
-        """The outcome of giving way."""
+        """The outcome of a publish that is skipped."""
         return Outcome(version=self.version, step=self.step, skipped=True)
 
 
 class PublishQueue:
-    """Runs jobs one after another in a thread that lives while there are any."""
+    """Runs jobs one after another, in a thread that ends when there are none.
+
+    Args:
+        on_busy: the policy for a third publish; one of `ON_BUSY`.
+        timeout_s: the retry budget of each job, in seconds.
+        run_publish: runs one job.
+
+    """
 
     def __init__(
         self,
         on_busy: str,
         timeout_s: float,
-        deliver: Callable[[QueuedPublish], Outcome],
+        run_publish: Callable[[QueuedPublish], Outcome],
     ) -> None:
         self._on_busy = on_busy
         self._timeout_s = timeout_s
-        self._deliver = deliver
+        self._run_publish = run_publish
         self._changed = threading.Condition()
         # Guarded by the condition:
         self._current: QueuedPublish | None = None
@@ -81,7 +88,8 @@ class PublishQueue:
         self._closed = False
         self._given_up: Cancelled | None = None
         self._gone_by = float("inf")
-        """When what was given up has to be over, on the monotonic clock."""
+        """The time by which jobs that were given up must end, on the monotonic
+        clock."""
 
     @property
     def is_idle(self) -> bool:
@@ -90,17 +98,18 @@ class PublishQueue:
             return self._current is None and self._waiting is None
 
     def make_room(self, *, may_wait: bool = True) -> bool:
-        """Make a place for one more job; False if that job is to be skipped.
+        """Make a place for one more job; False if the job is to be skipped.
 
-        Called before its snapshot is taken, by one thread at a time.
+        One thread at a time may call this, before it takes the job's snapshot.
 
         Raises:
-            RuntimeError: this was closed; or there is no place, and it may not wait.
+            RuntimeError: the queue is closed, or there is no place and `may_wait` is
+                False.
 
         """
         replaced = None
         with self._changed:
-            self._require_open()  # first: nothing would come in place of who waits
+            self._require_open()  # checked before a waiting job is dropped
             if self._on_busy == "skip" and not self.is_idle:
                 return False
             if self._on_busy == "latest":
@@ -115,29 +124,29 @@ class PublishQueue:
             self._changed.wait_for(lambda: self._waiting is None)
             self._require_open()
         if replaced is not None:
-            replaced.parcel.remove()
+            replaced.snapshot.remove()
             if replaced.future.set_running_or_notify_cancel():
                 replaced.future.set_result(replaced.skipped())
         return True
 
     def put(self, job: QueuedPublish) -> None:
-        """Have `job` delivered after the one under way; raises as `make_room` does."""
+        """Run `job` after the one under way; raises as `make_room` does."""
         with self._changed:
-            self._require_open()  # during the snapshot it may have been closed
+            self._require_open()  # it may have been closed while the snapshot was taken
             if self._thread is None:
                 thread = Background(self._work, name="inflight-publish")
-                thread.start()  # it may fail, and then nothing waits
+                thread.start()  # if this fails, the job is not queued
                 self._thread = thread
-                _leave_at_exit(self)
+                _register_at_exit(self)
             self._waiting = job
             self._changed.notify_all()
 
     def result(self, job: QueuedPublish) -> Outcome:
-        """What becomes of `job`; tells what it waits for, if that takes long.
+        """Wait for the result of `job`; logs what it waits for if that takes long.
 
-        Who is interrupted here wants it no longer: it is given up.
+        An interrupt gives the job up.
         """
-        tell = _Telling("publish of")
+        tell = _WaitLog("publish of")
         try:
             while True:
                 try:
@@ -153,12 +162,12 @@ class PublishQueue:
     def give_one_up(self, job: QueuedPublish, why: str) -> None:
         """Give one job up, unless it is committed; the others go on."""
         if not job.future.cancel():
-            job.patience.give_up(Cancelled(why))
+            job.retry_budget.give_up(Cancelled(why))
 
     def give_way(self, seconds: float) -> bool:
-        """Wait; True as soon as a newer job is to replace the one under way.
+        """Wait; True as soon as a newer job replaces the one under way.
 
-        Returns at once when the jobs are given up.
+        Returns at once if the jobs are given up.
         """
 
         def is_replaced() -> bool:
@@ -171,14 +180,14 @@ class PublishQueue:
             return is_replaced()
 
     def close(self) -> None:
-        """Take no more jobs, and wait for those that were taken.
+        """Take no more jobs, and wait for those in the queue.
 
-        It tells what it waits for. Who is interrupted here gives them up.
+        The log shows what is waited for. An interrupt gives the jobs up.
         """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        tell = _Telling("closing waits for")
+        tell = _WaitLog("closing waits for")
         try:
             while self._given_up is None and not self._is_over(LOOK_S):
                 tell(self._current)
@@ -187,11 +196,12 @@ class PublishQueue:
             raise
 
     def give_up(self, why: str, *, wait: bool = True) -> None:
-        """Take no more jobs, and give those up that are not committed.
+        """Take no more jobs, and give up jobs that are not committed.
 
         Args:
-            why: the beginning of a sentence about it.
-            wait: for the engines to have taken them back, at most some seconds.
+            why: the reason, as the beginning of a sentence.
+            wait: whether to wait until the engines have undone the updates, for at
+                most a few seconds.
 
         """
         with self._changed:
@@ -202,33 +212,34 @@ class PublishQueue:
                 self._gone_by = time.monotonic() + GIVE_UP_S + 2 * SLACK_S
             waiting, self._waiting = self._waiting, None
             if self._current is not None:
-                self._current.patience.give_up(self._given_up)
+                self._current.retry_budget.give_up(self._given_up)
             self._changed.notify_all()
         if waiting is not None:
-            waiting.parcel.remove()
+            waiting.snapshot.remove()
             if waiting.future.set_running_or_notify_cancel():
                 waiting.future.set_exception(Cancelled(message))
         if wait:
             self._is_over(self._gone_by - time.monotonic())
 
     def _is_over(self, seconds: float) -> bool:
-        """Whether all jobs are over within so many seconds, and known to be."""
+        """Wait; whether all jobs and their futures are done within `seconds`."""
         until = time.monotonic() + seconds
         with self._changed:
             if not self._changed.wait_for(lambda: self.is_idle, max(0.0, seconds)):
                 return False
             thread = self._thread
-        # The last job is over and its future may not have been told: without that, its
-        # failure would go unheard in a process that ends now.
+        # The thread sets the last job's future after the job. Without this wait, a
+        # failure could go unseen in a process that ends now.
         if thread not in (None, threading.current_thread()):
             thread.join(max(0.0, until - time.monotonic()))
             return not thread.is_alive()
         return True
 
-    def leave(self, until: float) -> None:
-        """Close it at exit; on the monotonic clock, what is not over then is given up.
+    def close_at_exit(self, until: float) -> None:
+        """Close the queue when the interpreter ends; `until` is on the monotonic clock.
 
-        What was given up before is waited for only as long as was said then.
+        Jobs that are not done by then are given up. Jobs that were given up before are
+        not awaited any longer than was set then.
         """
         if self._thread is None or not self._thread.is_alive():
             return  # a fork of this process has no thread
@@ -251,19 +262,19 @@ class PublishQueue:
             is_wanted = job.future.set_running_or_notify_cancel()
             if is_wanted:
                 try:
-                    outcome = self._deliver(job)
+                    outcome = self._run_publish(job)
                 except BaseException as error:
                     failure = error
             try:
-                job.parcel.remove()
-            except Exception as error:  # whoever waits for the job is told below
+                job.snapshot.remove()
+            except Exception as error:  # set on the job's future below
                 failure = failure or error
                 if not is_wanted:
                     logger.warning("a snapshot was not removed: %s", error)
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
-            # Last, because whoever waits for it may publish again at once.
+            # Done last, because a waiting caller may publish again at once.
             if not is_wanted:
                 continue
             if failure is not None:
@@ -272,26 +283,26 @@ class PublishQueue:
                 job.future.set_result(outcome)
 
     def _next(self) -> QueuedPublish | None:
-        """The job that waits is the one under way now; without one, the thread ends."""
+        """Take the waiting job; None if there is none, and the thread ends."""
         with self._changed:
             self._current, self._waiting = self._waiting, None
             self._changed.notify_all()
             if self._current is None:
                 self._thread = None
             else:
-                self._current.patience = RetryBudget(self._timeout_s)
+                self._current.retry_budget = RetryBudget(self._timeout_s)
             return self._current
 
 
-class _Telling:
-    """Logs what a job waits for, when that is new, or has not been said for long."""
+class _WaitLog:
+    """Logs what a job waits for, when it changes or every `NOTE_S`."""
 
     def __init__(self, beginning: str) -> None:
         self._beginning = beginning
         self._told, self._told_at = "", float("-inf")
 
     def __call__(self, job: QueuedPublish | None) -> None:
-        waits_for = "" if job is None else job.patience.waits_for
+        waits_for = "" if job is None else job.retry_budget.waits_for
         now = time.monotonic()
         is_new = waits_for != self._told or now - self._told_at > NOTE_S
         if job is not None and waits_for and is_new:
@@ -300,19 +311,20 @@ class _Telling:
 
 
 _unclosed: weakref.WeakSet[PublishQueue] = weakref.WeakSet()
-"""Those that have had a thread; empty as long as nothing runs at exit."""
+"""Queues that have had a thread. The process owns this, for its exit hook; while it is
+empty, no hook is registered."""
 
 
-def _leave_at_exit(queue: PublishQueue) -> None:
-    # Not when this module is imported. Hooks run in the reverse order of their
-    # registration, and those that remove parcels and end threads are registered by now.
+def _register_at_exit(queue: PublishQueue) -> None:
+    # Hooks run in reverse order of their registration. The hooks that remove snapshots
+    # and end threads are registered by now, so they run after this one.
     if not _unclosed:
-        atexit.unregister(_leave_all)
-        atexit.register(_leave_all)
+        atexit.unregister(_close_all_at_exit)
+        atexit.register(_close_all_at_exit)
     _unclosed.add(queue)
 
 
-def _leave_all() -> None:
+def _close_all_at_exit() -> None:
     until = time.monotonic() + EXIT_S
     for queue in list(_unclosed):
-        queue.leave(until)
+        queue.close_at_exit(until)

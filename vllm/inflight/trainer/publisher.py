@@ -30,7 +30,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.tensor_names import matcher
 from vllm.inflight.trainer.controls import Controls
-from vllm.inflight.trainer.coordinator import Coordinator, Progress, asked
+from vllm.inflight.trainer.coordinator import Coordinator, Progress, call_all
 from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
 from vllm.inflight.trainer.http_client import Reply
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
@@ -476,8 +476,8 @@ class Publisher:
                 for name, renamed, tensor in named
                 if not job.subset or is_declared(renamed)
             )
-            job.parcel = parcel = Snapshot.pack(sent, self._directory)
-        job.snapshot_s = time.monotonic() - job.asked
+            job.snapshot = parcel = Snapshot.pack(sent, self._directory)
+        job.snapshot_s = time.monotonic() - job.called_at
         try:
             self._tell("snapshot", parcel)
             self._queue.put(job)
@@ -490,28 +490,28 @@ class Publisher:
         pace_s = self._committed + self._min_interval_s - time.monotonic()
         if pace_s > 0 and self._queue.give_way(pace_s):
             return job.skipped()
-        job.patience.begin()
+        job.retry_budget.begin()
         began = time.monotonic()
         delivery = self._stage(job)
         if delivery is None:
             return job.skipped()
         try:
-            job.parcel.remove()
+            job.snapshot.remove()
         except BaseException:
-            delivery.retreat()  # else the update would stay open on the engines
+            delivery.undo()  # else the update would stay open on the engines
             raise
         staged = time.monotonic()
         replies = delivery.commit(mode=job.mode)
         self._committed = time.monotonic()
         try:
-            self._tell("commit", job.parcel)
+            self._tell("commit", job.snapshot)
         except Exception as error:
             note_unheard(replies[0]["weight_version"], error)
         parts = {
             "snapshot": job.snapshot_s,
             "transfer": staged - began,
             "commit": self._committed - staged,
-            "total": self._committed - job.asked,
+            "total": self._committed - job.called_at,
         }
         each = [one for reply in replies for one in reply.get("engines", [reply])]
         return Outcome(
@@ -523,7 +523,7 @@ class Publisher:
                 for engine, reply in zip(self._engines, replies, strict=True)
             },
             digest=replies[0]["digest"],
-            num_bytes=job.parcel.num_bytes,
+            num_bytes=job.snapshot.num_bytes,
             gap_ms=max(one["gap_ms"] for one in each),
             seconds={name: round(value, 6) for name, value in parts.items()},
             mapped=job.mapped,
@@ -531,23 +531,23 @@ class Publisher:
 
     def _stage(self, job: QueuedPublish) -> Coordinator | None:
         """The delivery, staged on every engine; None if it gave way."""
-        patience = job.patience
+        retry_budget = job.retry_budget
         if self._naming is not None:
-            job.mapped |= self._naming.find(job.parcel.specs, patience)
-            job.parcel.rename(job.mapped)
-        manifest = job.parcel.manifest(
-            step=job.step, digests=self._digests, go_on=patience.require
+            job.mapped |= self._naming.find(job.snapshot.specs, retry_budget)
+            job.snapshot.rename(job.mapped)
+        manifest = job.snapshot.manifest(
+            step=job.step, digests=self._digests, go_on=retry_budget.require
         )
         manifest = replace(manifest, subset=job.subset)
         delay = FIRST_DELAY_S
         refused: UpdateBusy | TooManyUpdates | None = None
         while True:
             # Each try under an id of its own: the one before was aborted.
-            delivery = Coordinator(self._engines, patience.shared(), self._progress)
-            left_s = patience.left()
+            delivery = Coordinator(self._engines, retry_budget.shared(), self._progress)
+            left_s = retry_budget.left()
             try:
                 delivery.stage(
-                    job.parcel,
+                    job.snapshot,
                     manifest,
                     version=job.version,
                     base_version=job.base_version,
@@ -564,8 +564,8 @@ class Publisher:
                 is_busy = isinstance(error, UpdateBusy)
                 if self._on_busy == "skip" and is_busy:
                     return None
-                patience.note(error.message)
-                wait_s, left = max(delay, error.retry_after_s or 0), patience.left()
+                retry_budget.note(error.message)
+                wait_s, left = max(delay, error.retry_after_s or 0), retry_budget.left()
                 is_last = left <= (FIRST_DELAY_S if is_busy else wait_s)
                 if wait_s >= left and is_busy:
                     # It is asked more often towards the end, and not after it.
@@ -574,7 +574,7 @@ class Publisher:
                     raise  # by a rate, every try that is refused counts
                 if self._queue.give_way(wait_s):
                     return None
-                patience.require()
+                retry_budget.require()
                 if is_last:
                     raise
             delay = min(2 * delay, LAST_DELAY_S)

@@ -1,8 +1,8 @@
-"""A parcel: one version of the weights as a safetensors file for engines to read.
+"""A snapshot: one version of the weights as a safetensors file for engines to read.
 
-It lies in shared memory (`/dev/shm`) or in a directory that the engines see too.
-The tensors are written one after another as the source yields them, so that no
-second copy of the whole is ever in memory besides the file itself.
+The file is in shared memory (`/dev/shm`), or in a directory that the engines see too.
+Tensors are written one after another as the source yields them. So the file is the only
+copy of all weights.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "vllm-inflight-parcel-"
 
 HEADER_BYTES = 4 << 20
-"""Kept free for the header, which is known last: some 30,000 tensors."""
+"""Space for the header, which is written last. It is enough for about 30,000
+tensors."""
 
 ALIGNMENT = 8
 BLOCK_BYTES = 64 << 20
 NUM_DIGEST_THREADS = 4
 BATCH_BYTES = 2 << 30
-"""Of tensors whose digests are computed in one call, which nothing interrupts."""
+"""The bytes of tensors whose digests are computed in one call, which cannot be
+interrupted."""
 
 LEFT_AFTER_S = 60.0
+"""The age from which `sweep` removes an unlocked file, in seconds."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -63,28 +66,33 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes that safetensors can name and a digest can read."""
+"""The dtypes that safetensors can name and a digest can read, by safetensors' name."""
 
 
 class Snapshot:
-    """The tensors of one publish, on their way to the engines."""
+    """The tensors of one publish, in a file. The file goes when the object goes."""
 
     def __init__(self, file: Path, owner: IO[bytes], num_bytes: int) -> None:
         self.file = file
         self.num_bytes = num_bytes
-        """Bytes of all tensors, without the header."""
+        """The bytes of all tensors, without the header."""
         self._owner = owner
-        # However this process ends its use of the parcel, the file goes. A child
-        # that was forked meanwhile must not take it away from its parent.
+        # The file is removed even if `remove` is never called. A forked child must not
+        # remove its parent's file.
         self._removal = weakref.finalize(self, _remove, file, owner, os.getpid())
 
     @classmethod
     def pack(cls, pairs: Iterable[Pair], directory: Path | None = None) -> Snapshot:
-        """Copy every tensor into a new file, in shared memory by default.
+        """Copy every tensor into a new file.
+
+        Args:
+            pairs: (name, tensor); a tensor may change once the next one is taken.
+            directory: the directory of the file; by default shared memory.
 
         Raises:
-            Malformed: two tensors have one name, or one cannot be written.
-            OSError: there is no room for them.
+            Malformed: two tensors have one name, or a tensor cannot be written.
+            ConfigError: there is no such directory.
+            OSError: there is no room for the file.
 
         """
         folder = _existing(SHARED_MEMORY if directory is None else directory)
@@ -93,7 +101,9 @@ class Snapshot:
         part = Path(name)
         owner = os.fdopen(handle, "r+b", buffering=0)
         try:
-            fcntl.flock(owner, fcntl.LOCK_EX)  # tells `sweep` that we are alive
+            fcntl.flock(
+                owner, fcntl.LOCK_EX
+            )  # the lock keeps `sweep` from removing the file
             num_bytes = write_tensors(owner, pairs)
             file = part.with_suffix(".safetensors")
             part.rename(file)
@@ -111,14 +121,14 @@ class Snapshot:
 
     @property
     def update_info(self) -> dict[str, str]:
-        """Where it is, in the words of backend `local`."""
+        """The place of the file, as `update_info` of the backend `local`."""
         if self.file.parent == SHARED_MEMORY:
             return {"shm": self.file.name}
         return {"path": str(self.file)}
 
     @property
     def specs(self) -> list[tuple[str, list[int], str]]:
-        """Name, shape and dtype (as torch calls it) of every tensor."""
+        """Name, shape and torch's dtype name of every tensor."""
         dtypes = {name: str(d).removeprefix("torch.") for d, name in DTYPES.items()}
         return [
             (name, entry["shape"], dtypes[entry["dtype"]])
@@ -126,10 +136,10 @@ class Snapshot:
         ]
 
     def rename(self, name_map: Mapping[str, str]) -> None:
-        """Give tensors other names; those that `name_map` leaves out keep theirs.
+        """Rename tensors in the file; names that `name_map` lacks stay.
 
         Raises:
-            Malformed: two would have one name.
+            Malformed: two tensors would have one name.
 
         """
         header, size = self._header()
@@ -141,7 +151,7 @@ class Snapshot:
         _write_header(self._owner, renamed, size)
 
     def _header(self) -> tuple[dict[str, Any], int]:
-        """What the file says of its tensors, and how many bytes that takes."""
+        """The entries of the file's header, and the header's size in bytes."""
         self._owner.seek(0)
         (length,) = struct.unpack("<Q", self._owner.read(8))
         return json.loads(self._owner.read(length)), 8 + length
@@ -153,12 +163,12 @@ class Snapshot:
         digests: bool = True,
         go_on: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        """What is in the file, read back from it.
+        """The manifest of the file, which is read back for it.
 
         Args:
             step: the trainer's step number.
             digests: whether to compute the digest of every tensor.
-            go_on: called every few GiB; what it raises ends this.
+            go_on: called every few GiB; it may raise to stop this.
 
         """
         with safe_open(self.file, framework="pt") as opened:
@@ -180,36 +190,37 @@ class Snapshot:
         )
 
     def remove(self) -> None:
-        """Give the memory back; who has the file open keeps what it has mapped."""
+        """Remove the file. An engine that has opened it can read on."""
         self._removal()
 
 
 def sweep(prefix: str | None = None, directory: Path | None = None) -> None:
-    """Remove files, by default parcels, whose owner was killed.
+    """Remove files of killed processes; by default snapshots.
 
-    The lock of a living owner's file is held, whatever container it is in.
+    A living owner holds a lock on its file, which other containers see too.
 
     Args:
-        prefix: of their names.
-        directory: where they are; by default in shared memory. In a directory, which
-            hosts may share, only those of this host: locks of others may not be seen.
+        prefix: the prefix of the file names.
+        directory: the directory of the files; by default shared memory. Hosts may
+            share a directory, and locks of other hosts may not be visible. So only
+            files of this host are removed there.
 
     """
     folder = SHARED_MEMORY if directory is None else directory
     for file in folder.glob((prefix or _prefix(directory)) + "*"):
         try:
             with open(file, "rb", opener=_at_once) as opened:
-                # A parcel just begun is not locked yet.
+                # A new file is not locked yet.
                 if time.time() - file.stat().st_mtime > LEFT_AFTER_S:
-                    # Shared: on NFS an exclusive one is for who can write.
+                    # A shared lock: on NFS an exclusive one needs a writable file.
                     fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     file.unlink()
         except OSError:
-            continue  # held, gone, or somebody else's
+            continue  # the file is locked, gone, or of another user
 
 
 def _prefix(directory: Path | None) -> str:
-    """How the names of parcels begin there: in a directory they tell the host."""
+    """The prefix of snapshot names; in a directory, it contains a hash of the host."""
     if directory is None:
         return PREFIX
     boot = Path("/proc/sys/kernel/random/boot_id")  # of Linux
@@ -219,7 +230,7 @@ def _prefix(directory: Path | None) -> str:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open it without waiting: who else can write there may have left a pipe."""
+    """Open a file without blocking, because it may be a pipe of another user."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
@@ -261,10 +272,10 @@ def write_tensors(file: IO[bytes], pairs: Iterable[Pair]) -> int:
         _check(name, tensor, names)
         names.add(name)
         if tensor.nbytes % ALIGNMENT:
-            odd.append((name, tensor.clone()))  # a stream may write over it
+            odd.append((name, tensor.clone()))  # the source may reuse its memory
         else:
             append(name, tensor)
-    # Those of odd sizes last, the widest elements first: all stay aligned.
+    # Odd sizes come last, the widest elements first, so that all tensors are aligned.
     for name, tensor in sorted(odd, key=lambda pair: -pair[1].element_size()):
         append(name, tensor)
     _write_header(file, header, HEADER_BYTES)
@@ -272,7 +283,7 @@ def write_tensors(file: IO[bytes], pairs: Iterable[Pair]) -> int:
 
 
 def _write_header(file: IO[bytes], header: Mapping[str, Any], room: int) -> None:
-    """Write it before the tensors, which begin at byte `room`, or move them on."""
+    """Write the header before byte `room`; moves the tensors if it needs more."""
     text = json.dumps(header).encode()
     size = max(room, -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT)
     _shift(file, room, size - room)
@@ -295,7 +306,7 @@ def _check(name: str, tensor: torch.Tensor, names: set[str]) -> None:
 
 
 def _shift(file: IO[bytes], start: int, by: int) -> None:
-    """Move all from `start` on `by` bytes towards the end, from its last block."""
+    """Move all bytes from `start` on by `by` bytes, beginning with the last block."""
     position = file.seek(0, os.SEEK_END) if by else start
     while position > start:
         block = max(start, position - BLOCK_BYTES)
@@ -307,12 +318,12 @@ def _shift(file: IO[bytes], start: int, by: int) -> None:
 
 
 def _write_all(file: IO[bytes], data: memoryview) -> None:
-    while data:  # one write takes 2 GiB at most
+    while data:  # one write call writes at most 2 GiB
         data = data[file.write(data) :]
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in order, `BATCH_BYTES` or one at a time."""
+    """The tensors in order, in lists of about `BATCH_BYTES`, or of one tensor."""
     batch: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:

@@ -122,8 +122,8 @@ class ServerClient:
             InflightError: what the server refused: no key, no backend, no peer.
 
         """
-        patience = self._end_what_failed()
-        self._ask(self._engine.init_transport, init_info, patience=patience)
+        retry_budget = self._end_what_failed()
+        self._ask(self._engine.init_transport, init_info, retry_budget=retry_budget)
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Have the server's workers leave; an update of this client that failed ends.
@@ -132,8 +132,8 @@ class ServerClient:
             InflightError: what the server refused.
 
         """
-        patience = self._end_what_failed()
-        self._ask(self._engine.shutdown_transport, patience=patience)
+        retry_budget = self._end_what_failed()
+        self._ask(self._engine.shutdown_transport, retry_budget=retry_budget)
 
     def start_weight_update(self) -> None:
         """Open an update as it was announced; one of this client that failed ends.
@@ -144,12 +144,12 @@ class ServerClient:
             InflightError: whatever else the server refused.
 
         """
-        patience = self._end_what_failed()
+        retry_budget = self._end_what_failed()
         self._update_id, self._num_chunks = uuid.uuid4().hex, 0
         self._is_open, self._opened = True, self._opening
         body = {"update_id": self._update_id, **self._opening}
         try:
-            self._ask(self._engine.start, body, patience=patience)
+            self._ask(self._engine.start, body, retry_budget=retry_budget)
         except NotReached:
             self._is_open = False  # nothing has begun, so nothing is to be ended
             raise
@@ -255,27 +255,27 @@ class ServerClient:
         """Close it, and end what is open."""
         self.close()
 
-    def _abort(self, patience: RetryBudget) -> None:
-        self._ask(self._engine.abort, self._update_id, patience=patience)
+    def _abort(self, retry_budget: RetryBudget) -> None:
+        self._ask(self._engine.abort, self._update_id, retry_budget=retry_budget)
         self._is_open = False
 
     def _end_what_failed(self) -> RetryBudget:
         """An update whose trainer gave up would keep the next one out as busy.
 
-        Returns the patience of the whole call, of which this is the beginning.
+        Returns the retry_budget of the whole call, of which this is the beginning.
         """
-        patience = RetryBudget(self._timeout_s)
+        retry_budget = RetryBudget(self._timeout_s)
         if self._is_open:
             with suppress(UnknownUpdate):
                 try:
-                    self._abort(patience)
+                    self._abort(retry_budget)
                 except WrongPhase:  # it was committed, and the reply was lost
                     report = self._ask(
-                        self._engine.status, self._update_id, patience=patience
+                        self._engine.status, self._update_id, retry_budget=retry_budget
                     )
                     self._committed(report["result"])
             self._is_open = False
-        return patience
+        return retry_budget
 
     def _committed(self, reply: Reply) -> None:
         self.committed = reply
@@ -287,10 +287,10 @@ class ServerClient:
         self,
         call: Callable[..., Reply],
         *arguments: Any,
-        patience: RetryBudget | None = None,
+        retry_budget: RetryBudget | None = None,
     ) -> Reply:
         try:
-            return call(*arguments, patience or RetryBudget(self._timeout_s))
+            return call(*arguments, retry_budget or RetryBudget(self._timeout_s))
         except InflightError as error:
             blamed(error, self._engine)
             raise

@@ -1,11 +1,11 @@
-"""What the receiving engines of every backend have in common, and which may receive.
+"""The base class of our transport engines, and the check of upstream's backends.
 
-A backend receives while the engine decodes, in the same process. So it has to give
-every tensor, whole and under its name in a checkpoint, to the model's `load_weights`.
-It may write nothing else, and has to leave the process as it is. A class says so by an
-attribute `hands_whole_tensors = True`. Of vLLM's own classes those that were read and
-run are named here. Others replace `torch.Tensor.copy_` for the whole process, or write
-into the model past its loader.
+A backend receives in the process that decodes, while it decodes. It must hand every
+tensor to the model's `load_weights`, whole and under its checkpoint name. It must write
+nothing else and change nothing in the process. A class declares this with the attribute
+`hands_whole_tensors = True`. Two classes of vLLM were read and tested, and are accepted
+without it. Other classes replace `torch.Tensor.copy_` for the whole process, or write
+into the model without its loader.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled, TransferFault
@@ -24,15 +24,16 @@ USABLE = "nccl, ipc, local, inflight_nccl, inflight_ipc or inflight_gloo"
 
 
 def transport_obstacle(backend: str) -> str | None:
-    """Why a backend of upstream's register may not receive here; None if it may.
+    """Why a registered backend cannot be used here; None if it can.
 
     Args:
-        backend: of `--weight-transfer-config`.
+        backend: the backend's name in `--weight-transfer-config`.
 
     """
+    # Upstream has no public look-up; its `create_engine` would open the transport.
     load = upstream.WeightTransferEngineFactory._registry.get(backend)
     if load is None:
-        return None  # upstream says so itself, and names those there are
+        return None  # upstream rejects the name and lists the known ones
     try:
         kind = load()
     except ImportError as error:
@@ -52,19 +53,20 @@ def transport_obstacle(backend: str) -> str | None:
 
 
 def _hands_whole_tensors(kind: type) -> bool:
-    """Whether a class says so, or was read and is vLLM's own."""
+    """Whether the class declares it, or is one of the two accepted classes of vLLM."""
     if (declared := getattr(kind, "hands_whole_tensors", None)) is not None:
         return declared is True
     return kind in (upstream.NCCLWeightTransferEngine, upstream.IPCWeightTransferEngine)
 
 
 class StagedEngine(upstream.WeightTransferEngine):
-    """Receives into whatever model it is given, whose layers are packed as they fill.
+    """Loads what it receives into `self.model`, whose layers are packed as they fill.
 
     Attributes:
-        hands_whole_tensors: whether it may receive beside decoding; see `obstacle`.
-        cancelled: whether the update that is being received is not wanted any more;
-            set by whoever receives, asked between two waits.
+        hands_whole_tensors: whether the engine may receive during decoding; see
+            `transport_obstacle`.
+        cancelled: returns True once the update is cancelled. The staging thread sets
+            it; every wait calls it.
 
     """
 
@@ -73,10 +75,10 @@ class StagedEngine(upstream.WeightTransferEngine):
     cancelled: Callable[[], bool] = staticmethod(never)
 
     def load_all(self, incoming: Iterator[Pair]) -> None:
-        """Give the model all that arrives, whatever it makes of it.
+        """Give every tensor to the model, and receive the rest when the model stops.
 
-        What it does not ask for, and what comes after an error of its own, is received
-        all the same: buckets are in flight, and a group left early would break.
+        The model may stop early or raise. The remaining tensors are received and
+        dropped, because buckets are in flight and leaving early would break the group.
         """
         try:
             self.model.load_weights(incoming)
@@ -88,19 +90,21 @@ class StagedEngine(upstream.WeightTransferEngine):
                     pass
             raise
 
-    def folder_of(self, update_info: Any) -> Path | None:
-        """Of the checkpoint that a chunk comes from, if it comes from one."""
+    def folder_of(self, update_info: upstream.WeightTransferUpdateInfo) -> Path | None:
+        """The folder of the checkpoint that a chunk comes from, if there is one."""
         del update_info
         return None
 
-    def preview(self, update_info: Any) -> AbstractContextManager[TensorList | None]:
-        """Around the receipt of a chunk: what can be read of it before is, on entry.
+    def preview(
+        self, update_info: upstream.WeightTransferUpdateInfo
+    ) -> AbstractContextManager[TensorList | None]:
+        """A context around receiving a chunk; on entry, its headers are read.
 
-        It enters into the announcement of the chunk if that was read and not sent, as
-        of files; else into None.
+        The context gives the tensor list of the chunk if it was read from files. If the
+        trainer sent the list, the context gives None.
 
         Raises:
-            InflightError: it cannot be received, and nothing has been written.
+            InflightError: the chunk cannot be received; nothing was written.
 
         """
         del update_info
@@ -108,7 +112,7 @@ class StagedEngine(upstream.WeightTransferEngine):
 
     @property
     def gauges(self) -> dict[str, float]:
-        """What a status report says of the wire."""
+        """What a status report says of this transport."""
         return {}
 
     def start_weight_update(self) -> None:

@@ -1,6 +1,7 @@
-"""A group: the trainer and its workers, and the one thing they do, a broadcast.
+"""A group: the trainer and its workers, which share one operation, a broadcast.
 
-Made anew after every failure: a group that was aborted stays so, and says why.
+A group that was aborted stays aborted and keeps the reason. After a failure, the ranks
+open a new group.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from vllm.inflight.transport.waiting import WaitLimit
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What both ends of a group must have equal; raises `ValueError`."""
+    """The settings that must be equal on all ranks of a group.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    """
 
     wire: str
-    """The library that carries the bytes: `nccl` or `gloo`."""
+    """What carries the bytes: `nccl`, `gloo`, `ipc` or `files`."""
     world_size: int
-    """The trainer and all workers of all engines."""
+    """The number of ranks: the trainer and all workers of all engines."""
     bucket_bytes: int
+    """The size of a bucket; a multiple of `ALIGNMENT`."""
 
     def __post_init__(self) -> None:
         if self.world_size < 2:
@@ -42,84 +49,96 @@ class Terms:
 
 
 ALIGNMENT = 256
-"""Bytes; what CUDA's own allocations are aligned to, so kernels read whole lines."""
+"""The alignment of a tensor in a bucket, in bytes. CUDA aligns its own allocations
+alike, so kernels read whole memory lines."""
 
 
 LARGE = 1 << 20
-"""Bytes from which a tensor is large: a message more costs little beside them."""
+"""The size in bytes from which a tensor travels in messages of its own. At this size,
+the cost of one more message is small."""
 
 
 Pending = Callable[[], bool]
-"""Whether a broadcast has ended here; raises `TransferFault` if it never will."""
+"""Returns whether a broadcast has ended on this rank. It raises `TransferFault` if the
+broadcast can never end."""
 
 
 class Group(Protocol):
-    """What a wire has to offer. One thread at a time, but any may abort."""
+    """What a transport library has to offer.
+
+    Only one thread at a time may use a group. Any thread may abort it.
+    """
 
     terms: Terms
     device: torch.device
     ended: str | None
-    """Why nothing can be sent any more; None while it can."""
+    """Why the group has ended; None while it can be used."""
     large: int
-    """Bytes from which a tensor is a message of its own; the same at both ends."""
+    """The size in bytes from which a tensor travels in messages of its own; equal on
+    all ranks."""
 
-    def broadcast(self, buffers: Sequence[torch.Tensor], watch: WaitLimit) -> Pending:
-        """Begin to send the trainer's `buffers` into everybody's, all at once.
+    def broadcast(self, buffers: Sequence[torch.Tensor], limit: WaitLimit) -> Pending:
+        """Begin to copy the trainer's `buffers` into the `buffers` of every worker.
 
-        It comes after all that the current stream was given so far, and after the
-        broadcasts before it. `watch` bounds the beginning, not the broadcast.
+        The copies begin after all work that the current stream has by now, and after
+        all earlier broadcasts.
 
         Args:
-            buffers: uint8, contiguous, as many and as long on every rank; they have
-                to live until the broadcast has ended.
+            buffers: uint8, contiguous; the same number and sizes on every rank. They
+                must live until the broadcast has ended.
+            limit: bounds the begin of the broadcast, not the broadcast.
 
         """
         ...
 
     def follow(self) -> None:
-        """Let what is broadcast from now on come after the current stream's work."""
+        """Order all later broadcasts after the current stream's work."""
         ...
 
     def abort(self, reason: str) -> None:
-        """Give up, at once, whatever is under way; the others get to know why."""
+        """Stop all broadcasts at once, and tell the other ranks why."""
         ...
 
     def close(self) -> None:
-        """Leave in peace, with nothing under way."""
+        """Leave the group while no broadcast is under way."""
         ...
 
 
 @contextmanager
-def told_why(lifeline: Liveness) -> Iterator[None]:
-    """Around calls of the transport: a peer's own reason replaces their error.
+def naming_the_peer(liveness: Liveness) -> Iterator[None]:
+    """A context for library calls: the reason that a peer gave replaces their error.
 
-    A peer that leaves says why before its connections close. What the transport then
-    reports is only that they are closed.
+    A peer that leaves sends its reason before its connections close. The library only
+    reports closed connections.
 
     Raises:
-        TransferFault: a peer has ended, and why; or as the transport raised it.
+        TransferFault: a peer has ended, with its reason; or as the library raised it.
 
     """
     try:
         yield
     except (TransferFault, DistError, OSError) as error:
-        fault = lifeline.fault()
+        fault = liveness.fault()
         if fault is not None:
-            raise lost(fault) from error
+            raise group_ended(fault) from error
         raise
 
 
-def lost(reason: str) -> TransferFault:
-    """The error of a group that has ended because of `reason`."""
+def group_ended(reason: str) -> TransferFault:
+    """The error of every call on a group that has ended."""
     return TransferFault(f"the transfer group has ended: {reason}; connect again")
 
 
 class CopyGroup:
-    """What those have in common that implement `Group` by copies on a stream.
+    """The base of a `Group` with a single rank, which copies its own buckets.
+
+    Nobody sends. `broadcast` of a subclass fetches the next bucket itself, from files
+    or from a trainer's GPU memory, on a stream of its own. So a `Receiver` reads files
+    and shared memory just as it reads a broadcast.
 
     Args:
-        terms: of its buckets.
-        device: where to.
+        terms: the size of its buckets.
+        device: the device that the copies go to.
 
     """
 
@@ -132,19 +151,19 @@ class CopyGroup:
             self._stream = torch.cuda.Stream(device)
 
     def follow(self) -> None:
-        """Let what is copied from now on come after the current stream's work."""
+        """Order all later copies after the current stream's work."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self.device)
             self._stream.wait_stream(current)
 
     def abort(self, reason: str) -> None:
-        """Fetch no more; what is under way ends by itself, and is waited for."""
+        """Begin no more copies, and wait for those under way."""
         if self.ended is None:
             self.ended = reason
             self._end()
 
     def close(self) -> None:
-        """Wait for what is under way: its source may be gone after this."""
+        """Wait for the copies under way; afterwards their source may be freed."""
         self._end()
 
     def _end(self) -> None:

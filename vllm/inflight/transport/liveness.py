@@ -1,8 +1,8 @@
-"""A lifeline: one socket between the trainer and each worker, to notice an end by.
+"""Liveness connections: one socket between the trainer and each worker.
 
-Neither NCCL nor a stalled TCP stream tells that a peer died or gave up. The end of a
-process closes its sockets, and one that gives up says why before it closes them.
-Looking is one system call that never blocks, and needs no thread.
+Neither NCCL nor a stalled TCP stream shows that a peer died or gave up. When a process
+ends, the kernel closes its sockets. A rank that gives up sends its reason before it
+closes its socket. A check is one system call that never blocks, and needs no thread.
 """
 
 from __future__ import annotations
@@ -17,105 +17,110 @@ from vllm.inflight.transport.waiting import WaitLimit
 RANK = struct.Struct("!I")
 GO = b"+"
 CONNECT_S = 5.0
-MOST_BYTES = 1000
-"""Of a last word; it fits into any socket's buffer, so sending it cannot block."""
+MAX_REASON_BYTES = 1000
+"""Longest reason that is sent. It fits into any socket buffer, so `send` never
+blocks."""
 
 
 class Liveness:
-    """The sockets of one rank: the trainer has one per worker, a worker has one."""
+    """The sockets of one rank: one per worker in the trainer, one in a worker."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, socket.socket] = {}
+        self._connections: dict[int, socket.socket] = {}
         self._fault: str | None = None
 
     def fault(self) -> str | None:
-        """Who has ended, and why; None while everybody is there.
+        """Which peer has ended, and why; None while all are alive.
 
-        The first one that was noticed stays: its word can be read only once.
+        The first fault is kept, because its reason can be read from the socket once.
         """
         if self._fault is not None:
             return self._fault
-        for rank, line in list(self._lines.items()):  # another thread may end it
-            said = _read(line, MOST_BYTES)
-            if said is not None:
+        for rank, connection in list(
+            self._connections.items()
+        ):  # another thread may end it
+            received = _read(connection, MAX_REASON_BYTES)
+            if received is not None:
                 who = f"rank {rank}" if rank else "the trainer"
-                self._fault = f"{who} {said.decode(errors='replace') or 'is gone'}"
+                self._fault = f"{who} {received.decode(errors='replace') or 'is gone'}"
                 return self._fault
         return None
 
     def end(self, reason: str) -> None:
-        """Say it to everybody and let go; a second time does nothing."""
-        for line in list(self._lines.values()):
-            with suppress(OSError):  # who is gone needs no word
-                line.send(reason.encode()[:MOST_BYTES])
-            line.close()
-        self._lines.clear()
+        """Send the reason to all peers and close the sockets; can be repeated."""
+        for connection in list(self._connections.values()):
+            with suppress(OSError):  # the peer is gone
+                connection.send(reason.encode()[:MAX_REASON_BYTES])
+            connection.close()
+        self._connections.clear()
 
-    def hold(self, address: str, port: int, rank: int, watch: WaitLimit) -> None:
-        """As a worker: take hold of the trainer's end, until all ranks have."""
+    def connect(self, address: str, port: int, rank: int, limit: WaitLimit) -> None:
+        """As a worker: connect to the trainer, and wait for all other ranks."""
         with suppress(OSError):
-            line = socket.create_connection((address, port), timeout=CONNECT_S)
-            line.setblocking(False)
-            self._lines[0] = line
-            line.send(RANK.pack(rank))
+            connection = socket.create_connection((address, port), timeout=CONNECT_S)
+            connection.setblocking(False)
+            self._connections[0] = connection
+            connection.send(RANK.pack(rank))
 
         def all_there() -> bool:
-            if 0 not in self._lines:
+            if 0 not in self._connections:
                 raise TransferFault(f"the trainer at {address}:{port} is gone")
-            said = _read(self._lines[0], len(GO))
-            if said is not None and said != GO:
-                rest = _read(self._lines[0], MOST_BYTES) or b""
-                reason = (said + rest).decode(errors="replace")
+            received = _read(self._connections[0], len(GO))
+            if received is not None and received != GO:
+                rest = _read(self._connections[0], MAX_REASON_BYTES) or b""
+                reason = (received + rest).decode(errors="replace")
                 raise TransferFault(f"the trainer {reason or 'is gone'}")
-            return said is not None
+            return received is not None
 
-        watch.until(all_there, "the other workers to join")
+        limit.until(all_there, "the other workers to join")
 
-    def gather(
-        self, listener: socket.socket, world_size: int, watch: WaitLimit
+    def accept(
+        self, listener: socket.socket, world_size: int, limit: WaitLimit
     ) -> None:
-        """As the trainer: hand an end to each worker, then let all of them go on."""
+        """As the trainer: wait for one connection per worker, then let them go on."""
         listener.setblocking(False)
-        strangers: list[socket.socket] = []
+        unidentified: list[socket.socket] = []
 
         def all_there() -> bool:
             with suppress(BlockingIOError):
-                line, _ = listener.accept()
-                line.setblocking(False)
-                strangers.append(line)
-            for line in list(strangers):
-                said = _read(line, RANK.size)
-                if said is not None:
-                    strangers.remove(line)
-                    self._admit(line, said, world_size)
+                connection, _ = listener.accept()
+                connection.setblocking(False)
+                unidentified.append(connection)
+            for connection in list(unidentified):
+                received = _read(connection, RANK.size)
+                if received is not None:
+                    unidentified.remove(connection)
+                    self._admit(connection, received, world_size)
             fault = self.fault()
             if fault is not None:
-                raise TransferFault(f"{fault}, before everybody was there")
-            return len(self._lines) == world_size - 1
+                raise TransferFault(f"{fault}, before all ranks had connected")
+            return len(self._connections) == world_size - 1
 
         missing = f"{world_size - 1} workers to join the group"
         try:
-            watch.until(all_there, missing)
+            limit.until(all_there, missing)
         finally:
-            for line in strangers:
-                line.close()
-        for line in self._lines.values():
-            line.send(GO)
+            for connection in unidentified:
+                connection.close()
+        for connection in self._connections.values():
+            connection.send(GO)
 
-    def _admit(self, line: socket.socket, said: bytes, world_size: int) -> None:
-        rank = RANK.unpack(said)[0] if len(said) == RANK.size else 0
-        if 0 < rank < world_size and rank not in self._lines:
-            self._lines[rank] = line
+    def _admit(
+        self, connection: socket.socket, received: bytes, world_size: int
+    ) -> None:
+        rank = RANK.unpack(received)[0] if len(received) == RANK.size else 0
+        if 0 < rank < world_size and rank not in self._connections:
+            self._connections[rank] = connection
             return
         with suppress(OSError):
-            line.send(f"has no place for rank {rank} of {world_size}".encode())
-        line.close()
+            connection.send(f"has no place for rank {rank} of {world_size}".encode())
+        connection.close()
 
 
-def _read(line: socket.socket, most_bytes: int) -> bytes | None:
-    """What was said; empty if the other end is closed, None if there is nothing."""
+def _read(connection: socket.socket, most_bytes: int) -> bytes | None:
+    """The bytes that arrived: empty if the peer closed, None if nothing arrived."""
     try:
-        return line.recv(most_bytes)
+        return connection.recv(most_bytes)
     except BlockingIOError:
         return None
     except OSError:

@@ -1,45 +1,49 @@
-"""How workers are numbered: within their engine, and among all that a trainer sees.
+"""How workers are numbered: within one engine, and among all workers of a trainer.
 
-vLLM numbers a worker with `ParallelConfig.rank`. In vLLM's own processes that is its
-number within its engine. Under an external launcher (torchrun) it is the launcher's
-RANK, which counts the processes of all engines. Whatever belongs to one engine is
-indexed by `rank_in_engine`, and by nothing else.
+vLLM numbers a worker with `ParallelConfig.rank`. In processes that vLLM starts, this is
+the worker's number within its engine. Under an external launcher (torchrun), it is the
+launcher's RANK, which counts the processes of all engines. Data of one engine must be
+indexed with `rank_in_engine` alone.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+
+from vllm.inflight import upstream
 
 
-def rank_in_engine(parallel: Any) -> int:
+def rank_in_engine(parallel: upstream.ParallelConfig) -> int:
     """The number of this worker among the ranks of its engine, from 0.
 
     Args:
-        parallel: vLLM's `ParallelConfig`, as a worker has it.
+        parallel: the worker's own configuration.
 
     """
     rank: int = parallel.rank % parallel.world_size
     return rank
 
 
-def worker_index(parallel: Any) -> int:
+def worker_index(parallel: upstream.ParallelConfig) -> int:
     """The number of this worker among all workers that a trainer reaches, from 0.
 
-    It is the number that vLLM's own backends use: data-parallel engines one after
-    another, and under an external launcher the processes of that launcher. A trainer
-    adds its `rank_offset` to it.
+    vLLM's own backends use the same number: data-parallel engines follow one another,
+    and under an external launcher the launcher's processes do. A worker's rank in a
+    trainer's group is this number plus `rank_offset`.
     """
     index: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
     return index
 
 
-def own_entry(entries: list[Any], parallel: Any) -> int | None:
-    """Which of `entries`, one for each worker in order, is this worker's.
+def own_entry(
+    entries: Sequence[object], parallel: upstream.ParallelConfig
+) -> int | None:
+    """The index of this worker's entry in a list with one entry per worker.
 
-    Under an external launcher a list may be of all its processes, or of one engine.
+    Under an external launcher, the list may cover all its processes or one engine.
 
     Returns:
-        the index; None if the list has no entry for this worker.
+        the index, or None if the list has no entry for this worker.
 
     """
     of_engine = parallel.data_parallel_index * parallel.world_size

@@ -1,7 +1,8 @@
-"""A watch: every wait of the wire ends, by what it waits for or by a typed error.
+"""Wait limits: every wait of the transport ends, with success or with a typed error.
 
-Nothing here blocks for longer than a nap, so a cancelled update lets go at once. What
-can only be called blocking is called in a thread of its own and, at worst, left there.
+A wait sleeps for at most 2 ms between two checks, so it notices a cancelled update at
+once. A call that can only block runs in a thread of its own. If it never returns, that
+thread is left behind.
 """
 
 from __future__ import annotations
@@ -9,29 +10,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vllm.inflight.background import in_background as in_background
 from vllm.inflight.errors import Cancelled, TransferFault
 
 FIRST_NAP_S, LONGEST_NAP_S = 5e-5, 2e-3
-"""Naps grow from one to the other: a bucket takes milliseconds, a stall seconds."""
+"""The shortest and longest sleep between two checks. Sleeps grow, because a bucket
+takes milliseconds and a stall takes seconds."""
 
 LONGEST_S = 86400.0
-"""A wait of more than a day is none that anybody meant."""
+"""The longest `timeout_s` that is accepted. A longer one is taken for a mistake."""
 
 T = TypeVar("T")
 
 
 def never() -> bool:
-    """Nobody cancels."""
+    """The `cancelled` of a wait that nobody can cancel."""
     return False
 
 
-def check_timeout(timeout_s: Any) -> None:
-    """Raise `ValueError` unless it is a number of seconds that a wait may last."""
-    is_number = type(timeout_s) in (int, float)
-    if not is_number or not 0 < timeout_s <= LONGEST_S:
+def check_timeout(timeout_s: object) -> None:
+    """Raise `ValueError` unless `timeout_s` is a number above 0 and below a day."""
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not 0 < timeout_s <= LONGEST_S
+    ):
         raise ValueError(
             f"timeout_s must be above 0 and at most {LONGEST_S:g}, "
             f"got {timeout_s!r:.80}"
@@ -39,14 +44,20 @@ def check_timeout(timeout_s: Any) -> None:
 
 
 class WaitLimit:
-    """How long one wait may last, and who may end it."""
+    """The timeout and the cancellation check of one wait.
+
+    Args:
+        timeout_s: longest wait, in seconds.
+        cancelled: returns True once the wait is not wanted any more.
+
+    """
 
     def __init__(self, timeout_s: float, cancelled: Callable[[], bool] = never) -> None:
         self.timeout_s = timeout_s
         self._cancelled = cancelled
 
     def lasting(self, timeout_s: float) -> WaitLimit:
-        """One that lasts for another time, and that the same may end."""
+        """A limit with another timeout and the same cancellation check."""
         return WaitLimit(timeout_s, self._cancelled)
 
     def until(
@@ -56,13 +67,19 @@ class WaitLimit:
         *,
         longest_nap_s: float = LONGEST_NAP_S,
     ) -> float:
-        """Return once `ready()`; its own errors fly.
+        """Wait until `ready()` is true. An error that `ready` raises is passed on.
 
-        Returns the seconds it took; 0 if it was ready.
+        Args:
+            ready: called between two sleeps.
+            waiting_for: names the awaited event in error messages.
+            longest_nap_s: longest sleep between two calls of `ready`, in seconds.
+
+        Returns:
+            the seconds waited; 0 if `ready()` was true at once.
 
         Raises:
-            Cancelled: nobody wants it any more.
-            TransferFault: it has lasted `timeout_s`.
+            Cancelled: the wait was cancelled.
+            TransferFault: `timeout_s` is over.
 
         """
         if ready():
@@ -83,6 +100,6 @@ class WaitLimit:
         return time.monotonic() - began
 
     def result(self, future: Future[T], waiting_for: str) -> T:
-        """What `future` comes to; raises as `until` does."""
+        """The result of `future`; raises as `until` does, or what the future raises."""
         self.until(future.done, waiting_for)
         return future.result()

@@ -1,8 +1,8 @@
-"""The sources of a `Publisher`, for upstream's trainer interface.
+"""What a `Publisher` takes as source, for upstream's trainer interface.
 
-Upstream's own `ModuleSource` sends a module's parameters under the names that they have
-in memory. This sends what a checkpoint has: the names and layouts of one, buffers too,
-nothing twice, and everything gathered that ranks share out.
+Upstream's `ModuleSource` sends a module's parameters under their names in memory. A
+`Weights` sends what a checkpoint of the module has: checkpoint names and layouts,
+buffers too, no tensor twice, and sharded tensors gathered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.inflight.update import renamer
 
 
 class Weights(upstream.WeightSource):
-    """What `trainer_init` takes as `source`, of anything that a `Publisher` takes."""
+    """The `source` of `trainer_init`, made of any source of a `Publisher`."""
 
     def __init__(
         self,
@@ -25,16 +25,16 @@ class Weights(upstream.WeightSource):
         *,
         name_map: Mapping[str, str] | Callable[[str], str] | None = None,
     ) -> None:
-        """Read nothing yet.
+        """Check the kind of source; nothing is read yet.
 
         Args:
             source: a module, a state dict, an iterable of (name, tensor), or a
-                callable that returns one of these; read anew at every update.
-            name_map: from the names of the source to those of the model: a dict, or
+                callable that returns one of these. Every update reads it again.
+            name_map: translates names of the source to names of the model; a dict or
                 a function of a name.
 
         Raises:
-            ConfigError: the source can be read only once, or not at all.
+            ConfigError: the source cannot be read, or only once.
 
         """
         sources.check_source(source)
@@ -44,11 +44,11 @@ class Weights(upstream.WeightSource):
     def metadata(self) -> list[upstream.ParamMeta]:
         """Name, dtype and shape of every tensor, in the order of iteration.
 
-        Collective where the source is: a callable is called for it, and modules of
-        FSDP's first version are gathered.
+        This is collective if reading the source is: a callable is called, and modules
+        of FSDP1 are gathered.
 
         Raises:
-            Malformed: something in the source cannot be sent; it is named.
+            Malformed: an entry of the source cannot be sent; the error names it.
 
         """
         return [
@@ -57,6 +57,9 @@ class Weights(upstream.WeightSource):
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, whole and detached; one at a time, or a layer. Collective."""
+        """Every tensor, gathered and detached, one tensor or layer at a time.
+
+        This is collective if the source is sharded over ranks.
+        """
         for name, tensor in sources.tensors(self._source):
             yield self._rename(name), tensor

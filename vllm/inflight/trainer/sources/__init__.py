@@ -1,1 +1,1 @@
-"""Where a trainer's tensors come from."""
+"""Reading the tensors of a trainer: modules, state dicts, iterables, callables."""

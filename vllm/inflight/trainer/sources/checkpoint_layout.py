@@ -1,9 +1,9 @@
-"""The names and layouts of a checkpoint, from a model of transformers in memory.
+"""Checkpoint names and layouts, for a model of transformers in memory.
 
-transformers 5 renames, fuses and transposes tensors when it loads a checkpoint, and
-undoes that in `save_pretrained`. Here the same is undone for tensors that are on their
-way to an engine, layer by layer, so that there is never a second copy of the model.
-transformers is not imported unless the module is one of its models.
+Transformers 5 renames, fuses and transposes tensors when it loads a checkpoint, and
+reverts that in `save_pretrained`. This module reverts it for tensors that are sent to
+an engine. It works layer by layer, so that there is no second copy of the model.
+Transformers is imported only if the module is one of its models.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointLayout:
-    """From the tensors of one model to those of its checkpoint.
+    """Converts the tensors of one model to those of its checkpoint.
 
     Attributes:
-        groups: names of the model's that are converted together, in order.
-        facts: what comes out of all groups, in order.
+        groups: the model's names, in groups that are converted together, in order.
+        facts: dtype and shape of each converted tensor by name, in order.
 
     """
 
@@ -49,15 +49,15 @@ class CheckpointLayout:
     def of(
         cls, model: torch.nn.Module, facts: Mapping[str, Fact]
     ) -> CheckpointLayout | None:
-        """How to convert a model's tensors; None if they are those of its checkpoint.
+        """The conversion of a model's tensors; None if no tensor needs one.
 
-        It is tried with tensors that have these facts and no content.
+        The conversion is tried on meta tensors with these facts.
 
         Raises:
-            Malformed: this transformers cannot undo what it did to this model.
+            Malformed: this version of transformers cannot revert its conversion.
 
         """
-        revert = undoing(model)
+        revert = find_revert(model)
         if revert is None:
             return None
         meta = {
@@ -83,19 +83,19 @@ class CheckpointLayout:
         return at_once
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a checkpoint has of these tensors, which are all of one group or more.
+        """Convert tensors, which must be all tensors of one or more groups.
 
         Returns `tensors` itself if there is nothing to convert.
 
         Raises:
-            Malformed: this transformers cannot undo what it did to this model.
+            Malformed: this version of transformers cannot revert its conversion.
 
         """
-        model = _AsPublished(self._model)
+        model = _ModelView(self._model)
         try:
             return self._revert(model, tensors)
         except torch.OutOfMemoryError:
-            # A trainer's GPU may be full; the host has room for one layer.
+            # A trainer's GPU may be full. The host has room for one layer.
             logger.info("a layer is converted on the CPU: the GPU has no room for it")
             return self._revert(model, {n: t.cpu() for n, t in tensors.items()})
         except Exception as error:
@@ -106,11 +106,11 @@ class CheckpointLayout:
             ) from error
 
 
-class _AsPublished:
-    """The model, as transformers is to see it when it undoes a conversion.
+class _ModelView:
+    """The model as transformers must see it to revert every conversion.
 
-    Some layouts it only undoes where the tensor has not the shape of the parameter,
-    which here it always has. Its loader did the opposite, and so do engines.
+    Transformers reverts some layouts only if a tensor's shape differs from the
+    parameter's. Here the shapes are always equal, so this hides the parameters' shapes.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -119,16 +119,16 @@ class _AsPublished:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def get_parameter(self, name: str) -> Any:
-        """No parameter that anything could have the shape of."""
+    def get_parameter(self, name: str) -> SimpleNamespace:
+        """A stand-in for the parameter, whose shape equals no tensor's."""
         return SimpleNamespace(shape=None)
 
 
-def undoing(model: torch.nn.Module) -> Revert | None:
-    """What undoes the conversion of a model of transformers; None if there was none.
+def find_revert(model: torch.nn.Module) -> Revert | None:
+    """The function that reverts the conversion of a model; None without a conversion.
 
     Raises:
-        Malformed: there was one, of a transformers that does not offer this.
+        Malformed: there was one, but this version of transformers cannot revert it.
 
     """
     kind = imported("transformers.modeling_utils", "PreTrainedModel")
@@ -136,7 +136,7 @@ def undoing(model: torch.nn.Module) -> Revert | None:
         return None
     try:
         loading = importlib.import_module("transformers.core_model_loading")
-    except ImportError:  # before 5.0 few models were converted
+    except ImportError:  # before 5.0, few models were converted
         if not getattr(model, "_checkpoint_conversion_mapping", None):
             return None
         loading = None

@@ -1,8 +1,8 @@
-"""How a trainer's module holds its tensors, and how to have them whole by their names.
+"""Gathering the tensors of a trainer's module, by their names.
 
-A module may be wrapped (DDP, torch.compile, DeepSpeed, PEFT), and its tensors may be
-shared out over ranks (FSDP of either version, ZeRO-3). None of these packages is
-imported here: who has not imported them has no such module.
+A module may be wrapped (DDP, torch.compile, DeepSpeed, PEFT). Its tensors may be
+sharded over ranks (FSDP1, FSDP2, ZeRO-3). None of these packages is imported here: a
+process that has not imported them has no such module.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from vllm.inflight.errors import Malformed
 from vllm.inflight.trainer.sources.peft import without_adapters
 
 HEAD = "lm_head.weight"
-"""A head tied to the embedding; no engine wants it a second time."""
+"""The name of a head. If it is tied to the embedding, it is not sent again."""
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch's wrappers write into names."""
+"""The parts that torch's wrappers add to names."""
 
 FLAT = ("_flat_param", "_fsdp_flattened")
-"""What FSDP's first version calls its parameters, and what it marks the others by."""
+"""The name of FSDP1's parameters, and the attribute that marks their views."""
 
 
 Whole = AbstractContextManager[dict[str, torch.Tensor]]
 
 
 class Fact(NamedTuple):
-    """What is known of a tensor before it is gathered."""
+    """Dtype and shape of a tensor, which are known before it is gathered."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,8 +41,9 @@ class ModuleTensors(Protocol):
     """The tensors of a module, in parts that are gathered one at a time.
 
     Attributes:
-        model: the module without what it is wrapped in.
-        parts: of it, each told by a key, in the same order on every rank.
+        model: the module without its wrappers.
+        parts: the keys of the parts, in the same order on every rank. Their type is up
+            to the implementation.
 
     """
 
@@ -50,19 +51,19 @@ class ModuleTensors(Protocol):
     parts: list[Any]
 
     def facts(self, part: Any) -> dict[str, Fact]:
-        """Its tensors by their names. Collective, where it has to gather for it."""
+        """Dtypes and shapes of a part by name. Collective if this must gather."""
         ...
 
     def whole(self, parts: Iterable[Any]) -> Whole:
-        """A context in which some parts are whole, by their names. Collective."""
+        """A context with the gathered tensors of parts, by name. Collective."""
         ...
 
 
-def held(module: torch.nn.Module) -> ModuleTensors:
-    """The tensors of `module`.
+def module_tensors(module: torch.nn.Module) -> ModuleTensors:
+    """The tensors of `module`, without its wrappers.
 
     Raises:
-        Malformed: adapters of PEFT are not merged.
+        Malformed: an adapter of PEFT is not merged.
 
     """
     module = _unwrapped(module)
@@ -73,12 +74,12 @@ def held(module: torch.nn.Module) -> ModuleTensors:
 
 @contextmanager
 def whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """These tensors, gathered if they are shared out, and detached.
+    """A context with the tensors gathered and detached.
 
-    Collective for `DTensor`s and for parameters of ZeRO-3.
+    This is collective for `DTensor`s and for parameters of ZeRO-3.
 
     Raises:
-        Malformed: one of them is a part, and nothing tells how to gather it.
+        Malformed: a tensor is a shard, and there is no way to gather it.
 
     """
     parted = [t for t in tensors.values() if hasattr(t, "ds_id")]
@@ -95,18 +96,18 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tenso
         yield {name: _full(name, tensor) for name, tensor in tensors.items()}
 
 
-def fact(tensor: Any) -> Fact:
-    """Its dtype and its shape when it is whole; nothing is gathered."""
+def fact(tensor: torch.Tensor) -> Fact:
+    """The dtype and the gathered shape of a tensor, which is not gathered for it."""
     return Fact(tensor.dtype, tuple(getattr(tensor, "ds_shape", tensor.shape)))
 
 
 def is_head(name: str) -> bool:
-    """Whether it is that of a head, which may be tied to the embedding."""
+    """Whether this is the name of a head, which may be tied to the embedding."""
     return name == HEAD or name.endswith("." + HEAD)
 
 
 def cleaned(name: str) -> str:
-    """A name without what torch's wrappers wrote into it."""
+    """A name without the parts that torch's wrappers add."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -115,15 +116,15 @@ def cleaned(name: str) -> str:
 def untied(
     named: Mapping[str, Any], *, once: bool, tied: Iterable[str] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Without a tied head; with `once`, without any second name of a tensor.
+    """The tensors without a tied head; with `once`, each tensor under one name.
 
-    Two entries of a state dict may share memory by chance and both be wanted;
-    two of a module are tied by design, and checkpoints have them once.
+    Two entries of a state dict may share memory by chance, and both may be needed. Two
+    entries of a module are tied by design, and a checkpoint has them once.
 
     Args:
-        named: tensors by their names.
-        once: whether no tensor may have two names.
-        tied: names that give way to others, beside that of a head.
+        named: the tensors by name.
+        once: whether a tensor may have only one name.
+        tied: names that are dropped before others, besides the name of a head.
 
     """
     last, seen = {*tied}, set()
@@ -131,7 +132,7 @@ def untied(
     def gives_way(name: str) -> bool:
         return name in last or is_head(name)
 
-    # Those last, so that of two names they are the ones that go.
+    # Sorted last, so that of two names these are dropped.
     for name, tensor in sorted(named.items(), key=lambda item: gives_way(item[0])):
         where = _memory(tensor)
         if where in seen and (once or gives_way(name)):
@@ -141,13 +142,13 @@ def untied(
 
 
 class _Named:
-    """Tensors that stay where they are: whole, `DTensor`s, or parameters of ZeRO-3."""
+    """Tensors under names of their own: whole, `DTensor`s, or parameters of ZeRO-3."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.model = module
-        # Not detached, so that a parameter with two names is one object.
+        # Not detached: a parameter with two names must be one object.
         self._tensors = _of_model(module, module.state_dict(keep_vars=True))
-        # ZeRO-3 gathers many small ones together as fast as one of them.
+        # ZeRO-3 gathers many small tensors as fast as one.
         by_layer = any(hasattr(tensor, "ds_id") for tensor in self._tensors.values())
         names = list(self._tensors)
         self.parts = layers(names) if by_layer else [[name] for name in names]
@@ -160,7 +161,7 @@ class _Named:
 
 
 class _Flat:
-    """Tensors of FSDP's first version, which holds those of a unit in one."""
+    """Tensors of FSDP1, which keeps all tensors of a unit in one flat parameter."""
 
     def __init__(self, module: torch.nn.Module, units: Mapping[str, Any]) -> None:
         self.model = module
@@ -188,7 +189,7 @@ class _Flat:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[dict[str, torch.Tensor]]:
-        """A unit's tensors, whole, without those of the units in it."""
+        """A unit's gathered tensors, without those of nested units."""
         unit = self._units.get(path)
         if unit is None:
             yield _of_model(self.model, self._outside)
@@ -199,7 +200,7 @@ class _Flat:
 
 
 def layers(names: Iterable[str]) -> list[list[str]]:
-    """The names by layers: those that are equal up to their first number."""
+    """The names grouped by layer: names that are equal up to their first number."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         parts = name.split(".")
@@ -209,18 +210,18 @@ def layers(names: Iterable[str]) -> list[list[str]]:
 
 
 def _of_model(model: torch.nn.Module, named: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of the model has of `named`, under the model's own names."""
+    """The entries of `named` that a checkpoint has, under the model's own names."""
     named = {
         cleaned(name): tensor
         for name, tensor in named.items()
-        if not name.endswith("_extra_state")  # what modules keep beside their weights
+        if not name.endswith("_extra_state")  # extra state of a module, not a weight
     }
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             kind = type(tensor).__name__
             raise Malformed(f"{name!r} has the type {kind}, and is not a tensor")
     named = without_adapters(model, named, cleaned)
-    # transformers' own words: what its checkpoints leave out, and what gives way.
+    # Attributes of transformers: names that checkpoints omit, and tied names.
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     tied = getattr(model, "all_tied_weights_keys", None)
     return {
@@ -235,7 +236,7 @@ def _of_model(model: torch.nn.Module, named: Mapping[str, Any]) -> dict[str, Any
 def _own(
     module: torch.nn.Module, path: str, others: set[int]
 ) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of a module, but not of the `others` in it."""
+    """Parameters and persistent buffers of a module, without modules in `others`."""
     found: dict[str, torch.Tensor] = {}
     prefix = f"{path}." if path else ""
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -248,7 +249,7 @@ def _own(
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that others were made around, but for FSDP's first version."""
+    """The module without its wrappers, except FSDP1."""
     inner: Any = module
     while True:
         if isinstance(inner, torch.nn.parallel.DistributedDataParallel) or any(
@@ -269,7 +270,7 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _flat_units(module: torch.nn.Module) -> dict[str, Any]:
-    """Units of FSDP's first version by their paths, the root's first."""
+    """Path -> unit of FSDP1, the root first."""
     fsdp = imported("torch.distributed.fsdp", "FullyShardedDataParallel")
     if fsdp is None:
         return {}
@@ -277,7 +278,7 @@ def _flat_units(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def imported(module: str, name: str) -> Any:
-    """`name` of a module that somebody has imported; else None."""
+    """The attribute `name` of a module; None if the process has not imported it."""
     return getattr(sys.modules.get(module), name, None)
 
 
@@ -293,8 +294,8 @@ def _full(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return full.detach()
 
 
-def _memory(tensor: Any) -> Any:
-    """Equal for two names of one tensor."""
+def _memory(tensor: object) -> object:
+    """A key that is equal for two names of one tensor."""
     if (
         not isinstance(tensor, torch.Tensor)
         or hasattr(tensor, "full_tensor")  # an empty shard has no address

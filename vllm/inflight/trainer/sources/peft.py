@@ -1,6 +1,6 @@
-"""Adapters that PEFT has put into a module: merged they are sent, else refused.
+"""Adapters of PEFT in a module: merged adapters are sent, others are rejected.
 
-PEFT is not imported: its layers are known by the submodules that they have.
+PEFT is not imported. Its layers are recognised by their submodules.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from vllm.inflight.errors import Malformed
 
 BASE = "base_layer"
-"""What a layer of PEFT calls the one that it was made around."""
+"""The name that a layer of PEFT gives to the layer it wraps."""
 
 MERGE = (
     "call model.merge_adapter() before publish() and model.unmerge_adapter() after it, "
@@ -24,20 +24,20 @@ MERGE = (
 def without_adapters(
     model: torch.nn.Module, named: Mapping[str, Any], cleaned: Callable[[str], str]
 ) -> dict[str, Any]:
-    """The tensors of the model itself, under the names that it has without adapters.
+    """The tensors of the model without adapters, under the names without adapters.
 
     Args:
-        model: that may have adapters in it.
-        named: its tensors by their names, or some of them.
-        cleaned: takes what wrappers wrote out of a name.
+        model: a module that may contain adapters.
+        named: tensors of the model by name.
+        cleaned: removes the parts of a name that wrappers add.
 
     Raises:
-        Malformed: adapters are not merged into their layers; `tensors` names them.
+        Malformed: an adapter is not merged into its layer; `tensors` names the tensors.
 
     """
     kept: dict[str, str] = {}
     apart: set[str] = set()
-    """Layers whose adapter is not merged."""
+    """The prefixes of layers whose adapter is not merged."""
     for path, module in model.named_modules():
         if (part := _kept(module)) is not None:
             prefix = cleaned(f"{path}." if path else "")
@@ -49,11 +49,11 @@ def without_adapters(
     found, unmerged = {}, []
     for name, tensor in named.items():
         is_apart = False
-        # The innermost layer first: its names are the ones that the next looks for.
+        # The innermost layer comes first: outer layers look for the names without it.
         for prefix in sorted(kept, key=len, reverse=True):
             if name.startswith(prefix):
                 if not name.startswith(kept[prefix]):
-                    break  # of the adapter
+                    break  # a tensor of the adapter
                 name = prefix + name.removeprefix(kept[prefix])
                 is_apart = is_apart or prefix in apart
         else:
@@ -69,7 +69,7 @@ def without_adapters(
 
 
 def _kept(module: torch.nn.Module) -> str | None:
-    """Which submodule of a layer of PEFT the model has; None of any other layer."""
+    """The submodule of a PEFT layer that belongs to the model; else None."""
     inside: dict[str, Any] = module._modules
     if BASE in inside:
         return BASE

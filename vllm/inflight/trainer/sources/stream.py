@@ -1,8 +1,8 @@
-"""Where the weights come from: anything, as one stream of named tensors.
+"""Any source of weights as one stream of named tensors.
 
-A module and a state dict have all their tensors alive at once, so one tensor
-with two names is known by its memory. A stream may reuse memory from one tensor
-to the next; there only the names are looked at.
+All tensors of a module or a state dict are alive at once, so a tensor with two names is
+recognised by its memory. A stream may reuse memory for the next tensor, so only its
+names are compared.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import Any
 import torch
 
 from vllm.inflight.errors import ConfigError, Malformed
-from vllm.inflight.trainer.sources.checkpoint_layout import CheckpointLayout, undoing
+from vllm.inflight.trainer.sources.checkpoint_layout import (
+    CheckpointLayout,
+    find_revert,
+)
 from vllm.inflight.trainer.sources.modules import (
     Fact,
     ModuleTensors,
     cleaned,
     fact,
-    held,
+    module_tensors,
     untied,
     whole,
 )
@@ -34,8 +37,8 @@ Source = (
 )
 
 
-def check_source(source: Any) -> None:
-    """Raise `ConfigError` unless `source` can be read, and read again."""
+def check_source(source: object) -> None:
+    """Raise `ConfigError` unless `source` can be read repeatedly."""
     if isinstance(source, torch.nn.Module | Mapping) or callable(source):
         return
     if not isinstance(source, Iterable):
@@ -51,19 +54,19 @@ def check_source(source: Any) -> None:
 
 
 def tensors(source: Source) -> Iterator[Pair]:
-    """Every tensor of `source` once, whole and detached, as (name, tensor).
+    """Every tensor of `source` once, gathered and detached, as (name, tensor).
 
-    What is shared out over ranks is gathered, a tensor or a layer at a time. That is a
-    collective operation: ranks that do not publish have to run through this as well.
-    A tensor may be gone, or another, when the next one is asked for.
+    Sharded tensors are gathered, one tensor or layer at a time. Gathering is
+    collective: ranks that do not publish must iterate too. A tensor is valid until the
+    next one is taken.
 
     Args:
-        source: a module (its parameters and persistent buffers; of a model of
-            transformers, what its checkpoint has), a state dict, an iterable of
-            pairs, or a callable that returns one of these.
+        source: a module, a state dict, an iterable of pairs, or a callable that returns
+            one of these. A module gives its parameters and persistent buffers. A model
+            of transformers gives the tensors of its checkpoint.
 
     Raises:
-        Malformed: something in it is not a named tensor, or cannot be sent as it is.
+        Malformed: an entry is not a named tensor, or cannot be sent.
 
     """
     named = _read(source)
@@ -76,17 +79,17 @@ def tensors(source: Source) -> Iterator[Pair]:
 
 
 def facts(source: Source) -> Iterator[tuple[str, Fact]]:
-    """What `tensors` will yield, in that order: the name, dtype and shape of each.
+    """Name, dtype and shape of every tensor that `tensors` yields, in the same order.
 
-    As little as possible is gathered for it, but it may be collective as well.
+    This gathers as little as possible, but it may be collective as well.
 
     Raises:
-        Malformed: as `tensors` does.
+        Malformed: an entry is not a named tensor, or cannot be sent.
 
     """
     named = _read(source)
     if isinstance(named, torch.nn.Module):
-        module = held(named)
+        module = module_tensors(named)
         convert, _ = _plan(module)
         if convert is not None:
             yield from convert.facts.items()
@@ -99,25 +102,25 @@ def facts(source: Source) -> Iterator[tuple[str, Fact]]:
 
 
 def _of_module(source: torch.nn.Module, *, converts: bool = True) -> Iterator[Pair]:
-    """Its tensors, in the order in which every rank gathers them.
+    """The tensors of a module, in the order in which every rank gathers them.
 
-    Without `converts` they are those of the module itself, for who only gathers.
+    Without `converts`, tensors are not converted, for ranks that only gather.
     """
-    module = held(source)
+    module = module_tensors(source)
     convert, groups = _plan(module)
     for parts in groups:
         with module.whole(parts) as gathered:
             ready = convert(gathered) if convert and converts else gathered
-            del gathered  # a layer is there twice only while it is converted
+            del gathered  # two copies of a layer exist only while it is converted
             while ready:
                 name = next(iter(ready))
                 yield name, ready.pop(name)
 
 
 def _plan(module: ModuleTensors) -> tuple[CheckpointLayout | None, list[list[Any]]]:
-    """How a module's tensors are converted, if they are, and which parts at a time."""
+    """The conversion of a module's tensors, and the parts to gather at a time."""
     one_at_a_time = [[part] for part in module.parts]
-    if undoing(module.model) is None:
+    if find_revert(module.model) is None:
         return None, one_at_a_time
     found = [module.facts(part) for part in module.parts]
     known = {name: it for part in found for name, it in part.items()}
@@ -128,7 +131,7 @@ def _plan(module: ModuleTensors) -> tuple[CheckpointLayout | None, list[list[Any
     joined: list[set[int]] = []
     for group in convert.groups:
         parts = {part_of[name] for name in group}
-        # Parts of several groups are there for all of them.
+        # Groups that share a part are gathered together.
         parts.update(*(other for other in joined if other & parts))
         joined = [other for other in joined if not other & parts] + [parts]
     return convert, [[module.parts[n] for n in sorted(each)] for each in joined]
@@ -136,10 +139,10 @@ def _plan(module: ModuleTensors) -> tuple[CheckpointLayout | None, list[list[Any
 
 @contextmanager
 def gathering(source: Iterable[Pair]) -> Iterator[Iterator[Pair]]:
-    """What rank 0 sends of tensors, to whose end it gathers whatever fails.
+    """A context with an iterator over `source`, which is read to its end on an error.
 
-    The other ranks do, and would wait for it; and at its next time they would hand over
-    a later tensor in the place of the first.
+    The other ranks gather to the end and would wait for rank 0. At the next update,
+    they would hand over a later tensor in place of the first.
     """
     gathered = iter(source)
     try:
@@ -151,7 +154,18 @@ def gathering(source: Iterable[Pair]) -> Iterator[Iterator[Pair]]:
 
 
 def take_part(source: Source) -> None:
-    """Gather `source` and let it go, if a trainer's other ranks do; else nothing."""
+    """On a rank that does not publish: take part in gathering `source`. Collective.
+
+    Every other rank of a trainer must call this while one rank publishes the same
+    source. Without `torch.distributed`, or with a single rank, it does nothing.
+
+    Args:
+        source: the source that the other rank publishes, as for `tensors`.
+
+    Raises:
+        Malformed: an entry is not a named tensor, or cannot be sent.
+
+    """
     group = torch.distributed
     if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
         named = _read(source)
@@ -164,7 +178,7 @@ def take_part(source: Source) -> None:
 
 
 def _read(source: Source) -> torch.nn.Module | Iterable[tuple[str, Any]]:
-    """A module, or the named tensors of something else."""
+    """The module of a source, or its named entries."""
     if isinstance(source, torch.nn.Module):
         return source
     if isinstance(source, Mapping):
@@ -175,11 +189,11 @@ def _read(source: Source) -> torch.nn.Module | Iterable[tuple[str, Any]]:
 
 
 def _checked(named: Iterable[tuple[str, Any]]) -> Iterator[Pair]:
-    """The tensors among these, under names without wrappers."""
+    """The tensors among named entries, under names without wrappers."""
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             if name.endswith("_extra_state"):
-                continue  # what modules keep beside their weights
+                continue  # extra state of a module, not a weight
             kind = type(tensor).__name__
             raise Malformed(f"{name!r} has the type {kind}, and is not a tensor")
         if tuple(tensor.shape) == (0,) and not hasattr(tensor, "ds_id"):

@@ -1,1 +1,1 @@
-"""Buffers of one size that tensors travel in: how they are filled, sent and read."""
+"""Buckets, in which tensors travel: planned, filled, sent, received, put together."""

@@ -1,4 +1,4 @@
-"""Slots: memory that is sent or received into, over and over."""
+"""Reusable buffers, which are sent from or received into."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from vllm.inflight.transport.waiting import WaitLimit
 
 
 class Buffers:
-    """Some buffers of one size, allocated before anything is in flight.
+    """Buffers of one size, allocated before any transfer is in flight.
 
-    Whoever was handed a view may keep it, as upstream's layerwise reload does until a
-    layer is complete; then the buffer is theirs and a new one takes its place.
+    A caller may keep a view of a buffer, as upstream's layerwise reload does until a
+    layer is complete. The buffer then belongs to the caller, and a new one replaces it.
     """
 
     def __init__(self, count: int, num_bytes: int, device: torch.device) -> None:
@@ -20,27 +20,32 @@ class Buffers:
         self._make(count, num_bytes)
 
     def grow(self, count: int, num_bytes: int) -> None:
-        """Become `count` buffers of that size, unless there are as many as large.
+        """Make `count` buffers of that size, unless these are enough and large enough.
 
-        They become fewer, or smaller, where there are not as many, or not as large.
+        If either number is too small, both are replaced, even by a smaller one.
         """
         if num_bytes > self.num_bytes or count > self.count:
             self._make(count, num_bytes)
 
     def clear(self) -> None:
-        """Let all buffers go but those that somebody still looks into."""
+        """Free all buffers; a buffer with a view lives as long as the view."""
         self._make(0, 0)
 
     def is_free(self, index: int) -> bool:
-        """Whether nobody looks into slot `index % count`, on any level of views."""
+        """Whether no view of the buffer of slot `index % count` is left."""
         index %= self.count
         return _num_uses(self._buffers[index]) <= self._unused[index]
 
     def take(self, index: int, num_bytes: int | None = None) -> torch.Tensor:
-        """A buffer for slot `index % count` that is free: uint8, `num_bytes` long.
+        """A free buffer for slot `index % count`: uint8, at least `num_bytes` long.
 
-        One that has to be made anew is no longer than that, if that is less than all of
-        a slot: whoever holds one of the others may be many.
+        If the slot's buffer is in use, a new one of just `num_bytes` is allocated. That
+        saves memory, because callers may hold many buffers.
+
+        Args:
+            index: counts the uses of all slots.
+            num_bytes: the bytes needed; by default the size of a slot.
+
         """
         wanted = self.num_bytes if num_bytes is None else num_bytes
         slot = index % self.count
@@ -49,8 +54,8 @@ class Buffers:
         return self._buffers[slot]
 
     def _make(self, count: int, num_bytes: int) -> None:
-        # Without the buffers there were: both together may be more than there is room
-        # for, and then there are none.
+        # The old buffers are freed first, because memory may not hold both. If the
+        # allocation fails, there are no buffers.
         self.count = self.num_bytes = 0
         self._buffers: list[torch.Tensor] = []
         self._buffers = [self._new(num_bytes) for _ in range(count)]
@@ -61,22 +66,22 @@ class Buffers:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
-def bucket_slots(group: Group, num_buckets: int, watch: WaitLimit) -> Buffers:
-    """Slots for the buckets of one end; collective, right after the group was opened.
+def bucket_buffers(group: Group, num_buckets: int, limit: WaitLimit) -> Buffers:
+    """Buffers for the buckets of one rank; collective, after the group was opened.
 
-    One bucket is broadcast in full. That proves the group and loads whatever the
-    transport loads lazily, which later would halt the whole device.
+    One full bucket is broadcast. That tests the group. It also loads what the library
+    loads at first use, which would halt the whole device during an update.
 
     Raises:
         ValueError: `num_buckets` is not positive.
-        TransferFault: the broadcast did not work.
+        TransferFault: the broadcast failed.
 
     """
     try:
         if num_buckets < 1:
             raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
         slots = Buffers(num_buckets, group.terms.bucket_bytes, group.device)
-        watch.until(group.broadcast([slots.take(0)], watch), "the first broadcast")
+        limit.until(group.broadcast([slots.take(0)], limit), "the first broadcast")
     except BaseException as error:
         group.abort(f"could not send the first bucket: {error}")
         raise

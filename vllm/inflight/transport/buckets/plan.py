@@ -1,10 +1,10 @@
-"""Buckets: how tensors of given sizes are laid into buffers of one size.
+"""The bucket plan: how tensors of given sizes are packed into buffers of one size.
 
-A pure function of the sizes, so both ends compute it and nothing about it is sent.
-A tensor that fits into a bucket lies in one, whole and aligned, and can be used where
-it arrives; a larger one fills what is left of a bucket and goes on in the next. A large
-tensor travels in messages of its own, so that whoever knows where it ends up may
-receive it there; small ones share a message.
+The plan is a pure function of the sizes. Both ends compute it, so it is never sent. A
+tensor that fits into a bucket lies in one, whole and aligned, and can be used where it
+arrives. A larger tensor fills the rest of a bucket and goes on in the next. A large
+tensor travels in messages of its own, so that a receiver can receive it at its
+destination. Small tensors share a message.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ class Piece:
     """A run of bytes of one tensor in one bucket."""
 
     tensor: int
-    """The index of the tensor among all."""
+    """The index of the tensor in the tensor list."""
     start: int
-    """Its first byte, counted in the tensor."""
+    """The offset of the run in the tensor, in bytes."""
     place: int
-    """Its first byte, counted in the bucket; a multiple of the alignment."""
+    """The offset of the run in the bucket, in bytes; a multiple of the alignment."""
     num_bytes: int
     is_alone: bool
-    """Whether it is a message of its own."""
+    """Whether the piece is a message of its own."""
 
 
 @dataclass
 class Bucket:
-    """What is sent at once."""
+    """The pieces that are sent in one broadcast."""
 
     pieces: list[Piece] = field(default_factory=list)
 
     @functools.cached_property
     def messages(self) -> list[list[Piece]]:
-        """Its pieces, those together that travel together."""
+        """The pieces, grouped into messages."""
         messages: list[list[Piece]] = []
         for piece in self.pieces:
             if messages and not (piece.is_alone or messages[-1][0].is_alone):
@@ -50,7 +50,7 @@ class Bucket:
 
 
 def extent(message: list[Piece]) -> slice:
-    """The bytes of the bucket it takes; what lies between pieces is never read."""
+    """The bytes of a message in its bucket; gaps between pieces are never read."""
     return slice(message[0].place, message[-1].place + message[-1].num_bytes)
 
 
@@ -61,17 +61,16 @@ def plan(
     alignment: int = ALIGNMENT,
     large: int = LARGE,
 ) -> Sequence[Bucket]:
-    """The buckets that carry tensors of `sizes` bytes, in order; not to be changed.
+    """The buckets that carry tensors of `sizes` bytes, in order.
 
-    They are remembered: the same are asked for at every update.
-
-    A tensor of size 0 is in none of them.
+    The result is cached, because every update asks for the same plan; do not change it.
+    A tensor of size 0 is in no bucket.
 
     Args:
-        sizes: bytes of each tensor.
-        bucket_bytes: most bytes of a bucket; a multiple of `alignment`.
-        alignment: of each piece in its bucket, in bytes.
-        large: bytes from which a tensor travels alone.
+        sizes: the size of each tensor, in bytes.
+        bucket_bytes: the size of a bucket; a multiple of `alignment`.
+        alignment: the alignment of a piece in its bucket, in bytes.
+        large: the size in bytes from which a tensor travels in messages of its own.
 
     """
     return _plan(tuple(sizes), bucket_bytes, alignment, large)
@@ -86,7 +85,7 @@ def _plan(
     free = 0
     for index, size in enumerate(sizes):
         if free < size <= bucket_bytes:
-            free = 0  # it is to stay whole
+            free = 0  # the tensor fits into one bucket, so it stays whole
         start = 0
         while start < size:
             if not free:

@@ -1,8 +1,8 @@
-"""The assembly of a transfer: what arrives in pieces is put together to whole tensors.
+"""Reassembly: whole tensors are put together from the pieces of a transfer.
 
-A tensor may be larger than a bucket, or sent in slices (see tensor_slices.py). One that
-lies in a bucket whole is used where it is; others are put together in scratch memory,
-or in their place if that is known.
+A tensor may be larger than a bucket, or sent in slices (see tensor_slices.py). A tensor
+that lies whole in a bucket is used there. Others are put together in scratch memory, or
+at their destination if it is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.buckets.tensor_slices import TensorSlice
 
 Data = tuple[int, torch.Tensor]
-"""Index and bytes of a whole tensor."""
+"""The index of a whole tensor, and its bytes."""
 
 WORDS = {
     1: torch.uint8,
@@ -29,77 +29,79 @@ WORDS = {
     8: torch.int64,
     16: torch.complex128,
 }
-"""What elements are moved as, by their bytes: torch cannot copy every dtype."""
+"""Element size in bytes -> the dtype that elements are copied as. Torch cannot copy
+every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a tensor ends up, whole and contiguous.
+    """The memory that a tensor is to be received into, whole and contiguous.
 
-    Made once and kept: every call of torch lets go of the interpreter, and beside
-    decoding it is a while until it comes back.
+    Destinations are made once and kept. Every torch call releases the GIL, and during
+    decoding it takes a while to get it back.
     """
 
     tensor: torch.Tensor
     data: torch.Tensor
-    """Its bytes: uint8 [nbytes]."""
+    """The same memory as bytes: uint8 [nbytes]."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """Of a contiguous tensor."""
+        """The destination that a contiguous tensor is."""
         return cls(tensor, tensor.view(-1).view(torch.uint8))
 
 
 Place = Callable[[str, tuple[int, ...], torch.dtype], Destination | None]
-"""The home of a tensor of that name and form, if it is known."""
+"""(name, shape, dtype) -> the tensor's destination, or None if it is not known."""
 
 
 class Reassembly:
-    """What the pieces of one transfer become.
+    """Puts the tensors of one transfer together.
 
     Args:
-        announced: what is sent.
-        buckets: in which pieces.
-        scratch: kept by whoever receives, from transfer to transfer.
-        rank: whose own slices are taken where several ranks hold the same.
+        tensor_list: the tensors and slices that are sent.
+        buckets: the bucket plan of the tensor list.
+        scratch: memory for tensors in pieces; the receiver keeps it between transfers.
+        rank: the worker's tensor-parallel rank. Where several ranks hold the same
+            slice, the slice of this rank is used.
 
     """
 
     def __init__(
         self,
-        announced: TensorList,
+        tensor_list: TensorList,
         buckets: Sequence[Bucket],
         scratch: Buffers,
         rank: int | None,
     ) -> None:
         self._buckets = buckets
         self._scratch = scratch
-        self.wholes = announced.wholes()
+        self.wholes = tensor_list.wholes()
         self._slices: dict[int, tuple[int, TensorSlice]] = {
             part.entry: (number, part)
             for number, whole in enumerate(self.wholes)
             for part in whole.taken(rank)
         }
-        """Of the entries that are taken: of which tensor they are, and where in it."""
-        self.homes: dict[int, Destination] = {}
-        """Of tensors that are put where they end up."""
+        """Entry that is used -> its tensor's index, and its place in the tensor."""
+        self.destinations: dict[int, Destination] = {}
+        """Tensor -> its destination, for tensors that are received there."""
         self._in_place: dict[int, int] = {}
-        """Of entries that are received there: where in it they begin, in bytes."""
+        """Entry received at the destination -> its offset there, in bytes."""
         self._left = [whole.num_bytes for whole in self.wholes]
-        """Bytes of each tensor that have not come yet."""
+        """The bytes of each tensor that are still missing."""
         self._in_pieces: set[int] = set()
-        """The tensors that are put together in scratch memory."""
+        """Tensors that are put together in scratch memory."""
         self._open = torch.empty(0)
-        """Where that is done with the last of them."""
+        """The scratch memory of the tensor that is put together now."""
         self._num_opened = 0
 
     @property
     def empty(self) -> list[int]:
-        """The tensors without elements, which no bucket brings."""
+        """Tensors without elements, which are in no bucket."""
         return [n for n, whole in enumerate(self.wholes) if not whole.num_bytes]
 
     def into(self, place: Place) -> None:
-        """Find the places of those that travel alone."""
+        """Find the destinations of tensors that travel in messages of their own."""
         pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
         alone = {piece.tensor for piece in pieces if piece.is_alone}
         taken = {entry: self._slices[entry] for entry in alone & self._slices.keys()}
@@ -107,16 +109,17 @@ class Reassembly:
             whole = self.wholes[number]
             found = place(whole.name, whole.shape, whole.dtype)
             if found is not None:
-                self.homes[number] = found
+                self.destinations[number] = found
         for entry, (number, part) in taken.items():
-            if number in self.homes and part.num_rows == 1:
+            if number in self.destinations and part.num_rows == 1:
                 self._in_place[entry] = part.first * self.wholes[number].dtype.itemsize
 
     def make_room(self) -> None:
-        """For tensors that come in pieces, unless they have a place.
+        """Allocate scratch memory for tensors that come in pieces.
 
-        Before a broadcast is under way, for CUDA may then wait for the whole device;
-        and kept. Two, since a model looks at one tensor until it asks for the next.
+        This happens before any broadcast, because during one CUDA may wait for the
+        whole device. There are two buffers, since a model reads one tensor until it
+        asks for the next.
         """
         num_pieces = Counter(
             self._slices[piece.tensor][0]
@@ -125,11 +128,11 @@ class Reassembly:
             if piece.tensor in self._slices
         )
         self._in_pieces = {n for n, count in num_pieces.items() if count > 1}
-        self._in_pieces -= self.homes.keys()
+        self._in_pieces -= self.destinations.keys()
         self._scratch.grow(2, max((self._left[n] for n in self._in_pieces), default=0))
 
     def received(self, bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Where the messages of a bucket go: to their place, or into `buffer`."""
+        """Where each message of a bucket is received: its destination, or `buffer`."""
         received = []
         for message in bucket.messages:
             first = message[0]
@@ -137,7 +140,7 @@ class Reassembly:
                 received.append(buffer[extent(message)])
                 continue
             number, _ = self._slices[first.tensor]
-            home = self.homes[number].data
+            home = self.destinations[number].data
             if first.num_bytes < self.wholes[number].num_bytes:
                 start = self._in_place[first.tensor] + first.start
                 home = home[start : start + first.num_bytes]
@@ -145,9 +148,10 @@ class Reassembly:
         return received
 
     def complete(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[list[Data]]:
-        """The tensors that are whole with this bucket.
+        """The tensors that this bucket completes, in batches.
 
-        One from scratch memory ends its batch: the next but one is put together there.
+        A tensor in scratch memory ends its batch, because the scratch memory is reused
+        by the tensor after the next.
         """
         batch: list[Data] = []
         for piece in bucket.pieces:
@@ -159,11 +163,11 @@ class Reassembly:
             yield batch
 
     def _put(self, piece: Piece, buffer: torch.Tensor) -> Iterator[Data]:
-        """Bring a piece to its place; the tensor that is whole with it, if one is."""
+        """Copy a piece into its tensor, and yield the tensor if it is now whole."""
         if piece.tensor not in self._slices:
-            return  # a copy of what the worker takes from another rank
+            return  # the worker uses the same slice from another rank
         number, part = self._slices[piece.tensor]
-        whole, home = self.wholes[number], self.homes.get(number)
+        whole, home = self.wholes[number], self.destinations.get(number)
         size = whole.num_bytes
         if number in self._in_pieces and self._left[number] == size:
             self._num_opened += 1

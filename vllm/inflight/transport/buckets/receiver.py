@@ -1,6 +1,6 @@
-"""The receiving end: buckets come in while the tensors of earlier ones are loaded.
+"""The receiving end: buckets arrive while tensors of earlier buckets are loaded.
 
-What leaves it are whole tensors: those that are sent in slices are put together here.
+It hands out whole tensors. Tensors that were sent in slices are put together first.
 """
 
 from __future__ import annotations
@@ -11,23 +11,28 @@ from typing import TypeVar
 
 import torch
 
-from vllm.inflight.transport.buckets.buffers import Buffers, bucket_slots
+from vllm.inflight.transport.buckets.buffers import Buffers, bucket_buffers
 from vllm.inflight.transport.buckets.plan import Bucket, plan
 from vllm.inflight.transport.buckets.reassembly import Data, Place, Reassembly
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.group import Group, Pending
 from vllm.inflight.transport.waiting import WaitLimit
 
-LEAST = 2
-"""One is looked at while the next one comes."""
+MIN_BUCKETS = 2
+"""One bucket is loaded while the next one arrives."""
 
 
 class BucketWindow:
-    """Between `LEAST` and `most` buckets; starts at `most`.
+    """How many broadcasts are under way at once, from `MIN_BUCKETS` to `most`.
+
+    A broadcast that begins early takes processors of the GPU from decoding until its
+    bytes have arrived. So the window shrinks by one when a bucket was there before it
+    was needed, and grows by one after a wait longer than `target_s`. It starts at
+    `most`.
 
     Args:
-        most: buckets there is memory for.
-        target_s: longest wait for a bucket that is no reason for one more.
+        most: the number of buckets that there is memory for.
+        target_s: the longest wait for a bucket that leaves the window as it is.
 
     """
 
@@ -36,85 +41,85 @@ class BucketWindow:
         self.target_s = target_s
         self.size = most
         self.waited_s = 0.0
-        """For the last bucket."""
+        """The wait for the last bucket, in seconds."""
         self.total_s = 0.0
-        """For all buckets of this update."""
+        """The waits for all buckets of this update, in seconds."""
 
     def note(self, waited_s: float) -> None:
-        """A bucket was waited for, or (0) was there already."""
+        """Adapt the window to the wait for a bucket, in seconds; 0 if it was there."""
         self.waited_s = waited_s
         self.total_s += waited_s
         if waited_s > self.target_s:
             self.size = min(self.size + 1, self.most)
         elif waited_s == 0.0:
-            self.size = max(self.size - 1, min(LEAST, self.most))
+            self.size = max(self.size - 1, min(MIN_BUCKETS, self.most))
 
 
 T = TypeVar("T")
 
 
 class Receiver:
-    """One worker's end of a group; to make it is collective."""
+    """One worker's end of a group; the constructor is collective."""
 
     def __init__(
         self,
         group: Group,
         num_buckets: int,
-        watch: WaitLimit,
+        limit: WaitLimit,
         *,
         target_s: float = 0.002,
     ) -> None:
         self.group = group
-        self._slots = bucket_slots(group, num_buckets, watch)
+        self._slots = bucket_buffers(group, num_buckets, limit)
         self.window = BucketWindow(num_buckets, target_s)
         self._scratch = Buffers(0, 0, group.device)
-        """For tensors that come in pieces."""
+        """Memory for tensors that come in pieces."""
 
     def tensors(
-        self, announced: TensorList, watch: WaitLimit, rank: int | None = None
+        self, tensor_list: TensorList, limit: WaitLimit, rank: int | None = None
     ) -> Incoming:
-        """What was announced, as it arrives.
+        """The tensors of a transfer, as they arrive.
 
         Args:
-            announced: what the trainer is going to send.
-            watch: bounds the wait for each bucket.
-            rank: the tensor-parallel rank of this worker, whose own slices it takes
-                where several ranks hold the same.
+            tensor_list: the tensors that the trainer is about to send.
+            limit: bounds the wait for each bucket.
+            rank: this worker's tensor-parallel rank. Where several ranks hold the same
+                slice, the slice of this rank is used.
 
         Raises:
-            Malformed: it is absurdly large; nothing of it was received.
+            Malformed: the tensors would need too many buckets; nothing was received.
 
         """
         terms = self.group.terms
-        announced.require_buckets(terms.bucket_bytes)
-        buckets = plan(announced.sizes, terms.bucket_bytes, large=self.group.large)
-        assembly = Reassembly(announced, buckets, self._scratch, rank)
-        transfer = _Transfer(self.group, self._slots, self.window, buckets, assembly)
-        return Incoming(self.group, assembly, transfer.run(watch))
+        tensor_list.require_buckets(terms.bucket_bytes)
+        buckets = plan(tensor_list.sizes, terms.bucket_bytes, large=self.group.large)
+        reassembly = Reassembly(tensor_list, buckets, self._scratch, rank)
+        transfer = _Transfer(self.group, self._slots, self.window, buckets, reassembly)
+        return Incoming(self.group, reassembly, transfer.run(limit))
 
 
 class Incoming:
-    """Tensors of one transfer: an iterator of pairs, or of the pairs of a bucket.
+    """Tensors of one transfer: an iterator of (name, tensor), or of batches of them.
 
-    They are views into a bucket, or into a buffer of their own if they came in pieces;
-    those without elements come first. The current stream may still be reading
-    one when the next is asked for. To leave this before its end breaks the group:
+    A tensor is a view into a bucket, or into scratch memory if it came in pieces.
+    Tensors without elements come first. The current stream may still be reading a
+    tensor when the next one is taken. Stopping before the end breaks the group, because
     buckets are in flight.
 
-    Once it was told where tensors end up, those that are large come in there; what is
-    handed over is then that memory.
+    After `into`, large tensors are received at their destinations, and the tensors
+    handed out are that memory.
 
     Raises:
         TransferFault: a peer died, left or stalled; the group was aborted.
-        Cancelled: likewise.
+        Cancelled: the update was cancelled; the group was aborted.
 
     """
 
     def __init__(
-        self, group: Group, assembly: Reassembly, run: Iterator[list[Data]]
+        self, group: Group, reassembly: Reassembly, run: Iterator[list[Data]]
     ) -> None:
         self._group = group
-        self._assembly = assembly
+        self._reassembly = reassembly
         self._batches = self._typed(run)
         self._pairs = (pair for batch in self._batches for pair in _taken(batch))
 
@@ -125,11 +130,11 @@ class Incoming:
         return next(self._pairs)
 
     def into(self, place: Place) -> None:
-        """Receive in place what `place` knows; to be called before the first tensor."""
-        self._assembly.into(place)
+        """Receive tensors at the destinations that `place` gives; call it first."""
+        self._reassembly.into(place)
 
     def batches(self) -> Iterator[list[Pair]]:
-        """The same, as many as became whole at once."""
+        """The same tensors, in lists of those that became whole together."""
         return self._batches
 
     def _typed(self, run: Iterator[list[Data]]) -> Iterator[list[Pair]]:
@@ -137,18 +142,18 @@ class Incoming:
             for arrived in run:
                 batch = []
                 for number, data in _taken(arrived):
-                    home = self._assembly.homes.get(number)
-                    whole = self._assembly.wholes[number]
+                    home = self._reassembly.destinations.get(number)
+                    whole = self._reassembly.wholes[number]
                     if home is None:
                         tensor = data.view(whole.dtype).view(whole.shape)
                     else:
                         tensor = home.tensor
                     batch.append((whole.name, tensor))
-                    # Who holds it keeps its bucket from being used again.
+                    # A reference would keep its bucket from being used again.
                     del data, tensor
                 yield batch
                 batch.clear()
-            # What the next transfer writes comes after what is still being read.
+            # The next transfer must write after the reads of this one.
             self._group.follow()
         except BaseException as error:
             self._group.abort(f"stopped receiving: {error or type(error).__name__}")
@@ -156,14 +161,14 @@ class Incoming:
 
 
 def _taken(items: list[T]) -> Iterator[T]:
-    """Every item, which the list does not hold any more."""
+    """Every item, removed from the list."""
     items.reverse()
     while items:
         yield items.pop()
 
 
 class _Transfer:
-    """One pass through the buckets."""
+    """One pass through the buckets of a plan."""
 
     def __init__(
         self,
@@ -171,43 +176,43 @@ class _Transfer:
         slots: Buffers,
         window: BucketWindow,
         buckets: Sequence[Bucket],
-        assembly: Reassembly,
+        reassembly: Reassembly,
     ) -> None:
         self._group = group
         self._slots = slots
         self._window = window
         self._buckets = buckets
-        self._assembly = assembly
+        self._reassembly = reassembly
         self._begun = 0
         self._in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
 
-    def run(self, watch: WaitLimit) -> Iterator[list[Data]]:
-        """The index and the bytes of every tensor, as many as may be looked at."""
-        self._assembly.make_room()
+    def run(self, limit: WaitLimit) -> Iterator[list[Data]]:
+        """The index and bytes of every tensor, in batches that are valid together."""
+        self._reassembly.make_room()
         empty = torch.empty(0, dtype=torch.uint8, device=self._group.device)
-        if without := [(number, empty) for number in self._assembly.empty]:
+        if without := [(number, empty) for number in self._reassembly.empty]:
             yield without
         for number, bucket in enumerate(self._buckets):
-            self._begin(number, watch)
+            self._begin(number, limit)
             buffer, pending = self._in_flight.popleft()
             what = f"bucket {number + 1} of {len(self._buckets)}"
-            self._window.note(watch.until(pending, what))
-            # The next ones are on their way while this one is looked at.
-            self._begin(number, watch)
+            self._window.note(limit.until(pending, what))
+            # The next buckets arrive while this one is loaded.
+            self._begin(number, limit)
             del pending
-            yield from self._assembly.complete(bucket, buffer)
+            yield from self._reassembly.complete(bucket, buffer)
 
-    def _begin(self, number: int, watch: WaitLimit) -> None:
-        """Begin as many broadcasts as there is room for, beside bucket `number`.
+    def _begin(self, number: int, limit: WaitLimit) -> None:
+        """Begin the broadcasts that the window allows, from bucket `number` on.
 
-        A bucket that is still looked at is left alone while others are in flight.
+        While broadcasts are in flight, a buffer that still has views is not used.
         """
         last = min(len(self._buckets), number + self._window.size)
         while self._begun < last and (
             not self._in_flight or self._slots.is_free(self._begun)
         ):
             buffer = self._slots.take(self._begun)
-            received = self._assembly.received(self._buckets[self._begun], buffer)
-            pending = self._group.broadcast(received, watch)
+            received = self._reassembly.received(self._buckets[self._begun], buffer)
+            pending = self._group.broadcast(received, limit)
             self._in_flight.append((buffer, pending))
             self._begun += 1

@@ -1,8 +1,8 @@
-"""An announcement: names, dtypes and shapes of the tensors that are about to come.
+"""The tensor list: names, dtypes and shapes of an update's tensors, sent before them.
 
-In upstream's words (`names`, `dtype_names`, `shapes`) it is the `update_info` of an
-update; both ends derive from it what is in which bucket. An entry may be a slice of its
-tensor: then `shards` says which (see tensor_slices.py).
+As upstream's `names`, `dtype_names` and `shapes`, it is the `update_info` of an update.
+Both ends derive the bucket plan from it. An entry may be a slice of its tensor; then
+`shards` has its place in the tensor (see tensor_slices.py).
 """
 
 from __future__ import annotations
@@ -19,27 +19,32 @@ from vllm.inflight.errors import Malformed, WeightsMismatch
 from vllm.inflight.transport.buckets.tensor_slices import (
     Shard,
     WholeTensor,
-    put_together,
+    assemble,
 )
 
 Pair = tuple[str, torch.Tensor]
 
-MOST_BUCKETS = 1 << 20
-"""Of an update: 16 TiB in those of 16 MiB."""
+MAX_BUCKETS = 1 << 20
+"""Most buckets of an update: 16 TiB in buckets of 16 MiB."""
 
-LARGEST_SIZE = (1 << 63) - 1
-"""Of a dimension: what torch counts with."""
+MAX_DIM_SIZE = (1 << 63) - 1
+"""Largest size of a dimension, as in torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorList:
-    """What is going to be sent, in order; checked, so that it can be believed."""
+    """The tensors and slices of an update, in order; valid once it is made.
+
+    Raises:
+        WeightsMismatch: slices do not make up their tensor.
+
+    """
 
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
     shards: tuple[Shard | None, ...] = ()
-    """Of the entries that are slices; empty if none is."""
+    """The place of each entry that is a slice; empty if no entry is."""
 
     def __post_init__(self) -> None:
         if any(self.shards):
@@ -53,11 +58,11 @@ class TensorList:
         shapes: Sequence[Any],
         shards: Sequence[Any] | None = None,
     ) -> TensorList:
-        """Read upstream's three lists, and the shards if there are any.
+        """Read upstream's three lists, and the `shards` if there are any.
 
         Raises:
-            ValueError: one of them cannot be read; it names what is wrong.
-            WeightsMismatch: slices do not make their tensor.
+            ValueError: a list cannot be read; the message names the entry.
+            WeightsMismatch: slices do not make up their tensor.
 
         """
         lists = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
@@ -82,14 +87,14 @@ class TensorList:
 
     @classmethod
     def of(cls, pairs: Iterable[Pair]) -> TensorList:
-        """Announce tensors that are at hand."""
+        """The list of tensors that are in memory."""
         facts = [(name, t.dtype, tuple(t.shape)) for name, t in pairs]
         names, dtypes, shapes = zip(*facts, strict=True) if facts else ((), (), ())
         return cls(names, dtypes, shapes)
 
     @property
     def update_info(self) -> dict[str, Any]:
-        """Plain data, for the `update_weights` of an engine."""
+        """The list as `update_info` of `update_weights`."""
         info = {
             "names": list(self.names),
             "dtype_names": [str(d).removeprefix("torch.") for d in self.dtypes],
@@ -101,18 +106,18 @@ class TensorList:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each entry."""
+        """The size of each entry, in bytes."""
         return [
             math.prod(shape) * dtype.itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
 
     def wholes(self) -> tuple[WholeTensor, ...]:
-        """The tensors that the entries make, in order."""
-        return put_together(self.names, self.dtypes, self.shapes, self.shards)
+        """The whole tensors that the entries make up, in order."""
+        return assemble(self.names, self.dtypes, self.shapes, self.shards)
 
     def require_ranks(self, num_ranks: int) -> None:
-        """Raise `WeightsMismatch` if a slice is of a rank that there is not."""
+        """Raise `WeightsMismatch` if a slice is for a rank that does not exist."""
         for name, shard in zip(self.names, self.shards, strict=False):
             if shard is None or shard.rank is None or shard.rank < num_ranks:
                 continue
@@ -125,41 +130,44 @@ class TensorList:
             )
 
     def require_buckets(self, bucket_bytes: int) -> None:
-        """Raise `Malformed` if it would take absurdly many buckets of that size.
+        """Raise `Malformed` if the tensors would need more than `MAX_BUCKETS` buckets.
 
-        Each is planned before the first comes, and a shape is only a few bytes to send.
+        All buckets are planned before the first arrives. A hostile shape of a few bytes
+        could otherwise exhaust memory.
         """
         total = sum(sizes := self.sizes)
-        if total // bucket_bytes <= MOST_BUCKETS:
+        if total // bucket_bytes <= MAX_BUCKETS:
             return
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         raise Malformed(
-            f"{total} bytes are announced, in more than {MOST_BUCKETS} buckets of "
+            f"the tensor list has {total} bytes, in more than {MAX_BUCKETS} buckets of "
             f"{bucket_bytes}; the largest is {self.names[largest]!r:.300} with the "
             f"shape {self.shapes[largest]!r:.300}"
         )
 
     def checked(self, pairs: Iterable[Pair]) -> Iterator[tuple[int, torch.Tensor]]:
-        """The bytes of each tensor of `pairs`, with its index; in order, as announced.
+        """The index and the bytes of each tensor of `pairs`, which must match the list.
 
         Raises:
-            ValueError: they are not what was announced; the receivers, who wait for
-                that, would read one tensor as another.
+            ValueError: the tensors differ from the list. The receivers would read one
+                tensor as another.
 
         """
         index = -1
         for index, (name, tensor) in enumerate(pairs):
             if index == len(self.names):
-                raise ValueError(f"{name!r} was not announced")
+                raise ValueError(f"{name!r} is not in the tensor list")
             found = name, tensor.dtype, tuple(tensor.shape)
             expected = self.names[index], self.dtypes[index], self.shapes[index]
             if found != expected:
-                raise ValueError(f"announced was {expected}, to be sent is {found}")
+                raise ValueError(
+                    f"the tensor list has {expected}, the source yields {found}"
+                )
             yield index, _bytes(tensor)
         if index + 1 < len(self.names):
             raise ValueError(
-                f"{self.names[index + 1]!r} and what follows it were announced, but "
-                "there are no more tensors"
+                f"{self.names[index + 1]!r} and all later entries of the tensor list "
+                "are missing: there are no more tensors"
             )
 
 
@@ -168,8 +176,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return plain.reshape(-1).view(torch.uint8)
 
 
-# Decoding waits for what is done here, and there may be ten thousand tensors: what can
-# be looked at all together is, and one by one only if something is wrong.
+# Decoding waits while a list is read, and a list may have ten thousand tensors. So all
+# entries are checked together, and one by one only to find a wrong entry.
 
 
 def _dtypes(names: Sequence[str], given: Sequence[Any]) -> tuple[torch.dtype, ...]:
@@ -186,12 +194,12 @@ def _shapes(names: Sequence[str], given: Sequence[Any]) -> tuple[tuple[int, ...]
     if set(map(type, given)) <= {list, tuple}:
         sizes = list(chain.from_iterable(given))
         are_sizes = set(map(type, sizes)) <= {int} and min(sizes, default=0) >= 0
-        if are_sizes and max(sizes, default=0) <= LARGEST_SIZE:
+        if are_sizes and max(sizes, default=0) <= MAX_DIM_SIZE:
             return tuple(map(tuple, given))
     return tuple(map(_shape, names, given))
 
 
-def _dtype(name: str, dtype_name: Any) -> torch.dtype:
+def _dtype(name: str, dtype_name: object) -> torch.dtype:
     plain = dtype_name.removeprefix("torch.") if isinstance(dtype_name, str) else ""
     dtype = getattr(torch, plain, None)
     if not isinstance(dtype, torch.dtype):
@@ -199,9 +207,9 @@ def _dtype(name: str, dtype_name: Any) -> torch.dtype:
     return dtype
 
 
-def _shape(name: str, shape: Any) -> tuple[int, ...]:
+def _shape(name: str, shape: object) -> tuple[int, ...]:
     if not isinstance(shape, list | tuple) or not all(
-        type(size) is int and 0 <= size <= LARGEST_SIZE for size in shape
+        type(size) is int and 0 <= size <= MAX_DIM_SIZE for size in shape
     ):
         raise ValueError(f"{name!r} cannot have the shape {shape!r:.300}")
     return tuple(shape)

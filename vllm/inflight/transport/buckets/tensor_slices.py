@@ -1,8 +1,8 @@
-"""Shards: slices of tensors, as a trainer that is itself tensor-parallel holds them.
+"""Tensor slices (shards), as a tensor-parallel trainer holds them.
 
-A tensor may be announced slice by slice: entries of one name, one behind the other, in
-any order. Every worker puts them together to the tensor of the checkpoint, so that
-digest, plan and place are what they are for one that comes in one piece.
+A tensor may be listed slice by slice: entries with one name, which follow one another
+in any order. Every worker puts the slices together to the tensor of the checkpoint. So
+digest, replay plan and destination are the same as for a tensor in one piece.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from vllm.inflight.errors import Cause, WeightsMismatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Which slice of its tensor an entry is; the entry's shape is the slice's."""
+    """The place of a slice in its tensor. The slice's shape is in its entry."""
 
     dim: int
-    """The dimension that the tensor is cut along, counted from 0."""
+    """The dimension that the tensor is cut along, from 0."""
     start: int
-    """Index of the slice's first row, column, ... in it."""
+    """The slice's first index in that dimension."""
     size: int
-    """Of the whole tensor in that dimension."""
+    """The size of the whole tensor in that dimension."""
     rank: int | None = None
-    """The tensor-parallel rank that holds it. Ranks may hold the same slice: a worker
-    takes the one of its own rank, or else of the lowest."""
+    """The tensor-parallel rank that holds the slice, if any. Several ranks may hold the
+    same slice. A worker uses the slice of its own rank, or else of the lowest rank."""
 
     @classmethod
-    def parse(cls, name: str, given: Any) -> Shard | None:
+    def parse(cls, name: str, given: object) -> Shard | None:
         """Read an entry of `shards`; raises `ValueError` naming what is wrong."""
         if given is None:
             return None
@@ -53,35 +53,35 @@ class Shard:
 
     @property
     def order(self) -> tuple[int, int]:
-        """By what the slices of a tensor are sorted: place, then rank."""
+        """The sort key of a tensor's slices: start, then rank."""
         return self.start, -1 if self.rank is None else self.rank
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As `parse` reads it."""
+        """The slice as JSON, as `parse` reads it."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """An entry as a part of its tensor: a run of elements in each of some rows."""
+    """A slice as runs of elements: one run in each row of its tensor."""
 
     entry: int
-    """Its index among all entries."""
+    """The index of the slice's entry in the tensor list."""
     num_rows: int
-    """The tensor's rows, here: all that lies before the dimension of the cut."""
+    """The number of rows: the product of the dimensions before the cut one."""
     first: int
-    """The first element of the run, counted in a row of the tensor."""
+    """The first element of the run in each row of the tensor."""
     width: int
-    """Elements of a run."""
+    """The number of elements of a run."""
 
     def lay(self, tensor: torch.Tensor, start: int, data: torch.Tensor) -> None:
-        """Copy elements of the slice to where they belong in the tensor.
+        """Copy elements of the slice to their places in the tensor.
 
         Args:
-            tensor: all of it, contiguous, [n].
-            start: the first of them, counted in the slice.
-            data: those that follow it there, [m].
+            tensor: the whole tensor, contiguous, [n].
+            start: the index of the first copied element in the slice.
+            data: the copied elements, [m].
 
         """
         runs = tensor.view(self.num_rows, -1)[:, self.first : self.first + self.width]
@@ -99,41 +99,41 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class WholeTensor:
-    """A tensor as the model knows it, and the entries that bring it."""
+    """A tensor of the checkpoint, and the entries that bring it."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     places: tuple[Mapping[int | None, TensorSlice], ...]
-    """For each of its parts, one behind the other, the slice of every rank that has it,
-    the lowest first."""
+    """For each part of the tensor, in order: rank -> that rank's slice, the lowest rank
+    first."""
     num_bytes: int = field(init=False)
-    """Of all of it."""
+    """The size of the whole tensor, in bytes."""
 
     def __post_init__(self) -> None:
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
         object.__setattr__(self, "num_bytes", num_bytes)
 
     def taken(self, rank: int | None) -> Iterator[TensorSlice]:
-        """The slices that the worker of a tensor-parallel rank puts together."""
+        """The slices that a worker of a tensor-parallel rank uses."""
         for held in self.places:
             yield held.get(rank) or next(iter(held.values()))
 
 
 @functools.lru_cache(maxsize=8)
-def put_together(
+def assemble(
     names: tuple[str, ...],
     dtypes: tuple[torch.dtype, ...],
     shapes: tuple[tuple[int, ...], ...],
     shards: tuple[Shard | None, ...],
 ) -> tuple[WholeTensor, ...]:
-    """The tensors that entries make, in order; `shards` is empty if none is cut.
+    """The whole tensors that entries make up, in order; empty `shards` means no slices.
 
-    They are remembered: the same are asked for at every update.
+    The result is cached, because every update asks for the same.
 
     Raises:
-        WeightsMismatch: slices are not all of their tensor, or more than that, or
-            do not follow one another; with its name.
+        WeightsMismatch: slices leave a gap in their tensor, overlap, or do not follow
+            one another; the error names the tensor.
 
     """
     if not any(shards):
@@ -172,13 +172,13 @@ class _Entry(NamedTuple):
 
 
 def _joined(run: list[_Entry]) -> WholeTensor:
-    """The tensor that all slices of one name make."""
+    """The whole tensor that all slices of one name make up."""
     name = run[0].name
     cuts = [(entry, entry.shard) for entry in run if entry.shard is not None]
     forms = {_form(entry, shard) for entry, shard in cuts}
     if len(forms) > 1:
-        told = ", ".join(sorted(f"{list(s)} {d} by dim {dim}" for d, s, dim in forms))
-        raise _wrong(name, f"its slices are not of one tensor but of {told}")
+        found = ", ".join(sorted(f"{list(s)} {d} by dim {dim}" for d, s, dim in forms))
+        raise _wrong(name, f"its slices are not of one tensor but of {found}")
     ((dtype, whole, dim),) = forms
     num_rows, inner = math.prod(whole[:dim]), math.prod(whole[dim + 1 :])
     places: list[dict[int | None, TensorSlice]] = []
@@ -202,7 +202,7 @@ def _joined(run: list[_Entry]) -> WholeTensor:
 
 
 def _form(entry: _Entry, shard: Shard) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Dtype and shape of the tensor that a slice is of, and the dim it is cut along."""
+    """Dtype and shape of a slice's whole tensor, and the dimension of the cut."""
     _, name, dtype, shape, _ = entry
     dim, size = shard.dim, shard.size
     if dim >= len(shape):

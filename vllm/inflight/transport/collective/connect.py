@@ -1,4 +1,4 @@
-"""How a group comes to be, over the wire that all who meet have agreed on."""
+"""Opening a group, once its ranks have met at a rendezvous."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from vllm.inflight.transport.waiting import WaitLimit
 
 
 def open_group(
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     device: torch.device,
-    watch: WaitLimit,
+    limit: WaitLimit,
     *,
     max_ctas: int | None = 8,
 ) -> Group:
-    """The group of all who come to the meeting; every rank calls it.
+    """Open the group of a rendezvous; every rank must call this.
 
     Args:
-        meeting: hosted or joined; used up by this.
-        device: where the buffers of this rank are.
-        watch: bounds each of the steps.
+        rendezvous: hosted or joined; it cannot be used for another group.
+        device: the device of this rank's buffers.
+        limit: bounds each step.
         max_ctas: most thread blocks that NCCL may take from other work on the GPU.
 
     Raises:
-        Malformed: there is no such wire.
-        TransferFault: somebody did not come, or it does not work.
+        Malformed: the terms name an unknown library.
+        TransferFault: a rank did not come, or could not connect.
 
     """
-    wire = meeting.terms.wire
+    wire = rendezvous.terms.wire
     try:
-        meeting.gather(watch)
+        rendezvous.gather(limit)
         if wire == "gloo":
-            return GlooGroup(meeting, device, watch)
+            return GlooGroup(rendezvous, device, limit)
         if wire == "nccl":
-            return NcclGroup(meeting, device, watch, max_ctas=max_ctas)
+            return NcclGroup(rendezvous, device, limit, max_ctas=max_ctas)
         raise Malformed(f"there is no wire {wire!r}, only 'nccl' and 'gloo'")
     except BaseException as error:
-        meeting.end(f"could not open the group: {error}")
+        rendezvous.end(f"could not open the group: {error}")
         if isinstance(error, DistError | OSError):
             raise TransferFault(f"the trainer was lost: {error}") from error
         raise

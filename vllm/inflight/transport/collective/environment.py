@@ -1,4 +1,4 @@
-"""What the process's environment has to be while an NCCL group is opened."""
+"""The environment variables of the process while an NCCL group is opened."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from contextlib import ExitStack, contextmanager
 
 from vllm.inflight import upstream
 
+# The environment belongs to the process, and so do these: engines of one process that
+# open groups at the same time must share them.
 _lock = threading.Lock()
-_inside = 0
-_taken = ExitStack()
+_num_inside = 0
+_removal = ExitStack()
 
 
 @contextmanager
 def unpinned() -> Iterator[None]:
-    """Without the NCCL variables that upstream sets for its own groups.
+    """A context without the NCCL variables that upstream sets for its own groups.
 
-    A trainer has not got them. Groups may open in several threads at once: the first
-    takes the variables away and the last one brings them back.
+    A trainer's process does not have these variables, and all ranks must agree. Several
+    threads may open groups at once: the first removes the variables, and the last
+    restores them.
     """
-    global _inside
+    global _num_inside
     with _lock:
-        if not _inside:
-            _taken.enter_context(upstream.unpinned_nccl_env())
-        _inside += 1
+        if not _num_inside:
+            _removal.enter_context(upstream.unpinned_nccl_env())
+        _num_inside += 1
     try:
         yield
     finally:
         with _lock:
-            _inside -= 1
-            if not _inside:
-                _taken.close()
+            _num_inside -= 1
+            if not _num_inside:
+                _removal.close()

@@ -1,4 +1,4 @@
-"""A group over gloo: CPU memory over TCP, for tests, laptops and CPU engines."""
+"""A group over gloo: CPU memory over TCP, for CPU engines and tests."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ import torch.distributed
 
 from vllm.inflight.errors import TransferFault
 from vllm.inflight.transport.collective.rendezvous import Member
-from vllm.inflight.transport.group import LARGE, Pending, lost, told_why
+from vllm.inflight.transport.group import LARGE, Pending, group_ended, naming_the_peer
 from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 _Gloo: Any = torch.distributed.ProcessGroupGloo  # its options are untyped
 
 
 class GlooGroup:
-    """Implements `Group`. Gloo has a thread of its own, so nothing here blocks."""
+    """Implements `Group`. Gloo works in a thread of its own, so no call blocks."""
 
     large = LARGE
 
-    def __init__(self, meeting: Member, device: torch.device, watch: WaitLimit) -> None:
-        self.terms = meeting.terms
+    def __init__(
+        self, rendezvous: Member, device: torch.device, limit: WaitLimit
+    ) -> None:
+        self.terms = rendezvous.terms
         self.device = device
         self.ended: str | None = None
-        self._meeting = meeting
-        with told_why(meeting.lifeline):
-            self._gloo: Any = _connected(meeting, watch)
+        self._rendezvous = rendezvous
+        with naming_the_peer(rendezvous.liveness):
+            self._gloo: Any = _connected(rendezvous, limit)
 
-    def broadcast(self, buffers: Sequence[torch.Tensor], watch: WaitLimit) -> Pending:
+    def broadcast(self, buffers: Sequence[torch.Tensor], limit: WaitLimit) -> Pending:
         """Begin to send or receive; see `Group.broadcast`."""
-        del watch  # gloo only enters it in a queue
+        del limit  # gloo only enqueues the broadcast
         if self.ended is not None:
-            raise lost(self.ended)
+            raise group_ended(self.ended)
         works = [self._gloo.broadcast(buffer, 0) for buffer in buffers]
 
         def ready() -> bool:
             if self.ended is not None:
-                raise lost(self.ended)
+                raise group_ended(self.ended)
             failure = None
             if all(work.is_completed() for work in works):
                 try:
@@ -48,23 +50,23 @@ class GlooGroup:
                     return True
                 except RuntimeError as error:
                     failure = f"gloo says {str(error).splitlines()[0]}"
-            # Looked at second: who has sent everything may leave. Who leaves says
-            # why before gloo finds the connection closed.
-            failure = self._meeting.lifeline.fault() or failure
+            # Liveness is checked after completion: a peer may leave once it has sent
+            # everything. Its reason arrives before gloo finds the connection closed.
+            failure = self._rendezvous.liveness.fault() or failure
             if failure is not None:
-                raise lost(failure)
+                raise group_ended(failure)
             return False
 
         return ready
 
     def follow(self) -> None:
-        """There are no streams on a CPU."""
+        """Do nothing: a CPU has no streams."""
 
     def abort(self, reason: str) -> None:
-        """Let go; gloo's thread ends by itself when its own time is up.
+        """Leave at once; gloo's thread ends later, at its own timeout.
 
-        Gloo cannot be interrupted, and to wait for its thread is all its destructor
-        does, so a thread of ours does the waiting.
+        Gloo cannot be interrupted. Its destructor waits for its thread, so a background
+        thread runs the destructor.
         """
         if self.ended is None:
             gloo = [self._gloo]
@@ -72,27 +74,31 @@ class GlooGroup:
             in_background(gloo.clear)
 
     def close(self) -> None:
-        """Leave; gloo is idle and gone at once."""
+        """Leave the group; gloo is idle, so it ends at once."""
         if self.ended is None:
             self._leave("has left the group")
 
     def _leave(self, reason: str) -> None:
         self.ended = reason
-        self._meeting.end(reason)
+        self._rendezvous.end(reason)
         self._gloo = None
 
 
-def _connected(meeting: Member, watch: WaitLimit) -> Any:
-    """Torch's process group of all ranks; raises `TransferFault`, `OSError`."""
+def _connected(rendezvous: Member, limit: WaitLimit) -> Any:
+    """Torch's process group of all ranks; raises `TransferFault` or `OSError`."""
     options = _Gloo._Options()
-    # The address that the trainer reaches us by; the host's own name may lead to
-    # another interface.
-    options._devices = [_Gloo.create_device(hostname=meeting.own_address())]
-    options._timeout = timedelta(seconds=watch.timeout_s)
+    # The interface through which this host reaches the trainer. The host's own name
+    # may belong to another interface.
+    options._devices = [_Gloo.create_device(hostname=rendezvous.own_address())]
+    options._timeout = timedelta(seconds=limit.timeout_s)
     options._threads = 1  # one bucket after another
-    store, rank, world_size = meeting.store, meeting.rank, meeting.terms.world_size
+    store, rank, world_size = (
+        rendezvous.store,
+        rendezvous.rank,
+        rendezvous.terms.world_size,
+    )
     connecting = in_background(lambda: _Gloo(store, rank, world_size, options))
     try:
-        return watch.result(connecting, "gloo to connect all ranks")
+        return limit.result(connecting, "gloo to connect all ranks")
     except RuntimeError as error:
         raise TransferFault(f"gloo could not connect all ranks: {error}") from error

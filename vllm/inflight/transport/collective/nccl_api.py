@@ -1,7 +1,8 @@
-"""The dozen functions of libnccl that a wire needs, and their two structs.
+"""The dozen functions of libnccl that a group needs, and two structs.
 
-By ctypes on the very library that torch has loaded, so no toolkit and no compiler is
-needed. The layouts are those of `nccl.h`, whose structs only ever grow at the end.
+They are called by ctypes in the library that torch has loaded, so neither a toolkit nor
+a compiler is needed. The struct layouts are those of `nccl.h`, where structs only grow
+at the end.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 from vllm.inflight.errors import EngineFault, TransferFault
 
 LIBRARY = "libnccl.so.2"
 SUCCESS, IN_PROGRESS = 0, 7
 UINT8 = 1
-OLDEST = 21800
-"""2.18, the first whose config has `splitShare`."""
+MIN_VERSION = 21800
+"""NCCL 2.18, the first version whose config has `splitShare`."""
 
 MAGIC = 0xCAFEBEEF
 UNDEFINED = -(2**31)
@@ -30,11 +30,11 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """`ncclConfig_t` up to `trafficClass`, which is 48 bytes without padding.
+    """`ncclConfig_t` up to `trafficClass`: 48 bytes without padding.
 
-    NCCL copies the first `size` bytes over its own defaults; what it knows beyond
-    them stays undefined. 2.18, whose struct ends before `trafficClass`, pads it to the
-    same 48 bytes.
+    NCCL copies the first `size` bytes over its own defaults. Later fields keep their
+    defaults. In 2.18 the struct ends before `trafficClass`, and is padded to the same
+    48 bytes.
     """
 
     _fields_ = [
@@ -52,12 +52,12 @@ class Config(ctypes.Structure):
 
 
 def config(version: int, *, max_ctas: int | None = None) -> Config:
-    """A config of a communicator that never blocks its caller.
+    """The config of a non-blocking communicator.
 
     Args:
-        version: of the library.
-        max_ctas: most thread blocks it may take, the same on all ranks; None for a
-            group in which another rank has left that to NCCL.
+        version: the version of the library.
+        max_ctas: most thread blocks that the communicator may take; must be equal on
+            all ranks. None leaves it to NCCL, as ranks that torch opens do.
 
     """
     bounded = max_ctas is not None
@@ -76,7 +76,7 @@ def config(version: int, *, max_ctas: int | None = None) -> Config:
 
 
 _COMM, _STREAM, _POINTER = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-SIGNATURES: dict[str, list[Any]] = {
+SIGNATURES: dict[str, list[type]] = {
     "ncclGetVersion": [ctypes.POINTER(ctypes.c_int)],
     "ncclGetUniqueId": [ctypes.POINTER(UniqueId)],
     "ncclCommInitRankConfig": [
@@ -102,11 +102,16 @@ SIGNATURES: dict[str, list[Any]] = {
     "ncclCommDestroy": [_COMM],
     "ncclCommAbort": [_COMM],
 }
-"""All return `ncclResult_t`."""
+"""Function -> types of its arguments; all functions return `ncclResult_t`."""
 
 
 class Library:
-    """The loaded library; every call may answer that it is still in progress."""
+    """The loaded library. Every call may return that it is still in progress.
+
+    Raises:
+        EngineFault: there is no libnccl, or it is too old.
+
+    """
 
     def __init__(self) -> None:
         library = _load()
@@ -122,27 +127,27 @@ class Library:
         number = ctypes.c_int()
         self.call("ncclGetVersion", ctypes.byref(number))
         self.version = number.value
-        if self.version < OLDEST:
-            raise EngineFault(f"NCCL {self.version} is older than {OLDEST}")
+        if self.version < MIN_VERSION:
+            raise EngineFault(f"NCCL {self.version} is older than {MIN_VERSION}")
 
-    def call(self, name: str, *arguments: Any) -> bool:
-        """Whether it is done at once; raises `TransferFault` if it failed."""
-        return self.judge(name, getattr(self._library, name)(*arguments))
+    def call(self, name: str, *arguments: object) -> bool:
+        """Call a function; False if it is in progress. Raises `TransferFault`."""
+        return self.check_result(name, getattr(self._library, name)(*arguments))
 
     def unique_id(self) -> bytes:
-        """A new name for a communicator; 128 bytes."""
+        """A new id for a communicator; 128 bytes."""
         unique = UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(unique))
         return bytes(unique)
 
     def state(self, comm: ctypes.c_void_p) -> bool:
-        """Whether `comm` has done what it was given; raises if it failed."""
+        """Whether `comm` has no call in progress; raises `TransferFault`."""
         state = ctypes.c_int()
         self.call("ncclCommGetAsyncError", comm, ctypes.byref(state))
-        return self.judge("the communicator", state.value)
+        return self.check_result("the communicator", state.value)
 
-    def judge(self, what: str, result: int) -> bool:
-        """Read an `ncclResult_t`."""
+    def check_result(self, what: str, result: int) -> bool:
+        """Whether an `ncclResult_t` is success; raises `TransferFault` for an error."""
         if result not in (SUCCESS, IN_PROGRESS):
             text = self._library.ncclGetErrorString(result).decode()
             last = (self._library.ncclGetLastError(None) or b"").decode().strip()
@@ -154,7 +159,9 @@ class Library:
 
 def _load() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(LIBRARY)  # by its name: the one already loaded
+        return ctypes.CDLL(
+            LIBRARY
+        )  # this name gives the library that is already loaded
     except OSError:
         spec = importlib.util.find_spec("nvidia.nccl") if _has("nvidia") else None
         for folder in spec.submodule_search_locations or () if spec else ():

@@ -1,10 +1,10 @@
-"""Backends `inflight_nccl` and `inflight_gloo`: a trainer sends to all workers at once.
+"""Backends `inflight_nccl` and `inflight_gloo`: a trainer broadcasts to all workers.
 
-The trainer is rank 0; a worker's rank is `rank_offset` plus its index over data
-parallel replicas and the ranks of one. `update_info` is what upstream's dense backend
-is told: `names`, `dtype_names` and `shapes`, in the order of the bytes; and `shards`,
-where tensors come in slices (see tensor_slices.py). After a failure nothing of the
-group is left; the next `init_weight_transfer_engine` makes a new one.
+The trainer is rank 0. A worker's rank is `rank_offset` plus its `worker_index`. The
+`update_info` has the fields of upstream's dense backend: `names`, `dtype_names` and
+`shapes`, in the order of the bytes. If tensors come in slices, it also has `shards`
+(see tensor_slices.py). A failure ends the group; the next `init_weight_transfer_engine`
+opens a new one.
 """
 
 from __future__ import annotations
@@ -30,26 +30,31 @@ from vllm.inflight.transport.waiting import WaitLimit, check_timeout
 
 @dataclass(kw_only=True)
 class BroadcastInitInfo(upstream.WeightTransferInitInfo):
-    """Where the trainer is, and the group it opens there."""
+    """The trainer's address and the group that it opens there.
+
+    Raises:
+        ValueError: a field is out of range; the message names it.
+
+    """
 
     wire: ClassVar[str]
 
     master_address: str
     master_port: int
     world_size: int
-    """The trainer and every worker of every engine."""
+    """The number of ranks: the trainer and every worker of every engine."""
     bucket_bytes: int
-    """Of the largest message; a multiple of 256."""
+    """The size of a bucket, and of the largest message; a multiple of 256."""
     rank_offset: int = 1
     """The rank of this engine's first worker; the trainer is rank 0."""
     num_buckets: int = 3
-    """How many buckets a worker holds; all but one are in flight while it loads."""
+    """The number of buckets of a worker. All but one are in flight while it loads."""
     packed: bool = True
     timeout_s: float = 120.0
-    """Longest wait for the other ranks, and later for any one bucket."""
+    """Longest wait for the other ranks, and later for each bucket, in seconds."""
     target_bucket_ms: float = 2.0
-    """A bucket that is waited for longer has one more of them begun ahead of its time,
-    up to `num_buckets`."""
+    """The longest wait for a bucket that changes nothing. After a longer wait, one more
+    bucket is begun early, up to `num_buckets`."""
 
     def __post_init__(self) -> None:
         whole = ("master_port", "world_size", "bucket_bytes", "rank_offset")
@@ -75,7 +80,7 @@ class BroadcastInitInfo(upstream.WeightTransferInitInfo):
 
     @property
     def terms(self) -> Terms:
-        """What the trainer must have opened; raises `ValueError`."""
+        """The terms that the trainer's group must have; raises `ValueError`."""
         return Terms(
             wire=self.wire, world_size=self.world_size, bucket_bytes=self.bucket_bytes
         )
@@ -83,7 +88,7 @@ class BroadcastInitInfo(upstream.WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class GlooInitInfo(BroadcastInitInfo):
-    """Of `inflight_gloo`."""
+    """The `init_info` of `inflight_gloo`."""
 
     wire: ClassVar[str] = "gloo"
 
@@ -92,33 +97,39 @@ class GlooInitInfo(BroadcastInitInfo):
 
 @dataclass(kw_only=True)
 class NcclInitInfo(BroadcastInitInfo):
-    """Of `inflight_nccl`."""
+    """The `init_info` of `inflight_nccl`."""
 
     wire: ClassVar[str] = "nccl"
 
     bucket_bytes: int = 256 << 20
     max_ctas: int = 8
-    """Most thread blocks a broadcast may take from decoding."""
+    """Most thread blocks that a broadcast may take from decoding."""
 
 
 @dataclass
 class BroadcastUpdateInfo(upstream.WeightTransferUpdateInfo):
-    """What is about to be sent."""
+    """The tensors that the trainer is about to send.
+
+    Raises:
+        ValueError: a field cannot be read; the message names it.
+        WeightsMismatch: slices do not make up their tensor.
+
+    """
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     shards: list[dict[str, Any] | None] | None = None
-    announced: TensorList = field(init=False, repr=False)
+    tensor_list: TensorList = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.announced = TensorList.parse(
+        self.tensor_list = TensorList.parse(
             self.names, self.dtype_names, self.shapes, self.shards
         )
 
 
 class BroadcastEngine(StagedEngine):
-    """One worker's end."""
+    """One worker's end of the group."""
 
     init_info_cls: type[BroadcastInitInfo]
     update_info_cls = BroadcastUpdateInfo
@@ -127,17 +138,17 @@ class BroadcastEngine(StagedEngine):
     packed: ClassVar[bool] = True
     """Tensors travel in buckets; see release_fields.py."""
     timeout_s = 0.0
-    """Longest wait for any one bucket; the one of `init_info`."""
+    """Longest wait for each bucket, in seconds; from `init_info`."""
 
     _group: Group | None = None
     _receiver: Receiver | None = None
 
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
-        """Join the trainer's group; what was joined before is left.
+        """Leave the group joined before, and join the trainer's group.
 
         Raises:
-            Malformed: this worker has no place in such a group.
-            TransferFault: not everybody came within `timeout_s`.
+            Malformed: the group does not fit this worker's device, rank or terms.
+            TransferFault: a rank did not come within `timeout_s`.
             EngineFault: there is no memory for the buckets.
 
         """
@@ -148,26 +159,26 @@ class BroadcastEngine(StagedEngine):
                 f"engine runs on {self.device.type}"
             )
         index = worker_index(self.parallel_config)
-        watch = WaitLimit(init_info.timeout_s, self._is_cancelled)
+        limit = WaitLimit(init_info.timeout_s, self._is_cancelled)
         with self._environment():
-            meeting = Rendezvous.join(
+            rendezvous = Rendezvous.join(
                 init_info.terms,
                 init_info.master_address,
                 init_info.master_port,
                 init_info.rank_offset + index,
-                watch,
+                limit,
             )
             group = open_group(
-                meeting,
+                rendezvous,
                 self.device,
-                watch,
+                limit,
                 max_ctas=getattr(init_info, "max_ctas", None),
             )
             try:
                 self._receiver = Receiver(
                     group,
                     init_info.num_buckets,
-                    watch,
+                    limit,
                     target_s=init_info.target_bucket_ms / 1e3,
                 )
             except torch.OutOfMemoryError as error:
@@ -178,26 +189,26 @@ class BroadcastEngine(StagedEngine):
         self._group, self.timeout_s = group, init_info.timeout_s
 
     def start_weight_update(self) -> None:
-        """Nothing of this update was waited for yet."""
+        """Begin an update, with a wait time of 0."""
         super().start_weight_update()
         if self._receiver is not None:
             self._receiver.window.total_s = 0.0
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
-        """Load what the trainer sends.
+        """Load the tensors that the trainer sends.
 
-        If the model refuses a tensor, the rest is received and dropped, so that the
-        group is good for the next update.
+        If the model rejects a tensor, the rest is received and dropped, so that the
+        group can serve the next update.
 
         Raises:
-            WeightsMismatch: a slice is of a rank that this engine has not.
+            WeightsMismatch: a slice is for a rank that this engine does not have.
             TransferFault: there is no group, or it broke.
-            Cancelled: the update is not wanted any more; the group is gone.
+            Cancelled: the update was cancelled; the group has ended.
 
         """
-        announced = update_info.announced
+        tensor_list = update_info.tensor_list
         num_ranks = self.parallel_config.tensor_parallel_size
-        announced.require_ranks(num_ranks)
+        tensor_list.require_ranks(num_ranks)
         if self._group is None:
             raise TransferFault(
                 "this worker is in no transfer group; call "
@@ -208,17 +219,17 @@ class BroadcastEngine(StagedEngine):
                 f"the last transfer broke off ({self._group.ended}); call "
                 "init_weight_transfer_engine again"
             )
-        watch = WaitLimit(self.timeout_s, self._is_cancelled)
+        limit = WaitLimit(self.timeout_s, self._is_cancelled)
         rank = rank_in_engine(self.parallel_config) % num_ranks
         try:
-            self.load_all(self._receiver.tensors(announced, watch, rank))
+            self.load_all(self._receiver.tensors(tensor_list, limit, rank))
         finally:
             if self._group.ended is not None:
                 self._receiver = None  # and its buckets
 
     @property
     def gauges(self) -> dict[str, float]:
-        """The window in buckets and in bytes, and what was waited for the wire."""
+        """The window in buckets and bytes, and the waits for buckets."""
         if self._group is None or self._receiver is None:
             return {}
         window = self._receiver.window
@@ -230,7 +241,7 @@ class BroadcastEngine(StagedEngine):
         }
 
     def shutdown(self) -> None:
-        """Leave the group; its connections, threads and buckets are gone."""
+        """Leave the group and free its connections, threads and buckets."""
         group, self._group, self._receiver = self._group, None, None
         if group is not None:
             group.close()
@@ -239,7 +250,7 @@ class BroadcastEngine(StagedEngine):
         return self.cancelled()
 
     def _environment(self) -> AbstractContextManager[None]:
-        """What the process's environment has to be while a group is opened."""
+        """A context that sets the process's environment while a group is opened."""
         return nullcontext()
 
 

@@ -1,7 +1,7 @@
-"""A meeting: where the ranks of a group find each other and agree on its terms.
+"""A rendezvous: where the ranks of a group find each other and compare its terms.
 
-The trainer, rank 0, hosts it: a `TCPStore` on an address the workers were told. What
-a worker expects of the group is compared there with what the trainer intends.
+The trainer, rank 0, hosts a `TCPStore` at an address that the workers know. It leaves
+the terms of the group there, and each worker compares them with its own.
 """
 
 from __future__ import annotations
@@ -22,77 +22,93 @@ from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 TERMS = "terms"
 STORE_S = 60.0
-"""For the trainer to reach its own store: torch asks the DNS for names to log."""
+"""Longest time for the trainer to reach its own store. Torch looks names up in the DNS
+to log them."""
 
 KNOCK_S = 0.2
-"""Longest try to reach the trainer's port, and the time between two."""
+"""The timeout of one try to reach the trainer's port, and the time between two
+tries."""
+
+
+class KeyStore(Protocol):
+    """What is used of a client of torch's `TCPStore`, which has no types."""
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def set(self, key: str, value: str) -> None: ...
 
 
 class Member(Protocol):
-    """A rank's place among the others, of whatever making."""
+    """What a group needs of a `Rendezvous` or a `TorchRendezvous`."""
 
     terms: Terms
     rank: int
-    lifeline: Liveness
+    liveness: Liveness
     store: Any
+    """A client of the trainer's `TCPStore`; None after `end`."""
 
     def own_address(self) -> str:
-        """The address of this host by which the trainer's host reaches it."""
+        """The address of this host on the interface that reaches the trainer."""
         ...
 
     def end(self, reason: str) -> None:
-        """Leave, and tell the others why if they can be told."""
+        """Leave, and send the other ranks the reason if there is a connection."""
         ...
 
 
 class Rendezvous:
-    """One rank's place at it."""
+    """One rank's end of a rendezvous."""
 
     def __init__(self, terms: Terms, rank: int, address: str, port: int) -> None:
         self.terms = terms
         self.rank = rank
         self.address = address
         self.port = port
-        self.lifeline = Liveness()
+        self.liveness = Liveness()
         self.store: Any = None
-        """A client of the trainer's store, good until all are there."""
+        """A client of the trainer's store; used until all ranks have connected."""
         self._server: Any = None
         self._listener: socket.socket | None = None
-        self._line_port = 0
+        self._liveness_port = 0
 
     @classmethod
     def host(cls, terms: Terms, address: str, port: int = 0) -> Rendezvous:
-        """As the trainer: be ready for workers, at any free port if `port` is 0.
+        """As the trainer: wait for workers, at any free port if `port` is 0.
 
         Raises:
-            torch.distributed.DistError: the port is taken, or the address not ours.
+            torch.distributed.DistError: the port is taken, or the address is not one
+                of this host.
 
         """
         server = _store(address, port, STORE_S, is_master=True)
-        meeting = cls(terms, 0, address, server.port)
-        meeting._server = server
+        rendezvous = cls(terms, 0, address, server.port)
+        rendezvous._server = server
         try:
-            # Not the server itself: what keeps the client would keep the port.
-            meeting.store = _store(address, server.port, STORE_S)
-            own = meeting.own_address()
+            # A client of its own: keeping the server as client would keep the port.
+            rendezvous.store = _store(address, server.port, STORE_S)
+            own = rendezvous.own_address()
             family = socket.AF_INET6 if ":" in own else socket.AF_INET
-            meeting._listener = socket.create_server((own, 0), family=family)
-            line_port = meeting._listener.getsockname()[1]
-            meeting.store.set(TERMS, json.dumps(asdict(terms) | {"line": line_port}))
+            rendezvous._listener = socket.create_server((own, 0), family=family)
+            liveness_port = rendezvous._listener.getsockname()[1]
+            rendezvous.store.set(
+                TERMS, json.dumps(asdict(terms) | {"line": liveness_port})
+            )
         except BaseException as error:
-            meeting.end(f"no worker could be told where to meet: {error}")
+            rendezvous.end(f"the rendezvous could not be opened: {error}")
             raise
-        return meeting
+        return rendezvous
 
     @classmethod
     def join(
-        cls, terms: Terms, address: str, port: int, rank: int, watch: WaitLimit
+        cls, terms: Terms, address: str, port: int, rank: int, limit: WaitLimit
     ) -> Rendezvous:
-        """As worker `rank`: find the trainer.
+        """As worker `rank`: find the trainer and compare terms.
 
         Raises:
-            Malformed: the trainer has other terms.
-            TransferFault: it is not there.
+            Malformed: the terms of the trainer differ, or `rank` is out of range.
+            TransferFault: the trainer does not answer.
 
         """
         if not 0 < rank < terms.world_size:
@@ -100,14 +116,16 @@ class Rendezvous:
                 f"this worker is rank {rank} of the group, whose world_size is "
                 f"{terms.world_size}; count the trainer and every worker"
             )
-        meeting = cls(terms, rank, address, port)
+        rendezvous = cls(terms, rank, address, port)
         trainer = f"a trainer at {address}:{port}"
-        watch.until(lambda: is_answered(address, port), trainer, longest_nap_s=KNOCK_S)
-        # A port that is somebody else's would keep the constructor for ever.
-        connecting = in_background(lambda: _store(address, port, watch.timeout_s))
+        limit.until(lambda: is_answered(address, port), trainer, longest_nap_s=KNOCK_S)
+        # The constructor never returns if the port belongs to another program.
+        connecting = in_background(lambda: _store(address, port, limit.timeout_s))
         try:
-            meeting.store = store = watch.result(connecting, trainer)
-            theirs, meeting._line_port = read_terms(said(store, TERMS, watch, trainer))
+            rendezvous.store = store = limit.result(connecting, trainer)
+            theirs, rendezvous._liveness_port = read_terms(
+                read_key(store, TERMS, limit, trainer)
+            )
         except DistError as error:
             raise TransferFault(f"{trainer} does not answer: {error}") from error
         if theirs != asdict(terms):
@@ -115,51 +133,50 @@ class Rendezvous:
                 f"the trainer has opened a group of {theirs}, init_info says "
                 f"{asdict(terms)}"
             )
-        return meeting
+        return rendezvous
 
     def own_address(self) -> str:
-        """The address of this host by which the trainer's host reaches it."""
+        """The address of this host on the interface that reaches the trainer."""
         with socket.create_connection((self.address, self.port), CONNECT_S) as line:
             return str(line.getsockname()[0])
 
-    def gather(self, watch: WaitLimit) -> None:
-        """Wait until every rank is here; raises `TransferFault` if one is not."""
+    def gather(self, limit: WaitLimit) -> None:
+        """Wait until all ranks are connected; raises `TransferFault`."""
         if self._listener is None:
-            line = self.lifeline
-            line.hold(self.address, self._line_port, self.rank, watch)
+            self.liveness.connect(self.address, self._liveness_port, self.rank, limit)
         else:
             with self._listener as listener:
-                self.lifeline.gather(listener, self.terms.world_size, watch)
+                self.liveness.accept(listener, self.terms.world_size, limit)
 
     def end(self, reason: str) -> None:
-        """Leave, and tell the others why."""
-        self.lifeline.end(reason)
+        """Leave, and send the other ranks the reason."""
+        self.liveness.end(reason)
         if self._listener is not None:
             self._listener.close()
         self.store = self._server = None
 
 
-def said(store: Any, key: str, watch: WaitLimit, waiting_for: str) -> bytes:
-    """What the trainer leaves in its store; raises as `watch` does."""
+def read_key(store: KeyStore, key: str, limit: WaitLimit, waiting_for: str) -> bytes:
+    """The value that the trainer leaves in its store; raises as `limit` does."""
 
     def ask() -> bytes:
-        watch.until(lambda: store.check([key]), waiting_for)
+        limit.until(lambda: store.check([key]), waiting_for)
         answer: bytes = store.get(key)
         return answer
 
-    # Torch's client waits for an answer as long as the store's process is stopped.
-    return watch.result(in_background(ask), waiting_for)
+    # Torch's client blocks for as long as the process of the store is stopped.
+    return limit.result(in_background(ask), waiting_for)
 
 
-def read_terms(said: bytes) -> tuple[dict[str, Any], int]:
-    """A trainer's terms, and the port of its lifeline; raises `Malformed`."""
+def read_terms(value: bytes) -> tuple[dict[str, Any], int]:
+    """A trainer's terms, and its port for liveness connections; raises `Malformed`."""
     try:
-        theirs = json.loads(said)
+        theirs = json.loads(value)
     except (ValueError, RecursionError):
         theirs = None
     line = theirs.pop("line", None) if isinstance(theirs, dict) else None
     if type(line) is not int or not 0 < line < 1 << 16:
-        raise Malformed(f"the trainer has not left its terms there, but {said!r:.80}")
+        raise Malformed(f"the trainer has not left its terms there, but {value!r:.80}")
     return theirs, line
 
 
@@ -176,7 +193,7 @@ def _store(
 
 
 def is_answered(address: str, port: int) -> bool:
-    """Whether somebody listens there, now."""
+    """Whether a program listens at the port now."""
     try:
         socket.create_connection((address, port), timeout=KNOCK_S).close()
     except OSError:

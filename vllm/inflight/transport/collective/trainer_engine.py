@@ -1,16 +1,14 @@
-"""Upstream's trainer side of both backends: `trainer_init`, then `send_weights`.
+"""The trainer's end of `inflight_nccl` and `inflight_gloo`, for upstream's interface.
 
-When this module is imported, it enters both in upstream's register of trainers, as
-upstream's own module does with upstream's backends. Who makes one of the init infos has
-imported it. A plugin could not do it: a trainer's process loads none. Only rank 0 of a
-trainer sends; the others take part in gathering the weights.
+`trainer_init` opens the group, and `send_weights` sends an update. Only rank 0 of a
+trainer sends. The other ranks take part in gathering the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -18,7 +16,7 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.sender import Sender
-from vllm.inflight.transport.buckets.tensor_list import TensorList
+from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 from vllm.inflight.transport.collective.connect import open_group
 from vllm.inflight.transport.collective.rendezvous import Rendezvous
@@ -28,24 +26,27 @@ from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 @dataclass
 class GlooTrainerInitInfo(upstream.TrainerInitInfo):
-    """The group to open for `inflight_gloo`; `rank` is this trainer process's."""
+    """The group to open for `inflight_gloo`; `rank` is that of the trainer process."""
 
     backend: ClassVar[str] = "inflight_gloo"
     wire: ClassVar[str] = "gloo"
 
     master_address: str
-    """Of this host, as the workers reach it."""
+    """The address of this host at which the workers reach it."""
     master_port: int
-    """0: any that is free."""
+    """The port of the rendezvous; 0 takes any free port."""
     world_size: int
-    """The sender and every worker of every engine."""
+    """The number of ranks: the sender and every worker of every engine."""
     bucket_bytes: int = 16 << 20
+    """The size of a bucket; a multiple of 256."""
     num_buckets: int = 3
+    """The number of buckets, in the sender and in each worker."""
     timeout_s: float = 120.0
+    """Longest wait for the other ranks, and for each bucket, in seconds."""
 
     @property
     def device(self) -> torch.device:
-        """Where the sender packs."""
+        """The device on which the sender packs buckets."""
         return torch.device("cpu")
 
 
@@ -58,30 +59,36 @@ class NcclTrainerInitInfo(GlooTrainerInitInfo):
 
     bucket_bytes: int = 256 << 20
     max_ctas: int = 8
+    """Most thread blocks that NCCL may take from other work on the GPU."""
 
     @property
     def device(self) -> torch.device:
-        """The current one."""
+        """The current GPU."""
         return torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass(frozen=True)
 class ShardMeta(upstream.ParamMeta):
-    """What a source's `metadata` has of a slice; `shape` is the slice's.
+    """One slice of a tensor in a source's `metadata`; `shape` is the slice's shape.
 
-    The slices of a tensor follow one another, all under its name.
+    The slices of a tensor must follow one another, all under the tensor's name.
     """
 
     shard: Shard
+    """The place of the slice in its tensor."""
 
 
 class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
-    """The trainer's end; one that failed connects again at the next `send_weights`."""
+    """The trainer's end of a group. After a failure, `send_weights` connects again."""
 
     init_info_cls = GlooTrainerInitInfo
 
     def __init__(
-        self, init_info: GlooTrainerInitInfo, *, client: Any, source: Any
+        self,
+        init_info: GlooTrainerInitInfo,
+        *,
+        client: upstream.VLLMWeightSyncClient,
+        source: upstream.WeightSource,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._info = init_info
@@ -89,13 +96,17 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
 
     @classmethod
     def trainer_init(
-        cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any = None
+        cls,
+        init_info: GlooTrainerInitInfo,
+        *,
+        client: upstream.VLLMWeightSyncClient,
+        source: upstream.WeightSource | None = None,
     ) -> Self:
-        """Open the group and have the engines join it.
+        """Open the group and let the engines join it.
 
         Raises:
-            ValueError: there is no source, or no such group.
-            TransferFault: not everybody came.
+            ValueError: there is no source, or the group's settings are out of range.
+            TransferFault: a rank did not come in time.
 
         """
         if source is None:
@@ -106,15 +117,17 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         return trainer
 
     def send_weights(self) -> None:
-        """One update, from start to finish, on every engine; raises what they raise.
+        """Run one update on every engine: start, send, finish.
+
+        Errors of the engines are raised here too.
 
         Raises:
-            WeightsMismatch: slices do not make their tensor; nothing was begun.
+            WeightsMismatch: slices do not make up their tensor; no update was begun.
 
         """
         facts = self.source.metadata()  # may be collective
-        # On every rank, so that one which is refused leaves no other waiting for it.
-        announced = TensorList(
+        # Checked on every rank, so that all ranks raise and none waits for the others.
+        tensor_list = TensorList(
             tuple(fact.name for fact in facts),
             tuple(fact.dtype for fact in facts),
             tuple(tuple(fact.shape) for fact in facts),
@@ -127,7 +140,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             if self._sender is None or self._sender.group.ended is not None:
                 self._connect()
             self.client.start_weight_update()
-            self._send(announced, gathered)
+            self._send(tensor_list, gathered)
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
@@ -136,17 +149,17 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             self._sender.group.close()
             self._sender = None
 
-    def _send(self, announced: TensorList, tensors: Iterable[Any]) -> None:
+    def _send(self, tensor_list: TensorList, tensors: Iterable[Pair]) -> None:
         assert self._sender is not None
-        update_info = announced.update_info
+        update_info = tensor_list.update_info
         answer = in_background(lambda: self.client.update_weights(update_info))
 
-        def refused() -> bool:
+        def has_failed() -> bool:
             return answer.done() and answer.exception() is not None
 
         try:
             self._sender.send(
-                announced, tensors, WaitLimit(self._info.timeout_s, refused)
+                tensor_list, tensors, WaitLimit(self._info.timeout_s, has_failed)
             )
         except Cancelled:
             answer.result()
@@ -154,8 +167,8 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         try:
             answer.result()
         except BaseException as error:
-            # All was sent, but not all need have been received: NCCL lets a trainer go
-            # on before, and what is left in there would be read as the next update.
+            # All was sent, but perhaps not all was received, because NCCL may let a
+            # trainer go on earlier. The next update would read what is left.
             self._sender.group.abort(f"the engine refused the update: {error}")
             raise
 
@@ -165,10 +178,10 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         terms = Terms(
             wire=info.wire, world_size=info.world_size, bucket_bytes=info.bucket_bytes
         )
-        meeting = Rendezvous.host(terms, info.master_address, info.master_port)
+        rendezvous = Rendezvous.host(terms, info.master_address, info.master_port)
         init_info = {
             "master_address": info.master_address,
-            "master_port": meeting.port,
+            "master_port": rendezvous.port,
             "rank_offset": 1,
             "world_size": info.world_size,
             "bucket_bytes": info.bucket_bytes,
@@ -182,13 +195,13 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             lambda: self.client.init_weight_transfer_engine(init_info)
         )
 
-        def refused() -> bool:
+        def has_failed() -> bool:
             return answer.done() and answer.exception() is not None
 
-        watch = WaitLimit(info.timeout_s, refused)
+        limit = WaitLimit(info.timeout_s, has_failed)
         try:
-            group = open_group(meeting, info.device, watch, **options)
-            self._sender = Sender(group, info.num_buckets, watch)
+            group = open_group(rendezvous, info.device, limit, **options)
+            self._sender = Sender(group, info.num_buckets, limit)
         except Cancelled:
             answer.result()
             raise
@@ -199,14 +212,17 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             raise
 
 
-def join_gathering(source: Iterable[Any]) -> None:
-    """What the other ranks of a trainer do while rank 0 sends: gather, and let go."""
+def join_gathering(source: Iterable[Pair]) -> None:
+    """Gather tensors and drop them, on a trainer's other ranks while rank 0 sends."""
     for _ in source:
         pass
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
+# Upstream registers its own trainers when its factory is imported. A plugin cannot
+# register ours, because a trainer's process loads no plugins. But a trainer imports
+# this module to make an init info.
 for _info in (GlooTrainerInitInfo, NcclTrainerInitInfo):
     upstream.WeightTransferTrainerFactory.register_engine(
         _info.backend, BroadcastTrainer

@@ -1,1 +1,1 @@
-"""A trainer on the engine's host shares its GPU memory with the workers."""
+"""A trainer on the engine's host lends its GPU memory to the workers."""

@@ -1,9 +1,9 @@
-"""Memory of another process's GPU: exported there, mapped and read here.
+"""GPU memory of another process: exported there, mapped and read here.
 
-CUDA's interprocess memory by the driver's own functions, through ctypes, so that no
-toolkit and no compiler is needed. A mapping keeps the memory alive: a process that
-exported it may die while it is being read. What is copied from another GPU is carried
-by copy engines, which leave every processor to decoding.
+The functions of CUDA's driver are called through ctypes, so neither a toolkit nor a
+compiler is needed. A mapping keeps the memory alive, so the exporting process may die
+while its memory is read. Copy engines carry copies from another GPU, which leaves all
+processors to decoding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from vllm.inflight.errors import EngineFault, TransferFault
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
-"""`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: the memory may be another GPU's."""
+"""`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: the memory may belong to another GPU."""
 
 
 class _Handle(ctypes.Structure):
@@ -47,40 +47,40 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A piece of memory as its own process sees it."""
+    """A range of memory in the address space of a process."""
 
     address: int
     num_bytes: int
 
 
 class SharedMemory(Protocol):
-    """What one process can do with the memory of another's."""
+    """How a process exports device memory, and reads the memory of another process."""
 
     device_type: str
-    """Of the tensors it can lend, as torch names it."""
+    """The type of devices whose memory can be exported, as torch names it."""
 
     def settle(self, devices: Iterable[torch.device]) -> None:
-        """Wait until all that this process computes on them by now is there."""
+        """Wait for all work that this process has enqueued on these devices."""
         ...
 
-    def at(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Let addresses be those of `device`."""
+    def at(self, device: torch.device) -> AbstractContextManager[object]:
+        """A context in which addresses are addresses of `device`."""
         ...
 
     def extent(self, address: int) -> Extent:
-        """The allocation that holds `address`."""
+        """The allocation that contains `address`."""
         ...
 
     def export(self, address: int) -> bytes:
-        """A handle of the allocation that begins at `address`."""
+        """A handle for the allocation that begins at `address`."""
         ...
 
     def map(self, handle: bytes) -> Extent:
-        """Let this process read what a handle stands for."""
+        """Map the memory of a handle, so that this process can read it."""
         ...
 
     def unmap(self, address: int) -> None:
-        """Read it no more; nothing may be under way."""
+        """Remove a mapping; no copy of it may be under way."""
         ...
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
@@ -89,11 +89,11 @@ class SharedMemory(Protocol):
 
 
 class CudaMemory:
-    """Implements `SharedMemory`, for the current device of the calling thread.
+    """Implements `SharedMemory`, for the calling thread's current device.
 
     Raises:
-        EngineFault: there is no driver here.
-        TransferFault: a call of it failed; the message names call and code.
+        EngineFault: there is no CUDA driver.
+        TransferFault: a call of the driver failed; the message names call and code.
 
     """
 
@@ -102,28 +102,28 @@ class CudaMemory:
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL(LIBRARY)
-            # Keeps the interpreter, which to get back takes longer than the call.
-            self._at_once = ctypes.PyDLL(LIBRARY)
+            # This one keeps the GIL: getting it back takes longer than the call.
+            self._library_with_gil = ctypes.PyDLL(LIBRARY)
         except OSError as error:
             raise EngineFault(f"inflight_ipc needs a GPU: {error}") from error
         for name, arguments in _ARGUMENTS.items():
-            for library in (self._library, self._at_once):
+            for library in (self._library, self._library_with_gil):
                 function = getattr(library, name)
                 function.argtypes, function.restype = arguments, ctypes.c_int
 
     def settle(self, devices: Iterable[torch.device]) -> None:
         """Wait for all streams of these devices."""
         for device in devices:
-            # Which stream wrote a tensor is not known here: an optimizer's thread has a
-            # current stream of its own, and may gather on another one besides.
+            # The stream that wrote a tensor is not known here. An optimizer's thread
+            # has a current stream of its own, and may gather on yet another.
             torch.cuda.synchronize(device)
 
-    def at(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Make it the current device of the calling thread."""
+    def at(self, device: torch.device) -> AbstractContextManager[object]:
+        """Make `device` the current device of the calling thread."""
         return torch.cuda.device(device)
 
     def extent(self, address: int) -> Extent:
-        """The allocation that holds `address`."""
+        """The allocation that contains `address`."""
         base, size = _ADDRESS(), _SIZE()
         self._call(
             "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address
@@ -131,14 +131,16 @@ class CudaMemory:
         return Extent(base.value, size.value)
 
     def export(self, address: int) -> bytes:
-        """A handle of the allocation that begins at `address`; memory that is freed
-        and allocated again has another."""
+        """A handle for the allocation that begins at `address`.
+
+        Memory that is freed and allocated again gets another handle.
+        """
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle)
 
     def map(self, handle: bytes) -> Extent:
-        """Let the current device read the memory of a handle of another process."""
+        """Map the memory of another process's handle for the current device."""
         address = _ADDRESS()
         self._call(
             "cuIpcOpenMemHandle_v2",
@@ -153,22 +155,24 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int) -> None:
-        """The end of a mapping."""
+        """Remove a mapping."""
         self._call("cuIpcCloseMemHandle", address)
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueue a copy between two places that this device can reach."""
-        self._judge(
+        """Enqueue a copy between two addresses that this device can reach."""
+        self._check_code(
             "cuMemcpyDtoDAsync_v2",
-            self._at_once.cuMemcpyDtoDAsync_v2(target, source, num_bytes, stream),
+            self._library_with_gil.cuMemcpyDtoDAsync_v2(
+                target, source, num_bytes, stream
+            ),
         )
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        # A call of the runtime's gives this thread the context the driver wants.
+    def _call(self, name: str, *arguments: object) -> None:
+        # A call of CUDA's runtime gives this thread the context that the driver needs.
         torch.cuda.current_stream().query()
-        self._judge(name, getattr(self._library, name)(*arguments))
+        self._check_code(name, getattr(self._library, name)(*arguments))
 
-    def _judge(self, name: str, code: int) -> None:
+    def _check_code(self, name: str, code: int) -> None:
         if code:
             text = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(text))

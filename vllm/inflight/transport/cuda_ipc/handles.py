@@ -1,16 +1,16 @@
-"""Exports: where a trainer's tensors lie, in words another process of the host can use.
+"""Exports: the places of a trainer's tensors, for another process of the host.
 
-A trainer writes them down (`Exports.of`), they travel as plain data in an `update_info`
-and a worker finds the tensors by them (`Mappings.find`).
+A trainer makes them with `Exports.of`. They travel as plain data in an `update_info`,
+and a worker finds the tensors with `Mappings.find`.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,38 +24,38 @@ _NONCE = uuid.uuid4().hex
 
 
 def host() -> str:
-    """Of this boot of this machine; containers of one host have it in common."""
+    """The id of this boot of this machine; all containers of a host have the same."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def process() -> str:
-    """Of this process: a handle cannot be opened where it was made.
+    """The id of this process; a process cannot open its own handles.
 
-    A fork has another one, though it inherits the nonce; containers, whose processes
-    may have the same number, have other nonces.
+    A fork has the same nonce and another process number. Processes of two containers
+    may have the same number, but have other nonces.
     """
     return f"{_NONCE}-{os.getpid()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Exports:
-    """Some tensors of one process of one host."""
+    """The places of tensors of one process."""
 
     host: str
     process: str
     handles: tuple[bytes, ...]
-    """Of the allocations they lie in."""
+    """The handles of the allocations that contain the tensors."""
     places: tuple[tuple[int, int], ...]
-    """Of each tensor: its allocation, and the first byte in that."""
+    """For each tensor: the index of its allocation, and its first byte there."""
     bases: tuple[int, ...]
-    """Addresses of the allocations in the process itself."""
+    """The addresses of the allocations in the exporting process."""
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], memory: SharedMemory) -> Self:
-        """Export contiguous tensors; they have to live until they have been read.
+        """Export contiguous tensors, which must live until they have been read.
 
         Raises:
-            ValueError: their memory cannot be exported.
+            ValueError: the memory of a tensor cannot be exported.
 
         """
         allocations: dict[int, int] = {}
@@ -82,8 +82,8 @@ class Exports:
         return cls(host(), process(), tuple(handles), tuple(places), tuple(allocations))
 
     @classmethod
-    def parse(cls, body: Any, num_tensors: int) -> Self:
-        """Read `plain`; raises `ValueError` naming what is wrong."""
+    def parse(cls, body: object, num_tensors: int) -> Self:
+        """Read `plain`; raises `ValueError`, which names the invalid field."""
         if not isinstance(body, dict):
             raise ValueError("'exports' must be an object")
         for key in ("host", "process"):
@@ -102,7 +102,7 @@ class Exports:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The exports as JSON."""
         return {
             "host": self.host,
             "process": self.process,
@@ -113,10 +113,10 @@ class Exports:
 
 
 class Mappings:
-    """The allocations of other processes that this one has mapped.
+    """The allocations of other processes that this process has mapped.
 
-    To map one takes longer than to read it, so they stay; those that an update did not
-    name any more are dropped after it.
+    Mapping takes longer than reading, so mappings are kept between updates. After an
+    update, the mappings that it did not use are removed.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -128,14 +128,15 @@ class Mappings:
         return len(self._mapped)
 
     def find(self, exports: Exports, sizes: Sequence[int]) -> list[int]:
-        """The address here of each tensor.
+        """The address of each tensor in this process.
 
         Args:
-            exports: of a process of this host.
-            sizes: bytes of each tensor.
+            exports: the exports of a process of this host.
+            sizes: the size of each tensor, in bytes.
 
         Raises:
-            Malformed: it is another host, or a tensor lies outside its allocation.
+            Malformed: the exports are of another host, or a tensor is not within its
+                allocation.
             TransferFault: this GPU cannot reach that memory.
 
         """
@@ -165,11 +166,11 @@ class Mappings:
         return addresses
 
     def begin(self) -> None:
-        """Nothing is asked for yet; not by an update, either, that did not finish."""
+        """Begin an update: no mapping counts as used yet."""
         self._named.clear()
 
     def drop_unnamed(self) -> None:
-        """Unmap what the update did not ask for; raises the first failure, if any."""
+        """Unmap what the update did not use; raises the first failure, if any."""
         failure: TransferFault | None = None
         for key in self._mapped.keys() - self._named:
             try:
@@ -208,11 +209,11 @@ def _list(body: dict[str, Any], key: str) -> list[Any]:
     return found
 
 
-def _handle(text: Any) -> bytes:
-    try:
-        handle = base64.b64decode(text, validate=True)
-    except (TypeError, ValueError, binascii.Error):
-        handle = b""
+def _handle(text: object) -> bytes:
+    handle = b""
+    if isinstance(text, str):
+        with suppress(ValueError):
+            handle = base64.b64decode(text, validate=True)
     if len(handle) != HANDLE_BYTES:
         raise ValueError(
             f"a handle is {HANDLE_BYTES} bytes in base64, not {text!r:.80}"
@@ -220,13 +221,13 @@ def _handle(text: Any) -> bytes:
     return handle
 
 
-def _number(value: Any, key: str) -> int:
+def _number(value: object, key: str) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r:.80} in {key!r} is no number of bytes")
     return value
 
 
-def _place(place: Any, num_handles: int) -> tuple[int, int]:
+def _place(place: object, num_handles: int) -> tuple[int, int]:
     if not isinstance(place, list) or len(place) != 2:
         raise ValueError(f"{place!r:.80} is no place: [allocation, first byte]")
     index, start = (_number(value, "places") for value in place)

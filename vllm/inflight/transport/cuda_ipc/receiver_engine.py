@@ -1,10 +1,10 @@
-"""Backend `inflight_ipc`: a trainer on this host lends its tensors, to be copied.
+"""Backend `inflight_ipc`: a trainer on this host lends its tensors, which workers copy.
 
-Nobody sends: each worker maps the trainer's GPU memory and reads it, from whatever GPU
-it is on; from another one by copy engines, which leave every processor to decoding. A
-trainer needs no group, and one that dies meanwhile takes nothing with it. `update_info`
-is upstream's `names`, `dtype_names` and `shapes`, and `exports` (see handles.py); when
-the call has returned, the tensors may change again.
+The trainer sends no tensors: each worker maps the trainer's GPU memory and copies from
+it. Copy engines carry copies from another GPU, which leaves all processors to decoding.
+There is no group, and a trainer that dies breaks nothing. The `update_info` has
+upstream's `names`, `dtype_names` and `shapes`, and `exports` (see handles.py). When the
+call has returned, the tensors may change again.
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ from vllm.inflight.transport.group import CopyGroup, Pending, Terms
 from vllm.inflight.transport.waiting import WaitLimit, check_timeout
 
 PEERS = 2
-"""A worker and its trainer."""
+"""The `world_size` of the terms: a worker and its trainer."""
 
 
 @dataclass(kw_only=True)
 class IpcInitInfo(upstream.WeightTransferInitInfo):
-    """How a worker reads; there is nobody to agree with."""
+    """How a worker reads.
+
+    Raises:
+        ValueError: a field is out of range; the message names it.
+
+    """
 
     bucket_bytes: int = 256 << 20
-    """Looked at together, once they are here; a multiple of 256."""
+    """The size of a bucket, whose tensors are checked together; a multiple of 256."""
     num_buckets: int = 3
-    """How many buckets a worker holds, for tensors whose place it does not know."""
+    """The number of buckets, for tensors whose destination is not known."""
     timeout_s: float = 120.0
-    """Longest wait for any one bucket."""
+    """Longest wait for each bucket, in seconds."""
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)
@@ -51,30 +56,35 @@ class IpcInitInfo(upstream.WeightTransferInitInfo):
 
     @property
     def terms(self) -> Terms:
-        """As a receiver wants them; raises `ValueError`."""
+        """The terms for a `Receiver`; raises `ValueError`."""
         return Terms(wire="ipc", world_size=PEERS, bucket_bytes=self.bucket_bytes)
 
 
 @dataclass
 class IpcUpdateInfo(upstream.WeightTransferUpdateInfo):
-    """What is to be read, and where."""
+    """The tensors that are lent, and their places.
+
+    Raises:
+        ValueError: a field cannot be read; the message names it.
+
+    """
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     exports: dict[str, Any]
-    announced: TensorList = field(init=False, repr=False)
+    tensor_list: TensorList = field(init=False, repr=False)
     lent: Exports = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.announced = TensorList.parse(self.names, self.dtype_names, self.shapes)
+        self.tensor_list = TensorList.parse(self.names, self.dtype_names, self.shapes)
         self.lent = Exports.parse(self.exports, len(self.names))
 
 
 class Reader(CopyGroup):
-    """Implements `Group`, alone: what it is to receive, it fetches."""
+    """Implements `Group` with one rank: `broadcast` copies the next bucket."""
 
-    large = 1  # each tensor is copied by itself anyhow
+    large = 1  # each tensor is copied on its own
 
     def __init__(
         self, terms: Terms, device: torch.device, memory: SharedMemory
@@ -84,22 +94,22 @@ class Reader(CopyGroup):
         self._buckets: Iterator[Bucket] = iter(())
         self._addresses: Sequence[int] = ()
 
-    def begin(self, announced: TensorList, addresses: Sequence[int]) -> None:
-        """Read these tensors next, bucket by bucket."""
+    def begin(self, tensor_list: TensorList, addresses: Sequence[int]) -> None:
+        """Copy these tensors next, bucket by bucket."""
         self.ended = None
         self._buckets = iter(
-            plan(announced.sizes, self.terms.bucket_bytes, large=self.large)
+            plan(tensor_list.sizes, self.terms.bucket_bytes, large=self.large)
         )
         self._addresses = addresses
 
-    def broadcast(self, buffers: Sequence[torch.Tensor], watch: WaitLimit) -> Pending:
-        """Begin to copy the next bucket, each of its messages into its buffer."""
-        del watch  # to enqueue does not wait
+    def broadcast(self, buffers: Sequence[torch.Tensor], limit: WaitLimit) -> Pending:
+        """Begin to copy the next bucket, each message into one of `buffers`."""
+        del limit  # enqueueing does not wait
         self.follow()
         stream = 0 if self._stream is None else self._stream.cuda_stream
         bucket = next(self._buckets, None)
         if bucket is None:
-            return _at_once  # the receiver's trial, before anything was lent
+            return _at_once  # the test broadcast, before any tensors
         for message, buffer in zip(bucket.messages, buffers, strict=True):
             target = buffer.data_ptr() - message[0].place
             for piece in message:
@@ -124,11 +134,11 @@ class IpcEngine(StagedEngine):
     _mappings: Mappings | None = None
 
     def init_transfer_engine(self, init_info: IpcInitInfo) -> None:
-        """Make the buckets, which what is read for the first time goes through.
+        """Allocate the buckets, which tensors without a destination go through.
 
         Raises:
             Malformed: this worker has no GPU.
-            EngineFault: there is no memory for the buckets, or no driver.
+            EngineFault: there is no memory for the buckets, or no CUDA driver.
 
         """
         self.shutdown()
@@ -140,10 +150,10 @@ class IpcEngine(StagedEngine):
         self._open(init_info, CudaMemory())
 
     def _open(self, init_info: IpcInitInfo, memory: SharedMemory) -> None:
-        watch = WaitLimit(init_info.timeout_s, self._is_cancelled)
+        limit = WaitLimit(init_info.timeout_s, self._is_cancelled)
         reader = Reader(init_info.terms, self.device, memory)
         try:
-            self._receiver = Receiver(reader, init_info.num_buckets, watch)
+            self._receiver = Receiver(reader, init_info.num_buckets, limit)
         except torch.OutOfMemoryError as error:
             raise EngineFault(
                 f"there is no memory for {init_info.num_buckets} buckets of "
@@ -153,7 +163,7 @@ class IpcEngine(StagedEngine):
         self._timeout_s = init_info.timeout_s
 
     def start_weight_update(self) -> None:
-        """Nothing of this update was waited for yet, or lent."""
+        """Begin an update, with a wait time of 0 and no used mappings."""
         super().start_weight_update()
         if self._receiver is not None:
             self._receiver.window.total_s = 0.0
@@ -161,37 +171,37 @@ class IpcEngine(StagedEngine):
             self._mappings.begin()
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
-        """Load what the trainer lends.
+        """Load the tensors that the trainer lends.
 
         Raises:
-            Malformed: it is not of this host.
+            Malformed: the trainer is on another host.
             TransferFault: `init_weight_transfer_engine` was not called, or this GPU
                 cannot reach the trainer's.
-            Cancelled: the update is not wanted any more.
+            Cancelled: the update was cancelled.
 
         """
         if self._reader is None or self._receiver is None or self._mappings is None:
             raise TransferFault(
                 "this worker was not prepared; call init_weight_transfer_engine first"
             )
-        announced = update_info.announced
-        addresses = self._mappings.find(update_info.lent, announced.sizes)
-        self._reader.begin(announced, addresses)
-        watch = WaitLimit(self._timeout_s, self._is_cancelled)
+        tensor_list = update_info.tensor_list
+        addresses = self._mappings.find(update_info.lent, tensor_list.sizes)
+        self._reader.begin(tensor_list, addresses)
+        limit = WaitLimit(self._timeout_s, self._is_cancelled)
         try:
-            self.model.load_weights(self._receiver.tensors(announced, watch))
+            self.model.load_weights(self._receiver.tensors(tensor_list, limit))
         finally:
             self._reader.close()
 
     def finish_weight_update(self) -> None:
-        """Let memory go that the trainer has given up."""
+        """Pack the last layers, and unmap memory that this update did not use."""
         super().finish_weight_update()
         if self._mappings is not None:
             self._mappings.drop_unnamed()
 
     @property
     def gauges(self) -> dict[str, float]:
-        """What was waited for the copies."""
+        """The waits for copies."""
         if self._receiver is None:
             return {}
         window = self._receiver.window
@@ -201,7 +211,7 @@ class IpcEngine(StagedEngine):
         }
 
     def shutdown(self) -> None:
-        """Let buckets and mappings go."""
+        """Free the buckets and the mappings."""
         if self._reader is not None:
             self._reader.close()
         if self._mappings is not None:

@@ -1,6 +1,7 @@
-"""Upstream's trainer side of `inflight_ipc`: `trainer_init`, then `send_weights`.
+"""The trainer's end of `inflight_ipc`, for upstream's interface.
 
-When this module is imported, it enters it in upstream's register of trainers.
+`trainer_init` prepares the engines, and `send_weights` runs an update. Rank 0 lends the
+tensors. The other ranks of a trainer take part in gathering them.
 """
 
 from __future__ import annotations
@@ -21,23 +22,26 @@ from vllm.inflight.transport.cuda_ipc.handles import Exports
 
 @dataclass
 class IpcTrainerInitInfo(upstream.TrainerInitInfo):
-    """How much is lent at once; `rank` is this trainer process's."""
+    """How much is lent at once; `rank` is that of the trainer process."""
 
     backend: ClassVar[str] = "inflight_ipc"
 
     chunk_bytes: int = 4 << 30
-    """Tensors are held until so many bytes of them are together, and then lent in one
-    call. A source that keeps all of its tensors anyway can be lent at once."""
+    """The bytes of tensors that are lent in one call. The trainer holds the tensors of
+    a call together. A source that keeps all its tensors anyway can lend all at once."""
     bucket_bytes: int = 256 << 20
+    """The size of a bucket in a worker; a multiple of 256."""
     num_buckets: int = 3
+    """The number of buckets in a worker."""
     timeout_s: float = 120.0
+    """Longest wait of a worker for each bucket, in seconds."""
 
 
 class IpcTrainer(upstream.TrainerWeightTransferEngine):
     """The trainer's end. Every rank takes part in gathering; rank 0 lends.
 
-    A tensor must stay as it is while others are asked for, up to `chunk_bytes` of them:
-    a source that writes into one buffer over and over needs `chunk_bytes=1`.
+    A tensor must not change while the source yields the next ones, up to `chunk_bytes`.
+    A source that reuses one buffer needs `chunk_bytes=1`.
     """
 
     init_info_cls = IpcTrainerInitInfo
@@ -46,8 +50,8 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         self,
         init_info: IpcTrainerInitInfo,
         *,
-        client: Any,
-        source: Any,
+        client: upstream.VLLMWeightSyncClient,
+        source: upstream.WeightSource,
         memory: SharedMemory | None = None,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
@@ -56,9 +60,13 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
 
     @classmethod
     def trainer_init(
-        cls, init_info: IpcTrainerInitInfo, *, client: Any, source: Any = None
+        cls,
+        init_info: IpcTrainerInitInfo,
+        *,
+        client: upstream.VLLMWeightSyncClient,
+        source: upstream.WeightSource | None = None,
     ) -> Self:
-        """Have the engines prepare.
+        """Let the engines prepare their buckets.
 
         Raises:
             ValueError: there is no source.
@@ -78,7 +86,9 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         return trainer
 
     def send_weights(self) -> None:
-        """One update, from start to finish, on every engine; raises what they raise.
+        """Run one update on every engine: start, lend every chunk, finish.
+
+        Errors of the engines are raised here too.
 
         Raises:
             ValueError: a tensor is not on a GPU, or in memory that cannot be lent.
@@ -92,30 +102,30 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Nothing is kept between two updates."""
+        """Do nothing: no state is kept between two updates."""
 
     def _lend(self, gathered: Iterator[Pair]) -> None:
-        # The first is ready before anybody waits for it.
+        # The first chunk is gathered before the update starts.
         lendable = map(self._lendable, self._chunks(gathered))
         ready = next(lendable, None)
         self.client.start_weight_update()
         try:
             while ready is not None:
                 self.client.update_weights(ready[0])
-                ready = None  # its tensors may go before the next ones come
+                ready = None  # frees its tensors before the next ones are gathered
                 ready = next(lendable, None)
         except BaseException:
-            # Nobody else would notice, and the next start would find it open. Clients
-            # that have only upstream's four calls leave it to the update's deadline.
-            with suppress(InflightError):  # what failed says more
+            # Without an abort, the next start would find this update open. A client
+            # with only upstream's four calls leaves it to the update's deadline.
+            with suppress(InflightError):  # the first error says more
                 getattr(self.client, "abort_weight_update", lambda: None)()
             raise
 
     def _lendable(self, chunk: list[Pair]) -> tuple[dict[str, Any], list[Pair]]:
-        """What to say of a chunk, which has to live until it has been read."""
+        """The `update_info` of a chunk, and the chunk, which must outlive the call."""
         update_info = TensorList.of(chunk).update_info
         lent = Exports.of([tensor for _, tensor in chunk], self._memory)
-        # What made them has to be over before somebody else reads them.
+        # The work that produces the tensors must end before a worker reads them.
         self._memory.settle({tensor.device for _, tensor in chunk})
         return {**update_info, "exports": lent.plain}, chunk
 
@@ -138,6 +148,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
             yield chunk
 
 
+# Registered at import; see collective/trainer_engine.py.
 upstream.WeightTransferTrainerFactory.register_engine(
     IpcTrainerInitInfo.backend, IpcTrainer
 )

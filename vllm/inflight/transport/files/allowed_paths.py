@@ -1,8 +1,8 @@
-"""Files of the engine's host: which of them an update may read.
+"""Which files of the engine's host an update may read.
 
-A path is resolved before it is judged, symlinks and `..` included, and what is opened
-is what was judged. Outside of the allowed folders nothing is looked at, so that a
-refusal does not tell what exists there.
+A path is resolved, with symlinks and `..`, before it is checked, and the resolved path
+is opened. Nothing outside of the allowed folders is read, so a rejection does not show
+what exists there.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from vllm.inflight.update import MAX_MANIFEST_BYTES
 
 
 def resolved(path: Path, allowed: str) -> Path:
-    """Where `path` leads.
+    """The absolute path of `path`, with symlinks resolved.
 
     Args:
         path: as a caller gave it.
-        allowed: folders with `:` between them; empty allows every path.
+        allowed: the allowed folders, separated by `:`; empty allows every path.
 
     Raises:
-        Forbidden: it leads out of them.
-        Malformed: it cannot be a path.
+        Forbidden: the path leads out of the allowed folders.
+        Malformed: this cannot be a path.
 
     """
     try:
         real = path.resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # a loop is the last
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # RuntimeError: a loop of symlinks
         raise Malformed(f"{str(path)!r:.300} is no path: {error}") from None
     folders = [Path(folder).resolve() for folder in allowed.split(":") if folder]
     if folders and not any(map(real.is_relative_to, folders)):
@@ -41,18 +45,19 @@ def resolved(path: Path, allowed: str) -> Path:
 
 
 def resolved_folder(path: Path, allowed: str) -> Path:
-    """Where the folder `path` leads, if each entry in it may be read as well.
+    """The absolute path of a folder of which every entry may be read.
 
-    For a reader that opens files of the folder by itself. What it opens is not known
-    here, so each entry is judged.
+    This is for a reader that opens files of the folder itself. Every entry is checked,
+    because it is not known which ones the reader opens.
 
     Args:
         path: as a caller gave it.
-        allowed: folders with `:` between them.
+        allowed: the allowed folders, separated by `:`.
 
     Raises:
-        Forbidden: it is not absolute, or it or an entry leads out of them.
-        Malformed: it cannot be a path.
+        Forbidden: the path is not absolute, or the folder or an entry leads out of the
+            allowed folders.
+        Malformed: this cannot be a path.
 
     """
     if not path.is_absolute():
@@ -64,7 +69,7 @@ def resolved_folder(path: Path, allowed: str) -> Path:
     folder = resolved(path, allowed)
     try:
         entries = sorted(folder.iterdir())
-    except OSError:  # it is not there, or no folder: its reader says so
+    except OSError:  # there is no such folder; the reader reports it
         entries = []
     for entry in entries:
         resolved(entry, allowed)
@@ -72,11 +77,11 @@ def resolved_folder(path: Path, allowed: str) -> Path:
 
 
 def existing(path: Path, allowed: str) -> Path:
-    """The file that `path` leads to; raises `Malformed` if there is none."""
+    """The resolved path of a file; raises `Malformed` if there is no such file."""
     real = resolved(path, allowed)
     try:
         is_there = real.is_file()
-    except OSError:  # too long a name, or a folder that is closed to us
+    except OSError:  # the name is too long, or a folder is not readable
         is_there = False
     if not is_there:
         raise Malformed(f"{path!s:.300} does not exist on the engine's host")
@@ -84,7 +89,7 @@ def existing(path: Path, allowed: str) -> Path:
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file says; raises `Malformed` if it is none, or is too large."""
+    """The content of a JSON file; raises `Malformed` if it is invalid or too large."""
     try:
         if file.stat().st_size > MAX_MANIFEST_BYTES:
             raise Malformed(f"{file} is larger than {MAX_MANIFEST_BYTES} bytes")

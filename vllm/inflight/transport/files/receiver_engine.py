@@ -1,15 +1,18 @@
-"""Backend `local`: weights from a file of this host, on disk or in memory.
+"""Backend `local`: weights from files of this host, on disk or in shared memory.
 
-`update_info` is `{"path": …}`, a safetensors file or a directory of them (with or
-without an index), or `{"shm": …}`, the name of a safetensors file in POSIX
-shared memory (`/dev/shm`), which is how a trainer on the same host hands a
-version over without touching a disk. With `"draft": true` beside it, the tensors are
-the drafter's, as its own checkpoint calls them. Selected with
-`--weight-transfer-config '{"backend": "local"}'`; `/update_weights_from_disk`
-works without that.
+`update_info` is one of these:
 
-On the CPU a file is read tensor by tensor. What is to be on a GPU is read into
-page-locked memory and arrives in buckets (bucket_reader.py).
+- `{"path": …}`: a safetensors file, or a directory of them with or without an index;
+- `{"shm": …}`: the name of a safetensors file in POSIX shared memory (`/dev/shm`). A
+  trainer on the same host hands a version over like this, without a disk.
+
+With `"draft": true`, the tensors are the drafter's, under the names of its own
+checkpoint. The backend is selected with
+`--weight-transfer-config '{"backend": "local"}'`. `/update_weights_from_disk` works
+without that.
+
+For a CPU, a file is read tensor by tensor. For a GPU, files are read into page-locked
+memory and arrive in buckets (bucket_reader.py).
 """
 
 from __future__ import annotations
@@ -45,23 +48,29 @@ from vllm.inflight.update import drafters
 SHARED_MEMORY = Path("/dev/shm")
 INDEX = "model.safetensors.index.json"
 NUM_BUCKETS = 3
-"""Of `BUCKET_BYTES`, while files are read by way of the GPU."""
+"""How many buckets of `BUCKET_BYTES` a GPU holds while files are read."""
 NUM_LOOKED_AT = 2
-"""Tensors read one by one: who asks for the next one still has the last."""
+"""How many tensors are in memory: the model may still hold the last one when it asks
+for the next."""
 NO_MEMORY = torch.OutOfMemoryError, torch.AcceleratorError
-"""On the GPU; of the host's, that can be page-locked."""
+"""Raised if there is no GPU memory, or no host memory that can be page-locked."""
 
 logger = upstream.init_logger(__name__)
 
 
 @dataclass
 class LocalInitInfo(upstream.WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """The backend `local` needs no settings."""
 
 
 @dataclass
 class LocalUpdateInfo(upstream.WeightTransferUpdateInfo):
-    """Where the tensors of this chunk are; one of the two."""
+    """The files of this chunk: either `path` or `shm`.
+
+    Raises:
+        ValueError: a field cannot be read; the message names it.
+
+    """
 
     path: str | None = None
     shm: str | None = None
@@ -77,16 +86,15 @@ class LocalUpdateInfo(upstream.WeightTransferUpdateInfo):
             raise ValueError(f"'draft' must be true or false, got {self.draft!r:.300}")
 
     def files(self, allowed: str) -> list[Path]:
-        """The safetensors files named, in a fixed order.
+        """The safetensors files of this chunk, in a fixed order.
 
         Args:
-            allowed: the folders that a `path` may lead to; see allowed_paths.py. What
-                is in
-                shared memory has to lie there.
+            allowed: the folders that a `path` may lead to; see allowed_paths.py. A
+                file named by `shm` must lie in shared memory.
 
         Raises:
-            Malformed: they are not there, or not what they should be.
-            Forbidden: they lie elsewhere.
+            Malformed: a file does not exist, or an index is invalid.
+            Forbidden: a path leads out of the allowed folders.
 
         """
         if self.shm is not None:
@@ -96,27 +104,29 @@ class LocalUpdateInfo(upstream.WeightTransferUpdateInfo):
 
 
 class LocalEngine(StagedEngine):
-    """Receives from files of this host into whatever model it is given."""
+    """Loads files of this host into the model."""
 
     init_info_cls = LocalInitInfo
     update_info_cls = LocalUpdateInfo
 
     _reader: FileReader | None = None
     _opened: TensorFiles | None = None
-    """The files of the chunk that is being received."""
+    """The files of the chunk that is received now."""
 
     def init_transfer_engine(self, init_info: LocalInitInfo) -> None:
-        """Nothing to connect to."""
+        """Do nothing: there is no connection."""
 
     def folder_of(self, update_info: LocalUpdateInfo) -> Path | None:
-        """That of several files; beside a single one anything may lie.
+        """The folder, if `path` is one.
 
-        None for a drafter: what it is of decides no token.
+        For a single file it is None, because other files in its folder may be
+        unrelated. For a drafter it is None, because a drafter's configuration cannot
+        change a sampled token.
         """
         if update_info.draft or update_info.path is None:
             return None
         path = resolved(Path(update_info.path), self._allowed)
-        resolved(path / "config.json", self._allowed)  # it may be a link, too
+        resolved(path / "config.json", self._allowed)  # this file may be a symlink, too
         return path if path.is_dir() else None
 
     @contextlib.contextmanager
@@ -124,29 +134,29 @@ class LocalEngine(StagedEngine):
         """Open the files, and keep them open until they have been received.
 
         Raises:
-            Malformed: one is not there, or not a whole safetensors file.
-            Forbidden: one lies outside of the folders that are allowed.
+            Malformed: a file does not exist, or is not a whole safetensors file.
+            Forbidden: a path leads out of the allowed folders.
 
         """
         with self._files(update_info) as self._opened:
             try:
-                yield self._opened.announced
+                yield self._opened.tensor_list
             finally:
                 self._opened = None
 
     def receive_weights(self, update_info: LocalUpdateInfo) -> None:
-        """Load every tensor of the files named.
+        """Load every tensor of the chunk's files.
 
         Raises:
-            Malformed: one of them is not a whole safetensors file.
-            Cancelled: the update is not wanted any more.
+            Malformed: a file is not a whole safetensors file.
+            Cancelled: the update was cancelled.
 
         """
         if self._opened is None:
             with self.preview(update_info):
                 self.receive_weights(update_info)
         elif not self.fills_gpu or not self._load_in_buckets(self._opened):
-            # Closed here: who is told of an error holds frames, and they what is open.
+            # Closed here: an error's traceback would keep the frame and its files open.
             num = num_threads(self.device, self.vllm_config.parallel_config)
             with contextlib.closing(read_opened(self._opened, num)) as pairs:
                 self.model.load_weights(pairs)
@@ -156,43 +166,43 @@ class LocalEngine(StagedEngine):
         return TensorFiles(update_info.files(self._allowed), rename)
 
     def shutdown(self) -> None:
-        """Let the host's page-locked memory go."""
+        """Free the page-locked host memory."""
         if self._reader is not None:
             self._reader.abort("this transport was shut down")
         self._reader = None
 
     @property
     def fills_gpu(self) -> bool:
-        """Whether what is read stays on a GPU.
+        """Whether the tensors of files stay on a GPU.
 
-        Not where the second set is the host's: tensors would go to the GPU and come
-        back, in the way of what decoding copies.
+        With the shadow weights in host memory they do not: tensors would go to the GPU
+        and back, and delay the copies of decoding.
         """
         staging = InflightConfig.of(self.vllm_config).staging
         return self.device.type == "cuda" and staging != "host"
 
     def _load_in_buckets(self, opened: TensorFiles) -> bool:
-        """Load by a reader; whether there was memory for that."""
-        watch = WaitLimit(
+        """Load through a `FileReader`; False if there is no memory for it."""
+        limit = WaitLimit(
             math.inf, lambda: self.cancelled()
         )  # the update has a deadline
         reader = self._reader
         try:
-            # To page-lock memory takes long, so it is kept. That of the buckets is
-            # torch's again afterwards, who has it at hand next time.
+            # Page-locking memory takes long, so the reader is kept. The memory of the
+            # buckets returns to torch's cache, which gives it out again next time.
             if reader is None:
                 reader = self._reader = FileReader(self.device, BUCKET_BYTES)
-            self._receive(reader, opened, watch)
+            self._receive(reader, opened, limit)
         except BaseException as error:
-            # Frames hold buckets, and who is told of the error holds frames.
+            # The error's traceback keeps frames alive, and frames keep buckets alive.
             traceback.clear_frames(error.__traceback__)
             has_begun = reader is not None and reader.num_begun
             if has_begun or not isinstance(error, NO_MEMORY):
                 raise
             logger.warning(
-                "files are read without buckets, which is slower: there is no "
-                "memory for %d of %d bytes on the GPU, for what is larger than "
-                "one, or for some page-locked ones (%s)",
+                "files are read without buckets, which is slower: there is no memory "
+                "for %d buckets of %d bytes on the GPU, for a tensor that is larger "
+                "than a bucket, or for page-locked host buffers (%s)",
                 NUM_BUCKETS,
                 BUCKET_BYTES,
                 error,
@@ -204,11 +214,11 @@ class LocalEngine(StagedEngine):
         return True
 
     def _receive(
-        self, reader: FileReader, files: TensorFiles, watch: WaitLimit
+        self, reader: FileReader, files: TensorFiles, limit: WaitLimit
     ) -> None:
-        receiver = Receiver(reader, NUM_BUCKETS, watch)
+        receiver = Receiver(reader, NUM_BUCKETS, limit)
         reader.begin(files)
-        self.model.load_weights(receiver.tensors(files.announced, watch))
+        self.model.load_weights(receiver.tensors(files.tensor_list, limit))
 
     @property
     def _allowed(self) -> str:
@@ -216,7 +226,13 @@ class LocalEngine(StagedEngine):
 
 
 def checkpoint_files(path: Path, allowed: str = "") -> list[Path]:
-    """The safetensors files of a checkpoint: a file, or a directory of shards."""
+    """The safetensors files of a checkpoint, which is a file or a directory.
+
+    Raises:
+        Malformed: there is no such file, or the index is invalid.
+        Forbidden: a path leads out of the allowed folders.
+
+    """
     path = resolved(path, allowed)
     if not path.is_dir():
         return [existing(path, allowed)]
@@ -230,7 +246,7 @@ def checkpoint_files(path: Path, allowed: str = "") -> list[Path]:
 
 
 def _shards(index: Path) -> list[str]:
-    """The names of the files that an index names."""
+    """The file names in a checkpoint's index."""
     body = read_json(index)
     places = body.get("weight_map") if isinstance(body, dict) else None
     if not isinstance(places, dict) or not places:
@@ -244,31 +260,32 @@ def _shards(index: Path) -> list[str]:
 
 
 def read_files(files: list[Path], num_threads: int = 1) -> Generator[Pair]:
-    """Every tensor of `files`; raises `Malformed` naming a file that is broken."""
+    """Every tensor of `files`; raises `Malformed`, which names a broken file."""
     with TensorFiles(files) as opened:
         yield from read_opened(opened, num_threads)
 
 
 def read_opened(opened: TensorFiles, num_threads: int = 1) -> Generator[Pair]:
-    """Every tensor of files that are open; raises `Malformed` as `read_files` does.
+    """Every tensor of open files; raises `Malformed` as `read_files` does.
 
-    Where nobody looks into one any more, later ones are read into its memory. What is
-    large is read by `num_threads` side by side.
+    The memory of a tensor without views is reused for later tensors. A large tensor is
+    read by `num_threads` threads in parallel.
     """
     with ThreadPoolExecutor(num_threads, "inflight-read") as readers:
         share = readers.map if num_threads > 1 else None
-        announced = opened.announced
+        tensor_list = opened.tensor_list
         facts = zip(
-            announced.names,
-            announced.dtypes,
-            announced.shapes,
-            announced.sizes,
+            tensor_list.names,
+            tensor_list.dtypes,
+            tensor_list.shapes,
+            tensor_list.sizes,
             opened.stored,
             strict=True,
         )
         slots = Buffers(NUM_LOOKED_AT, 0, torch.device("cpu"))
         for number, (name, dtype, shape, size, stored) in enumerate(facts):
-            # Not where the file is mapped: to look at what was cut off ends a process.
+            # Files are read, not mapped: reading a mapped page behind the end of a file
+            # that was cut off kills the process.
             data = slots.take(number, size)[:size]
             _fill(data, stored, share)
             tensor = data.view(dtype).view(shape)
@@ -280,7 +297,7 @@ def read_opened(opened: TensorFiles, num_threads: int = 1) -> Generator[Pair]:
 def _fill(
     data: torch.Tensor, stored: Stored, share: Callable[..., Iterable[None]] | None
 ) -> None:
-    """Read a tensor, in runs that are shared out if it is large."""
+    """Read a tensor; a large one in runs, in parallel with `share`."""
     memory = data.numpy().data
     if share is None or len(memory) <= RUN_BYTES:
         stored.read(0, memory)

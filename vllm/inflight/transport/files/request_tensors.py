@@ -1,8 +1,9 @@
-"""Tensors that came in a request's body, laid where every rank of this host can read.
+"""Tensors of a request body, written to shared memory where every rank can read them.
 
-Each entry is a safetensors file, or with `flattened_bucket` one with a single tensor of
-bytes and, under the metadata key `metadata`, the JSON list of what it is made of. In
-memory they become plain safetensors files, which the backend `local` reads.
+Each entry of the request is a safetensors file. With `flattened_bucket`, that file has
+a single tensor of bytes. Its metadata key `metadata` holds a JSON list of the tensors
+in it. Entries become plain safetensors files in shared memory, which the backend
+`local` reads.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ PREFIX = "vllm-inflight-tensors-"
 BUCKET, PARTS = "flattened_tensor", "metadata"
 
 PIECE_BYTES = 1 << 18
-"""Of what is decoded at once: less than a millisecond, for the event loop of all
-streams wants Python's lock meanwhile."""
+"""How many bytes are decoded at once. That takes less than a millisecond, because the
+event loop of all streams needs the GIL meanwhile."""
 
-LONGEST_ESCAPE = 6
+LONGEST_ESCAPE = 6  # the bytes of a unicode escape
 
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """A string of a JSON body that was left where it is: `raw[start:end]`, escaped."""
+    """A JSON string that was not decoded: `raw[start:end]`, with escapes."""
 
     raw: bytes | bytearray
     start: int
     end: int
 
     def pieces(self) -> Iterator[bytes]:
-        """Its UTF-8, piece by piece; raises ValueError for an escape that is none."""
+        """Its text as UTF-8, in pieces; raises `ValueError` for an invalid escape."""
         at = self.start
         while at < self.end:
             stop = min(self.end, at + PIECE_BYTES)
             piece = bytes(self.raw[at:stop])
             if b"\\" in piece:
-                # No cut comes into an escape, nor between a backslash and another.
+                # Do not cut within an escape, nor between two backslashes.
                 cut = piece.rfind(b"\\", -LONGEST_ESCAPE)
                 while stop < self.end and cut > 0 and piece[cut - 1 : cut] == b"\\":
                     cut -= 1
@@ -69,14 +70,23 @@ class LongText:
 def spooled(
     entries: Sequence[Any], load_format: str | None, *, allow_pickle: bool
 ) -> Iterator[list[str]]:
-    """The names of files in shared memory, one per entry; gone at the end.
+    """A context with one file in shared memory per entry, which are removed at the end.
+
+    Args:
+        entries: `serialized_named_tensors` of the request: base64 as `str`, or
+            `LongText`.
+        load_format: None, or `flattened_bucket`.
+        allow_pickle: whether an entry may be a pickle.
+
+    Returns:
+        the names of the files.
 
     Raises:
-        Malformed: an entry is not what its format says.
-        EngineFault: shared memory has no room for them.
+        Malformed: an entry does not have its format.
+        EngineFault: shared memory has no room for the entries.
 
     """
-    sweep(PREFIX)  # what a server that was killed has left
+    sweep(PREFIX)  # removes files that a killed server has left
     with ExitStack() as files:
         names = []
         for number, entry in enumerate(entries):
@@ -87,7 +97,9 @@ def spooled(
                         dir=SHARED_MEMORY, prefix=PREFIX, suffix=".safetensors"
                     )
                 )
-                fcntl.flock(file, fcntl.LOCK_EX)  # tells `sweep` that we are alive
+                fcntl.flock(
+                    file, fcntl.LOCK_EX
+                )  # the lock keeps `sweep` from removing the file
                 _decode(entry, file, where)
                 _lay(file, load_format, where, allow_pickle=allow_pickle)
             except OSError as error:
@@ -98,11 +110,17 @@ def spooled(
         yield names
 
 
-def _decode(entry: Any, file: IO[bytes], where: str) -> None:
-    """Write the bytes that `entry` is in base64."""
+def _decode(entry: object, file: IO[bytes], where: str) -> None:
+    """Decode the base64 of `entry` into a file."""
     carry, is_over = b"", False
     try:
-        for piece in [entry.encode()] if isinstance(entry, str) else entry.pieces():
+        if isinstance(entry, LongText):
+            pieces = entry.pieces()
+        elif isinstance(entry, str):
+            pieces = iter([entry.encode()])
+        else:
+            raise ValueError("it is not a string")
+        for piece in pieces:
             if is_over:
                 raise ValueError("it goes on behind its end")
             piece = carry + piece
@@ -112,7 +130,7 @@ def _decode(entry: Any, file: IO[bytes], where: str) -> None:
             is_over = piece[:whole].endswith(b"=")
         if carry:
             raise ValueError("it is cut off")
-    except (AttributeError, ValueError, binascii.Error):
+    except (ValueError, binascii.Error):
         raise Malformed(f"{where} is not base64") from None
     file.flush()
 
@@ -120,7 +138,7 @@ def _decode(entry: Any, file: IO[bytes], where: str) -> None:
 def _lay(
     file: IO[bytes], load_format: str | None, where: str, *, allow_pickle: bool
 ) -> None:
-    """Have what was sent be a plain file; it stays the file that is locked."""
+    """Turn a decoded entry into a plain safetensors file, in the same locked file."""
     path = Path(file.name)
     if _is_pickle(file):
         if not allow_pickle:
@@ -135,7 +153,7 @@ def _lay(
 
 
 def _is_pickle(file: IO[bytes]) -> bool:
-    """See `pickled.is_pickle`, which looks at both ends and at the length."""
+    """Whether a file is a pickle; see `safe_unpickler.is_pickle`."""
     size = file.seek(0, 2)
     file.seek(0)
     first = file.read(8)
@@ -144,7 +162,7 @@ def _is_pickle(file: IO[bytes]) -> bool:
 
 
 def _check(file: IO[bytes], load_format: str | None, where: str) -> None:
-    """Open a file that was sent; a bucket is written again as what is in it."""
+    """Check a safetensors file; a bucket is replaced by the tensors in it."""
     try:
         with safe_open(file.name, framework="pt") as opened:
             if load_format is None:
@@ -161,18 +179,18 @@ def _check(file: IO[bytes], load_format: str | None, where: str) -> None:
 
 
 def _write(file: IO[bytes], tensors: dict[str, torch.Tensor], where: str) -> None:
-    """Write tensors in the place of what the file has."""
+    """Replace the content of a file by tensors."""
     file.truncate(0)
     try:
         write_tensors(file, tensors.items())
     except (Malformed, ValueError) as error:
-        # Half a character in a name, or a dtype that such files do not have.
+        # A name with half a surrogate pair, or a dtype that safetensors lacks.
         raise Malformed(f"{where} cannot be written: {error}") from None
     file.flush()
 
 
 def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Tensor]:
-    """What is in a bucket, or in a list of pairs."""
+    """The tensors of a bucket, or of a list of (name, tensor), by name."""
     tensors: dict[str, torch.Tensor] = {}
 
     def add(name: str, tensor: torch.Tensor) -> None:
@@ -186,7 +204,7 @@ def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Ten
         return tensors
     bucket, parts = whole[BUCKET], whole[PARTS]
     if bucket.dim() != 1:
-        # A row of a longer one would be counted as an element.
+        # With more dimensions, a row would count as one element.
         raise Malformed(f"{where}: a bucket has one dimension, got {bucket.dim()}")
     if not isinstance(parts, list):
         raise Malformed(f"{where}: the key {PARTS!r} must hold a list")
@@ -194,7 +212,7 @@ def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Ten
     for part in parts:
         try:
             dtype = getattr(torch, str(part["dtype"]).removeprefix("torch."))
-            # Older buckets are of the tensors' dtype and count elements.
+            # Older buckets have the tensors' dtype, and indices count elements.
             name, start, end = str(part["name"]), part["start_idx"], part["end_idx"]
             left -= end - start
             if not (0 <= start <= end <= bucket.numel() and left >= 0):

@@ -1,11 +1,11 @@
-"""SGLang's pickled tensors, read by an unpickler that knows a dozen names.
+"""SGLang's pickled tensors, read by an unpickler that allows a dozen names.
 
-A pickle names functions and calls them, and sets attributes of what it has made. So the
-names of torch's own functions that put tensors together stand for functions of ours,
-which note what is asked for. No pickle ever has a tensor or a storage of torch's in its
-hands. Tensors are made when it has been read, of bytes that came with it. Handles of
-memory of another process are not among them: a rank, and not the server, would have to
-open them.
+A pickle names functions and calls them, and sets attributes of the objects it has made.
+So the names of torch's functions that build tensors stand for functions of ours, which
+only record the arguments. A pickle never reaches a tensor or a storage of torch.
+Tensors are made after the pickle was read, of bytes that are in the pickle. Handles of
+another process's memory are rejected, because a rank would have to open them, not the
+server.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import pickle
 import pickletools
 from collections import OrderedDict
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.storage import TypedStorage
@@ -26,54 +26,57 @@ from vllm.inflight.update import INT64, MAX_DIMENSIONS
 PROTOCOLS = tuple(bytes([0x80, version]) for version in range(2, 6))
 METADATA = "FlattenedTensorMetadata"
 ZIP = b"PK"
-"""How a file begins that torch writes today; a pickled storage is one of the older
-kind."""
+"""The first bytes of torch's current file format. A pickled storage has the older
+format."""
 MEMOS = ("PUT", "BINPUT", "LONG_BINPUT")
-MOST_TIMES = 4
-"""As many bytes may tensors have as their pickle, for some share their memory."""
+"""Opcodes that store an object in the unpickler's memo."""
+MAX_EXPANSION = 4
+"""Most bytes of all tensors, as a multiple of the pickle's size. It is above 1 because
+tensors may share memory."""
 
 
 def is_pickle(first: bytes, last: bytes, size: int) -> bool:
-    """Whether bytes are a pickle, and no safetensors file.
+    """Whether a file is a pickle and not a safetensors file.
 
     Args:
-        first: the first 8 of them.
-        last: the last one.
-        size: how many there are.
+        first: the first 8 bytes of the file.
+        last: the last byte of the file.
+        size: the size of the file, in bytes.
 
     """
     if first[:2] not in PROTOCOLS or last != b".":
         return False
-    # Such a file begins with the length of its header, which may look the same. To a
-    # pickle's first bytes a length can belong only if they are followed by zeros.
+    # A safetensors file begins with the length of its header, which may have the same
+    # first bytes. A length that fits into the file is smaller than a pickle's first
+    # 8 bytes read as a number.
     return int.from_bytes(first, "little") > size - 8
 
 
-class _Made:
-    """What a pickle has made; it may hold it, and cannot change it."""
+class _Placeholder:
+    """An object that a pickle may hold but not change."""
 
     __slots__ = ()
 
     def __setstate__(self, state: object) -> None:
-        raise Malformed("the pickle changes what it has made of tensors")
+        raise Malformed("the pickle sets attributes of a tensor")
 
 
-class _Storage(_Made):
-    """The bytes of some tensors, and the dtype that they are counted in."""
+class _Storage(_Placeholder):
+    """The bytes of some tensors, and the dtype of their elements."""
 
     __slots__ = "data", "dtype"
     data: torch.Tensor
-    """uint8, of one dimension; it owns its memory, and cannot grow."""
+    """uint8, one dimension. It owns its memory and cannot grow."""
     dtype: torch.dtype
 
 
-class _View(_Made):
-    """A tensor that lies within a storage."""
+class _View(_Placeholder):
+    """A tensor within a storage."""
 
     __slots__ = "offset", "shape", "storage", "strides"
     storage: _Storage
     offset: int
-    """In numbers of the storage's dtype, as the strides."""
+    """In elements of the storage's dtype, like the strides."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -82,25 +85,27 @@ class _View(_Made):
         return math.prod(self.shape) * self.storage.dtype.itemsize
 
     def tensor(self) -> torch.Tensor:
-        """As torch has it."""
+        """The tensor as a torch tensor."""
         typed = torch.empty(0, dtype=self.storage.dtype)
         memory = self.storage.data.untyped_storage()
         return typed.set_(memory, self.offset, self.shape, self.strides)
 
 
 def tensors(data: bytes, where: str) -> Any:
-    """The list of pairs, or the bucket, in a pickle; as request_tensors.py wants them.
+    """The list of (name, tensor), or the bucket, in a pickle; see request_tensors.py.
 
     Raises:
-        Malformed: it names something else than tensors, or holds something else.
+        Malformed: the pickle names or holds something that is not allowed.
 
     """
     try:
         for opcode, place, _ in pickletools.genops(data):
-            # The memo is a list in memory, as long as its last place.
+            # The memo is a list that is as long as its highest index.
             if opcode.name in MEMOS and int(place or 0) > len(data):
                 raise Malformed(f"the pickle has no {place} things to remember")
-        found = _made(_Tensors(io.BytesIO(data)).load(), MOST_TIMES * len(data))
+        found = _to_tensors(
+            _Tensors(io.BytesIO(data)).load(), MAX_EXPANSION * len(data)
+        )
     except Malformed as error:
         raise Malformed(f"{where}: {error.message}") from None
     except Exception as error:
@@ -110,8 +115,8 @@ def tensors(data: bytes, where: str) -> Any:
     return found
 
 
-def _made(found: Any, most: int) -> Any:
-    """The tensors of a pickle, of at most `most` bytes; None if it holds no such."""
+def _to_tensors(found: object, most: int) -> Any:
+    """The tensors of a pickle; None if it holds none, or more than `most` bytes."""
     if isinstance(found, dict):
         parts = found.get("metadata")
         bucket = found.get("flattened_tensor")
@@ -134,7 +139,7 @@ def _made(found: Any, most: int) -> Any:
     return None
 
 
-def _is_pair(item: Any) -> bool:
+def _is_pair(item: object) -> bool:
     return (
         isinstance(item, list | tuple)
         and len(item) == 2
@@ -143,12 +148,12 @@ def _is_pair(item: Any) -> bool:
     )
 
 
-def _storage(data: Any) -> _Storage:
-    """In the place of `torch.storage._load_from_bytes`."""
+def _storage(data: object) -> _Storage:
+    """Stands for `torch.storage._load_from_bytes`."""
     if type(data) is not bytes or data.startswith(ZIP):
         raise Malformed("a tensor's bytes are not those of a pickled storage")
-    # What torch itself calls here would unpickle anything that lies inside, and would
-    # take memory of the trainer's GPU here, which is a rank's or is not there.
+    # Torch's own function would unpickle any object inside. It would also allocate on
+    # the trainer's GPU device, which does not exist here or belongs to a rank.
     found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if type(found) is not TypedStorage:
         raise Malformed("the pickle has something else where a tensor's bytes belong")
@@ -156,18 +161,20 @@ def _storage(data: Any) -> _Storage:
     if memory.nbytes() > len(data):
         raise Malformed("a storage is larger than the bytes that came with it")
     made = _Storage()
-    # As numpy's, of a fixed size: under a tensor that is larger torch would let it
-    # grow, over whatever this process had in that memory before.
+    # Memory that numpy owns has a fixed size. Torch would grow its own storage for a
+    # larger tensor, which would expose old memory of this process.
     whole = torch.empty(0, dtype=torch.uint8).set_(memory)
     made.data, made.dtype = torch.from_numpy(whole.numpy()), found.dtype
     return made
 
 
-def _view(storage: Any, offset: Any, shape: Any, strides: Any, *_: object) -> _View:
-    """In the place of `torch._utils._rebuild_tensor_v2`; what is behind is autograd's.
+def _view(
+    storage: object, offset: object, shape: Any, strides: Any, *_: object
+) -> _View:
+    """Stands for `torch._utils._rebuild_tensor_v2`; more arguments are autograd's.
 
     Raises:
-        Malformed: the tensor does not lie within its storage.
+        Malformed: the tensor is not within its storage.
 
     """
     if type(storage) is not _Storage:
@@ -180,7 +187,7 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, *_: object) -> _V
         and all(_is_count(number) for each in lists for number in each)
     ):
         raise Malformed("a tensor's offset, shape or strides are no counts")
-    # Of the last number, and one more; what is empty has none.
+    # The end of the last element; an empty tensor has no elements.
     last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     end = offset + last + 1 if 0 not in shape else offset
     if end * storage.dtype.itemsize > storage.data.nbytes:
@@ -191,12 +198,12 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, *_: object) -> _V
     return made
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < INT64
 
 
-def _parameter(data: Any, *_: object) -> _View:
-    """In the place of `torch._utils._rebuild_parameter`."""
+def _parameter(data: object, *_: object) -> _View:
+    """Stands for `torch._utils._rebuild_parameter`."""
     if type(data) is not _View:
         raise Malformed("a parameter is made of something else than a tensor")
     return data
@@ -209,12 +216,12 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
 }
-"""All that a pickle may name, besides dtypes and SGLang's record of a part."""
+"""The names that a pickle may use, besides dtypes and SGLang's record of a part."""
 
 
 class _Tensors(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # New objects, since a pickle may change whatever it is handed.
+        # A new function each time, because a pickle may change the attributes of it.
         if (found := ALLOWED.get((module, name))) is not None:
             return found if isinstance(found, type) else lambda *args: found(*args)
         if module.startswith("sglang.srt.") and name == METADATA:

@@ -1,15 +1,15 @@
-"""Tensor files: safetensors that are open, and where in them each tensor lies.
+"""Tensor files: open safetensors files, and the place of each tensor in them.
 
     length of the header (8 bytes, little-endian) | header (JSON) | tensors
 
-What such a file says of itself is judged here, entry by entry, by the rules of
-safetensors' own reader: tensors lie in the file one behind the other, without holes,
-each as long as its shape and dtype say. That reader, and `json.loads`, hold Python's
-lock for all of a header. With 91,000 tensors, as of a mixture of experts, these are
-tenths of a second in which no other thread of the process goes on.
+This module checks a header entry by entry, by the rules of safetensors' own reader:
+tensors follow one another in the file without holes, and each has the size that its
+shape and dtype give. Safetensors' reader and `json.loads` hold the GIL for a whole
+header. With the 91,000 tensors of a mixture of experts, no other thread would run for
+tenths of a second.
 
-No tensor is asked for. safetensors maps it and touches it, and who waits for a disk in
-a page fault holds Python's lock meanwhile, too.
+Tensors are not read through safetensors either. It maps the file, and a thread that
+waits for a disk in a page fault holds the GIL.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import INT64
 
 MAX_HEADER_BYTES = 100_000_000
-"""Of a file; safetensors' own limit. It is judged before as many bytes are read."""
+"""Largest header of a file; safetensors' own limit. It is checked before reading."""
 LENGTH_BYTES = 8
-"""Of the length of a header, which is before it."""
+"""The bytes of a header's length, which comes before the header."""
 CHANGED = "it was written to while it was read, or renamed or removed"
 BLANKS = re.compile(r"[ \t\n\r]*")
-"""Those of JSON."""
+"""The blanks of JSON."""
 METADATA = "__metadata__"
-"""The entry of a header that is no tensor."""
+"""The only entry of a header that is not a tensor."""
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -64,26 +64,26 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""By safetensors' names; those of six bits have no counterpart in torch."""
+"""Safetensors' name -> dtype. The dtypes of six bits have no counterpart in torch."""
 
 UNREADABLE = ValueError, LookupError, TypeError, RecursionError
-"""What a header raises that is none."""
+"""What reading an invalid header raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where in its file a tensor begins."""
+    """The place of a tensor in its file."""
 
     file: Path
     descriptor: int
     offset: int
-    """In bytes, from the beginning of the file."""
+    """The tensor's first byte, counted from the beginning of the file."""
 
     def read(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the tensor's bytes from `start` on.
+        """Fill `into` with the tensor's bytes from byte `start` on.
 
         Raises:
-            Malformed: the file ends before that, or cannot be read.
+            Malformed: the file ends too early, or cannot be read.
 
         """
         at = self.offset + start
@@ -98,15 +98,15 @@ class Stored:
 
 
 class StoredTensors(Sequence[Stored]):
-    """Where each of many tensors begins; made when it is asked for.
+    """The places of many tensors; a `Stored` is made when it is needed.
 
-    As objects they would all be looked through whenever Python looks for garbage.
+    Python's garbage collector would scan a list of objects at every run.
     """
 
     def __init__(self) -> None:
         self._files: list[tuple[Path, int]] = []
         self._first: list[int] = []
-        """The number of each file's first tensor."""
+        """The index of each file's first tensor."""
         self._offsets = array("q")
 
     def add(self, file: Path, descriptor: int, offsets: Sequence[int]) -> None:
@@ -134,19 +134,19 @@ class StoredTensors(Sequence[Stored]):
 
 
 class TensorFiles:
-    """Files that are open until the `with` around them ends, and must not change.
+    """Open safetensors files, as a context; the files must not change meanwhile.
 
     Args:
-        files: safetensors, in the order in which they are read.
-        rename: from the names in them to those that are announced.
+        files: the safetensors files, in the order in which they are read.
+        rename: translates names in the files to names of the tensor list.
 
     Attributes:
-        announced: their tensors, those of a file as they lie in it.
-        stored: where each of them begins.
+        tensor_list: the tensors of all files, in file order.
+        stored: the place of each tensor.
 
     Raises:
-        Malformed: one of them is not a whole safetensors file, or, at the end, not the
-            one any more that was opened; the message names it.
+        Malformed: a file is not a whole safetensors file, or it had changed when the
+            context ended; the message names the file.
 
     """
 
@@ -166,7 +166,7 @@ class TensorFiles:
                 except OSError as error:
                     raise broken(file, error) from error
                 self.stored.add(file, descriptor, offsets)
-            self.announced = TensorList(
+            self.tensor_list = TensorList(
                 tuple(rename(name) for name in entries.names),
                 tuple(entries.dtypes),
                 tuple(entries.shapes),
@@ -187,22 +187,22 @@ State = tuple[int, int, int]
 
 
 def _state(descriptor: int) -> State:
-    """What is another after a file was written to.
+    """Values that differ after a file was written to.
 
-    Who writes may set the first time back, as `rsync -t` and `cp -p` do; nobody sets
-    the second.
+    A writer may set `st_mtime` back, as `rsync -t` and `cp -p` do. No program can set
+    `st_ctime`.
     """
     status = os.fstat(descriptor)
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
 class Entries:
-    """What files say of their tensors; those of a file as they lie in it.
+    """The tensors in the headers of files, in file order.
 
     Attributes:
-        names: as the files have them.
-        dtypes: of each tensor.
-        shapes: of each tensor.
+        names: the names in the files.
+        dtypes: the dtype of each tensor.
+        shapes: the shape of each tensor.
 
     """
 
@@ -212,14 +212,14 @@ class Entries:
         self.shapes: list[tuple[int, ...]] = []
 
     def read(self, file: Path, descriptor: int) -> array[int]:
-        """Add the tensors of a file that is open, whatever has its path by now.
+        """Add the tensors of an open file. Its path may name another file by now.
 
         Returns:
-            where each of them begins, in bytes from the beginning of the file.
+            the offset of each tensor, in bytes from the beginning of the file.
 
         Raises:
-            Malformed: it is not a whole safetensors file.
-            OSError: it cannot be read.
+            Malformed: the file is not a whole safetensors file.
+            OSError: the file cannot be read.
 
         """
         header, size = _header(file, descriptor)
@@ -263,18 +263,20 @@ class Entries:
 
 
 def _header(file: Path, descriptor: int) -> tuple[bytes, int]:
-    """The header of a file, and the size of the file."""
+    """The header of a file, and the size of the file in bytes."""
     size = os.fstat(descriptor).st_size
-    told = os.pread(descriptor, LENGTH_BYTES, 0)
-    length = int.from_bytes(told, "little")
-    # It is not told how long: they are the first bytes of whatever file that may be.
-    if len(told) < LENGTH_BYTES or length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+    prefix = os.pread(descriptor, LENGTH_BYTES, 0)
+    length = int.from_bytes(prefix, "little")
+    # The message has no length: these may be the first bytes of any secret file.
+    if len(prefix) < LENGTH_BYTES or length > min(
+        MAX_HEADER_BYTES, size - LENGTH_BYTES
+    ):
         raise broken(file, "it does not begin with the length of a header")
     return os.pread(descriptor, length, LENGTH_BYTES), size
 
 
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:
-    """Name and entry of each tensor of a header; raises `ValueError` if it is none."""
+    """Name and entry of each tensor; raises `ValueError` for an invalid header."""
     decode = json.JSONDecoder(parse_constant=_no_number).raw_decode
 
     def after_blanks(at: int) -> int:
@@ -282,7 +284,7 @@ def _pairs(text: str) -> Iterator[tuple[str, Any]]:
         return at if found is None else found.end()
 
     def expect(character: str, at: int) -> int:
-        """The place behind a character, and behind what is blank after it."""
+        """The index behind an expected character and the blanks after it."""
         if text[at : at + 1] != character:
             raise ValueError(f"at {at} there should be {character!r}")
         return after_blanks(at + 1)
@@ -295,7 +297,7 @@ def _pairs(text: str) -> Iterator[tuple[str, Any]]:
         name, at = decode(text, at)
         at = expect(":", after_blanks(at))
         entry, at = decode(text, at)
-        if may_be_half:  # an escape that stands for no character
+        if may_be_half:  # half a surrogate pair is not a character
             json.dumps([name, entry], ensure_ascii=False).encode()
         yield name, entry
         at = after_blanks(at)
@@ -311,8 +313,8 @@ def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no number")
 
 
-def _check_metadata(entry: Any) -> None:
-    """Raise `TypeError` unless it has strings alone."""
+def _check_metadata(entry: object) -> None:
+    """Raise `TypeError` unless the metadata has only strings."""
     if entry is None:
         return
     words = [*entry.items()] if isinstance(entry, dict) else [(None,)]
@@ -320,8 +322,8 @@ def _check_metadata(entry: Any) -> None:
         raise TypeError("its metadata are no strings")
 
 
-def _place(entry: Any) -> tuple[int, int]:
-    """Where a tensor begins and ends, in bytes behind the header."""
+def _place(entry: object) -> tuple[int, int]:
+    """The begin and the end of a tensor, in bytes after the header."""
     if not isinstance(entry, dict):
         raise TypeError("an entry is no object")
     begin, end = _counts(entry["data_offsets"])
@@ -329,16 +331,16 @@ def _place(entry: Any) -> tuple[int, int]:
 
 
 def _kind(entry: dict[str, Any]) -> tuple[torch.dtype | None, tuple[int, ...]]:
-    """The dtype of a tensor, None if torch has no such; and its shape."""
+    """The dtype of a tensor, None if torch lacks it; and the tensor's shape."""
     dtype, shape = DTYPES.get(entry["dtype"]), _counts(entry["shape"])
-    if dtype is torch.float4_e2m1fn_x2:  # two numbers in each
+    if dtype is torch.float4_e2m1fn_x2:  # an element holds two numbers
         if not shape or shape[-1] % 2:
             raise ValueError("of numbers of 4 bits there are two in a byte")
         shape = (*shape[:-1], shape[-1] // 2)
     return dtype, shape
 
 
-def _counts(numbers: Any) -> tuple[int, ...]:
+def _counts(numbers: object) -> tuple[int, ...]:
     counts = tuple(numbers) if isinstance(numbers, list) else (-1,)
     if not all(type(count) is int and 0 <= count < INT64 for count in counts):
         raise TypeError("there are no counts where they should be")
@@ -351,5 +353,5 @@ def _are_joined(first: int, begins: array[int], ends: array[int]) -> bool:
 
 
 def broken(file: Path, why: object) -> Malformed:
-    """The error of a file that cannot be read to its end."""
+    """The error for a file that is not a whole safetensors file."""
     return Malformed(f"{file} is not a whole safetensors file: {why}")

@@ -1,8 +1,8 @@
 """A membership: a worker's place in one group that a trainer opened with torch alone.
 
-Such a group has no handshake: the n-th broadcast goes to the n-th receive. One that
-nobody receives would be read as the next one, and all after it one too late; so a group
-ends with the first announcement that was not received to its end.
+Such a group has no handshake: the n-th broadcast goes to the n-th receive. If a worker
+missed one broadcast, it would read every later one as the one before. So the group ends
+with the first announced update that was not received completely.
 """
 
 from __future__ import annotations
@@ -21,25 +21,31 @@ from vllm.inflight.transport.group import Group
 from vllm.inflight.transport.waiting import in_background
 
 REMEMBERED = 256
-"""Announcements; that one was refused is told long before so many others came."""
+"""How many announcement ids are remembered. A rejection arrives long before so many
+other announcements."""
 
 MISSED = (
-    "what the trainer broadcast for an announcement that was refused is still in it"
+    "the trainer broadcast tensors for an announcement that was refused, and no worker "
+    "received them"
 )
 
 
 @dataclass
 class Membership:
-    """A worker's place in one group. One thread receives; any may end it."""
+    """A worker's place in one group. One thread receives; any thread may end it."""
 
     name: str
     since: float
-    """When the worker began to join, on the monotonic clock."""
+    """When the worker began to join, on the monotonic clock, in seconds."""
     opening: Future[Group]
+    """Done once the group is open."""
     left: threading.Event
+    """Set once the worker has left."""
     timeout_s: float
     slots: Buffers
+    """The buffers that broadcasts are received into."""
     ended: str | None = None
+    """Why the group has ended; None while it can be used."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_receiving: bool = False
     _received: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -47,7 +53,10 @@ class Membership:
 
     @contextmanager
     def receiving(self, announcement: str) -> Iterator[None]:
-        """Around all of an announcement; if it is left early, the group has ended.
+        """A context around receiving one announced update; an error ends the group.
+
+        Args:
+            announcement: the id of the update's call.
 
         Raises:
             TransferFault: the group has ended before.
@@ -77,14 +86,15 @@ class Membership:
                 self.end(MISSED)
 
     def miss(self, announcement: str, age_s: float) -> None:
-        """An announcement was refused: unless it was received, the group has ended.
+        """End the group because an announced update was rejected and not received.
 
-        Returns at once. What is being received of another one is received to its end.
+        Does nothing if it was received. This returns at once. If another update is
+        being received, the group ends after it.
 
         Args:
-            announcement: its id.
-            age_s: seconds since it was made. One that is older than this membership was
-                made to a group of the same name before, which has ended.
+            announcement: the id of the rejected call.
+            age_s: seconds since the call. A call that is older than this membership
+                meant an earlier group of the same name, which has ended.
 
         """
         if age_s > time.monotonic() - self.since:
@@ -96,10 +106,10 @@ class Membership:
             if announcement in self._received:
                 return
             self.ended = self.ended or MISSED
-        in_background(lambda: self.end(MISSED))  # NCCL takes its time
+        in_background(lambda: self.end(MISSED))  # NCCL may take long
 
     def end(self, reason: str) -> None:
-        """Leave for good, now or once the group is open; the first reason stays."""
+        """Abort the group, now or once it is open; the first reason is kept."""
         with self._lock:
             self.ended = self.ended or reason
             self._let_buffers_go()
@@ -107,13 +117,13 @@ class Membership:
         self.opening.add_done_callback(self._abort)
 
     def leave(self) -> None:
-        """Leave in peace, with nothing under way; now or once the group is open."""
+        """Leave while no broadcast is under way, now or once the group is open."""
         self.ended = self.ended or "has left the group"
         self.left.set()
         self.opening.add_done_callback(_close)
 
     def _let_buffers_go(self) -> None:
-        """Of a group that has ended, when nothing is received; with the lock held."""
+        """Free the buffers of a group that has ended and is idle. Needs the lock."""
         if self.ended is not None and not self._is_receiving:
             self.slots.clear()
 

@@ -1,9 +1,10 @@
 """The transport `groups`: tensors from groups that trainers open with torch alone.
 
-It serves the doors of other frameworks and needs no `--weight-transfer-config`. A
-worker may be in several groups at once, each under its name, and one update may come
-through all of them, as from trainers whose pipeline stages broadcast on their own.
-Tensors come one by one, in the order announced, or all at once in a flat bucket.
+It serves the control routes of other frameworks and needs no
+`--weight-transfer-config`. A worker may be in several groups at once, each with a name.
+One update may use all of them, for example if each pipeline stage of a trainer has a
+group. Tensors come one by one in the order of the tensor list, or all in one flat
+bucket.
 """
 
 from __future__ import annotations
@@ -33,24 +34,29 @@ from vllm.inflight.transport.torch_groups.rendezvous import (
 from vllm.inflight.transport.waiting import WaitLimit, check_timeout, in_background
 
 NUM_SLOTS = 3
-"""Most tensors in memory at once: one is loaded while the next two come in."""
+"""Most tensors in memory at once: one is loaded while the next two are received."""
 
 
 @dataclass(kw_only=True)
 class GroupInitInfo(upstream.WeightTransferInitInfo):
-    """The group that a trainer opens."""
+    """The group that a trainer opens.
+
+    Raises:
+        ValueError: a field is out of range; the message names it.
+
+    """
 
     init_method: str
     """`tcp://host:port` of the trainer, rank 0."""
     world_size: int
-    """The trainer and every worker of every engine."""
+    """The number of ranks: the trainer and every worker of every engine."""
     rank_offset: int = 1
     """The rank of this engine's first worker."""
     group_name: str
     backend: str
-    """`gloo`, `nccl`, or `auto` for the one that fits the device."""
+    """`gloo`, `nccl`, or `auto`, which chooses by the device."""
     timeout_s: float = 300.0
-    """Longest wait for the other ranks, and later for any one tensor."""
+    """Longest wait for the other ranks, and later for each tensor, in seconds."""
 
     def __post_init__(self) -> None:
         for name in ("world_size", "rank_offset"):
@@ -64,28 +70,33 @@ class GroupInitInfo(upstream.WeightTransferInitInfo):
 
 @dataclass
 class GroupUpdateInfo(upstream.WeightTransferUpdateInfo):
-    """What is about to be broadcast."""
+    """The tensors that the trainer is about to broadcast.
+
+    Raises:
+        ValueError: a field cannot be read; the message names it.
+
+    """
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     group_name: str
     flattened: bool = False
-    """All in one tensor of bytes, one behind the other, without gaps."""
+    """Whether all tensors come in one tensor of bytes, without gaps."""
     announcement: str = ""
-    """An id of this call, by which `miss` knows whether it was received."""
-    announced: TensorList = field(init=False, repr=False)
+    """The id of this call; `miss` uses it to find out whether it was received."""
+    tensor_list: TensorList = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.names:
             raise ValueError("'names' is empty")
         if not isinstance(self.group_name, str):
             raise ValueError(f"'group_name' must be a string: {self.group_name!r:.80}")
-        self.announced = TensorList.parse(self.names, self.dtype_names, self.shapes)
+        self.tensor_list = TensorList.parse(self.names, self.dtype_names, self.shapes)
 
 
 class GroupsEngine(StagedEngine):
-    """One worker's ends of all groups it is in."""
+    """One worker's ends of all groups that it has joined."""
 
     init_info_cls = GroupInitInfo
     update_info_cls = GroupUpdateInfo
@@ -94,17 +105,17 @@ class GroupsEngine(StagedEngine):
 
     @property
     def joined(self) -> dict[str, Membership]:
-        """The groups by their names."""
+        """The joined groups by name."""
         if self._joined is None:
             self._joined = {}
         return self._joined
 
     def init_transfer_engine(self, init_info: GroupInitInfo) -> None:
-        """Join a group; one of that name is left first.
+        """Leave any group of that name, and join the group.
 
         Raises:
-            Malformed: this worker has no place in such a group.
-            TransferFault: not everybody came within `timeout_s`.
+            Malformed: the group does not fit this worker's device or rank.
+            TransferFault: a rank did not come within `timeout_s`.
 
         """
         since = time.monotonic()
@@ -115,19 +126,19 @@ class GroupsEngine(StagedEngine):
         if self.device.type == "cpu" and backend == "nccl":
             raise Malformed("this engine runs on a CPU: open the group with 'gloo'")
         index = worker_index(self.parallel_config)
-        watch = WaitLimit(init_info.timeout_s, self._is_cancelled)
+        limit = WaitLimit(init_info.timeout_s, self._is_cancelled)
         where = torch.device("cpu") if backend == "gloo" else self.device
         left = threading.Event()
-        # A trainer with NCCL connects at once, or not before its first broadcast; both
-        # are met when somebody waits for it beside all else.
-        patience = watch
+        # A trainer with NCCL may connect at once, or only at its first broadcast. A
+        # background thread waits for it, which serves both cases.
+        connect_limit = limit
         if backend == "nccl":
-            patience = WaitLimit(init_info.timeout_s, left.is_set)
-        meeting: Future[TorchRendezvous] = Future()
+            connect_limit = WaitLimit(init_info.timeout_s, left.is_set)
+        rendezvous: Future[TorchRendezvous] = Future()
         opening = in_background(
-            lambda: join_torch_group(meeting.result(), where, patience)
+            lambda: join_torch_group(rendezvous.result(), where, connect_limit)
         )
-        # From now on: what is announced meanwhile, and refused, is of this group.
+        # Registered before joining: a call that is rejected meanwhile is of this group.
         self.joined[init_info.group_name] = Membership(
             init_info.group_name,
             since,
@@ -143,27 +154,27 @@ class GroupsEngine(StagedEngine):
                 init_info.rank_offset + index,
                 init_info.world_size,
                 init_info.group_name,
-                watch,
+                limit,
             )
-            meeting.set_result(joined)
+            rendezvous.set_result(joined)
             if backend == "gloo":
-                watch.result(opening, "gloo to connect all ranks")
+                limit.result(opening, "gloo to connect all ranks")
         except BaseException as error:
             self.joined.pop(init_info.group_name, None)
-            if not meeting.done():
-                meeting.set_exception(error)
+            if not rendezvous.done():
+                rendezvous.set_exception(error)
             raise
 
     def receive_weights(self, update_info: GroupUpdateInfo) -> None:
-        """Load what a trainer broadcasts.
+        """Load the tensors that a trainer broadcasts.
 
-        If the model refuses a tensor, the rest is received and dropped, so that the
-        group is good for the next update. That cancels the update, so a rank which has
-        not received all of it by then leaves the group.
+        If the model rejects a tensor, the rest is received and dropped, so that the
+        group can serve the next update. A rejection cancels the update. A rank that has
+        not received everything by then leaves the group.
 
         Raises:
             TransferFault: there is no such group, or it broke, now or before.
-            Cancelled: the update is not wanted any more; the group is gone.
+            Cancelled: the update was cancelled; the group has ended.
 
         """
         name = update_info.group_name
@@ -175,7 +186,7 @@ class GroupsEngine(StagedEngine):
         self.load_all(self._tensors(self.joined[name], update_info))
 
     def leave(self, name: str) -> bool:
-        """Leave a group; whether this worker was in it."""
+        """Leave a group; False if this worker was not in it."""
         joined = self.joined.pop(name, None)
         if joined is None:
             return False
@@ -183,7 +194,7 @@ class GroupsEngine(StagedEngine):
         return True
 
     def miss(self, group_name: str, announcement: str, age_s: float) -> None:
-        """An announcement was refused: unless it was received, its group has ended."""
+        """End the group of a rejected call that was not received; see `Membership`."""
         if (joined := self.joined.get(group_name)) is not None:
             joined.miss(announcement, age_s)
 
@@ -193,17 +204,17 @@ class GroupsEngine(StagedEngine):
             self.leave(name)
 
     def _tensors(self, joined: Membership, info: GroupUpdateInfo) -> Iterator[Pair]:
-        watch = WaitLimit(joined.timeout_s, self._is_cancelled)
-        announced = info.announced
-        sizes = [sum(announced.sizes)] if info.flattened else announced.sizes
+        limit = WaitLimit(joined.timeout_s, self._is_cancelled)
+        tensor_list = info.tensor_list
+        sizes = [sum(tensor_list.sizes)] if info.flattened else tensor_list.sizes
         with joined.receiving(info.announcement):
-            group = watch.result(joined.opening, "the trainer to connect")
+            group = limit.result(joined.opening, "the trainer to connect")
             joined.slots.grow(min(NUM_SLOTS, len(sizes)), max(sizes, default=0))
-            for number, data in enumerate(_received(group, joined.slots, sizes, watch)):
+            for number, data in enumerate(_received(group, joined.slots, sizes, limit)):
                 if info.flattened:
-                    yield from _cut(announced, data)
+                    yield from _cut(tensor_list, data)
                 else:
-                    yield _typed(announced, number, data)
+                    yield _typed(tensor_list, number, data)
                 del data
             group.follow()
 
@@ -212,9 +223,9 @@ class GroupsEngine(StagedEngine):
 
 
 def _received(
-    group: Group, slots: Buffers, sizes: list[int], watch: WaitLimit
+    group: Group, slots: Buffers, sizes: list[int], limit: WaitLimit
 ) -> Iterator[torch.Tensor]:
-    """The bytes of each broadcast, in order, the next ones under way."""
+    """The bytes of each broadcast, in order, while the next ones are under way."""
     in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
     begun = 0
     for number in range(len(sizes)):
@@ -222,23 +233,25 @@ def _received(
             not in_flight or slots.is_free(begun)
         ):
             buffer = slots.take(begun)[: sizes[begun]]
-            in_flight.append((buffer, group.broadcast([buffer], watch)))
+            in_flight.append((buffer, group.broadcast([buffer], limit)))
             begun += 1
         buffer, pending = in_flight.popleft()
-        watch.until(pending, f"tensor {number + 1} of {len(sizes)}")
+        limit.until(pending, f"tensor {number + 1} of {len(sizes)}")
         yield buffer
 
 
-def _typed(announced: TensorList, index: int, data: torch.Tensor) -> Pair:
-    dtype = announced.dtypes[index]
+def _typed(tensor_list: TensorList, index: int, data: torch.Tensor) -> Pair:
+    dtype = tensor_list.dtypes[index]
     if data.storage_offset() % dtype.itemsize:
-        data = data.clone()  # behind a narrower one in a flat bucket
-    return announced.names[index], data.view(dtype).view(announced.shapes[index])
+        data = (
+            data.clone()
+        )  # not aligned, since it follows a narrower one in a flat bucket
+    return tensor_list.names[index], data.view(dtype).view(tensor_list.shapes[index])
 
 
-def _cut(announced: TensorList, data: torch.Tensor) -> Iterator[Pair]:
+def _cut(tensor_list: TensorList, data: torch.Tensor) -> Iterator[Pair]:
     start = 0
-    for index, size in enumerate(announced.sizes):
-        yield _typed(announced, index, data[start : start + size])
+    for index, size in enumerate(tensor_list.sizes):
+        yield _typed(tensor_list, index, data[start : start + size])
         start += size
     assert start == math.prod(data.shape)

@@ -1,10 +1,13 @@
-"""A group as `torch.distributed` opens it, joined without a word about ours.
+"""Joining a group that a trainer has opened with `torch.distributed` alone.
 
-Frameworks whose trainers open a group of their own (SGLang's clients, PipelineRL) know
-nothing of terms and lifelines: rank 0 has a `TCPStore`, everybody meets there under
-the group's name, and the trainer calls `torch.distributed.broadcast`. A
-`TorchRendezvous` is such a meeting in the form of ours, so that our groups, which can
-be aborted, do the rest.
+The trainers of some frameworks (SGLang's clients, PipelineRL) open such groups. They
+have neither terms nor liveness connections: rank 0 hosts a `TCPStore`, all ranks meet
+there under the group's name, and the trainer calls `torch.distributed.broadcast`.
+
+A `TorchRendezvous` meets such a trainer, as torch itself would. Torch's backends meet
+under the first device that they serve, and torch's NCCL leaves the communicator's id
+under the key of its first communicator. Then one of our groups takes over, because our
+groups can be aborted and all their waits end.
 """
 
 from __future__ import annotations
@@ -29,22 +32,23 @@ from vllm.inflight.transport.liveness import CONNECT_S, Liveness
 from vllm.inflight.transport.waiting import LONGEST_S, WaitLimit, in_background
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
-"""Backend → the device under which torch opens a group of it."""
+"""Backend -> the device under which torch opens a group of that backend."""
 
 ANY_BUCKET_BYTES = 256
-"""Nothing is agreed on here; `Terms` want a number."""
+"""`Terms` need a number; these groups have no buckets."""
 
 
 class TorchRendezvous:
-    """One worker's place in a group of torch's, with what our groups ask of it."""
+    """Implements `Member` for one worker in a group that torch opened."""
 
     def __init__(self, terms: Terms, rank: int, address: str, port: int) -> None:
         self.terms = terms
         self.rank = rank
         self.address = address
         self.port = port
-        self.lifeline = Liveness()
-        """Holds nothing: torch's groups have none, so only time tells of a death."""
+        self.liveness = Liveness()
+        """Has no connections, because torch opens none. Only a timeout shows that a
+        peer died."""
         self.store: Any = None
 
     @classmethod
@@ -55,13 +59,13 @@ class TorchRendezvous:
         rank: int,
         world_size: int,
         group_name: str,
-        watch: WaitLimit,
+        limit: WaitLimit,
     ) -> TorchRendezvous:
-        """Find the trainer's store.
+        """Find the trainer's store and wait for all ranks.
 
         Raises:
-            Malformed: there is no such backend, address or rank.
-            TransferFault: the trainer is not there.
+            Malformed: the backend, the address or the rank is not valid.
+            TransferFault: the trainer does not answer, or a rank is missing.
 
         """
         if backend not in DEVICES:
@@ -75,27 +79,27 @@ class TorchRendezvous:
         terms = Terms(
             wire=backend, world_size=world_size, bucket_bytes=ANY_BUCKET_BYTES
         )
-        meeting = cls(terms, rank, address, port)
+        rendezvous = cls(terms, rank, address, port)
         trainer = f"a trainer at {address}:{port}"
-        watch.until(lambda: is_answered(address, port), trainer, longest_nap_s=KNOCK_S)
-        connecting = in_background(lambda: _store(address, port, world_size, watch))
+        limit.until(lambda: is_answered(address, port), trainer, longest_nap_s=KNOCK_S)
+        connecting = in_background(lambda: _store(address, port, world_size, limit))
         try:
-            store = watch.result(connecting, f"{trainer} and all {world_size} ranks")
+            store = limit.result(connecting, f"{trainer} and all {world_size} ranks")
         except DistError as error:
             raise TransferFault(f"{trainer} does not answer: {error}") from error
-        # The first by the group's maker, the others by torch itself.
+        # The trainer adds the first prefix, and torch adds the others.
         for prefix in (group_name, f"{group_name}/", f"{DEVICES[backend]}/"):
             store = torch.distributed.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        meeting.store = store
-        return meeting
+        rendezvous.store = store
+        return rendezvous
 
     def own_address(self) -> str:
-        """The address of this host by which the trainer's host reaches it."""
+        """The address of this host on the interface that reaches the trainer."""
         with socket.create_connection((self.address, self.port), CONNECT_S) as line:
             return str(line.getsockname()[0])
 
     def end(self, reason: str) -> None:
-        """Leave; there is nobody to tell."""
+        """Leave; there is no connection to send the reason on."""
         del reason
         self.store = None
 
@@ -113,53 +117,53 @@ def _address(init_method: str) -> tuple[str, int]:
     return host, port
 
 
-def _store(address: str, port: int, world_size: int, watch: WaitLimit) -> Any:
-    # Torch's trainer waits in its constructor until all ranks have been here.
+def _store(address: str, port: int, world_size: int, limit: WaitLimit) -> Any:
+    # The trainer waits in torch's constructor until all ranks have connected.
     return torch.distributed.TCPStore(  # type: ignore[attr-defined]
         address,
         port,
         world_size,
         is_master=False,
-        timeout=timedelta(seconds=watch.timeout_s),
+        timeout=timedelta(seconds=limit.timeout_s),
     )
 
 
 FIRST_COMMUNICATOR = "0"
-"""Under which torch's NCCL backend leaves the name of its first communicator."""
+"""The key under which torch's NCCL backend leaves the id of its first communicator."""
 
 
 def join_torch_group(
-    meeting: TorchRendezvous, device: torch.device, watch: WaitLimit
+    rendezvous: TorchRendezvous, device: torch.device, limit: WaitLimit
 ) -> Group:
-    """The group of all who have come; with NCCL, when the trainer first broadcasts.
+    """Open the group of a rendezvous; with NCCL, at the trainer's first broadcast.
 
     Args:
-        meeting: joined; used up by this.
-        device: where the buffers of this rank are.
-        watch: bounds each of the steps, but for the wait for that broadcast.
+        rendezvous: joined; it cannot be used for another group.
+        device: the device of this rank's buffers.
+        limit: bounds each step, except the wait for the trainer's first broadcast.
 
     Raises:
-        TransferFault: somebody did not connect, or the trainer is gone.
+        TransferFault: a rank did not connect, or the trainer is gone.
 
     """
     try:
-        if meeting.terms.wire == "nccl":
-            # How many thread blocks it takes is for all ranks to agree on: torch
-            # bounds nothing, and NCCL cannot connect ranks that count their channels
-            # otherwise.
-            return _PlainNccl(meeting, device, watch, max_ctas=None)
-        return GlooGroup(meeting, device, watch)
+        if rendezvous.terms.wire == "nccl":
+            # All ranks must have the same bound on thread blocks: NCCL cannot connect
+            # ranks with different numbers of channels. Torch sets no bound.
+            return _PlainNccl(rendezvous, device, limit, max_ctas=None)
+        return GlooGroup(rendezvous, device, limit)
     except (DistError, OSError) as error:
         raise TransferFault(f"the trainer was lost: {error}") from error
 
 
 class _PlainNccl(NcclGroup):
-    """A communicator that torch has named."""
+    """A communicator whose id torch has left in the store."""
 
-    def _agree(self, watch: WaitLimit) -> bytes:
-        store = self._meeting.store
-        # That may be hours away, and every look wakes a thread beside decoding.
-        watch.lasting(LONGEST_S).until(
+    def _agree(self, limit: WaitLimit) -> bytes:
+        store = self._rendezvous.store
+        # The first broadcast may be hours away, and every check wakes a thread that
+        # decoding competes with. So checks are rare.
+        limit.lasting(LONGEST_S).until(
             lambda: store.check([FIRST_COMMUNICATOR]),
             "the trainer's first broadcast",
             longest_nap_s=KNOCK_S,

@@ -116,8 +116,8 @@ def _files(config: upstream.ModelConfig, cache: str | None) -> list[Path]:
 def _tensors(file: Path) -> Iterable[tuple[str, Shape, str]]:
     try:
         with TensorFiles([file]) as opened:
-            announced = opened.announced
-            dtypes = (str(dtype).removeprefix("torch.") for dtype in announced.dtypes)
-            return list(zip(announced.names, announced.shapes, dtypes, strict=True))
+            told = opened.tensor_list
+            dtypes = (str(dtype).removeprefix("torch.") for dtype in told.dtypes)
+            return list(zip(told.names, told.shapes, dtypes, strict=True))
     except Malformed:
         return ()  # the file was replaced, or is being written
