@@ -136,7 +136,7 @@ class Publisher:
         self._calls = threading.Lock()
         self._unread: list[QueuedPublish] = []
         """With `block=False`: under way, or failed and not read."""
-        self._controls = Controls(self._engines, asked)
+        self._controls = Controls(self._engines, call_all)
         self._timeout_s = timeout_s
         self._committed = float("-inf")
         for one in {None, self._directory}:
