@@ -48,4 +48,4 @@ def cut_when_begun(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
         begin(self, files)
         os.truncate(file, file.stat().st_size // 2)
 
-    monkeypatch.setattr(FileReader, "start", begin_and_cut)
+    monkeypatch.setattr(FileReader, "begin", begin_and_cut)
