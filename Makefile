@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-slow test-ray test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench docs site sizes upstream clean
+.PHONY: help setup build demo check test test-slow test-ray test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench docs site sizes upstream clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-20s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ demo: setup ## weights change while tokens flow: pictures and a report in out/de
 
 test: setup lint site ## lint, build the site, then every fast test that needs no GPU
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
+
+check: setup lint ## lint, types and the quick tests, which start no engine: a minute and a half
+	$(PY) -m pytest tests/unit -n 4 -m "not seconds and not gpu and not slow and not upstream and not engine"
 
 # They look at how much of the GPU's memory is free, which other lanes would change, or take it.
 ALONE := $(addprefix tests/gpu/test_,arena.py sleep.py ranks_asleep.py out_of_memory.py)

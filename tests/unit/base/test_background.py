@@ -13,6 +13,8 @@ import pytest
 from tests.support.waiting import until
 from vllm.inflight.background import Background, in_background
 
+pytestmark = pytest.mark.seconds
+
 NATIVE = """
 import threading, time, torch
 from vllm.inflight.background import Background

@@ -267,6 +267,7 @@ def test_a_trainer_takes_an_empty_variable_for_no_key(monkeypatch):
     assert admin_key() is None
 
 
+@pytest.mark.seconds
 def test_vllm_serve_shows_the_group():
     done = subprocess.run(
         [*VLLM, "serve", f"--help={GROUP}"],

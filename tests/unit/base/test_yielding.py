@@ -25,6 +25,8 @@ from vllm.inflight.yielding import (
     with_breaks,
 )
 
+pytestmark = pytest.mark.seconds
+
 LONGEST_S = 0.01
 """Most seconds between two breaks if no tensor is rejected."""
 LONGEST_OF_REFUSALS_S = 0.1

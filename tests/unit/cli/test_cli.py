@@ -21,6 +21,8 @@ from vllm.inflight.cli.finding import Finding, State
 from vllm.inflight.config import ADMIN_KEY_ENV
 from vllm.inflight.patch import api as doors
 
+pytestmark = pytest.mark.seconds
+
 COMMAND = Path(sys.executable).with_name("vllm-inflight")
 
 

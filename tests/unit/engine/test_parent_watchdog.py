@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.seconds
+
 FRONT_END = """
 import multiprocessing, os, signal, sys, time
 from vllm.inflight.engine import parent_watchdog as parent

@@ -36,6 +36,8 @@ from vllm.inflight.patch.record import (
     problem_with,
 )
 
+pytestmark = pytest.mark.seconds
+
 PATCHES = patch.all_patches()
 NAMES = [*OVERRIDES, *PRIVATES]
 

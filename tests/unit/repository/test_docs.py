@@ -57,6 +57,7 @@ def links() -> Iterator[tuple[Path, str]]:
                 yield page, target
 
 
+@pytest.mark.seconds
 def test_generated_pages_are_up_to_date():
     # In a process of its own: an engine in this one may have put our methods in the
     # place of upstream's, with upstream's signatures.

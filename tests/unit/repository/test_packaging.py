@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.seconds
+
 ROOT = Path(__file__).parents[3]
 NOT_SOURCE = (".git", ".venv", "build", "dist", "out", "*.egg-info", "*.so", ".*_cache")
 

@@ -3,7 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.support import surface
+
+pytestmark = pytest.mark.seconds
 
 
 def test_the_public_surface_is_the_one_on_record():

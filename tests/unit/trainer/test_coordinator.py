@@ -39,6 +39,8 @@ from vllm.inflight.trainer import Publisher, coordinator, http_client
 from vllm.inflight.trainer.http_client import HttpEngine
 from vllm.inflight.trainer.retry import RetryBudget
 
+pytestmark = pytest.mark.seconds
+
 
 @pytest.mark.parametrize("fault", [DROP, LOSE, STARTING])
 @pytest.mark.parametrize("path", [START, UPDATE, FINISH])

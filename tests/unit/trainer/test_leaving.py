@@ -31,6 +31,8 @@ from vllm.inflight.trainer import coordinator, publish_queue
 from vllm.inflight.trainer.coordinator import GIVE_UP_S
 from vllm.inflight.trainer.http_client import HttpEngine
 
+pytestmark = pytest.mark.seconds
+
 HOST = """
 import json, os, signal, sys
 import torch

@@ -19,6 +19,8 @@ from vllm.inflight.trainer import Outcome
 from vllm.inflight.trainer.snapshot import Snapshot
 from vllm.inflight.transport.waiting import in_background
 
+pytestmark = pytest.mark.seconds
+
 
 def test_a_busy_engine_is_waited_for(engine):
     engine.begin_elsewhere()

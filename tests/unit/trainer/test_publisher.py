@@ -267,6 +267,7 @@ def test_a_wrong_mode_or_label_is_refused_before_anything_is_sent(engine):
     assert engine.calls == []
 
 
+@pytest.mark.seconds
 def test_the_trainers_side_imports_nothing_of_the_engine():
     code = """if True:
         import sys

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from tests.support.trainers.sharded import MODELS, WAYS
 from vllm.inflight.trainer.sources.stream import tensors
 
+pytestmark = pytest.mark.seconds
+
 
 @pytest.fixture(scope="module")
 def gathered(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -24,6 +24,8 @@ from vllm.inflight.trainer import snapshot as room
 from vllm.inflight.trainer.snapshot import DTYPES, SHARED_MEMORY, Snapshot, sweep
 from vllm.inflight.transport.waiting import in_background
 
+pytestmark = pytest.mark.seconds
+
 
 def mixed() -> dict[str, torch.Tensor]:
     """Every dtype, sizes that leave nothing aligned, a scalar, an empty tensor."""

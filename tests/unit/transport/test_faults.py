@@ -35,6 +35,8 @@ from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 from vllm.inflight.worker.verify.parameter_map import ParameterMap
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
+pytestmark = pytest.mark.seconds
+
 SOON_S = 10.0
 """Far below the minutes of a default, and patient with a busy machine."""
 

@@ -39,6 +39,8 @@ from vllm.inflight.transport.torch_groups import rendezvous as plain
 from vllm.inflight.transport.torch_groups.rendezvous import TorchRendezvous, _PlainNccl
 from vllm.inflight.transport.waiting import WaitLimit, in_background
 
+pytestmark = pytest.mark.seconds
+
 SOON_S = 10.0
 
 

@@ -25,6 +25,8 @@ from vllm.inflight.errors import Malformed
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.waiting import in_background
 
+pytestmark = pytest.mark.seconds
+
 
 @pytest.fixture
 def worker():

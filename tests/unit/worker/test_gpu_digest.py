@@ -93,6 +93,7 @@ def check_converted() -> None:
         assert bad == int((~tensor.to(served_as).isfinite()).sum()) >= 18, name
 
 
+@pytest.mark.seconds
 def test_digests_and_counts_are_those_of_the_cpu():
     run = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import check; check()"],

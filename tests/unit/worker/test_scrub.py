@@ -105,6 +105,7 @@ def check_kernel() -> None:
                 assert not rows[0].any()
 
 
+@pytest.mark.seconds
 def test_a_gpu_reads_them_alike():
     pytest.importorskip("triton", reason="Triton is not installed")
     run = subprocess.run(
