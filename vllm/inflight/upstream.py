@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig as SpeculativeConfig
     from vllm.config import VllmConfig as VllmConfig
     from vllm.config.load import LoadConfig as LoadConfig
+    from vllm.config.scheduler import SchedulerConfig as SchedulerConfig
     from vllm.distributed.weight_transfer.base import (
         VLLMWeightSyncClient as VLLMWeightSyncClient,
     )
+    from vllm.engine.arg_utils import EngineArgs as EngineArgs
     from vllm.engine.protocol import EngineClient as EngineClient
     from vllm.entrypoints.llm import LLM as LLM
+    from vllm.entrypoints.openai.models.serving import (
+        OpenAIServingModels as OpenAIServingModels,
+    )
     from vllm.lora.model_manager import LoRAModelManager as LoRAModelManager
     from vllm.lora.request import LoRARequest as LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager as WorkerLoRAManager
@@ -50,8 +55,11 @@ if TYPE_CHECKING:
     from vllm.v1.executor.multiproc_executor import WorkerProc as WorkerProc
     from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
     from vllm.v1.request import Request as Request
+    from vllm.v1.worker.cpu_worker import CPUWorker as CPUWorker
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState as CachedRequestState
     from vllm.v1.worker.gpu_input_batch import InputBatch as InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker as Worker
     from vllm.v1.worker.worker_base import WorkerBase as WorkerBase
 
 NAMES = {

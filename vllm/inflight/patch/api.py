@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.api.compat import pipelinerl
 from vllm.inflight.api.control import methods
 from vllm.inflight.config import InflightConfig, check_keys_of_environment
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.patch.record import Patch
+from vllm.inflight.patch.record import Original, Patch
 
 SERVERS = ("API_SERVER", "OPENAI_API_SERVER")
 """What upstream's `UsageContext` calls an engine that is behind a server."""
@@ -21,7 +23,7 @@ FENCE = "--inflight-allowed-paths"
 ALLOW_RUST_ENV = "VLLM_INFLIGHT_ALLOW_RUST_FRONTEND"
 
 
-def _with_flags(original: Any) -> Any:
+def _with_flags(original: Original) -> Any:
     def add_cli_args(parser: Any) -> Any:
         from vllm.inflight.api.server.flags import add_flags
 
@@ -32,8 +34,10 @@ def _with_flags(original: Any) -> Any:
     return add_cli_args
 
 
-def _checked(original: Any) -> Any:
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _checked(original: Original) -> Any:
+    def create_engine_config(
+        self: upstream.EngineArgs, *args: object, **kwargs: object
+    ) -> Any:
         usage = args[0] if args else kwargs.get("usage_context")
         check_keys_of_environment(serves=getattr(usage, "name", "") in SERVERS)
         extra = self.additional_config
@@ -50,7 +54,7 @@ def _checked(original: Any) -> Any:
     return create_engine_config
 
 
-def _with_routes(original: Any) -> Any:
+def _with_routes(original: Original) -> Any:
     def load_endpoint_plugins(supported_tasks: Any = None) -> Any:
         from vllm.inflight.api.server.routes import InflightEndpoints
 
@@ -63,8 +67,8 @@ def _with_routes(original: Any) -> Any:
     return load_endpoint_plugins
 
 
-def _heard(original: Any) -> Any:
-    async def check_health(self: Any) -> None:
+def _heard(original: Original) -> Any:
+    async def check_health(self: upstream.AsyncLLM) -> None:
         from vllm.inflight.api.server.health import heartbeat_of
 
         await original(self)
@@ -74,8 +78,10 @@ def _heard(original: Any) -> Any:
     return check_health
 
 
-def _admitted(original: Any) -> Any:
-    async def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _admitted(original: Original) -> Any:
+    async def add_request(
+        self: upstream.AsyncLLM, *args: object, **kwargs: object
+    ) -> Any:
         from vllm.inflight.api.server.admission import admit
 
         await admit(self)
@@ -84,8 +90,10 @@ def _admitted(original: Any) -> Any:
     return add_request
 
 
-def _admitted_at_once(original: Any) -> Any:
-    def _render_and_add_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _admitted_at_once(original: Original) -> Any:
+    def _render_and_add_requests(
+        self: upstream.LLM, *args: object, **kwargs: object
+    ) -> Any:
         from vllm.inflight.api.control.core_client import run_sync
         from vllm.inflight.api.server.admission import admit
 
@@ -95,7 +103,7 @@ def _admitted_at_once(original: Any) -> Any:
     return _render_and_add_requests
 
 
-def _of_all_engines(original: Any) -> Any:
+def _of_all_engines(original: Original) -> Any:
     async def collective_rpc(
         self: Any,
         method: Any,
@@ -112,7 +120,7 @@ def _of_all_engines(original: Any) -> Any:
     return collective_rpc
 
 
-def _session_marked(original: Any) -> Any:
+def _session_marked(original: Original) -> Any:
     async def _add_request(
         self: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
     ) -> None:
@@ -130,9 +138,12 @@ def _session_marked(original: Any) -> Any:
     return _add_request
 
 
-def _loaded_once(original: Any) -> Any:
+def _loaded_once(original: Original) -> Any:
     async def load_lora_adapter(
-        self: Any, request: Any, *args: Any, **kwargs: Any
+        self: upstream.OpenAIServingModels,
+        request: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         answer = await original(self, request, *args, **kwargs)
         error = getattr(answer, "error", None)
@@ -179,7 +190,7 @@ METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
 """Method → upstream's parameters on (AsyncLLM, LLM); None where upstream has none."""
 
 
-def _instead(method: Any) -> Any:
+def _instead(method: Callable[..., Any]) -> Any:
     return lambda _: method
 
 

@@ -14,7 +14,7 @@ PAUSED_STEP_S = 0.001
 
 
 def _in_turn(original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: upstream.EngineCoreClient, *args: Any, **kwargs: Any) -> Any:
+    def call(self: upstream.EngineCoreClient, *args: object, **kwargs: object) -> Any:
         with self.engine_core.inflight_controller.step_queue.between():
             return original(self, *args, **kwargs)
 
@@ -59,7 +59,7 @@ def _send_locked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _one_by_one(_: None) -> Any:
     def call_utility_each(
-        self: upstream.EngineCoreClient, method: str, *args: Any
+        self: upstream.EngineCoreClient, method: str, *args: object
     ) -> list[Any]:
         """A coroutine for each engine, of which each can be waited for by itself."""
         return [

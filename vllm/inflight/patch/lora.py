@@ -11,7 +11,7 @@ from vllm.inflight.patch.record import Patch
 
 # ---------------------------------------------------------------------- engine core
 def _load_everywhere(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_lora(self: Any, lora_request: upstream.LoRARequest) -> bool:
+    def add_lora(self: upstream.EngineCore, lora_request: upstream.LoRARequest) -> bool:
         from vllm.inflight.engine.scheduling import lora
 
         if lora.add(self, lora_request):
@@ -23,7 +23,9 @@ def _load_everywhere(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_before(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
+    def add_request(
+        self: upstream.EngineCore, request: upstream.Request, request_wave: int = 0
+    ) -> None:
         from vllm.inflight.engine.scheduling import abort, lora
 
         if (why := lora.admit(self, request)) is not None:
@@ -35,7 +37,7 @@ def _load_before(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_drop(original: Callable[..., Any]) -> Callable[..., Any]:
-    def remove_lora(self: Any, lora_id: int) -> bool:
+    def remove_lora(self: upstream.EngineCore, lora_id: int) -> bool:
         self.scheduler.inflight_adapters.drop(lora_id)
         removed: bool = original(self, lora_id)
         return removed
@@ -45,7 +47,9 @@ def _count_drop(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # -------------------------------------------------------------------------- workers
 def _from_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _load_adapter(self: Any, lora_request: upstream.LoRARequest) -> Any:
+    def _load_adapter(
+        self: upstream.WorkerLoRAManager, lora_request: upstream.LoRARequest
+    ) -> Any:
         from vllm.inflight.worker.lora import kept_or_read
 
         return kept_or_read(self, lora_request, lambda each: original(self, each))
@@ -54,7 +58,9 @@ def _from_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _merged_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _create_merged_loras_inplace(self: Any, lora_model: Any) -> None:
+    def _create_merged_loras_inplace(
+        self: upstream.LoRAModelManager, lora_model: Any
+    ) -> None:
         if not vars(lora_model).get("inflight_is_merged"):
             original(self, lora_model)
             lora_model.inflight_is_merged = True

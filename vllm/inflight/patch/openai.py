@@ -6,16 +6,18 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from vllm.inflight.patch.record import Patch
+from vllm.inflight import upstream
+from vllm.inflight.patch.record import Original, Patch
 
 
-def _completion(original: Any) -> Any:
+def _completion(original: Original) -> Any:
     def request_output_to_completion_response(
-        self: Any, final_res_batch: Any, *args: Any, **kwargs: Any
+        self: Any, final_res_batch: Any, *args: object, **kwargs: object
     ) -> Any:
         from vllm.inflight.outputs.openai import ledger_for
 
-        ledger = ledger_for(self, args[0] if args else kwargs["request"])
+        request: Any = args[0] if args else kwargs["request"]
+        ledger = ledger_for(self, request)
         if ledger is None:
             return original(self, final_res_batch, *args, **kwargs)
         outputs = (output for result in final_res_batch for output in result.outputs)
@@ -26,9 +28,9 @@ def _completion(original: Any) -> Any:
     return request_output_to_completion_response
 
 
-def _chat(original: Any) -> Any:
+def _chat(original: Original) -> Any:
     async def chat_completion_full_generator(
-        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+        self: Any, request: Any, result_generator: Any, *args: object, **kwargs: object
     ) -> Any:
         from vllm.inflight.outputs.openai import ledger_for, watched
 
@@ -41,9 +43,9 @@ def _chat(original: Any) -> Any:
     return chat_completion_full_generator
 
 
-def _chat_batch(original: Any) -> Any:
+def _chat_batch(original: Original) -> Any:
     async def chat_completion_full_generator_batch(
-        self: Any, request: Any, generators: Any, *args: Any, **kwargs: Any
+        self: Any, request: Any, generators: Any, *args: object, **kwargs: object
     ) -> Any:
         from vllm.inflight.outputs.openai import ledger_for, watched
 
@@ -61,14 +63,14 @@ def _chat_batch(original: Any) -> Any:
     return chat_completion_full_generator_batch
 
 
-def _completion_stream(original: Any) -> Any:
+def _completion_stream(original: Original) -> Any:
     def completion_stream_generator(
         self: Any,
         request: Any,
         engine_inputs: Any,
         result_generator: Any,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> AsyncGenerator[str, None]:
         from vllm.inflight.outputs import openai
 
@@ -88,9 +90,9 @@ def _completion_stream(original: Any) -> Any:
     return completion_stream_generator
 
 
-def _chat_stream(original: Any) -> Any:
+def _chat_stream(original: Original) -> Any:
     def chat_completion_stream_generator(
-        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+        self: Any, request: Any, result_generator: Any, *args: object, **kwargs: object
     ) -> AsyncGenerator[str, None]:
         from vllm.inflight.outputs import openai
 
@@ -105,15 +107,15 @@ def _chat_stream(original: Any) -> Any:
     return chat_completion_stream_generator
 
 
-def _response(original: Any) -> Any:
+def _response(original: Original) -> Any:
     async def responses_full_generator(
         self: Any,
         request: Any,
         sampling_params: Any,
         result_generator: Any,
         context: Any,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         from vllm.inflight.outputs.headers import record
         from vllm.inflight.outputs.openai import wants_spans
@@ -145,8 +147,8 @@ def _finish_reason(context: Any) -> str | None:
     return result.outputs[0].finish_reason if result and result.outputs else None
 
 
-def _seen(original: Any) -> Any:
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _seen(original: Original) -> Any:
+    def generate(self: upstream.AsyncLLM, *args: object, **kwargs: object) -> Any:
         from vllm.inflight.outputs.headers import record
         from vllm.inflight.outputs.openai import watched
 
@@ -157,8 +159,8 @@ def _seen(original: Any) -> Any:
     return generate
 
 
-def _seen_pooled(original: Any) -> Any:
-    def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _seen_pooled(original: Original) -> Any:
+    def encode(self: upstream.AsyncLLM, *args: object, **kwargs: object) -> Any:
         from vllm.inflight.outputs.headers import record
         from vllm.inflight.outputs.openai import watched
 

@@ -42,7 +42,7 @@ def _on_every_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _newest_trail(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add(self: Any, next_output: Any, aggregate: bool) -> None:
+    def add(self: upstream.RequestOutput, next_output: Any, aggregate: bool) -> None:
         original(self, next_output, aggregate)
         # Upstream takes over the spans that it knows, the newer ones' for the older.
         for newer in next_output.outputs:
@@ -57,7 +57,7 @@ def _newest_trail(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_outputs(
-        self: Any,
+        self: upstream.OutputProcessor,
         engine_core_outputs: Any,
         engine_core_timestamp: Any = None,
         iteration_stats: Any = None,
@@ -110,8 +110,8 @@ def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
         pooling_output: Any,
         finish_reason: Any,
         stop_reason: Any,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
 
         if pooling_output is not None and not kwargs.get("error"):
@@ -155,7 +155,7 @@ def _schema_with_epoch(_: None) -> Any:
 
 
 def _models_built_again(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: object, **kwargs: object) -> None:
         from vllm.entrypoints.scale_out.token_in_token_out import protocol
 
         # They were built when they were imported, before any plugin. A choice
@@ -177,7 +177,7 @@ def _models_built_again(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _whose_kv(original: Callable[..., Any]) -> Callable[..., Any]:
     async def serve_tokens_full_generator(
-        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+        self: Any, request: Any, result_generator: Any, *args: object, **kwargs: object
     ) -> Any:
         from vllm.inflight.outputs import openai
 
@@ -194,7 +194,7 @@ def _whose_kv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _whose_kv_by_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
     def serve_tokens_stream_generator(
-        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+        self: Any, request: Any, result_generator: Any, *args: object, **kwargs: object
     ) -> AsyncGenerator[str, None]:
         from vllm.inflight.outputs import openai
 

@@ -18,6 +18,9 @@ from typing import Any
 
 from vllm.inflight.errors import UpstreamChanged
 
+Original = Callable[..., Any]
+"""What upstream has in the place of a patch: its function, whatever it takes."""
+
 MARK = "__inflight_patch__"
 RAYS = "_ray_trace_ctx"
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm.inflight import upstream
 from vllm.inflight.patch.record import Patch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _reload(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reload_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+    def reload_weights(
+        self: upstream.WorkerBase, *args: object, **kwargs: object
+    ) -> None:
         from vllm.inflight.worker.integrity.outside_writes import overwriting
 
         with overwriting(self):
@@ -19,7 +25,7 @@ def _reload(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reset_weights(self: Any) -> None:
+    def reset_weights(self: upstream.WorkerBase) -> None:
         from vllm.inflight.worker.integrity.outside_writes import note, overwriting
 
         with overwriting(self):
@@ -30,7 +36,7 @@ def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    def copy(layer: Any, info: Any) -> None:
+    def copy(layer: torch.nn.Module, info: Any) -> None:
         from vllm.inflight.worker.integrity.outside_writes import note, note_copied
 
         note(layer)
@@ -41,7 +47,7 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted_when_aside(original: Callable[..., Any]) -> Callable[..., Any]:
-    def restore_layer_on_meta(layer: Any, info: Any) -> Any:
+    def restore_layer_on_meta(layer: torch.nn.Module, info: Any) -> Any:
         from vllm.inflight.worker.integrity.outside_writes import note_load
         from vllm.inflight.yielding import break_if_due
 
@@ -54,7 +60,7 @@ def _noted_when_aside(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted_when_found(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_parameter_for_reload(model: Any, name: str) -> Any:
+    def get_parameter_for_reload(model: torch.nn.Module, name: str) -> Any:
         from vllm.inflight.worker.integrity.outside_writes import note
 
         param = original(model, name)
@@ -65,7 +71,7 @@ def _noted_when_found(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refused_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    def phase(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def phase(self: upstream.WorkerBase, *args: object, **kwargs: object) -> Any:
         from vllm.inflight.worker.integrity.outside_writes import refuse
 
         stager = getattr(self, "_inflight_stager", None)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from vllm.inflight import upstream
 from vllm.inflight.patch.record import Patch
 
 
 def _with_mixin(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_scheduler_cls(self: Any) -> type:
+    def get_scheduler_cls(self: upstream.SchedulerConfig) -> type:
         from vllm.inflight.engine.scheduling.scheduler import inflight_scheduler
 
         return inflight_scheduler(original(self))
@@ -21,7 +22,7 @@ def _with_mixin(original: Callable[..., Any]) -> Callable[..., Any]:
 def _hash_once(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.inflight.engine.scheduling import encoder_cache
 
-    def preprocess_add_request(self: Any, request: Any) -> Any:
+    def preprocess_add_request(self: upstream.EngineCore, request: Any) -> Any:
         # In the input thread, where hashing costs the loop nothing. A commit may
         # come between here and the look-up, which then salts again.
         scheduler = self.scheduler

@@ -28,7 +28,7 @@ def _wake(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asleep_after_a_failure(original: Callable[..., Any]) -> Callable[..., Any]:
-    def sleep(self: Any, level: int = 1) -> None:
+    def sleep(self: upstream.Executor, level: int = 1) -> None:
         try:
             original(self, level)
         except Exception:
@@ -39,7 +39,7 @@ def _asleep_after_a_failure(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _outside_of_pools(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _maybe_get_memory_pool_context(self: Any, tag: str) -> Any:
+    def _maybe_get_memory_pool_context(self: upstream.Worker, tag: str) -> Any:
         from vllm.inflight.worker.memory.placement import is_wanted
 
         if tag == "weights" and is_wanted(self.vllm_config):
@@ -55,7 +55,7 @@ def _note_asleep(worker: upstream.WorkerBase, is_asleep: bool) -> None:
 
 
 def _noted_asleep(original: Callable[..., Any]) -> Callable[..., Any]:
-    def sleep(self: Any, level: int = 1) -> None:
+    def sleep(self: upstream.Worker, level: int = 1) -> None:
         _note_asleep(self, True)  # also if it fails on its way
         original(self, level)
 
@@ -63,7 +63,7 @@ def _noted_asleep(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted_discarded(original: Callable[..., Any]) -> Callable[..., Any]:
-    def discard(self: Any, tags: tuple[str, ...]) -> None:
+    def discard(self: upstream.Worker, tags: tuple[str, ...]) -> None:
         if "weights" in tags:
             _note_asleep(self, True)
         original(self, tags)
@@ -72,7 +72,7 @@ def _noted_discarded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _adapters_again(original: Callable[..., Any]) -> Callable[..., Any]:
-    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+    def wake_up(self: upstream.Worker, tags: list[str] | None = None) -> None:
         from vllm.inflight.worker.lora import write_again
         from vllm.inflight.worker.memory.placement import is_wanted
         from vllm.inflight.worker.step_tracker import between_steps

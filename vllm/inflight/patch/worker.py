@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Patch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _is_on(vllm_config: upstream.VllmConfig) -> bool:
@@ -21,7 +24,11 @@ _loading: ContextVar[Any] = ContextVar("worker that loads its model", default=No
 
 def _create_on_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine(
-        cls: Any, config: Any, vllm_config: upstream.VllmConfig, device: Any, model: Any
+        cls: Any,
+        config: Any,
+        vllm_config: upstream.VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
     ) -> Any:
         worker = _loading.get()
         if worker is not None and _is_on(vllm_config):
@@ -36,7 +43,7 @@ def _create_on_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _load_into_arena(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(
-        self: Any,
+        self: upstream.BaseModelLoader,
         vllm_config: upstream.VllmConfig,
         model_config: upstream.ModelConfig,
         prefix: str = "",
@@ -68,7 +75,7 @@ def _load_straight(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for_the_same_threads(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create(*args: Any, **kwargs: Any) -> Any:
+    def create(*args: object, **kwargs: object) -> Any:
         from vllm.inflight.worker.model.cpu_packing import as_at_first
 
         with as_at_first():
@@ -80,7 +87,12 @@ def _for_the_same_threads(original: Callable[..., Any]) -> Callable[..., Any]:
 def _own_scales(original: Callable[..., Any]) -> Callable[..., Any]:
     pack = _for_the_same_threads(original)
 
-    def create(weight: Any, weight_scales: Any, *args: Any, **kwargs: Any) -> Any:
+    def create(
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
         # It reads them by address: they must not be a parameter, which changes hands.
         scales = weight_scales.clone()
         handler = pack(weight, scales, *args, **kwargs)
@@ -91,7 +103,7 @@ def _own_scales(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
+    def load_model(self: upstream.Worker, *, load_dummy_weights: bool = False) -> None:
         import torch
 
         from vllm.inflight import upstream
@@ -142,7 +154,7 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_room_for_the_cache(original: Callable[..., Any]) -> Callable[..., Any]:
-    def determine_available_memory(self: Any) -> int:
+    def determine_available_memory(self: upstream.Worker) -> int:
         num_bytes: int = original(self)
         asked = self.cache_config.kv_cache_memory_bytes
         if asked and _is_on(self.vllm_config) and self.device.type == "cuda":
@@ -152,7 +164,7 @@ def _with_room_for_the_cache(original: Callable[..., Any]) -> Callable[..., Any]
     return determine_available_memory
 
 
-def _check_room(asked: int, device: Any) -> None:
+def _check_room(asked: int, device: torch.device) -> None:
     """Upstream takes the user's word for it, and fails later without a reason."""
     import torch
 
@@ -167,7 +179,7 @@ def _check_room(asked: int, device: Any) -> None:
 
 
 def _wait_for_decoding_only(original: Callable[..., Any]) -> Callable[..., Any]:
-    def synchronize_device(self: Any) -> None:
+    def synchronize_device(self: upstream.WorkerBase) -> None:
         stager = getattr(self, "_inflight_stager", None)
         if stager is None or not stager.is_busy or self.device.type != "cuda":
             original(self)
@@ -183,7 +195,7 @@ def _wait_for_decoding_only(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _freeze_heap(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compile_or_warm_up_model(self: Any) -> Any:
+    def compile_or_warm_up_model(self: upstream.CPUWorker) -> Any:
         from vllm.inflight import upstream
 
         times = original(self)
@@ -195,7 +207,7 @@ def _freeze_heap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
-    def shutdown(self: Any) -> None:
+    def shutdown(self: upstream.Worker) -> None:
         if (stager := getattr(self, "_inflight_stager", None)) is not None:
             stager.close()
         original(self)
@@ -213,7 +225,9 @@ def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pool_from_the_start(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_request(self: Any, request: Any) -> Any:
+    def add_request(
+        self: upstream.InputBatch, request: upstream.CachedRequestState
+    ) -> Any:
         if request.pooling_states is not None and not request.num_computed_tokens:
             request.pooling_states.clean()
         return original(self, request)
@@ -224,7 +238,9 @@ def _pool_from_the_start(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_new_names(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.inflight.engine.scheduling import encoder_cache
 
-    def update_states(self: Any, scheduler_output: upstream.SchedulerOutput) -> Any:
+    def update_states(
+        self: upstream.GPUModelRunner, scheduler_output: upstream.SchedulerOutput
+    ) -> Any:
         encoder_cache.learn(self.requests, scheduler_output)
         return original(self, scheduler_output)
 
@@ -232,7 +248,7 @@ def _with_new_names(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(self: upstream.WorkerBase, *args: object, **kwargs: object) -> Any:
         if (stager := getattr(self, "_inflight_stager", None)) is None:
             return original(self, *args, **kwargs)
         with stager.steps.running():
@@ -244,7 +260,9 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     counted = _counted(original)
 
-    def execute_model(self: Any, scheduler_output: upstream.SchedulerOutput) -> Any:
+    def execute_model(
+        self: upstream.WorkerBase, scheduler_output: upstream.SchedulerOutput
+    ) -> Any:
         # A step without tokens computes nothing, and comes while decoding is held.
         wire = getattr(self, "_inflight_tripwire", None)
         if wire is not None and scheduler_output.total_num_scheduled_tokens:
@@ -257,7 +275,7 @@ def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_memory_too(original: Callable[..., Any]) -> Callable[..., Any]:
     counted = _counted(original)
 
-    def execute_dummy_batch(self: Any) -> None:
+    def execute_dummy_batch(self: upstream.WorkerBase) -> None:
         if (wire := getattr(self, "_inflight_tripwire", None)) is not None:
             wire.put_back_for_step()
         counted(self)

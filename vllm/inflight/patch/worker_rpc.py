@@ -68,7 +68,7 @@ def inflight_flip(
 
 
 def inflight_overwrite(
-    self: upstream.WorkerBase, move: str, *args: Any
+    self: upstream.WorkerBase, move: str, *args: object
 ) -> dict[str, Any]:
     """Make one move about out-of-band writes; see integrity/outside_writes.py."""
     from vllm.inflight.worker.integrity import outside_writes
@@ -81,7 +81,9 @@ def inflight_overwrite(
     return answered(act)
 
 
-def inflight_read(self: upstream.WorkerBase, what: str, *args: Any) -> dict[str, Any]:
+def inflight_read(
+    self: upstream.WorkerBase, what: str, *args: object
+) -> dict[str, Any]:
     """Read something of what this rank serves; see worker/verify/readback.py."""
     from vllm.inflight.worker.step_tracker import between_steps
     from vllm.inflight.worker.verify import readback
@@ -119,7 +121,7 @@ def inflight_adapter(
     return answered(step)
 
 
-def _added(function: Any, why: str) -> Patch:
+def _added(function: Callable[..., Any], why: str) -> Patch:
     return Patch(
         target=f"vllm.v1.worker.worker_base:WorkerBase.{function.__name__}",
         expects=None,
