@@ -20,7 +20,7 @@ API_KEY_ENV = "VLLM_API_KEY"
 
 
 def _knob(
-    default: Any,
+    default: object,
     doc: str,
     *,
     choices: tuple[str, ...] = (),
@@ -30,7 +30,7 @@ def _knob(
     return field(default=default, metadata=metadata)
 
 
-def _choice(value: Any) -> Any:
+def _choice(value: object) -> Any:
     """The entry of `choices` that allows a value: `versioned:2` is `versioned:K`."""
     name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
     if number.isdecimal() and 1 <= int(number) <= 64:
@@ -212,7 +212,7 @@ class InflightConfig:
                     )
 
     @classmethod
-    def parse(cls, values: Any) -> InflightConfig:
+    def parse(cls, values: object) -> InflightConfig:
         """The configuration in `additional_config["inflight"]`.
 
         Raises:

@@ -153,7 +153,7 @@ class InflightError(Exception):
         num_tensors: int = 0,
         phase: str | None = None,
         update_id: str | None = None,
-        **facts: Any,
+        **facts: object,
     ) -> None:
         super().__init__(message)
         assert all(hasattr(type(self), name) for name in facts), facts

@@ -83,7 +83,7 @@ class Packer:
         self._open: list[Any] = []
         self.length = 0
 
-    def add(self, entry: Any) -> None:
+    def add(self, entry: object) -> None:
         """Add an entry.
 
         Raises:
@@ -122,7 +122,7 @@ def _block(entries: list[Any]) -> bytes:
     return zlib.compress(msgspec.msgpack.encode(entries), 1)
 
 
-def is_packed(value: Any) -> bool:
+def is_packed(value: object) -> bool:
     """Whether a value is a packed list or object."""
     if not isinstance(value, dict) or MARK not in value:
         return False
@@ -156,7 +156,7 @@ def length(value: Any) -> int:
     return int(value["length"]) if is_packed(value) else len(value)
 
 
-def pack(value: Any, levels: int = LEVELS) -> Work[Any]:
+def pack(value: object, levels: int = LEVELS) -> Work[Any]:
     """Pack the long lists and objects in a value, down to a depth of `levels`."""
     if not isinstance(value, list | dict) or is_packed(value):
         return value
@@ -173,7 +173,7 @@ def pack(value: Any, levels: int = LEVELS) -> Work[Any]:
     return found if isinstance(value, dict) else list(found.values())
 
 
-def _packed(value: Any) -> Work[dict[str, Any]]:
+def _packed(value: object) -> Work[dict[str, Any]]:
     """Pack one list or object; raises TypeError or ValueError if that is impossible."""
     is_object = isinstance(value, dict)
     packer = Packer(dict if is_object else list)
@@ -209,7 +209,7 @@ def unpack(value: Any, levels: int = LEVELS) -> Work[Any]:
     return found if isinstance(value, dict) else list(found.values())
 
 
-def _holds_more(value: Any) -> bool:
+def _holds_more(value: object) -> bool:
     """Whether a value may contain packed lists or objects."""
     if isinstance(value, dict):
         return True

@@ -76,7 +76,7 @@ def settled(
     table: Mapping[str, ReleaseField],
     *,
     known: frozenset[str] = frozenset(),
-    opened_with: Any = None,
+    opened_with: object = None,
 ) -> dict[str, Any]:
     """Remove the fields of `table` from `body`.
 
@@ -110,6 +110,6 @@ def settled(
     return rest
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: object, other: object) -> bool:
     """Whether the values are equal and of one type: 1 is not True."""
     return type(value) is type(other) and bool(value == other)

@@ -154,7 +154,7 @@ class Manifest:
     """Whether all tensors are the drafter's; the target model keeps its weights."""
 
     @classmethod
-    def parse(cls, body: Any) -> Manifest:
+    def parse(cls, body: object) -> Manifest:
         """Read and check a manifest; raises `Malformed` with the wrong entry.
 
         Args:
@@ -165,7 +165,7 @@ class Manifest:
         return at_once(cls.unpacked(at_once(cls.packed(body))))
 
     @classmethod
-    def packed(cls, body: Any) -> Work[dict[str, Any]]:
+    def packed(cls, body: object) -> Work[dict[str, Any]]:
         """Check a manifest, and pack its tensors and its `name_map`.
 
         Args:
@@ -301,7 +301,7 @@ def renamer(
     return lambda name: name_map.get(name, name)
 
 
-def check_label(label: Any) -> str | None:
+def check_label(label: object) -> str | None:
     """Check a version label (a string or None), and return it."""
     if label is None:
         return None
@@ -313,7 +313,7 @@ def check_label(label: Any) -> str | None:
     return label
 
 
-def check_subset(patterns: Any) -> tuple[str, ...]:
+def check_subset(patterns: object) -> tuple[str, ...]:
     """Check the patterns of a subset, and return them; None gives no patterns."""
     if patterns is None:
         return ()
@@ -365,16 +365,16 @@ def difference(staged: Mapping[str, Mapping[str, Any]]) -> str | None:
     )
 
 
-def fingerprint(body: Any) -> str:
+def fingerprint(body: object) -> str:
     """A hash of a request body; equal bodies have equal hashes."""
     return at_once(fingerprinted(body))
 
 
-def fingerprinted(body: Any) -> Work[str]:
+def fingerprinted(body: object) -> Work[str]:
     """`fingerprint` in time slices; packed values are hashed block by block."""
     found: list[bytes] = []
 
-    def note(value: Any) -> int:
+    def note(value: object) -> int:
         if not isinstance(value, bytes):
             raise Malformed(f"{value!r:.80} is no plain data")
         found.append(value)
@@ -435,7 +435,9 @@ def _packed_names(name_map: Any) -> Work[dict[str, Any]]:
     return packed
 
 
-def _checked(position: int, entry: Any) -> tuple[str, tuple[int, ...], str, str | None]:
+def _checked(
+    position: int, entry: object
+) -> tuple[str, tuple[int, ...], str, str | None]:
     """Check one tensor of a manifest; return its name, shape, dtype and digest."""
     where = f"manifest tensor #{position}"
     if not isinstance(entry, dict):

@@ -71,7 +71,7 @@ def abort(client: ControlClient, args: argparse.Namespace) -> Reply:
     return client.abort(args.update_id)
 
 
-def add_commands(commands: Any) -> None:
+def add_commands(commands: object) -> None:
     """Add the subcommands to those of the command line."""
     asked = _command(commands, status, _status_lines)
     asked.add_argument("--update-id", help="show this update alone")

@@ -145,7 +145,7 @@ class _Interrupts:
         self.came: list[int] = []
         self.is_whole = False
 
-    def remember(self, number: int, _: Any) -> None:
+    def remember(self, number: int, _: object) -> None:
         """Handle a signal: it comes later, or is the second and comes now."""
         self.came.append(number)
         if len(self.came) > 1 and not self.is_whole:

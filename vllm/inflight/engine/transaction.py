@@ -97,7 +97,7 @@ class Update:
         facts = {"digest": self.digest, "sent": self.sent, "base": base}
         return self.state() | facts
 
-    def expect(self, digest: Any) -> None:
+    def expect(self, digest: object) -> None:
         """Raise `WeightsMismatch` unless `digest` is None or what was staged."""
         if digest is not None and digest != self.digest:
             raise WeightsMismatch(

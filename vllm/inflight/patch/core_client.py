@@ -48,7 +48,7 @@ def _send_locked(original: Callable[..., Any]) -> Callable[..., Any]:
     lock = threading.Lock()
 
     def _send_input(
-        self: upstream.EngineCoreClient, request_type: Any, request: Any
+        self: upstream.EngineCoreClient, request_type: object, request: object
     ) -> None:
         # Socket and encoder are not thread-safe; the wait for a reply is.
         with lock:

@@ -46,7 +46,7 @@ def _close_gate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _drain_turns(original: Callable[..., Any]) -> Callable[..., Any]:
     def _handle_client_request(
-        self: upstream.EngineCore, request_type: Any, request: Any
+        self: upstream.EngineCore, request_type: object, request: object
     ) -> None:
         self.inflight_controller.step_queue.drain()
         original(self, request_type, request)

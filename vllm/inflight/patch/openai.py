@@ -30,7 +30,11 @@ def _completion(original: Original) -> Any:
 
 def _chat(original: Original) -> Any:
     async def chat_completion_full_generator(
-        self: Any, request: Any, result_generator: Any, *args: object, **kwargs: object
+        self: Any,
+        request: Any,
+        result_generator: AsyncGenerator[upstream.RequestOutput, None],
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         from vllm.inflight.outputs.openai import ledger_for, watched
 
@@ -68,13 +72,13 @@ def _completion_stream(original: Original) -> Any:
         self: Any,
         request: Any,
         engine_inputs: Any,
-        result_generator: Any,
+        result_generator: AsyncGenerator[upstream.RequestOutput, None],
         *args: object,
         **kwargs: object,
     ) -> AsyncGenerator[str, None]:
         from vllm.inflight.outputs import openai
 
-        def lines(results: Any) -> Any:
+        def lines(results: AsyncGenerator[upstream.RequestOutput, None]) -> Any:
             return original(self, request, engine_inputs, results, *args, **kwargs)
 
         if (ledger := openai.ledger_for(self, request)) is None:
@@ -92,11 +96,15 @@ def _completion_stream(original: Original) -> Any:
 
 def _chat_stream(original: Original) -> Any:
     def chat_completion_stream_generator(
-        self: Any, request: Any, result_generator: Any, *args: object, **kwargs: object
+        self: Any,
+        request: Any,
+        result_generator: AsyncGenerator[upstream.RequestOutput, None],
+        *args: object,
+        **kwargs: object,
     ) -> AsyncGenerator[str, None]:
         from vllm.inflight.outputs import openai
 
-        def lines(results: Any) -> Any:
+        def lines(results: AsyncGenerator[upstream.RequestOutput, None]) -> Any:
             return original(self, request, results, *args, **kwargs)
 
         ledger = openai.ledger_for(self, request, role_first=True)
@@ -111,8 +119,8 @@ def _response(original: Original) -> Any:
     async def responses_full_generator(
         self: Any,
         request: Any,
-        sampling_params: Any,
-        result_generator: Any,
+        sampling_params: upstream.SamplingParams,
+        result_generator: AsyncGenerator[upstream.RequestOutput, None],
         context: Any,
         *args: object,
         **kwargs: object,

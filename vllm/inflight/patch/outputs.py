@@ -15,7 +15,7 @@ from vllm.inflight.patch.record import Patch
 
 # ------------------------------------------------------------------ RequestOutput
 def _with_epochs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _weight_version_spans(self: Any) -> Any:
+    def _weight_version_spans(self: upstream.RequestState) -> Any:
         from vllm.inflight.outputs.spans import decoded
 
         return decoded(original(self), self.lora_request)
@@ -25,7 +25,10 @@ def _with_epochs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _on_every_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
     def _new_completion_output(
-        self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any
+        self: Any,
+        token_ids: list[int],
+        finish_reason: upstream.FinishReason | None,
+        stop_reason: int | str | None,
     ) -> Any:
         from vllm.inflight.outputs.spans import followed
 
@@ -58,10 +61,10 @@ def _newest_trail(original: Callable[..., Any]) -> Callable[..., Any]:
 def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_outputs(
         self: upstream.OutputProcessor,
-        engine_core_outputs: Any,
-        engine_core_timestamp: Any = None,
-        iteration_stats: Any = None,
-        weight_version: Any = None,
+        engine_core_outputs: list[upstream.EngineCoreOutput],
+        engine_core_timestamp: object = None,
+        iteration_stats: object = None,
+        weight_version: object = None,
     ) -> Any:
         from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD
 
@@ -91,7 +94,7 @@ def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_outputs
 
 
-def _end(state: Any, output: Any) -> None:
+def _end(state: upstream.RequestState, output: upstream.EngineCoreOutput) -> None:
     """Let a request be ended, with no result, that upstream takes for another kind."""
 
     if state.detokenizer is None:  # it embeds
@@ -106,10 +109,10 @@ def _end(state: Any, output: Any) -> None:
 def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_request_output(
         self: Any,
-        new_token_ids: Any,
-        pooling_output: Any,
-        finish_reason: Any,
-        stop_reason: Any,
+        new_token_ids: list[int],
+        pooling_output: object,
+        finish_reason: upstream.FinishReason | None,
+        stop_reason: int | str | None,
         *args: object,
         **kwargs: object,
     ) -> Any:
@@ -177,7 +180,11 @@ def _models_built_again(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _whose_kv(original: Callable[..., Any]) -> Callable[..., Any]:
     async def serve_tokens_full_generator(
-        self: Any, request: Any, result_generator: Any, *args: object, **kwargs: object
+        self: Any,
+        request: Any,
+        result_generator: AsyncGenerator[upstream.RequestOutput, None],
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         from vllm.inflight.outputs import openai
 
@@ -194,11 +201,15 @@ def _whose_kv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _whose_kv_by_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
     def serve_tokens_stream_generator(
-        self: Any, request: Any, result_generator: Any, *args: object, **kwargs: object
+        self: Any,
+        request: Any,
+        result_generator: AsyncGenerator[upstream.RequestOutput, None],
+        *args: object,
+        **kwargs: object,
     ) -> AsyncGenerator[str, None]:
         from vllm.inflight.outputs import openai
 
-        def lines(results: Any) -> Any:
+        def lines(results: AsyncGenerator[upstream.RequestOutput, None]) -> Any:
             return original(self, request, results, *args, **kwargs)
 
         if not openai.wants_kv(self, request):

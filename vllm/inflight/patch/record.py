@@ -104,7 +104,7 @@ def locate(target: str) -> tuple[Any, str, Any]:
     return owner, name, getattr(owner, name, None)
 
 
-def signature_of(function: Any) -> tuple[str, ...]:
+def signature_of(function: object) -> tuple[str, ...]:
     """The parameter names of a function, static method or class method.
 
     Without the one that Ray adds to the methods of its actors, and of their bases.
@@ -113,7 +113,7 @@ def signature_of(function: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name != RAYS)
 
 
-def plain(function: Any) -> Any:
+def plain(function: object) -> Any:
     """The function inside a static or class method."""
     return getattr(function, "__func__", function)
 

@@ -36,7 +36,7 @@ def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    def copy(layer: torch.nn.Module, info: Any) -> None:
+    def copy(layer: torch.nn.Module, info: object) -> None:
         from vllm.inflight.worker.integrity.outside_writes import note, note_copied
 
         note(layer)
@@ -47,7 +47,7 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted_when_aside(original: Callable[..., Any]) -> Callable[..., Any]:
-    def restore_layer_on_meta(layer: torch.nn.Module, info: Any) -> Any:
+    def restore_layer_on_meta(layer: torch.nn.Module, info: object) -> Any:
         from vllm.inflight.worker.integrity.outside_writes import note_load
         from vllm.inflight.yielding import break_if_due
 

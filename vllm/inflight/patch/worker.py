@@ -25,7 +25,7 @@ _loading: ContextVar[Any] = ContextVar("worker that loads its model", default=No
 def _create_on_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine(
         cls: Any,
-        config: Any,
+        config: object,
         vllm_config: upstream.VllmConfig,
         device: torch.device,
         model: torch.nn.Module,

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
@@ -54,7 +54,7 @@ class Publisher:
 
     def __init__(
         self,
-        engines: Any,
+        engines: object,
         source: sources.Source,
         *,
         name_map: (

@@ -286,7 +286,7 @@ class ServerClient:
     def _ask(
         self,
         call: Callable[..., Reply],
-        *arguments: Any,
+        *arguments: object,
         retry_budget: RetryBudget | None = None,
     ) -> Reply:
         try:

@@ -68,7 +68,7 @@ class AdapterProposal:
         finally:
             self._manager._inflight_kept = self._kept
 
-    def _put(self, adapter: Any) -> None:
+    def _put(self, adapter: object) -> None:
         # Upstream's own way to take an adapter, with the one that was read.
         self._manager._load_adapter = lambda _: adapter
         try:
@@ -223,5 +223,5 @@ def _kept(manager: upstream.WorkerLoRAManager) -> dict[Key, Any]:
     return known
 
 
-def _keep(manager: upstream.WorkerLoRAManager, key: Key, adapter: Any) -> None:
+def _keep(manager: upstream.WorkerLoRAManager, key: Key, adapter: object) -> None:
     manager._inflight_kept = _kept(manager) | {key: adapter}

@@ -43,7 +43,7 @@ def shielded(call: Call) -> Call:
     """Let this method of a `Control` finish when its caller is cancelled."""
 
     @wraps(call)
-    async def to_its_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def to_its_end(self: Any, *args: object, **kwargs: object) -> Any:
         asking = call(self, *args, **kwargs)
         if self.num_engines == 1:  # one engine needs no undo, and may block
             return await asking
@@ -148,7 +148,7 @@ class Control:
         """How many engines answer a call."""
         return self._client.num_engines
 
-    async def start(self, **body: Any) -> Reply:
+    async def start(self, **body: object) -> Reply:
         """Open an update on every engine, or on none.
 
         A manifest is checked and packed here, in slices. After this only the staging
@@ -281,7 +281,7 @@ class Control:
             raise
 
     @asynccontextmanager
-    async def in_one_call(self, **opening: Any) -> AsyncIterator[Reply]:
+    async def in_one_call(self, **opening: object) -> AsyncIterator[Reply]:
         """An update that is aborted when this block ends with an error.
 
         Its caller could not know that the update is still under way.
@@ -404,7 +404,7 @@ class Control:
             )
             raise
 
-    async def ask(self, method: str, **body: Any) -> list[Reply]:
+    async def ask(self, method: str, **body: object) -> list[Reply]:
         """The reply of every engine; raises the first error, if any has one."""
         envelopes = await self._client.call(method, body)
         merged(envelopes)
@@ -451,7 +451,7 @@ class Control:
                 return value
             await self._client.rest()
 
-    async def _call(self, method: str, **body: Any) -> Reply:
+    async def _call(self, method: str, **body: object) -> Reply:
         return merged(await self._client.call(method, body))
 
     async def _all_or_none(self, method: str, body: dict[str, Any]) -> Reply:

@@ -78,7 +78,7 @@ async def shutdown_weight_transfer_engine(self: upstream.AsyncLLM) -> None:
 
 
 async def start_weight_update(
-    self: upstream.AsyncLLM, is_checkpoint_format: bool | None = None, **options: Any
+    self: upstream.AsyncLLM, is_checkpoint_format: bool | None = None, **options: object
 ) -> Reply:
     """Open an update.
 
@@ -107,7 +107,9 @@ async def start_weight_update(
     return await control_of(self).start(**opening(options))
 
 
-async def start_draft_weight_update(self: upstream.AsyncLLM, **options: Any) -> Reply:
+async def start_draft_weight_update(
+    self: upstream.AsyncLLM, **options: object
+) -> Reply:
     """Open an update of the drafter alone; see `start_weight_update`.
 
     Tensors have the names of the drafter's own checkpoint.
@@ -378,7 +380,7 @@ async def weight_names(self: upstream.AsyncLLM) -> Reply:
 def blocking(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]:
     """The blocking method of `LLM` for a method of `AsyncLLM`."""
 
-    def call(self: upstream.LLM, *args: Any, **kwargs: Any) -> T:
+    def call(self: upstream.LLM, *args: object, **kwargs: object) -> T:
         return run_sync(method(self, *args, **kwargs))
 
     call.__name__, call.__qualname__ = method.__name__, method.__qualname__

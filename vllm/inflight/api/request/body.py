@@ -117,10 +117,10 @@ def parse_around(raw: Body) -> Work[dict[str, Any]]:
     rest, texts = yield from _cut(raw)
     body = yield from parse_in_slices(rest)
 
-    def text(value: Any) -> Any:
+    def text(value: object) -> Any:
         return texts.get(value, value) if isinstance(value, str) else value
 
-    def texts_of(value: Any) -> Any:
+    def texts_of(value: object) -> Any:
         return list(map(text, value)) if isinstance(value, list) else text(value)
 
     return {name: texts_of(value) for name, value in body.items()}

@@ -63,7 +63,7 @@ class _Fold(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,
+        values: object,
         option_string: str | None = None,
     ) -> None:
         field = self.dest.removeprefix("inflight_")
@@ -101,8 +101,8 @@ class _KeysMixin:
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         super().__call__(parser, namespace, *args, **kwargs)  # type: ignore[misc]
         try:
@@ -118,8 +118,8 @@ class _MergeMixin:
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         before = dict(getattr(namespace, "additional_config", None) or {})
         super().__call__(parser, namespace, *args, **kwargs)  # type: ignore[misc]

@@ -104,7 +104,7 @@ def announced(request: Any, announcement: str) -> tuple[str, dict[str, Any]]:
     }
 
 
-def plain(request: Any, *, strict: bool = True) -> Any:
+def plain(request: object, *, strict: bool = True) -> Any:
     """A request given as pydantic's model, as its JSON, or as a dict."""
     if hasattr(request, "model_dump"):
         return request.model_dump()
@@ -124,7 +124,7 @@ CALLS: dict[str, Callable[..., dict[str, Any]]] = {
 """Worker calls that are calls of the transport `groups`."""
 
 
-def _is_request(request: Any) -> bool:
+def _is_request(request: object) -> bool:
     return isinstance(request, dict) and isinstance(
         request.get("parameters_info"), list
     )

@@ -197,7 +197,7 @@ def journal(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _read(controller: EngineContext, what: str, *args: Any) -> list[Any]:
+def _read(controller: EngineContext, what: str, *args: object) -> list[Any]:
     replies = controller.core.model_executor.collective_rpc(
         "inflight_read", args=(what, *args)
     )

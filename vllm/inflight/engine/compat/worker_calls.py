@@ -43,7 +43,7 @@ def _finish(controller: EngineContext, update: dict[str, Any]) -> Answer:
     return _then(controller, prepared, lambda: ask(controller, "commit", update))
 
 
-def _receive_whole(controller: EngineContext, request: Any) -> Answer:
+def _receive_whole(controller: EngineContext, request: object) -> Answer:
     """All of PipelineRL's update: begin, receive what is broadcast, vote, commit."""
     announcement, began = uuid.uuid4().hex, time.monotonic()
     update = {"update_id": announcement}

@@ -579,7 +579,7 @@ class OutsideWrites:
         )
 
     # ----------------------------------------------------------------- helpers
-    def _tell(self, name: str, text: str, *facts: Any) -> None:
+    def _tell(self, name: str, text: str, *facts: object) -> None:
         """Log what a call has written, once for calls that follow each other."""
         now, (last, when) = time.monotonic(), self._told
         level = logger.debug if last == name and now - when < QUIET_S else logger.info
@@ -587,7 +587,7 @@ class OutsideWrites:
         self._told = name, now
 
 
-def _name_of(method: Any) -> str:
+def _name_of(method: object) -> str:
     """What a call of the workers is called in messages."""
     if isinstance(method, str):
         return method

@@ -111,7 +111,7 @@ def lease_seconds(value: Any, default: float) -> float | None:
     return float(value) or None
 
 
-def check_owner(value: Any) -> str | None:
+def check_owner(value: object) -> str | None:
     """`owner` of a request."""
     if value is None:
         return None

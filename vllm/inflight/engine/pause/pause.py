@@ -112,8 +112,8 @@ class Pauses:
         mode: PauseMode,
         *,
         flush_cache: bool,
-        lease_s: Any = None,
-        owner: Any = None,
+        lease_s: object = None,
+        owner: object = None,
         is_trial: bool = False,
     ) -> Any:
         """Pause, make a pause stricter, or renew its lease.
@@ -157,7 +157,7 @@ class Pauses:
 
         return self._then(stopped, settle)
 
-    def resume(self, owner: Any = None) -> Reply:
+    def resume(self, owner: object = None) -> Reply:
         """Go on, on whatever weights are live; twice is as good as once."""
         started = time.perf_counter()
         if self.is_paused:

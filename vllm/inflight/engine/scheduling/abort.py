@@ -99,7 +99,7 @@ def end_with_error(
     core.output_queue.put_nowait((request.client_index, outputs))
 
 
-def _last(request_id: str, reason: Any, why: str | None = None) -> Any:
+def _last(request_id: str, reason: object, why: str | None = None) -> Any:
     return upstream.EngineCoreOutput(
         request_id, [], finish_reason=reason, stop_reason=why
     )

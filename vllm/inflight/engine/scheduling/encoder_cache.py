@@ -70,7 +70,7 @@ def tell(requests: Mapping[str, Any], output: Any) -> None:
         output.inflight_media = found
 
 
-def learn(known: Mapping[str, Any], output: Any) -> None:
+def learn(known: Mapping[str, Any], output: object) -> None:
     """Call the media of a worker's requests by the names that a step tells.
 
     Args:

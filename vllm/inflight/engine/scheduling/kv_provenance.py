@@ -173,7 +173,7 @@ class ProvenanceReports:
         self.told: dict[str, tuple[Any, Trail]] = {}
         """By id."""
 
-    def add(self, request: upstream.Request, known: Any) -> None:
+    def add(self, request: upstream.Request, known: object) -> None:
         """Note whether `request` asks; `known` is what it becomes a part of, or None.
 
         The next chunk of a session becomes a part of the request there is.

@@ -104,7 +104,7 @@ def load_everywhere(
 
     """
 
-    def ask(move: str, *more: Any) -> list[dict[str, Any]]:
+    def ask(move: str, *more: object) -> list[dict[str, Any]]:
         args = (move, adapter, *more)
         with asking(executor):
             replies: list[dict[str, Any]] = executor.collective_rpc(

@@ -34,7 +34,7 @@ class InflightSchedulerMixin:
     _inflight_stamp = _inflight_step_stamp = _inflight_version.encode()
 
     def __init__(
-        self, vllm_config: upstream.VllmConfig, *args: Any, **kwargs: Any
+        self, vllm_config: upstream.VllmConfig, *args: object, **kwargs: object
     ) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         config = InflightConfig.of(vllm_config)
@@ -132,7 +132,7 @@ class InflightSchedulerMixin:
             # Where it has ended a session, upstream has called that an abort.
             self._inflight_aborted.forget(request)
 
-    def _free_request(self, request: upstream.Request, **kwargs: Any) -> Any:
+    def _free_request(self, request: upstream.Request, **kwargs: object) -> Any:
         if request.status == upstream.RequestStatus.FINISHED_ABORTED:
             self._inflight_listeners.forget(request)
             if request.streaming_queue is not None:

@@ -85,7 +85,7 @@ class Ledger:
             )
         return known
 
-    def was_started(self, update_id: Any, fingerprint: str) -> bool:
+    def was_started(self, update_id: object, fingerprint: str) -> bool:
         """Whether `begun` would find an update for a body with that fingerprint."""
         if not isinstance(update_id, str):
             return False
@@ -130,7 +130,7 @@ class Ledger:
                 self._updates.popitem(last=False)
             return update, True
 
-    def require_free(self, update_id: Any) -> None:
+    def require_free(self, update_id: object) -> None:
         """Raise `UpdateBusy` while another update than this one is under way."""
         if (active := self.active) is not None and active.update_id != update_id:
             raise _busy(active)

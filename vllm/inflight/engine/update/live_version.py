@@ -104,7 +104,7 @@ class LiveVersion:
         """The set served before is given up: it is written over, or its memory is."""
         self._change(before=None)
 
-    def expect(self, label: Any, field: str) -> None:
+    def expect(self, label: object, field: str) -> None:
         """Raise `VersionConflict` unless `label` is None or what is served."""
         if label is not None and label != self.version.label:
             raise VersionConflict(

@@ -170,7 +170,7 @@ class Ranks:
             self.require_staging()
         self._send("inflight_command", serial, command.name, command_to_dict(command))
 
-    def _send(self, method: str, *args: Any) -> None:
+    def _send(self, method: str, *args: object) -> None:
         """Call every rank without waiting for what it replies."""
         self._unread = [reply for reply in self._unread if not reply.done()]
         if len(self._unread) >= MOST_UNREAD:
@@ -210,7 +210,7 @@ class Ranks:
         self._send("inflight_scrub", "slice")
 
     def overwrite(
-        self, move: str, *args: Any, timeout: float | None = None
+        self, move: str, *args: object, timeout: float | None = None
     ) -> list[Any]:
         """One move of every rank about writes into what it serves.
 
@@ -289,7 +289,9 @@ class Ranks:
         except BaseException as error:
             _stop(repr(error))
 
-    def _call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+    def _call(
+        self, method: str, *args: object, timeout: float | None = None
+    ) -> list[Any]:
         replies = self._raw(method, *args, timeout=timeout)
         for rank, reply in enumerate(replies):
             if "described" in reply:
@@ -299,7 +301,7 @@ class Ranks:
         return [reply["ok"] for reply in replies]
 
     def _raw(
-        self, method: str, *args: Any, timeout: float | None = None
+        self, method: str, *args: object, timeout: float | None = None
     ) -> list[dict[str, Any]]:
         replies: list[dict[str, Any]] = self._executor.collective_rpc(
             method, timeout=timeout, args=args

@@ -345,7 +345,7 @@ class NotedLoad:
         self._whole = vars(model).get("load_weights")
         """The attribute that was there before; None for the method of the class."""
 
-    def __call__(self, weights: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, weights: Iterable[Any], *args: object, **kwargs: object) -> Any:
         """Load, as the model does."""
         if (tripwire := tripwire_of(self._model)) is not None:
             weights = tripwire.noted(weights)

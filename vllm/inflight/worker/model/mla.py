@@ -9,8 +9,6 @@ and no tensor has to come for them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from vllm.inflight import upstream
@@ -25,7 +23,7 @@ def is_derived(layer: torch.nn.Module, key: str) -> bool:
     return key in HALVES and isinstance(layer, upstream.MLAAttention)
 
 
-def derived_obstacle(layer: Any) -> str | None:
+def derived_obstacle(layer: object) -> str | None:
     """Why a layer with derived parameters cannot be updated; None if it can."""
     if not isinstance(layer, upstream.MLAAttention):
         return None

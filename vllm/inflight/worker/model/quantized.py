@@ -166,7 +166,7 @@ def scheme_of(layer: Any) -> Any:
     return getattr(layer, "scheme", None) or layer.quant_method
 
 
-def kernel_of(layer: Any) -> Any:
+def kernel_of(layer: object) -> Any:
     """The layer's kernel; None if that is no object of its own."""
     scheme = scheme_of(layer)
     return next((vars(scheme)[k] for k in KERNELS if k in vars(scheme)), None)

@@ -257,7 +257,7 @@ def _model_obstacle(
     return None
 
 
-def _read_once(layer: Any, device: str) -> str | None:
+def _read_once(layer: object, device: str) -> str | None:
     """What an attention layer reads of its weights in its first step only."""
     if hasattr(layer, "sink_populated"):
         return "writes its sinks into the KV cache in its first step, and never again"

@@ -354,7 +354,7 @@ class Coverage:
         that is only asked about has no content.
         """
 
-        def online_process_loader(*args: Any, **kwargs: Any) -> Any:
+        def online_process_loader(*args: object, **kwargs: object) -> Any:
             return True if self._asked is not None else loader(*args, **kwargs)
 
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]

@@ -260,7 +260,7 @@ class StagingThread(Background):
         parameters = tally(self._intake.coverage.fills)
         self._status = replace(self._status, parameters=parameters)
 
-    def _read(self, payload: Any) -> Any:
+    def _read(self, payload: object) -> Any:
         """What `update_info` says to the transport; raises `Malformed`."""
         transport = self._transport
         if is_packed(payload):

@@ -124,7 +124,7 @@ class IgnoredTensors:
         return any(path.startswith(self.towers) for path in mapped)
 
 
-def mtp_names(config: Any) -> re.Pattern[str] | None:
+def mtp_names(config: object) -> re.Pattern[str] | None:
     """A pattern for the names of MTP layers; None if a model has none.
 
     MTP layers have names of their own (`mtp.fc.weight`, `model.mtp_block.0.*`), or

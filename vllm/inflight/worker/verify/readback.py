@@ -214,7 +214,7 @@ def _stage(worker: upstream.WorkerBase) -> int:
 
 
 def _dimension(
-    layer: Any, whole: torch.Tensor, worker: upstream.WorkerBase
+    layer: object, whole: torch.Tensor, worker: upstream.WorkerBase
 ) -> int | None:
     # The tensor that decoding uses counts: the parameter of a packed one is empty.
     if worker.vllm_config.parallel_config.tensor_parallel_size == 1:
@@ -264,7 +264,7 @@ def _is_cut_apart(
     return is_joint and not is_one
 
 
-def _is_copy(layer: Any, number: int | None, worker: upstream.WorkerBase) -> bool:
+def _is_copy(layer: object, number: int | None, worker: upstream.WorkerBase) -> bool:
     """Whether the rank before has the same part: a KV head that several ranks have."""
     replicas = getattr(layer, "num_kv_head_replicas", 1)
     if number not in (1, 2) or replicas == 1:
