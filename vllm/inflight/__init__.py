@@ -1,7 +1,7 @@
-"""vLLM in-flight: weights that change while tokens flow.
+"""vLLM in-flight: a vLLM whose weights are replaced while it decodes.
 
-Rooms, in the order of the data (see docs/architecture.md):
-trainer → wire → stage → commit → engine → outputs, with api as the door.
+The packages are processes, in the order of the data (see docs/architecture.md):
+trainer → transport → worker → engine → outputs → api. `patch` connects them to vLLM.
 """
 
 __version__ = "0.1.0"

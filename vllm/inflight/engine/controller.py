@@ -89,7 +89,7 @@ class Controller:
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
         self.outside_writes = OutsideWrites(core, self)
         if self.dp_commit.is_kept and not self.ranks.is_reversible:
-            self.ranks.reason = "engines that step together need a way back"
+            self.ranks.reason = "engines that step together need a rollback target"
         if (reason := self.ranks.reason) is not None:
             logger.error(
                 "weights of this engine cannot be updated in flight: %s", reason

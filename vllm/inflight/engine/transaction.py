@@ -70,7 +70,7 @@ class Update:
 
     @property
     def is_active(self) -> bool:
-        """Whether it holds the second set of weights."""
+        """Whether it holds the shadow weights."""
         return self.phase in ACTIVE
 
     @property

@@ -174,7 +174,7 @@ def _check_room(asked: int, device: torch.device) -> None:
         raise ConfigError(
             f"kv_cache_memory_bytes asks for {asked / 2**30:.2f} GiB; beside two sets "
             f"of weights {free / 2**30:.2f} GiB are free: ask for less, or keep the "
-            "second set elsewhere with --inflight-staging host"
+            "shadow weights elsewhere with --inflight-staging host"
         )
 
 
@@ -302,7 +302,7 @@ PATCHES = [
             "WeightTransferEngineFactory.create_engine"
         ),
         expects=("cls", "config", "vllm_config", "device", "model"),
-        why="a transport receives into the second set of weights",
+        why="a transport receives into the shadow weights",
         remove_when="upstream lets a transport be given its target",
         around=_create_on_shadow,
     ),
@@ -359,7 +359,7 @@ PATCHES = [
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.load_model",
         expects=("self", "load_dummy_weights"),
-        why="the second set is built, or found impossible, when the model is loaded",
+        why="the shadow model is built, or found impossible, when the model is loaded",
         remove_when="upstream offers a hook after model load",
         around=_load_with_shadow,
     ),
@@ -384,7 +384,7 @@ PATCHES = [
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
         expects=("self",),
-        why="kv_cache_memory_bytes goes past upstream's budget, and the second set",
+        why="kv_cache_memory_bytes goes past upstream's budget, and the shadow weights",
         remove_when="upstream checks what it is asked for",
         around=_with_room_for_the_cache,
     ),

@@ -54,7 +54,7 @@ def inflight_command(
 def inflight_flip(
     self: upstream.WorkerBase, ranks: list[int] | None = None
 ) -> dict[str, Any]:
-    """Exchange the live weights with the second set, on `ranks` or on all."""
+    """Exchange the live weights with the shadow weights, on `ranks` or on all."""
     if ranks is not None and rank_in_engine(self.parallel_config) not in ranks:
         return {"ok": 0.0}
 

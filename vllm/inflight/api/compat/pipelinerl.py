@@ -1,8 +1,8 @@
 """PipelineRL's door: its request, its worker calls, its method of the engine.
 
 A `WeightUpdateRequest` lists all tensors of a version in the order in which the trainer
-broadcasts them. PipelineRL pauses, writes and resumes; here they go into the second set
-while decoding goes on, and the version is committed when it is whole.
+broadcasts them. PipelineRL pauses, writes and resumes. Here they go into the shadow
+weights while decoding goes on, and the version is committed when it is whole.
 """
 
 from __future__ import annotations

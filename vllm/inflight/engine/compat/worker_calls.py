@@ -2,7 +2,7 @@
 
 Clients of upstream (its own `LLM` and front ends, a Rust one included, and
 frameworks that use `collective_rpc`) drive an update by worker methods. On the
-workers these would load into the second set and never commit it, so the engine
+workers these would load into the shadow weights and never commit it, so the engine
 core takes them over before they get there.
 """
 

@@ -345,7 +345,7 @@ class OutsideWrites:
         return sum(report["num_missing"] for report in self._found)
 
     def _renew(self, name: str) -> None:
-        """Claim no version for what is served: label, digest, KV and the way back."""
+        """Claim no version for the live weights, and drop the rollback target."""
         controller, core = self._controller, self._core
         controller.live_version.reset()
         controller.live_version.forget_before()

@@ -51,7 +51,7 @@ class Ledger:
 
     @property
     def active(self) -> Update | None:
-        """The update that holds the second set, if any."""
+        """The update that holds the shadow weights, if any."""
         with self._lock:
             return self._active()
 

@@ -1,6 +1,6 @@
 """What an engine serves, and the one turn in which that changes.
 
-The version, the epoch, the set held as the way back, and the labels and salts
+The version, the epoch, the set held as the rollback target, and the labels and salts
 of the scheduler change together here and nowhere else.
 """
 

@@ -95,7 +95,7 @@ class Ranks:
         """The ranks of an engine core.
 
         Raises:
-            ConfigError: it was told where to keep a second set, and cannot have one.
+            ConfigError: the configuration asks for shadow weights that cannot be had.
 
         """
         executor = core.model_executor

@@ -1,4 +1,4 @@
-"""The way back: to the version before, and out of a switch others could not follow.
+"""Rollback: back to the version before, and out of a switch others could not follow.
 
 A rollback is a commit of the set that was served before, asked for and refused like
 one. An undo is not refused over requests: two versions side by side are worse.

@@ -36,7 +36,7 @@ from vllm.inflight.errors import (
 from vllm.inflight.update import Phase
 
 LONGEST_S = 86400
-"""A deadline that never came would keep the second set for good."""
+"""A deadline that never came would keep the shadow weights for good."""
 
 ENDED_BY = {
     messages.Init.name: "POST /shutdown_weight_transfer_engine",

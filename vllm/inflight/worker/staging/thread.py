@@ -94,8 +94,8 @@ class StagingThread(Background):
         """The paths that all of it is read from, if it is read from files alone."""
         self._transport: Any = None
         self._is_open = self._transport_open = False
-        """Whether the second set may have been written to; whether a load is under way
-        in it."""
+        """Whether an update may have written to the shadow weights; whether a transport
+        is loading into them."""
         self._status = Status(serial, "open")
         self._posted = 0.0
         self._num_proved = 0
@@ -289,7 +289,7 @@ class StagingThread(Background):
             raise Malformed(str(error)) from error
 
     def _compare(self, command: messages.Compare) -> None:
-        """Receive what fills no parameter; the second set is not written."""
+        """Receive what fills no parameter; the shadow weights are not written."""
         self._transport = self._choose(command.transport)
         info = self._read(command.update_info)
         verify = self._config.verify != "off"

@@ -52,15 +52,15 @@ LET_GO_S = 10.0
 
 
 class StagingWorker:
-    """The second set of weights of one rank, and the job that fills it."""
+    """The shadow weights of one rank, and the thread that fills them."""
 
     def __init__(self, worker: upstream.WorkerBase, shadow: ShadowModel) -> None:
         self.worker = worker
         self.shadow = shadow
         self.steps = StepTracker(shadow.device)
         self._flip: Flip | None = None
-        """None while the second set is no version: before the first one is staged, and
-        from the first write of an update until it is whole."""
+        """None while the shadow weights hold no whole version: before the first one is
+        staged, and from the first write of an update until its end."""
         self._turn = threading.Lock()
         """Of the thread that flips, and the one that begins to write."""
         self._contents: list[Content | None] = [None, None]
@@ -178,7 +178,7 @@ class StagingWorker:
             self._job.put(command)
 
     def open(self, is_cancelled: Callable[[], bool] = never) -> None:
-        """The second set is about to be written over: there is no way back.
+        """The shadow weights are about to be written over: there is no rollback target.
 
         Args:
             is_cancelled: whether the update that would write is not wanted any more.
@@ -211,13 +211,13 @@ class StagingWorker:
             yield
 
     def forget(self, *, served: bool) -> None:
-        """The second set is given back, and with `served` what is served as well."""
+        """Release the shadow weights, and with `served` the live weights as well."""
         self.open()
         if served:
             self._contents[0] = self._marks[0] = self._scrub = None
 
     def let_go(self) -> None:
-        """Return when nothing is at work on the second set.
+        """Return when nothing is at work on the shadow weights.
 
         Raises:
             EngineFault: something goes on for more than `LET_GO_S`.
@@ -226,7 +226,7 @@ class StagingWorker:
         has_ended = self._job is None or self._job.ends_by(time.monotonic() + LET_GO_S)
         if not has_ended or still_writes():
             raise EngineFault(
-                "a transfer, or what connects one, has not let go of the second set of "
+                "a transfer, or the connection of one, has not let go of the shadow "
                 "weights, so nothing may change under it; try again later"
             )
 
@@ -236,7 +236,7 @@ class StagingWorker:
         return self._contents[0]
 
     def staged(self, content: Content | None) -> dict[str, object] | None:
-        """The second set is whole: a flip may exchange it with the live one.
+        """The shadow weights are whole: a flip may exchange them with the live ones.
 
         Returns its drift from what is served.
         """
