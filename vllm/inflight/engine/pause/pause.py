@@ -135,7 +135,8 @@ class Pauses:
         if is_trial:
             return self._reply(started)
         counts = {"num_aborted": 0, "num_retracted": 0}
-        if mode is PauseMode.ABORT:
+        # A renewal leaves the requests alone that were queued since.
+        if mode is PauseMode.ABORT and self.asked is not mode:
             counts |= abort.abort_requests(self._controller, {})
         stopped = self._stop(mode)
         is_renewed, self.asked = self.asked is mode, mode
