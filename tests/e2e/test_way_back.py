@@ -45,9 +45,9 @@ def previous(core: EngineCore) -> str | None:
 
 
 def is_told(ranks: Any) -> bool:
-    """Whether the rank has done, or refused, all that it was ordered to."""
-    (notice,) = ranks.notices()
-    return bool(notice.get("orders") or notice["state"] == "failed")
+    """Whether the rank has done, or refused, all its commands."""
+    (status,) = ranks.statuses()
+    return bool(status.orders or status.state == "failed")
 
 
 def goes_back(core: EngineCore, expected: dict[str, list[int]]) -> None:

@@ -281,14 +281,14 @@ def _around_flip(stager: Any, of_stager: Callable[[Any], set[str]]) -> None:
 def _in_core(ranks: Any, watch: Any) -> None:
     command, agree = ranks.command, watch.agree
 
-    def commanded(self: Any, serial: int, what: str, payload: Any = None) -> None:
-        if what == "start":
+    def commanded(self: Any, serial: int, what: Any) -> None:
+        if what.name == "start":
             happen("begin", _core_of(self._board.num_ranks))
-        command(self, serial, what, payload)
+        command(self, serial, what)
 
-    def agreed(notices: Any, *args: Any) -> Any:
-        happen("vote", _core_of(len(notices)))
-        return agree(notices, *args)
+    def agreed(statuses: Any, *args: Any) -> Any:
+        happen("vote", _core_of(len(statuses)))
+        return agree(statuses, *args)
 
     _put(ranks, "command", commanded)
     _put(watch, "agree", agreed)
