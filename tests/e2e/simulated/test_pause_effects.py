@@ -91,20 +91,6 @@ def test_aborted_requests_end_with_their_tokens_and_their_own_ids(
     assert whole == [streams.tokens[f"whole{seed}"] for seed in range(3)]
 
 
-def test_a_renewed_pause_leaves_what_was_queued_since_alone(core: EngineCore) -> None:
-    streams = started(core)
-    ask(core, "pause", mode="abort", lease_s=60)
-    streams.step(3)
-    add(core, "queued", prompt(9))
-    renewed = ask(core, "pause", mode="abort", lease_s=60)
-    streams.step(3)
-    assert answered(renewed)["ok"]["num_aborted"] == 0
-    call(core, "resume")
-    streams.run()
-    assert len(streams.tokens["queued"]) == 40
-    assert streams.finished["queued"] == "length"
-
-
 def test_what_arrives_during_a_pause_is_served_in_its_order_afterwards(
     core: EngineCore,
 ) -> None:

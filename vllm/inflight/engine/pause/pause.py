@@ -135,8 +135,7 @@ class Pauses:
         if is_trial:
             return self._reply(started)
         counts = {"num_aborted": 0, "num_retracted": 0}
-        # A renewal leaves the requests alone that were queued since.
-        if mode is PauseMode.ABORT and self.asked is not mode:
+        if mode is PauseMode.ABORT:
             counts |= abort.abort_requests(self._controller, {})
         stopped = self._stop(mode)
         is_renewed, self.asked = self.asked is mode, mode
