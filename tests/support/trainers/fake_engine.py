@@ -270,7 +270,7 @@ class StandIn:
         if path == IS_PAUSED:
             return self.pause_state()
         if path == FROM_DISK:
-            update, is_new = self._ledger.begin(body, 60.0)
+            update, is_new = self._ledger.start(body, 60.0)
             if is_new:
                 self._ledger.move(update, Phase.STAGING)
                 self._ledger.require(update.update_id, Phase.STAGING)
