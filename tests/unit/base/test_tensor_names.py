@@ -251,6 +251,7 @@ def test_a_pairing_is_one_to_one_and_leaves_nobody_out(sent, known):
     assert set(meant) <= known.keys() - sent.keys()
 
 
+@pytest.mark.seconds
 def test_a_hundred_thousand_names_are_compared_in_seconds():
     known = {
         f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": ([8], "bfloat16")

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.seconds
+
 PACKAGE = "vllm.inflight"
 TRANSPORT = "transport.collective.trainer_engine"
 

@@ -42,6 +42,8 @@ from vllm.inflight.trainer import (
     WaitTimeout,
 )
 
+pytestmark = pytest.mark.seconds
+
 
 @pytest.fixture
 def client(engine):

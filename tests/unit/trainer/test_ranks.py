@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.trainers.fake_engine import UPDATE, publisher
 from vllm.inflight.trainer.sources.stream import tensors
+
+pytestmark = pytest.mark.seconds
 
 PATIENCE = timedelta(seconds=120)
 

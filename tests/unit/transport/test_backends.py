@@ -377,6 +377,7 @@ def test_a_cpu_engine_has_no_nccl():
         nccl.init_transfer_engine(info)
 
 
+@pytest.mark.seconds
 def test_the_trainers_end_needs_torch_and_no_vllm():
     code = (
         "import sys\n"

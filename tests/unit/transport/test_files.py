@@ -36,6 +36,8 @@ from vllm.inflight.transport.files.receiver_engine import LocalEngine
 from vllm.inflight.transport.files.safetensors_files import TensorFiles
 from vllm.inflight.transport.waiting import WaitLimit
 
+pytestmark = pytest.mark.seconds
+
 
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> FileReader:

@@ -15,6 +15,8 @@ from tests.support.transports.peers import (
 from tests.support.waiting import until
 from vllm.inflight.errors import TransferFault
 
+pytestmark = pytest.mark.seconds
+
 
 def test_after_a_shutdown_no_socket_and_no_thread_is_left():
     worker = engine()

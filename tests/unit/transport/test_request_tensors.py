@@ -22,6 +22,8 @@ from vllm.inflight.transport.files import request_tensors as room
 from vllm.inflight.transport.files.receiver_engine import SHARED_MEMORY
 from vllm.inflight.transport.files.request_tensors import spooled
 
+pytestmark = pytest.mark.seconds
+
 ENTRY = base64.b64encode(save({"a": torch.ones(2)})).decode()
 KILLED = """if True:
     import os, signal, sys

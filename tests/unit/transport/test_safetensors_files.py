@@ -27,6 +27,8 @@ from vllm.inflight.transport.files import receiver_engine
 from vllm.inflight.transport.files.receiver_engine import read_files
 from vllm.inflight.transport.files.safetensors_files import DTYPES, Stored, TensorFiles
 
+pytestmark = pytest.mark.seconds
+
 
 def test_tensors_are_those_that_safetensors_reads(tmp_path: Path) -> None:
     files = written(tmp_path, everything())

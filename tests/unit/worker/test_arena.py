@@ -250,6 +250,7 @@ def test_steps_out_of_order_are_refused(arena, step):
         arena.consolidate()
 
 
+@pytest.mark.seconds
 def test_a_process_may_end_while_its_arena_is_at_work():
     code = """if True:
         import threading, time
