@@ -1,9 +1,8 @@
 """The catalogue: the tensors that a trainer may send, by name, shape and dtype.
 
 It lists the tensors of the start checkpoint. If that is not known (nothing was loaded,
-or
-no safetensors), it lists the checkpoint names of the model's parameters, on each rank
-its own.
+or no safetensors), it lists the checkpoint names of the model's parameters, on each
+rank its own.
 
 It is packed once, before anything is decoded. A model with many experts has a hundred
 thousand names, and making text of them takes a tenth of a second. It is packed in

@@ -2,14 +2,11 @@
 
 An adapter is read while the adapter that has its number stays in place. When all ranks
 have read theirs, all take it in one turn of the step queue. If a rank cannot, all put
-the
-adapters before back. The reading and the taking are upstream's.
+the adapters before back. The reading and the taking are upstream's.
 
 A taken adapter is kept in host memory as long as the engine core names it. Upstream
-drops
-adapters to make room for others, and reads them again in the middle of a step. By then
-the
-files may be gone or changed. So no step reads a file.
+drops adapters to make room for others, and reads them again in the middle of a step. By
+then the files may be gone or changed. So no step reads a file.
 """
 
 from __future__ import annotations
@@ -131,10 +128,9 @@ def allowed(
 ) -> upstream.LoRARequest:
     """`request` with the folder that was checked, which is the one that is opened.
 
-    vLLM looks for a relative path in several places: below the working directory,
-        below a
-    home directory, at a hub. So the path has to be absolute while updates may read some
-    folders only, and each file in it has to lie in one of these.
+    vLLM looks for a relative path in several places: below the working directory, below
+    a home directory, at a hub. So the path has to be absolute while updates may read
+    some folders only, and each file in it has to lie in one of these.
 
     Raises:
         Forbidden: the folder, or a file in it, lies elsewhere.
@@ -175,8 +171,7 @@ def kept(runner: upstream.GPUModelRunner) -> Iterator[None]:
     """Context around a call that drops all adapters: afterwards they are there again.
 
     Upstream drops them when it writes the weights below them. It would read them again
-    from
-    their files, which may be gone or changed by then.
+    from their files, which may be gone or changed by then.
     """
     if not runner.lora_config:
         yield

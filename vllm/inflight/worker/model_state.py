@@ -1,13 +1,11 @@
 """What the worker remembers of one module of a model, kept on that module.
 
 Each package below `worker/` defines a small class for what it has to remember: where
-the
-weights lie, what the model was built from, which tripwire watches a layer. All of it is
-in one attribute of the module, so it ends with the module.
+the weights lie, what the model was built from, which tripwire watches a layer. All of
+it is in one attribute of the module, so it ends with the module.
 
 A table of modules would have to be emptied by hand. An entry whose value refers to its
-key
-is never freed, even from a dictionary with weak keys.
+key is never freed, even from a dictionary with weak keys.
 """
 
 from __future__ import annotations

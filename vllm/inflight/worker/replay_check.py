@@ -1,13 +1,11 @@
 """The replay check: a replay of the plan does exactly what the loaders do.
 
 A loader is recorded at one update. Before the next update receives anything, the
-model's
-own loaders get index patterns in place of tensors. No two elements of a pattern are
-alike, so the parameters show where every element went. That has to agree with the plan,
-element by element, and nothing else may have been written. The replay itself has to
-pass
-the same test. Real weights could not prove it: those of a norm may all be one, and a
-matrix may be symmetric.
+model's own loaders get index patterns in place of tensors. No two elements of a pattern
+are alike, so the parameters show where every element went. That has to agree with the
+plan, element by element, and nothing else may have been written. The replay itself has
+to pass the same test. Real weights could not prove it: those of a norm may all be one,
+and a matrix may be symmetric.
 
 The patterns are written into the shadow weights, which the update is about to
 overwrite.
@@ -187,10 +185,8 @@ def _bits(entry: Entry) -> int:
     """Bits of an element number that one pattern can hold.
 
     Where the dtype stays, all bits of an element are copied as they are, except those
-    of
-    NaN: a GPU that copies many tensors at once makes one NaN of all. Where a loader
-        casts,
-    the pattern uses numbers that both dtypes can hold.
+    of NaN: a GPU that copies many tensors at once makes one NaN of all. Where a loader
+    casts, the pattern uses numbers that both dtypes can hold.
     """
     casts = [c.target.dtype for c in entry.copies if not c.is_exact]
     if not casts and entry.dtype is not torch.bool:

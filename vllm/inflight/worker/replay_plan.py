@@ -1,8 +1,7 @@
 """The replay plan: where a loader copies each checkpoint tensor, recorded and replayed.
 
 A model's loader takes a tensor by its name through mappings, shards and narrow views,
-in
-Python. In the end it copies slices of the tensor into slices of parameters. Shadow
+in Python. In the end it copies slices of the tensor into slices of parameters. Shadow
 parameters stay where they are, so the slices are the same at every update. The loader's
 copies are recorded at one update, and repeated at later ones without the loader.
 
@@ -10,13 +9,11 @@ Only certain operations are recorded: copies out of the very tensor that was giv
 the loader, and fills with zero. Every element has to be written once. Where a loader
 writes an element twice, the order decides, and a replay has no order. Any other tensor
 goes through its loader at every update. An entry is replayed only after the replay
-check
-(replay_check.py) has passed it.
+check (replay_check.py) has passed it.
 
 The record also tells where each checkpoint tensor is served, so that the scrub
 (integrity/scrub.py) can read it back. The CPU build packs what it has loaded, and
-records
-for that purpose alone.
+records for that purpose alone.
 """
 
 from __future__ import annotations

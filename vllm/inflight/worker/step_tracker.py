@@ -4,8 +4,7 @@ The stream is needed when the weights change. Where the engine runs in its calle
 process, the thread that changes them may be another one than the thread that steps.
 
 The load of the process does not show whether it decodes. The queue that brings calls to
-a
-worker spins for a second after each call, and a command to stage is a call.
+a worker spins for a second after each call, and a command to stage is a call.
 """
 
 from __future__ import annotations

@@ -375,8 +375,8 @@ class Control:
         """Let every worker receive tensors that fill no parameter.
 
         Raises:
-            WeightsMismatch: a tensor differs from the live parameter that it is tied
-            to. UpdateBusy: an update is under way.
+            WeightsMismatch: a tensor differs from the live one that it is tied to.
+            UpdateBusy: an update is under way.
 
         """
         payload = {"transport": transport, "update_info": update_info}

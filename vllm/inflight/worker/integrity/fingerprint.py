@@ -1,17 +1,14 @@
 """Fingerprints of tensors: whether a tensor was written, and whether all of it was.
 
 A fingerprint is a sample of the bytes of a tensor, copied to the host. It detects
-writes of
-every kind: through `.data`, by a kernel on another stream, by a network card.
-    Reading whole
-weights would take much longer than a step. `LINES` lines of `LINE_BYTES` are 2048
-numbers
-in bf16. An optimizer's step that changes one number in a hundred is missed with a
-probability of 1e-9 per tensor. A write of a few numbers by such a way can be missed.
+writes of every kind: through `.data`, by a kernel on another stream, by a network card.
+Reading whole weights would take much longer than a step. `LINES` lines of `LINE_BYTES`
+are 2048 numbers in bf16. An optimizer's step that changes one number in a hundred is
+missed with a probability of 1e-9 per tensor. A write of a few numbers by such a way can
+be missed.
 
 A blank tensor is filled with one 64-bit number. A word that differs has been written,
-so
-the words that are left show whether the whole tensor was written.
+so the words that are left show whether the whole tensor was written.
 """
 
 from __future__ import annotations

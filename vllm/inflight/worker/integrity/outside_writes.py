@@ -1,10 +1,8 @@
 """What a rank does about writes into its live weights that no update makes.
 
 Upstream's `reload_weights` and `reset_weights` write there, and a call of the user may.
-The
-tripwire (tripwire.py) notices such a write. The engine core asks for the calls below,
-and
-decides.
+The tripwire (tripwire.py) notices such a write. The engine core asks for the calls
+below, and decides.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ def overwriting(worker: upstream.WorkerBase) -> Iterator[None]:
     runs.
 
     Upstream drops adapters when the weights below them change. If a call fails before
-    its
-    first write, the model's config is restored.
+    its first write, the model's config is restored.
     """
     config = worker.vllm_config.model_config
     source = {field: getattr(config, field) for field in SOURCE}

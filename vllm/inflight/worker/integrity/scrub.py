@@ -1,19 +1,15 @@
 """The scrub: live weights are read back and compared with the committed digests.
 
 The record of the loaders (replay_plan.py) tells where in the parameters every element
-of a
-checkpoint tensor lies. So the digest of that tensor can be computed from the live
-weights.
-The sums of all ranks are added up, and compared with the digest that was received under
-the version. Some parameters are no copy of checkpoint tensors (exponentials, quantised
-weights, halves of MLA, experts that the CPU build packs). For these, a rank compares
-with
-their digest from when they were staged.
+of a checkpoint tensor lies. So the digest of that tensor can be computed from the live
+weights. The sums of all ranks are added up, and compared with the digest that was
+received under the version. Some parameters are no copy of checkpoint tensors
+(exponentials, quantised weights, halves of MLA, experts that the CPU build packs). For
+these, a rank compares with their digest from when they were staged.
 
 A scrub reads in slices, between steps and on the stream that steps, so that nothing
-changes
-while it reads. A slice is small enough not to be noticed. Results that hold for all
-versions are computed once.
+changes while it reads. A slice is small enough not to be noticed. Results that hold for
+all versions are computed once.
 """
 
 from __future__ import annotations
@@ -145,9 +141,8 @@ class Layout:
         """The slices of a scrub in which the parameters of `copied` are copies of
         tensors.
 
-        Made once, and by the staging thread if there is one: preparing the tables
-            for a GPU
-        takes long.
+        Made once, and by the staging thread if there is one: preparing the tables for a
+        GPU takes long.
         """
         made = self._sliced
         if made and made[0] == copied and all(each.is_there() for each in made[1]):
@@ -357,9 +352,8 @@ def marks_of(
 ) -> Digests:
     """The digests of the parameters that are no copies, in staged shadow weights.
 
-    Packed weights of the CPU build are left out: both models may refer to one
-        packing, and
-    two threads must not use it.
+    Packed weights of the CPU build are left out: both models may refer to one packing,
+    and two threads must not use it.
     """
     copied = copies(layout, facts)
     named = [

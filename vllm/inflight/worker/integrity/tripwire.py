@@ -11,8 +11,7 @@ own process may write into live weights. The tripwire detects four signs of it:
 | fingerprints of parameters (fingerprint.py) | changed bytes in memory |
 
 The first two are noted when they happen, and posted on the status board. The other two
-are
-compared with an earlier reference when the engine core asks.
+are compared with an earlier reference when the engine core asks.
 
 When upstream's reload has set a layer aside, the parameters of the layer have no memory
 until all of its tensors have come. A step on such a layer would end the engine.
@@ -139,8 +138,7 @@ class Tripwire:
         """Keep every parameter where it is from now on.
 
         On a GPU, a flip exchanges the pages of these places, and graphs read them. A
-        parameter
-        that was moved is brought back when the tripwire looks at it.
+        parameter that was moved is brought back when the tripwire looks at it.
         """
         for name, _, _, param in parameters(self._root):
             if _has_memory(param):

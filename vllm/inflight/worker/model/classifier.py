@@ -4,8 +4,7 @@ Upstream's loader gives the model a head during the load. It computes the weight
 `score` layer from a few rows of the head, and deletes the head again. At an update, it
 would do so in every call, with a new head that was never filled. So an update loads all
 other tensors with the loader below that one, and computes the score here, when the
-tensor
-with those rows comes.
+tensor with those rows comes.
 """
 
 from __future__ import annotations

@@ -3,19 +3,15 @@ packed.
 
 oneDNN packs a matrix for a number of threads. A multiplication uses the form that the
 first matrix of its size had in the process. So all matrices are packed for as many
-threads
-as the first one, whichever thread packs them. A staging thread has one torch thread.
-For
-some sizes, a matrix that it packed for one thread would be multiplied wrongly by a
-model
-that was loaded with more.
+threads as the first one, whichever thread packs them. A staging thread has one torch
+thread. For some sizes, a matrix that it packed for one thread would be multiplied
+wrongly by a model that was loaded with more.
 
 Mamba's convolutions are packed in bf16, where a CPU multiplies it. The weight is packed
 where it lies, and the unpacked weight is kept in an attribute. Mamba's layers read
 neither: they read a buffer, which showed the weight before it was packed. Here the
-    buffer
-is made to show the kept weight, in both models, so that all three belong to one version
-and are flipped together.
+buffer is made to show the kept weight, in both models, so that all three belong to one
+version and are flipped together.
 """
 
 from __future__ import annotations

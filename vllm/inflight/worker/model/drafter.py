@@ -1,12 +1,10 @@
 """A model and its drafter as one module tree, which is staged and flipped as one.
 
 The layers of the model keep their names, and those of the drafter are under `draft.`,
-as
-in upstream's sleep mode. The same holds for the tensors of an update. A layer that the
-drafter shares with its model (an embedding, a head) counts as the model's and has the
-model's name. A tensor for it that comes with the drafter is skipped, since the model
-may
-be of a newer version.
+as in upstream's sleep mode. The same holds for the tensors of an update. A layer that
+the drafter shares with its model (an embedding, a head) counts as the model's and has
+the model's name. A tensor for it that comes with the drafter is skipped, since the
+model may be of a newer version.
 
 MTP layers are a drafter whose tensors are among the model's. They come once, under the
 model's names, and both loaders get each of them.

@@ -69,10 +69,8 @@ class Reached:
         value: the object.
         path: the path to it from the layer.
         is_near: whether the layer itself, its attention implementation, or a
-            container in
-            one of these holds it. A near tensor of any dtype counts as a weight.
-            Objects
-            that are farther away also have tables of indices.
+            container in one of these holds it. A near tensor of any dtype counts as a
+            weight. Objects that are farther away also have tables of indices.
 
     """
 

@@ -3,8 +3,7 @@
 Some layers registry themselves in a dictionary of their module when they are built, by
 their name in the model. A step looks them up there. The layers of the shadow model have
 the same names. Without this module, steps would compute with layers of the shadow
-model,
-whose weights belong to another version or to none.
+model, whose weights belong to another version or to none.
 """
 
 from __future__ import annotations

@@ -2,15 +2,14 @@
 them.
 
 With LoRA, upstream replaces layers of a loaded model by wrappers. A wrapper holds the
-layer
-as `base_layer`, and stacks of adapters beside it. The stacks belong to no version: they
-stay where they are when the weights change. Code that walks a live model walks it with
-`layers`, and finds the same layers under the same names as without wrappers.
+layer as `base_layer`, and stacks of adapters beside it. The stacks belong to no
+version: they stay where they are when the weights change. Code that walks a live model
+walks it with `layers`, and finds the same layers under the same names as without
+wrappers.
 
 An update loads, checks and flips parameters. A buffer that a model's loader fills, and
-that
-its layer reads at every step, is made a parameter in both models, so that it changes
-with them.
+that its layer reads at every step, is made a parameter in both models, so that it
+changes with them.
 """
 
 from __future__ import annotations

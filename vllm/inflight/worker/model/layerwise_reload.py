@@ -1,8 +1,7 @@
 """Leaving upstream's layerwise reload of a model before its end.
 
 During such a reload, a layer's parameters have no memory. Each layer gets its memory
-back
-when all of its tensors have come.
+back when all of its tensors have come.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def forget_with(owner: object, models: Iterable[torch.nn.Module]) -> None:
     """Drop upstream's records of the layers of `models` when their `owner` is freed.
 
     From its first reload on, upstream's record of a layer refers to that layer. It
-    would
-    keep the layer and its weights in memory as long as the process.
+    would keep the layer and its weights in memory as long as the process.
     """
     noted = WeakSet(layer for model in models for layer in model.modules())
     weakref.finalize(owner, _forget, noted).atexit = False

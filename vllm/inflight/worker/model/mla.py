@@ -1,10 +1,9 @@
 """Derived parameters: parameters that loading computes from others, in no checkpoint.
 
 Latent attention (MLA) multiplies with the two halves of its `kv_b_proj` separately.
-They
-are computed when the model has been loaded. The shadow model has two halves of its own,
-computed again for every version before its prepare. They are flipped as parameters are,
-and no tensor has to come for them.
+They are computed when the model has been loaded. The shadow model has two halves of its
+own, computed again for every version before its prepare. They are flipped as parameters
+are, and no tensor has to come for them.
 """
 
 from __future__ import annotations

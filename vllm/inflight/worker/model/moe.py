@@ -3,10 +3,8 @@
 Their weights are two parameters, `w13_weight` and `w2_weight`, in the format of their
 kernel. The CPU build packs them once: its layers keep a kernel that was made with the
 first weights, and later weights are copied over the packed ones as they come. So a
-layer
-has to forget its kernel before it is loaded again. Triton's kernels, the choice on
-Hopper
-GPUs, read the weights as a loader writes them.
+layer has to forget its kernel before it is loaded again. Triton's kernels, the choice
+on Hopper GPUs, read the weights as a loader writes them.
 """
 
 from __future__ import annotations

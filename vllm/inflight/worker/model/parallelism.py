@@ -2,8 +2,7 @@
 
 vLLM's `ParallelConfig` has a field for each way, and every release has new ones. So the
 fields that may differ from their defaults are listed here. Any other field rules
-updates
-out, until a test has shown that they work with it.
+updates out, until a test has shown that they work with it.
 """
 
 from __future__ import annotations

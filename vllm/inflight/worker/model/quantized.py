@@ -3,9 +3,8 @@
 Kernels do not multiply with the weights as a checkpoint has them: loading transposes,
 packs or quantises them. So the shadow model has the parameters that loading has left in
 the live layer. Every update goes through upstream's layerwise reload, which loads a
-layer
-beside them, processes it and copies the result into them. A kernel may keep a part of a
-version beside the parameters; that part is flipped with them.
+layer beside them, processes it and copies the result into them. A kernel may keep a
+part of a version beside the parameters; that part is flipped with them.
 
 Only kernels that were shown to equal a fresh engine are accepted.
 """

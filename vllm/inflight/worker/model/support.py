@@ -1,10 +1,8 @@
 """Which models can be updated in flight; decided when the engine starts.
 
 The weights of a layer can be flipped if all of its state is in its parameters, or is
-packed
-into `cpu_linear` (the GEMM of the CPU build). Any other tensor of a layer would stay at
-the
-old version. So such a tensor is searched for here, and named.
+packed into `cpu_linear` (the GEMM of the CPU build). Any other tensor of a layer would
+stay at the old version. So such a tensor is searched for here, and named.
 """
 
 from __future__ import annotations

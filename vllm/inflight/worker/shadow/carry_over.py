@@ -2,9 +2,8 @@
 
 The shadow weights are those of the version before. So a subset alone would bring old
 values back. `ShadowModel.stale` has the names of the parameters in which live and
-shadow
-weights may differ. Those that the update does not write are copied here, and no others.
-So a subset costs what the subset and the commit before it have changed.
+shadow weights may differ. Those that the update does not write are copied here, and no
+others. So a subset costs what the subset and the commit before it have changed.
 
 Nothing here writes to live weights. Tensors are copied into shadow memory. A weight
 that the CPU build has packed is shared by both models instead: a load makes a new

@@ -8,8 +8,8 @@ flip.py).
 The shadow model then holds the rollback target, until the next update writes.
 
 On a GPU its parameters are shadow parameters (see parameters.py). They lie in the
-shadow
-range of the arena. Without an arena they lie in memory that a commit copies from.
+shadow range of the arena. Without an arena they lie in memory that a commit copies
+from.
 """
 
 from __future__ import annotations
@@ -260,8 +260,7 @@ class ShadowModel:
 
         A loader may map names before it looks them up, and it skips the layers of other
         pipeline stages. Drafters of one kind are saved under many names. A multimodal
-        model
-        consists of models that have loaders of their own.
+        model consists of models that have loaders of their own.
         """
         maps_names = getattr(self.module, "hf_to_vllm_mapper", None) is not None
         maps_names |= getattr(self.module, "supports_multimodal", False)
@@ -363,8 +362,7 @@ class ShadowModel:
         """Remove parameters that a loader added in a rejected update.
 
         Upstream's loader of classifiers adds a parameter when a bias arrives. The live
-        model
-        has none, so the two trees would differ.
+        model has none, so the two trees would differ.
         """
         assert self.module is not None
         of_live = (layer for _, layer in layers(self.live))

@@ -1,9 +1,8 @@
 """Coverage: which elements of each parameter have been written by its loaders.
 
 A fused parameter is filled by several tensors, and a sharded parameter by a part of
-one.
-An update is complete when every element of every parameter was written, whatever the
-names of the tensors were. So the writes are watched stale the parameters' loaders.
+one. An update is complete when every element of every parameter was written, whatever
+the names of the tensors were. So the writes are watched stale the parameters' loaders.
 """
 
 from __future__ import annotations
@@ -170,12 +169,9 @@ class Coverage:
         """Whether `load` ignores tensors that are given to it again, without content.
 
         A loader may have kept the tensors until all had come. A transport has reused
-        their
-        memory by then, so the loader would copy something else; here it fails instead.
-        A
-        loader that keeps tensors for a partner would not fail (the FP8 indexer, whose
-        models
-        are rejected at start).
+        their memory by then, so the loader would copy something else; here it fails
+        instead. A loader that keeps tensors for a partner would not fail (the FP8
+        indexer, whose models are rejected at start).
         """
         before = self.num_loads
         try:
@@ -192,9 +188,8 @@ class Coverage:
         raises.
 
         Nothing is written: the loader of the model is called, and the loaders of
-            parameters
-        are not. A direct write to a parameter is not seen, and fails for lack of
-        content.
+        parameters are not. A direct write to a parameter is not seen, and fails for
+        lack of content.
 
         Args:
             load: the model's loader.
@@ -217,8 +212,7 @@ class Coverage:
         """Context: the model's loader can be asked although no load is under way.
 
         The layers have no memory meanwhile, so nothing can be written to the content of
-        the
-        tree. Afterwards they have their memory again.
+        the tree. Afterwards they have their memory again.
         """
         try:
             upstream.initialize_layerwise_reload(self._module)
@@ -246,12 +240,9 @@ class Coverage:
         Args:
             load: in place of the module's `load_weights`.
             at_once: whether a transport may call a parameter's loader without
-                `load`. If not,
-                `load` calls `watch_loaders` before it lets a parameter's loader be
-                called. A
-                replay calls none, and watching hundreds of loaders costs milliseconds
-                beside
-                decoding.
+                `load`. If not, `load` calls `watch_loaders` before it lets a
+                parameter's loader be called. A replay calls none, and watching hundreds
+                of loaders costs milliseconds beside decoding.
 
         """
         if direct_writes.writes(self._module):
@@ -315,8 +306,7 @@ class Coverage:
         """Accept a tensor for a layer that is complete without it.
 
         A checkpoint has the shape of an int4 weight for each part of a fused layer, and
-        one
-        of them is enough. Nothing is written, so a missing part is still noticed.
+        one of them is enough. Nothing is written, so a missing part is still noticed.
         """
 
         def load(*args: object, **kwargs: object) -> None:
@@ -350,8 +340,7 @@ class Coverage:
         only asked.
 
         Upstream keeps each tensor that comes for a scale, and copies it at the end. A
-        tensor
-        that is only asked about has no content.
+        tensor that is only asked about has no content.
         """
 
         def online_process_loader(*args: object, **kwargs: object) -> Any:
@@ -436,9 +425,8 @@ def _require_dtype(param: torch.Tensor, loaded: torch.Tensor) -> None:
 def tally(fills: Mapping[str, Fill]) -> dict[str, int]:
     """How many parameters there are, are begun, and have received enough elements.
 
-    Cheap enough for every chunk: elements that are written twice count twice, and
-        only the
-    final check looks closer.
+    Cheap enough for every chunk: elements that are written twice count twice, and only
+    the final check looks closer.
     """
     written = [(fill.numel, sum(fill.views.values())) for fill in fills.values()]
     return {

@@ -1,13 +1,11 @@
 """The update loader: takes the tensors of an update from a transport, and loads them.
 
 Every transport, ours or another, gives its tensors to `load_weights` of the shadow
-model.
-During an update, the update loader is in the place of that method. It renames each
-tensor, checks it (verify/checks.py), digests it, and counts bytes for progress reports.
-It stops the stream when the update is aborted. Behind the model's own loader, it
-watches
-which part of which parameter each tensor fills (coverage.py). So a missing shard of a
-fused parameter is as visible as a missing tensor.
+model. During an update, the update loader is in the place of that method. It renames
+each tensor, checks it (verify/checks.py), digests it, and counts bytes for progress
+reports. It stops the stream when the update is aborted. Behind the model's own loader,
+it watches which part of which parameter each tensor fills (coverage.py). So a missing
+shard of a fused parameter is as visible as a missing tensor.
 """
 
 from __future__ import annotations
@@ -135,8 +133,7 @@ class UpdateLoader:
 
         Nothing is written before the first tensor has arrived, so a transfer that fails
         earlier costs nothing. If the model's loader rejects a tensor, the loader is
-        called
-        again for the following ones, so that the error can name all of them; see
+        called again for the following ones, so that the error can name all of them; see
         `require_taken`.
         """
         try:
@@ -368,8 +365,7 @@ class UpdateLoader:
         """Whether the loader takes a tensor by a name that the model does not have.
 
         Loaders may rename. The loader is called with this tensor alone, so that a
-        rejection
-        ends the load of no other tensor.
+        rejection ends the load of no other tensor.
         """
         coverage, checks = self.coverage, self._checks
         before = coverage.num_loads
@@ -450,10 +446,8 @@ class UpdateLoader:
         """The content of the update; raises `WeightsMismatch` unless it can be served.
 
         Completeness is checked on the parameters, whatever the tensors are called.
-        Every
-        element of every parameter has to be written; for a subset, of every parameter
-        that was
-        begun.
+        Every element of every parameter has to be written; for a subset, of every
+        parameter that was begun.
         """
         checks = self._checks
         with undirected():
@@ -482,8 +476,7 @@ class UpdateLoader:
         numbers.
 
         Called when all layers are loaded. Plain copies are not checked again. A loader
-        may
-        compute other numbers, an exponential for example.
+        may compute other numbers, an exponential for example.
         """
         if self._allow_nonfinite:
             return

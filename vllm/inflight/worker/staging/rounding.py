@@ -1,8 +1,7 @@
 """Arithmetic of loaders, done on the device where a fresh engine does it.
 
 Some loaders compute: Mamba's `A` is -exp of the checkpoint's tensor. A fresh engine
-    reads
-checkpoints on the host and has its parameters on the GPU, and the two round an
+reads checkpoints on the host and has its parameters on the GPU, and the two round an
 exponential differently. In an update, a tensor may arrive on the GPU, or a shadow
 parameter may lie on the host. The computation still runs where a fresh engine runs it.
 """

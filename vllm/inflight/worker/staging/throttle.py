@@ -182,8 +182,7 @@ def free_cores() -> set[int]:
     all.
 
     Upstream binds the threads of a CPU worker before its first line of Python runs. So
-    the
-    cores of the parent process are asked for.
+    the cores of the parent process are asked for.
     """
     parent = multiprocessing.parent_process()
     cores = os.sched_getaffinity(0 if parent is None else parent.pid or 0)

@@ -417,8 +417,8 @@ class TensorChecks:
         """Raise `WeightsMismatch` if nothing of a subset came, or a pattern matches
         nothing.
 
-        Checked at the end: a loader may rename tensors, and take names that the
-            model lacks.
+        Checked at the end: a loader may rename tensors, and take names that the model
+        lacks.
         """
         if not (subset := self._manifest.subset):
             return
@@ -546,8 +546,7 @@ class TensorChecks:
         """The tensors without which parameters that are due stay unfilled.
 
         Only tensors of the start checkpoint, or of a model whose own names are the only
-        ones.
-        In other cases it is not known which tensor fills which parameter.
+        ones. In other cases it is not known which tensor fills which parameter.
         """
         is_drafted = any(name.startswith(DRAFT) for name in with_breaks(announced))
         for param in with_breaks(places.params):

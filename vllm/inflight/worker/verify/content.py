@@ -2,8 +2,8 @@
 
 The weights themselves have the engine's names, shards and layout. The facts about the
 sent tensors are kept beside them: for a version that was received whole, and for a
-    subset
-on top of such a version. Nothing is known of the weights that an engine starts with.
+subset on top of such a version. Nothing is known of the weights that an engine starts
+with.
 """
 
 from __future__ import annotations
@@ -49,11 +49,9 @@ class Content:
     ) -> Content | None:
         """The whole version that is `base` with these tensors in place of its own.
 
-        None if that is not known: nothing is known of `base`, or `base` lacks one
-            of the
-        names. Some loaders take one tensor under two names. The digest of the other
-        name
-        would stay although its tensor is not served any more.
+        None if that is not known: nothing is known of `base`, or `base` lacks one of
+        the names. Some loaders take one tensor under two names. The digest of the other
+        name would stay although its tensor is not served any more.
 
         Args:
             base: the content of the version below.

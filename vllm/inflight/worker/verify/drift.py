@@ -5,8 +5,7 @@
 A few thousand elements of every checkpoint tensor are kept. They are evenly spread, in
 runs of 64, so that memory is read in whole lines. If an update moves most elements, the
 estimate is good to a few per cent. An update that changes a few elements may not show
-in
-the drift; the digest shows every change.
+in the drift; the digest shows every change.
 """
 
 from __future__ import annotations
@@ -41,11 +40,10 @@ Pair = tuple[str, torch.Tensor]
 class Samples:
     """The samples of one version, on the engine's device.
 
-    On a GPU they stay on the GPU: comparing them on the CPU took longest of all
-        that staging
-    does. They are kept in few blocks. With one tensor per sample, a model with many
-    experts
-    would give every garbage collection ten thousand more objects to look through.
+    On a GPU they stay on the GPU: comparing them on the CPU took longest of all that
+    staging does. They are kept in few blocks. With one tensor per sample, a model with
+    many experts would give every garbage collection ten thousand more objects to look
+    through.
     """
 
     blocks: Sequence[torch.Tensor]
@@ -105,10 +103,8 @@ class Sampler:
         """Enqueue a copy of the sample of each tensor, one copy per kind of tensor.
 
         A tensor may be overwritten as soon as the current stream has read it. A tensor
-        that was
-        received in place is not overwritten; it is sampled when the samples are asked
-        for,
-        with a few calls for all such tensors.
+        that was received in place is not overwritten; it is sampled when the samples
+        are asked for, with a few calls for all such tensors.
         """
         alike: dict[tuple[torch.dtype, int], list[Pair]] = {}
         for name, tensor in pairs:
@@ -154,9 +150,8 @@ def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
     """`{"overall", "layers"}`, ratios; None without an old version to compare with.
 
     A layer is what the names of its tensors have in common up to an index. A tensor
-    without
-    an index counts by its own name. Tensors that only one of the versions has are left
-    out.
+    without an index counts by its own name. Tensors that only one of the versions has
+    are left out.
     """
     if old is None:
         return None

@@ -70,10 +70,8 @@ class GpuDigest:
         """Compute the sums of these tensors on the current stream.
 
         A tensor may be overwritten as soon as the stream has read it. A tensor that was
-        received
-        in place is read later: when there are enough of them, and at the latest
-            when the
-        results are asked for.
+        received in place is read later: when there are enough of them, and at the
+        latest when the results are asked for.
         """
         plan = self._plan
         passing: list[Pair] = []

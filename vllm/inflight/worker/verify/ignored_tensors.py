@@ -1,11 +1,9 @@
 """Ignored tensors: tensors that checkpoints contain and the engine does not use.
 
 These are buffers of older checkpoints, a head that is tied to the embedding, and
-tensors
-that a drafter was trained with. Others belong to parts that the engine was built
-without:
-towers with `--language-model-only` or limits of 0, and MTP layers without drafting.
-An update may contain them, and the engine does not keep them.
+tensors that a drafter was trained with. Others belong to parts that the engine was
+built without: towers with `--language-model-only` or limits of 0, and MTP layers
+without drafting. An update may contain them, and the engine does not keep them.
 """
 
 from __future__ import annotations
@@ -128,10 +126,8 @@ def mtp_names(config: object) -> re.Pattern[str] | None:
     """A pattern for the names of MTP layers; None if a model has none.
 
     MTP layers have names of their own (`mtp.fc.weight`, `model.mtp_block.0.*`), or
-    follow the
-    model's last layer. The pattern covers exactly their number: a checkpoint of a
-    deeper
-    model does not fit this one.
+    follow the model's last layer. The pattern covers exactly their number: a checkpoint
+    of a deeper model does not fit this one.
     """
     num_mtp = next((n for f in MTP_LAYERS if (n := getattr(config, f, None))), 0)
     num_layers = getattr(config, "num_hidden_layers", None)

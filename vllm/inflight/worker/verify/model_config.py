@@ -1,9 +1,8 @@
 """The parts of a model that are built at start, and that no tensor can change.
 
 The rope, the heads, the kinds of layers and their constants are read once from the
-model's
-configuration. A version with another configuration would be computed with the old one:
-right in every byte and wrong in every token.
+model's configuration. A version with another configuration would be computed with the
+old one: right in every byte and wrong in every token.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Reading back live weights on one rank: digests of parameters, and their first rows.
 
 The CPU build takes the weights of a linear layer out of their parameter and packs them
-for
-its GEMM. They are read back through that GEMM, by multiplying with the unit matrix. So
-the
-result is the weight that decoding uses. (Each element is a sum of one product and many
-zeros, which is exact except for the sign of a zero.)
+for its GEMM. They are read back through that GEMM, by multiplying with the unit matrix.
+So the result is the weight that decoding uses. (Each element is a sum of one product
+and many zeros, which is exact except for the sign of a zero.)
 """
 
 from __future__ import annotations
@@ -113,8 +111,8 @@ def rows(
 
     Returns:
         `refused`, the reason, if the rows cannot be read as in a checkpoint. Else
-        `rows`,
-        and `dim`: the dimension along which the parts of the ranks of a `stage` lie
+        `rows`, and `dim`: the dimension along which the parts of the ranks of a `stage`
+        lie
             side
         by side: 0, 1, or None where every rank has the whole.
 
@@ -239,8 +237,7 @@ def _is_cut_apart(
     """Whether ranks may have other parts of a parameter than `dim` says.
 
     Experts, and layers with a state, are cut by their own loaders. In a parameter of
-    several
-    tensors, each tensor is cut on its own.
+    several tensors, each tensor is cut on its own.
 
     Args:
         is_one: whether one of these tensors is asked for.

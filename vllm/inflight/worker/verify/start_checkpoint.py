@@ -2,8 +2,7 @@
 
 It is used for two checks. A loader cuts a tensor to the size of its shard, and does not
 check that the tensor is whole. Of a tensor with twice as many rows, it would load the
-first
-half. So a tensor with a name of that checkpoint has to have its shape, too.
+first half. So a tensor with a name of that checkpoint has to have its shape, too.
 
 A loader also skips tensors, and not all of these can be foretold:
 
@@ -12,8 +11,7 @@ A loader also skips tensors, and not all of these can be foretold:
 - MTP layers that no field of the configuration counts.
 
 A tensor that fills nothing is accepted if that checkpoint has it: an engine that is
-    started
-from the new checkpoint skips it as well.
+started from the new checkpoint skips it as well.
 """
 
 from __future__ import annotations
