@@ -55,7 +55,7 @@ demo: setup ## weights change while tokens flow: pictures and a report in out/de
 test: setup lint site ## lint, build the site, then every fast test that needs no GPU
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
 
-check: setup lint ## lint, types and the quick tests, which start no engine: a minute and a half
+check: setup lint ## lint, types and the quick tests, which start no engine: about a minute
 	$(PY) -m pytest tests/unit -n 4 -m "not seconds and not gpu and not slow and not upstream and not engine"
 
 # They look at how much of the GPU's memory is free, which other lanes would change, or take it.
