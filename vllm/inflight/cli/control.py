@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.inflight.trainer.control_client import ControlClient
+    from vllm.inflight.trainer.control.client import ControlClient
 
 Reply = dict[str, Any]
 Call = Callable[["ControlClient", argparse.Namespace], Reply]
@@ -172,7 +172,7 @@ def _run(
     call: Call, lines: Callable[[Reply], list[str]], args: argparse.Namespace
 ) -> int:
     from vllm.inflight.errors import ConfigError, EngineUnreachable, InflightError
-    from vllm.inflight.trainer.control_client import ControlClient
+    from vllm.inflight.trainer.control.client import ControlClient
 
     try:
         with ControlClient(

@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.inflight.trainer.control_client import AsyncControlClient, ControlClient
-    from vllm.inflight.trainer.controls import WaitTimeout
+    from vllm.inflight.trainer.control.client import AsyncControlClient, ControlClient
+    from vllm.inflight.trainer.control.engines import WaitTimeout
+    from vllm.inflight.trainer.control.pause import AsyncPause, Pause, PauseLost
     from vllm.inflight.trainer.outcome import Outcome
-    from vllm.inflight.trainer.pausing import AsyncPause, Pause, PauseLost
     from vllm.inflight.trainer.publisher import Publisher
     from vllm.inflight.trainer.sync_client import ServerClient
     from vllm.inflight.trainer.token_versions import per_token_versions
@@ -33,15 +33,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncControlClient": "control_client",
-    "AsyncPause": "pausing",
-    "ControlClient": "control_client",
+    "AsyncControlClient": "control.client",
+    "AsyncPause": "control.pause",
+    "ControlClient": "control.client",
     "Outcome": "outcome",
-    "Pause": "pausing",
-    "PauseLost": "pausing",
+    "Pause": "control.pause",
+    "PauseLost": "control.pause",
     "Publisher": "publisher",
     "ServerClient": "sync_client",
-    "WaitTimeout": "controls",
+    "WaitTimeout": "control.engines",
     "per_token_versions": "token_versions",
 }
 

@@ -29,13 +29,13 @@ from vllm.inflight.errors import (
     UpdateBusy,
 )
 from vllm.inflight.tensor_names import matcher
-from vllm.inflight.trainer.controls import Controls
+from vllm.inflight.trainer.control.engines import Controls
+from vllm.inflight.trainer.control.pause import Calls, Pause
 from vllm.inflight.trainer.coordinator import Coordinator, Progress, call_all
 from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
 from vllm.inflight.trainer.http_client import Reply
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_unheard
-from vllm.inflight.trainer.pausing import Calls, Pause
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from vllm.inflight.trainer.controls import Controls, Replies
+from vllm.inflight.trainer.control.engines import Controls, Replies
+from vllm.inflight.trainer.control.pause import AsyncPause, Calls, Pause
 from vllm.inflight.trainer.http_client import HttpEngine, Reply, control_key
-from vllm.inflight.trainer.pausing import AsyncPause, Calls, Pause
 from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.update import PauseMode, check_label, check_subset
 

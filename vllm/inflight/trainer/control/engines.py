@@ -18,9 +18,9 @@ from vllm.inflight.errors import (
     VersionConflict,
     WrongPhase,
 )
+from vllm.inflight.trainer.control.pause import Ask, Pause
 from vllm.inflight.trainer.engine_clients import Engine, blamed
 from vllm.inflight.trainer.http_client import NotReached, Reply
-from vllm.inflight.trainer.pausing import Ask, Pause
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.update import PauseMode
 

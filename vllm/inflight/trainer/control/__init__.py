@@ -1,0 +1,1 @@
+"""Clients of the control routes: status, pause, rollback, abort."""
