@@ -280,12 +280,15 @@ def test_metrics_tell_of_updates_beside_upstreams(
     server: Server, folders: Path
 ) -> None:
     def read() -> dict[str, float]:
-        def text() -> str:
-            return str(server.client.get("/metrics").text)
+        texts = [""]
 
-        # An engine that is slow to answer is left out.
-        until(lambda: "vllm:inflight_epoch{" in text())
-        lines = text().splitlines()
+        def is_whole() -> bool:
+            """Whether a scrape has the engine, which is left out if it is slow."""
+            texts[0] = str(server.client.get("/metrics").text)
+            return "vllm:inflight_epoch{" in texts[0]
+
+        until(is_whole)
+        lines = texts[0].splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return {name: float(value) for name, value in pairs}
 
