@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from tests.support.engines.torch_trainer import training
 from tests.support.serving import Server
 from tests.support.waiting import until
+from vllm.inflight.api.server.metrics import FRESH_S
 from vllm.inflight.api.server.routes import ROUTES
 
 pytestmark = pytest.mark.engine
@@ -298,6 +300,7 @@ def test_metrics_tell_of_updates_beside_upstreams(
     server.post("/rollback_weights")
     server.post("/pause_generation", {"mode": "retract"})
     server.post("/continue_generation")
+    time.sleep(FRESH_S)  # the server may tell an answer of before for so long
     after = read()
     committed = 'vllm:inflight_updates_total{engine="0",outcome="committed"}'
     assert after[committed] == before.get(committed, 0) + 1
