@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm.inflight.engine.pause.lease import check_owner
+from vllm.inflight.engine.calls import check_owner
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.ledger import Ledger
 from vllm.inflight.errors import Malformed, OwnedByAnother

@@ -1,30 +1,126 @@
 """What the parts of a controller may use of each other.
 
 `Controller` makes the parts and satisfies `EngineContext`. Pauses, sleep, rollbacks,
-scrubs and the rest are given the context: each names what it needs, and mypy checks it.
+scrubs and the rest are given the context. A part that uses the context is named here
+by a protocol of what the others use of it, so that no module imports another in a
+circle; mypy checks that each class satisfies its protocol.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from vllm.inflight import upstream
+from vllm.inflight.engine.counters import Counters
+from vllm.inflight.engine.event_log import EventLog
+from vllm.inflight.engine.step_queue import StepQueue
+from vllm.inflight.engine.switch import Switch, WaitingSwitch
+from vllm.inflight.engine.transaction import Update
+from vllm.inflight.engine.update.dp_commit import DpCommit
+from vllm.inflight.engine.update.live_version import LiveVersion
+from vllm.inflight.engine.update.ranks import Ranks
+from vllm.inflight.engine.update.updates import Updates
+from vllm.inflight.update import PauseMode, Version
 
-    from vllm.inflight import upstream
-    from vllm.inflight.engine.counters import Counters
-    from vllm.inflight.engine.event_log import EventLog
-    from vllm.inflight.engine.integrity.outside_writes import OutsideWrites
-    from vllm.inflight.engine.integrity.scrubs import Scrubs
-    from vllm.inflight.engine.pause.pause import Pauses
-    from vllm.inflight.engine.pause.sleep import Sleep
-    from vllm.inflight.engine.step_queue import StepQueue
-    from vllm.inflight.engine.transaction import Update
-    from vllm.inflight.engine.update.dp_commit import DpCommit
-    from vllm.inflight.engine.update.live_version import LiveVersion
-    from vllm.inflight.engine.update.ranks import Ranks
-    from vllm.inflight.engine.update.updates import Updates
-    from vllm.inflight.update import Version
+
+class PauseControl(Protocol):
+    """The pause of the engine, see `pause.pause.Pauses`."""
+
+    asked: PauseMode | None
+    """The mode that a caller of ours asked for; None for a pause of upstream's own."""
+    commit: WaitingSwitch | None
+    """The commit or rollback that waits for running requests; None without one."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether decoding stands still or is about to."""
+
+    def state(self) -> dict[str, Any]:
+        """What `GET /is_paused` says."""
+
+    def hold(self) -> bool:
+        """Freeze decoding; returns whether it was not paused before."""
+
+    def flush(self) -> dict[str, Any]:
+        """Drop every cache."""
+
+    def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
+        """Raise if a commit cannot treat requests as `mode` says."""
+
+    def between_requests(self, mode: PauseMode, switch: Switch) -> Any:
+        """Make `switch` now, or with `wait` once the running requests have ended."""
+
+    def treat(self, mode: PauseMode, *, flush_cache: bool = False) -> dict[str, Any]:
+        """Treat running requests as a commit with this mode does."""
+
+    def require_no_rollback(self) -> None:
+        """Raise `UpdateBusy` while a rollback waits for running requests."""
+
+
+class SleepState(Protocol):
+    """What memory the engine has given back, see `pause.sleep.Sleep`."""
+
+    is_paused_by_sleep: bool
+
+    @property
+    def weights(self) -> str:
+        """`live`, `asleep`, `gone` or `loading`."""
+
+    @property
+    def detail(self) -> str | None:
+        """Why no token is decoded with the weights; None if they are live."""
+
+    @property
+    def loading(self) -> str | None:
+        """Name of the call that has begun a reload and not ended it."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the contents of the weights are lost."""
+
+    def may_go_on(self, is_asked: bool = False) -> bool:
+        """Whether decoding may go on."""
+
+    def check_weights(self, *, is_whole: bool) -> None:
+        """Raise unless there are weights, or all of them are sent."""
+
+    def lose(self, why: str) -> None:
+        """Note that the weights are lost; decoding stops until whole weights come."""
+
+    def begin_load(self, name: str) -> None:
+        """Note that the call `name` has begun a reload; decoding stops meanwhile."""
+
+    def end_load(self) -> None:
+        """Note that the reload has ended."""
+
+    def filled(self) -> None:
+        """Note that whole weights have been committed."""
+
+
+class OutOfBandWrites(Protocol):
+    """Writes to live weights past any update, see `integrity.outside_writes`."""
+
+    def abort(self, why: str = ...) -> bool:
+        """End a reload under way; returns whether there was one."""
+
+    def make_blank(self, *, keeps_some: bool) -> None:
+        """Make lost weights blank, so that writes into them can be told."""
+
+    def progress(self) -> str:
+        """How many lost parameters have been written since, for a sentence's end."""
+
+
+class ScrubResults(Protocol):
+    """What scrubbing has found, see `integrity.scrubs.Scrubs`."""
+
+    @property
+    def results(self) -> dict[str, int]:
+        """Result → number of scrubs."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the live weights differ from their digest."""
 
 
 class EngineContext(Protocol):
@@ -45,10 +141,22 @@ class EngineContext(Protocol):
     counts: Counters
     dp_commit: DpCommit
     step_queue: StepQueue
-    pauses: Pauses
-    sleep: Sleep
-    scrubs: Scrubs
-    outside_writes: OutsideWrites
+
+    @property
+    def pauses(self) -> PauseControl:
+        """The pause."""
+
+    @property
+    def sleep(self) -> SleepState:
+        """The sleep."""
+
+    @property
+    def outside_writes(self) -> OutOfBandWrites:
+        """Out-of-band writes."""
+
+    @property
+    def scrubs(self) -> ScrubResults:
+        """The scrubs."""
 
     @property
     def version(self) -> Version:

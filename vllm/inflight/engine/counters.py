@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from typing import Any
 
-from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.update import PauseMode
 
@@ -72,21 +71,3 @@ class Counters:
             "requests": dict(self.requests),
             "pause_s": dict(self.pause_s),
         }
-
-
-def told(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """All that `/metrics` tells of an engine."""
-    del body
-    pauses = controller.pauses.state()
-    return controller.counts.to_dict() | {
-        **controller.updates.progress(),
-        "epoch": controller.version.epoch,
-        "weight_version": controller.version.label,
-        "digest": controller.version.digest,
-        "drift": controller.live_version.drift,
-        "outcomes": dict(controller.updates.ledger.ended),
-        "paused": pauses["is_paused"],
-        "leases_expired": pauses["leases_expired"],
-        "scrubs": dict(controller.scrubs.results),
-        "weights_differ": controller.scrubs.differs,
-    }

@@ -26,7 +26,8 @@ def _load_before(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(
         self: upstream.EngineCore, request: upstream.Request, request_wave: int = 0
     ) -> None:
-        from vllm.inflight.engine.scheduling import abort, lora
+        from vllm.inflight.engine.pause import abort
+        from vllm.inflight.engine.scheduling import lora
 
         if (why := lora.admit(self, request)) is not None:
             abort.end_with_error(self, request, why)

@@ -24,7 +24,7 @@ from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.api.request.schema import OPENING
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine.pause.lease import check_owner
+from vllm.inflight.engine.calls import check_owner
 from vllm.inflight.errors import Malformed, PauseConflict
 from vllm.inflight.transport.files.request_tensors import spooled
 from vllm.inflight.update import check_label

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.context import EngineContext
-from vllm.inflight.engine.scheduling.abort import abort_requests
+from vllm.inflight.engine.pause.abort import abort_requests
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 from vllm.inflight.worker.catalogue import CHECKPOINT
 

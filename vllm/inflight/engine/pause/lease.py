@@ -14,7 +14,6 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed, OwnedByAnother
-from vllm.inflight.update import MAX_NAME_CHARS
 
 LONGEST_S = 86400
 RETRY_S = 1.0
@@ -109,15 +108,3 @@ def lease_seconds(value: Any, default: float) -> float | None:
     if not is_number or not 0 <= value <= LONGEST_S:
         raise Malformed(f"lease_s must be seconds from 0 to {LONGEST_S}, got {value!r}")
     return float(value) or None
-
-
-def check_owner(value: object) -> str | None:
-    """`owner` of a request."""
-    if value is None:
-        return None
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise Malformed(
-            f"owner must be a string of 1 to {MAX_NAME_CHARS} characters, got "
-            f"{value!r:.80}"
-        )
-    return value

@@ -16,8 +16,8 @@ from typing import Any
 from vllm.inflight import messages, upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import calls
+from vllm.inflight.engine.calls import check_owner
 from vllm.inflight.engine.event_log import EventLog
-from vllm.inflight.engine.pause.lease import check_owner
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.ledger import Ledger

@@ -14,9 +14,9 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import calls
 from vllm.inflight.engine.calls import watched
 from vllm.inflight.engine.context import EngineContext
-from vllm.inflight.engine.pause.pause import Switch
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.step_queue import whole
+from vllm.inflight.engine.switch import Switch
 from vllm.inflight.engine.update.live_version import WeightSet
 from vllm.inflight.errors import (
     InflightError,
