@@ -62,8 +62,9 @@ check: setup lint ## lint, types and the quick tests, which start no engine: abo
 ALONE := $(addprefix tests/gpu/test_,arena.py sleep.py ranks_asleep.py out_of_memory.py)
 
 test-gpu: setup ## the tests that need an NVIDIA GPU
-	$(PY) -m pytest -m gpu $(ALONE)
-	$(PY) -m pytest -m gpu -n $(LANES) --dist worksteal $(addprefix --ignore ,$(ALONE))
+	$(PY) -m pytest -m gpu --junitxml out/gpu/alone.xml $(ALONE)
+	$(PY) -m pytest -m gpu -n $(LANES) --dist worksteal --junitxml out/gpu/side_by_side.xml \
+		$(addprefix --ignore ,$(ALONE))
 
 test-upstream-faults: setup ## what harms vLLM as it is, there and here, into docs/
 	RECORD_FAULTS=1 $(PY) -m pytest -m "upstream or not upstream" tests/robustness/faults

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from docs import signatures
 from docs.families import families
+from docs.gpu_runs import gpu_runs
 from docs.tables import code, first_line, table
 from vllm.inflight import patch, release_fields
 from vllm.inflight.api.server.flags import GROUP, add_flags
@@ -229,6 +230,7 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "cli.md": [flags, commands],
     "config.md": [fields, environment],
     "errors.md": [errors, causes],
+    "gpu-tests.md": [gpu_runs],
     "how-it-works.md": [moves],
     "http.md": [routes, older_fields],
     "models.md": [families],
