@@ -156,7 +156,7 @@ def test_what_was_committed_while_it_was_asked_for_is_not_written_over(
         return told
 
     monkeypatch.setattr(Control, "info", info_before_a_commit)
-    with pytest.raises(VersionConflict, match="served is 'theirs'"):
+    with pytest.raises(VersionConflict, match="the live version is 'theirs'"):
         llm.restore_weights()
     assert llm.weight_info()["weight_version"] == "theirs"
 

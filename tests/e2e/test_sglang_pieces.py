@@ -357,7 +357,7 @@ def test_more_of_a_version_that_somebody_else_has_ended_is_refused(
     for call in ("a piece", "an end"):
         if call == "a piece":
             status, message = sender.refused(last)
-            assert "begin it again" in message
+            assert "begin the version again" in message
         else:
             sender.door.post("/begin_weight_update")
             sender.send(first)

@@ -63,7 +63,7 @@ def test_an_engine_whose_weights_are_offloaded_serves_and_is_not_updated(
 def test_offloading_is_refused_by_name_where_a_second_set_was_asked_for(
     start: Callable[..., Any], old: Path, offloader: Once
 ) -> None:
-    with pytest.raises(ConfigError, match=r"host cannot be had: .* offloaded by Once"):
+    with pytest.raises(ConfigError, match=r"is not possible: .* offloaded by Once"):
         start(old, **HOST)
 
 

@@ -150,6 +150,6 @@ def test_what_is_committed_while_a_name_is_restored_does_not_get_it(
                 await asyncio.to_thread(publish, Control(Door(cores)), 1, "theirs")
             return await super().call(method, body)
 
-    with pytest.raises(VersionConflict, match="served is 'theirs'"):
+    with pytest.raises(VersionConflict, match="the live version is 'theirs'"):
         asyncio.run(restore(Control(Meanwhile(cores))))
     assert served(cores) == [("theirs", 1)] * 2

@@ -298,7 +298,7 @@ def test_patience_with_an_engine_that_is_not_asked_ends(
     again = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
     for answer in (asked, again):
         message = answer.result(timeout=20)["error"]["message"]
-        assert "not every engine was asked" in message
+        assert "did not reach every data-parallel engine" in message
     monkeypatch.undo()
     assert all("ok" in r for r in both.control("commit", weight_version="one"))
     both.finish()
@@ -313,7 +313,7 @@ def test_two_different_switches_are_none(both: Together) -> None:
         return core.inflight_controller.dp_commit.arm("something else", dict)
 
     armed = both.ask(1, other).result(timeout=20)
-    with pytest.raises(Exception, match="told to switch differently"):
+    with pytest.raises(Exception, match="got different commits"):
         armed.result(timeout=20)
     assert commit.result(timeout=20)["error"]["code"] == "engine_fault"
     assert labels(both) == ["default", "default"]

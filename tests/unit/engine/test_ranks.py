@@ -77,7 +77,7 @@ def test_what_ranks_give_up_as_they_are_shut_down_was_not_given_up_here():
 
 
 def test_ranks_that_cannot_go_back_stop_the_engine():
-    with pytest.raises(SystemExit, match="of no version"):
+    with pytest.raises(SystemExit, match="may mix two versions"):
         flip([GOOD, BAD], [BAD, GOOD])
 
 

@@ -1,7 +1,7 @@
-"""What the parts of a controller may use of each other.
+"""The interface between the parts of a controller.
 
-`Controller` makes the parts and satisfies `EngineContext`. Pauses, sleep, rollbacks,
-scrubs and the rest are given the context: each names what it needs, and mypy checks it.
+`Controller` makes the parts and implements `EngineContext`. Pauses, sleep, rollbacks,
+scrubs and the other parts get this context, and mypy checks what they use of it.
 """
 
 from __future__ import annotations

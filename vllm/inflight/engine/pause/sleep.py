@@ -44,7 +44,7 @@ class Sleep:
         self._level_under_way = 0
         """The level of a sleep that has not released memory yet; requests may run."""
         self._under_way: Future[Any] | None = None
-        """The Future of that sleep, if requests have to end first."""
+        """The Future of that sleep, while requests have to end first."""
         self._lost: str | None = None
         """Why the weights are lost; None if they are not, or are filled again."""
         self._loading: str | None = None
