@@ -68,7 +68,7 @@ def test_a_number_that_is_infinite_in_fp16_alone_is_refused_as_bf16_too(
         llm.update_weights_from_disk(path, "bad")
 
 
-def test_what_a_loader_makes_infinite_of_finite_numbers_is_refused(
+def test_finite_tensors_that_a_loader_makes_infinite_are_rejected(
     start: Callable[..., Any], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Mamba's decay is an exponential of what its checkpoint has."""

@@ -79,7 +79,7 @@ def test_a_request_in_the_middle_of_a_picture_sees_it_again(
     assert finish(llm) == {"half": expected}
 
 
-def test_those_that_look_at_nothing_stay_where_they_are(llm: Any, new: Path) -> None:
+def test_requests_without_media_are_not_retracted(llm: Any, new: Path) -> None:
     llm.llm_engine.add_request("reads", "a text", SAMPLING)
     llm.llm_engine.step()
     scheduler = look(llm, "looks")

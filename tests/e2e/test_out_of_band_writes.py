@@ -141,7 +141,7 @@ DIRECT = [way for way in WAYS if "directly" in way]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_call_of_ones_own_writes_is_a_version_of_its_own(
+def test_an_out_of_band_write_begins_a_version(
     writable: EngineCore, folders: dict[str, Path], wanted: Any, way: str, third: Path
 ) -> None:
     core, folder = writable, third
@@ -288,7 +288,7 @@ def test_direct_loads_after_a_sleep_of_level_2_end_the_wait(
 @pytest.mark.parametrize(
     "way", ["a call per tensor", "copy_", "data.copy_", "layer by layer", "directly"]
 )
-def test_what_is_written_after_a_sleep_ends_the_wait_when_it_is_whole(
+def test_out_of_band_writes_after_a_sleep_end_the_wait_when_complete(
     writable: EngineCore, wanted: Any, third: Path, way: str
 ) -> None:
     core = writable
@@ -490,7 +490,7 @@ FILLING = {
 }
 
 
-def test_what_needs_whole_weights_is_refused_in_the_middle_of_such_a_reload(
+def test_calls_that_need_all_weights_are_rejected_during_an_open_reload(
     writable: EngineCore, folders: dict[str, Path]
 ) -> None:
     core = writable
@@ -604,7 +604,7 @@ def test_a_phase_of_an_update_that_an_extension_calls_alone_is_refused(
     assert call(core, "rollback")["weight_version"] == "old"
 
 
-def test_nobody_but_an_update_loads_into_the_second_set(
+def test_only_an_update_loads_into_the_shadow_weights(
     writable: EngineCore, folders: dict[str, Path]
 ) -> None:
     core = writable

@@ -76,7 +76,7 @@ def test_every_tensor_is_read_back_from_the_stages_that_have_it(
     assert seen["misread"] == []
 
 
-def test_what_one_stage_cannot_take_changes_no_stage(seen: dict[str, Any]) -> None:
+def test_a_tensor_that_one_stage_rejects_changes_no_stage(seen: dict[str, Any]) -> None:
     refused = seen["refused"]
     names = refused.pop("names")
     for stage in ("first", "last"):

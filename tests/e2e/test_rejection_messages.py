@@ -266,7 +266,7 @@ def test_files_whose_headers_are_wrong_are_not_read(
 
 
 @pytest.mark.parametrize("way", ["files", "announced"])
-def test_what_is_refused_before_the_first_byte_costs_no_way_back(
+def test_an_update_rejected_before_its_first_byte_keeps_the_rollback_target(
     subject: Subject, way: str
 ) -> None:
     """Names that only the model's loader can judge, and shapes, and what is missing."""

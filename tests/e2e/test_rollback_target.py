@@ -185,7 +185,7 @@ def test_a_transport_of_somebody_else_gives_it_up_when_it_receives(
     assert previous(served_new) is None
 
 
-def test_what_begins_to_write_as_its_update_is_aborted_does_not(
+def test_a_rank_does_not_write_for_an_aborted_update(
     served_new: EngineCore,
     folders: dict[str, Path],
     old_says: dict[str, list[int]],

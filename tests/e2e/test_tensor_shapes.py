@@ -72,7 +72,7 @@ def saved(new: Path, at: Path, changed: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", LARGER)
-def test_what_is_larger_than_the_model_is_refused(
+def test_tensors_larger_than_the_models_are_rejected(
     llm: Any, new: Path, tmp_path: Path, kind: str
 ) -> None:
     name = f"model.layers.1.{kind}.weight"

@@ -15,7 +15,7 @@ pytestmark = [
 CYCLES = 1_000_000_000
 
 
-def test_who_flips_waits_for_the_step_of_another_thread() -> None:
+def test_a_flip_waits_for_the_step_of_another_thread() -> None:
     device = torch.device("cuda:0")
     steps = StepTracker(device)
     ended = torch.cuda.Event()

@@ -81,7 +81,7 @@ def test_a_join_that_the_ranks_could_not_be_told_keeps_nobody_out(
     call(core, "start", transport="groups")
 
 
-def test_what_could_not_be_told_leaves_what_is_connecting_as_it_is(
+def test_a_command_that_was_not_sent_leaves_the_connecting_transport(
     core: EngineCore,
 ) -> None:
     def refuse(command: str) -> None:

@@ -237,7 +237,7 @@ def test_an_update_that_ends_disarms_the_one_that_was_asked(both: Together) -> N
     assert all(a == b for a, b in zip(first, second, strict=False))
 
 
-def test_what_one_refuses_none_does(both: Together) -> None:
+def test_a_reload_that_one_engine_rejects_runs_on_none(both: Together) -> None:
     both.start(2, 2)
     both.stage(1)
     both.ask(1, lambda core: call(core, "abort")).result(timeout=20)

@@ -239,7 +239,7 @@ def test_of_several_roots_the_longest_hit_is_taken(core: EngineCore) -> None:
     assert first[:80] == (0,) * 80, "the longer one is older"
 
 
-def test_what_was_retracted_reads_no_old_kv_however_many_updates_are_allowed(
+def test_a_retracted_request_reads_no_old_kv_for_any_k(
     core: EngineCore,
 ) -> None:
     core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:8")
@@ -290,7 +290,7 @@ def test_a_request_that_fails_before_its_first_step_has_read_nothing(
     assert core.scheduler._inflight_listeners.told == {}
 
 
-def test_what_is_known_of_a_request_is_forgotten_when_it_ends(
+def test_kv_provenance_is_forgotten_when_the_request_ends(
     make: Callable[..., EngineCore],
 ) -> None:
     core = make(inflight={"kv_versions": "on"})

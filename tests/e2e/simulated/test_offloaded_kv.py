@@ -105,7 +105,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_computed_again_reads_no_kv_of_before_from_a_tier(
+def test_a_recomputed_request_reads_no_old_offloaded_kv(
     core: EngineCore, way: Callable[[EngineCore], None]
 ) -> None:
     worker: Any = core.model_executor
@@ -119,7 +119,7 @@ def test_what_is_computed_again_reads_no_kv_of_before_from_a_tier(
         assert set(worker.sampled[name][-1].generations) == {worker.generation}, name
 
 
-def test_what_is_computed_again_is_kept_in_the_tier_under_its_own_weights(
+def test_recomputed_kv_is_offloaded_under_its_own_weights(
     core: EngineCore,
 ) -> None:
     add(core, "probe", TEXT, max_tokens=60)
@@ -157,7 +157,7 @@ def by_a_pause_before_the_commit(core: EngineCore, streams: Streams) -> int:
 
 @pytest.mark.parametrize("policy", ["versioned", "versioned:2", "shared"])
 @pytest.mark.parametrize("way", [at_the_commit, by_a_pause_before_the_commit])
-def test_what_was_loaded_and_had_no_turn_is_retracted(
+def test_a_request_with_loaded_kv_that_has_not_run_is_retracted(
     loop: EngineCore, way: Callable[[EngineCore, Streams], int], policy: str
 ) -> None:
     loop.scheduler.inflight_policy = NamespacePolicy.parse(policy)
@@ -170,7 +170,9 @@ def test_what_was_loaded_and_had_no_turn_is_retracted(
     assert set(worker.sampled["probe"][0].generations) == {worker.generation}
 
 
-def test_what_is_being_loaded_is_refused_by_name(loop: EngineCore) -> None:
+def test_requests_whose_kv_is_being_loaded_are_rejected_by_name(
+    loop: EngineCore,
+) -> None:
     add(loop, "probe", TEXT, max_tokens=5)
     Streams(loop).step()
     stage_weights(loop, 1)

@@ -56,7 +56,7 @@ def test_a_pause_that_waits_has_them_run_to_their_end(streams: Streams) -> None:
     assert len(streams.run().tokens["late"]) == 40
 
 
-def test_those_sent_back_while_it_waits_go_on_in_their_order(
+def test_requests_preempted_during_the_wait_go_on_in_order(
     make: Callable[..., EngineCore],
 ) -> None:
     core = make(is_async=True, **FULL)

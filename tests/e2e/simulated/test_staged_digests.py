@@ -96,7 +96,7 @@ def test_engines_that_differ_are_told_so_when_they_prepare(cores: list[Any]) -> 
     assert [call(core, "status")["active"] for core in cores] == [None, None]
 
 
-def test_what_was_sent_is_compared_where_no_digest_is_known(
+def test_the_sent_tensors_are_compared_without_a_digest(
     cores: list[Any], unknown: None
 ) -> None:
     told = refused(Control(Apart(cores, 1, 2)))
@@ -105,9 +105,7 @@ def test_what_was_sent_is_compared_where_no_digest_is_known(
     assert served(cores) == [("both", 3)] * 2
 
 
-def test_what_it_comes_on_top_of_is_compared_where_no_digest_is_known(
-    cores: list[Any], unknown: None
-) -> None:
+def test_the_base_is_compared_without_a_digest(cores: list[Any], unknown: None) -> None:
     publish(Control(Apart(cores, 1, 1)), 1, "one")
     publish(Control(Door(cores[1:])), 2, "aside")
     told = refused(Control(Apart(cores, 3, 3)))

@@ -135,7 +135,7 @@ def test_a_chunk_that_one_refuses_ends_no_update_but_its_own(cores: list[Any]) -
     assert [each["phase"] for each in phases] == ["aborted", "staged"]
 
 
-def test_what_is_committed_while_a_name_is_restored_does_not_get_it(
+def test_a_version_committed_during_a_restore_does_not_get_its_label(
     cores: list[Any],
 ) -> None:
     noted = {"weight_version": "named", "model": "m", "recipe": [], "digest": None}

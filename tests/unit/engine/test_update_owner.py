@@ -30,7 +30,7 @@ def test_an_owner_has_a_name_of_no_more_characters_than_a_version():
     assert len(why.value.message) < 200
 
 
-def test_what_is_nobodys_is_everybodys():
+def test_an_update_without_an_owner_is_open_to_all():
     ledger = Ledger()
     update = begun(ledger)
     assert ledger.require("u", Phase.OPEN, owner="another") is update

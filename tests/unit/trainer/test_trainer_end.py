@@ -217,7 +217,7 @@ def test_ctrl_c_while_a_publisher_is_closed_is_fast(engine, trainer):
     assert any("'v' was given up" in line for line in lines)
 
 
-def test_what_an_exception_gives_up_is_aborted_and_its_futures_are_told(engine):
+def test_a_publish_given_up_by_an_exception_is_aborted_and_its_futures_fail(engine):
     engine.held[UPDATE] = threading.Event()
     with pytest.raises(KeyError, match="loop"), publisher(engine) as to:
         first = to.publish("first", block=False)
