@@ -129,7 +129,7 @@ def patches() -> str:
     """Every change to upstream, by the place where it is made."""
     header = ["target", "parameters expected", "why", "goes when"]
     parts = [f"{len(patch.records())} records."]
-    for room in patch.rooms():
+    for module in patch.parts():
         rows = (
             [
                 code(record.target),
@@ -139,9 +139,9 @@ def patches() -> str:
                 record.why + f" (on {record.only_on} alone)" * bool(record.only_on),
                 record.remove_when,
             ]
-            for record in room.PATCHES
+            for record in module.PATCHES
         )
-        title = first_line(room.__doc__).rstrip(".")
+        title = first_line(module.__doc__).rstrip(".")
         parts.append(f"## {title}\n\n{table(header, rows)}")
     return "\n\n".join(parts)
 

@@ -61,7 +61,7 @@ def test_the_kv_cache_is_released_once_however_often_it_is_asked_for(
 
 
 @pytest.mark.parametrize("by", [come_and_go, go_on])
-def test_what_comes_in_between_has_the_release_refused_and_pauses_nothing(
+def test_a_call_in_between_fails_the_release_without_a_pause(
     sleeper: Door, monkeypatch: pytest.MonkeyPatch, by: Any
 ) -> None:
     interrupted(monkeypatch, by)

@@ -1,6 +1,6 @@
-"""What the parts of a controller may use of each other.
+"""The interface between the parts of a controller.
 
-`Controller` makes the parts and satisfies `EngineContext`. Pauses, sleep, rollbacks,
+`Controller` makes the parts and implements `EngineContext`. Pauses, sleep, rollbacks,
 scrubs and the rest are given the context. A part that uses the context is named here
 by a protocol of what the others use of it, so that no module imports another in a
 circle; mypy checks that each class satisfies its protocol.

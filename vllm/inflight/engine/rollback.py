@@ -1,7 +1,7 @@
-"""Rollback: back to the version before, and out of a switch others could not follow.
+"""Rollback to the previous version, and undo of a commit that other engines failed.
 
-A rollback is a commit of the set that was served before, asked for and refused like
-one. An undo is not refused over requests: two versions side by side are worse.
+A rollback is a flip to the rollback target, with the checks of a commit. An undo is not
+rejected because of running requests: engines with different versions are worse.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Reply = dict[str, Any]
 
 
 class Rollbacks:
-    """Those of one engine core."""
+    """The rollbacks of one engine core."""
 
     def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         self._core = core
         self._controller = controller
         self._last: tuple[Any, Version] | None = None
-        """The id of the last one, and what was served from then on."""
+        """The id of the last rollback, and the live version after it."""
 
     def roll_back(self, body: Reply, *, is_undo: bool = False) -> Any:
-        """Serve the version served before again: a commit of the old set."""
+        """Flip to the rollback target."""
         self._controller.updates.note_opened()
         before = self._controller.live_version.before
         to = None if before is None else before.lineage
@@ -59,24 +59,24 @@ class Rollbacks:
         )
 
     def undo(self, body: Reply) -> Any:
-        """Take back a commit, or a rollback, that other engines could not follow."""
+        """Undo a commit or rollback that failed on other engines."""
         if (rollback_id := body.get("rollback_id")) is not None:
             if self._last != (rollback_id, self._controller.version):
-                raise WrongPhase("this rollback is not what was switched to last")
+                raise WrongPhase("this rollback is not the last switch")
             return self.roll_back({}, is_undo=True)
         update = self._controller.updates.ledger.require(
             body.get("update_id"), Phase.COMMITTED, Phase.ROLLED_BACK
         )
-        if update.phase is Phase.ROLLED_BACK:  # another who finished it was quicker
+        if update.phase is Phase.ROLLED_BACK:  # another caller has undone it
             return self._controller.version.to_dict()
         if update is not self._controller.live_version.update:
-            raise WrongPhase(f"update {update.update_id!r} is not what is served")
+            raise WrongPhase(f"update {update.update_id!r} is not live")
         return self.roll_back({}, is_undo=True)
 
     def held(self, body: Reply) -> Reply:
-        """What a rollback would return to: its `weight_version`, and its `lineage`.
+        """`weight_version` and `lineage` of the rollback target.
 
-        Engines behind one door have to agree on both before any of them goes back.
+        The engines of one front end compare both before any of them rolls back.
         """
         del body
         before = self._held()
@@ -89,7 +89,7 @@ class Rollbacks:
         label = before.version.label
         if body.get("to_version") not in (None, label):
             raise VersionConflict(
-                f"held for a rollback is {label!r}, not {body['to_version']!r}"
+                f"the rollback target is {label!r}, not {body['to_version']!r}"
             )
         mode = calls.read_mode(body, kv_connectors.default_mode(self._core.scheduler))
         try:
@@ -100,7 +100,7 @@ class Rollbacks:
             mode = PauseMode.IN_PLACE
 
         def switch() -> Reply:
-            # Running requests were waited for: others may have come in between.
+            # A commit may have happened while the rollback waited for requests.
             if self._held() is not before:
                 raise VersionConflict("another version was committed meanwhile")
             with whole():
@@ -128,7 +128,7 @@ class Rollbacks:
         )
 
     def _held(self) -> WeightSet:
-        """What a rollback returns to; raises if it is not held now."""
+        """The rollback target; raises if there is none now."""
         if (active := self._controller.updates.ledger.active) is not None:
             raise UpdateBusy(
                 f"update {active.update_id!r} is {active.phase.value}; abort it first",
@@ -137,5 +137,5 @@ class Rollbacks:
         self._controller.updates.note_opened()
         before: WeightSet | None = self._controller.live_version.before
         if before is None:
-            raise NothingToRollBack("the version served before is not held any more")
+            raise NothingToRollBack("the previous version is not kept any more")
         return before

@@ -15,21 +15,21 @@ Reply = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """What a commit or a rollback does between two steps, and whose it is."""
+    """A commit or a rollback, as a call that runs between two steps."""
 
     what: str
-    """As a message calls it: `the commit of update 'u'`."""
+    """Its name in messages, for example `the commit of update 'u'`."""
     make: Callable[[], Reply]
     update: Update | None
-    """That is committed, and ends it with its own end; None for a rollback."""
+    """The update that is committed; its end also ends the wait. None for a rollback."""
     to_version: str | None = None
-    """Of a rollback: the label that it returns to."""
+    """For a rollback, the label that it returns to."""
     longest_s: float | None = None
-    """Most seconds that it waits for requests; None: its update has a deadline."""
+    """The longest wait for requests; None if the deadline of its update counts."""
 
     @property
     def if_given_up(self) -> str:
-        """What a message says of it when it does not come to be."""
+        """The end of an error message: what is true if the switch is given up."""
         if self.update is None:
             return "the version served stays"
         return "it is still staged"
@@ -37,7 +37,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingSwitch:
-    """A switch that waits for the running requests; new ones wait for it."""
+    """A switch that waits for running requests; new requests are queued meanwhile."""
 
     switch: Switch
     answer: Future[Reply]
@@ -45,7 +45,7 @@ class WaitingSwitch:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until it is given up; None if its update has the deadline."""
+        """Seconds until the switch is given up; None if its update has a deadline."""
         if self.switch.longest_s is None:
             return None
         return max(0.0, self.began + self.switch.longest_s - time.monotonic())

@@ -1,4 +1,4 @@
-"""Changes in the clients of an engine core: what several threads may call of them."""
+"""Changes in the clients of an engine core, so that several threads may call them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _get_output_in_turn(original: Callable[..., Any]) -> Callable[..., Any]:
 
         controller = self.engine_core.inflight_controller
         if controller.pauses.is_paused:
-            time.sleep(PAUSED_STEP_S)  # nothing will come out; let others run
+            time.sleep(PAUSED_STEP_S)  # there is no output; let other threads run
         with controller.step_queue.stepping():
             if controller.drained_outputs:
                 return (
@@ -61,7 +61,7 @@ def _one_by_one(_: None) -> Any:
     def call_utility_each(
         self: upstream.EngineCoreClient, method: str, *args: object
     ) -> list[Any]:
-        """A coroutine for each engine, of which each can be waited for by itself."""
+        """A coroutine for each engine, so that each can be awaited by itself."""
         return [
             self._call_utility_async(method, *args, engine=engine)
             for engine in self.core_engines
@@ -76,7 +76,7 @@ PATCHES = [
     Patch(
         target=f"{_CLIENT}:InprocClient.get_output",
         expects=("self",),
-        why="no call from another thread gets into the middle of a step",
+        why="a call from another thread must not interrupt a step",
         remove_when="upstream makes InprocClient safe for threads",
         around=_get_output_in_turn,
     ),
@@ -97,14 +97,14 @@ PATCHES = [
     Patch(
         target=f"{_CLIENT}:InprocClient.sleep",
         expects=("self", "level", "mode"),
-        why="an engine falls asleep between two steps, whichever thread says so",
+        why="an engine goes to sleep between two steps, whichever thread calls",
         remove_when="upstream makes InprocClient safe for threads",
         around=_in_turn,
     ),
     Patch(
         target=f"{_CLIENT}:InprocClient.wake_up",
         expects=("self", "tags"),
-        why="an engine wakes up between two steps, whichever thread says so",
+        why="an engine wakes up between two steps, whichever thread calls",
         remove_when="upstream makes InprocClient safe for threads",
         around=_in_turn,
     ),
@@ -112,7 +112,7 @@ PATCHES = [
         Patch(
             target=f"{_CLIENT}:InprocClient.{method}",
             expects=("self", parameter),
-            why="adapters change between two steps",
+            why="adapters are loaded and unloaded between two steps",
             remove_when="upstream makes InprocClient safe for threads",
             around=_in_turn,
         )
@@ -131,8 +131,8 @@ PATCHES = [
     Patch(
         target=f"{_CLIENT}:AsyncMPClient.call_utility_each",
         expects=None,
-        why="an engine that is silent does not keep the others' metrics back",
-        remove_when="upstream calls a utility of one engine of several",
+        why="an engine that does not answer must not delay the metrics of others",
+        remove_when="upstream can call a utility of a single engine",
         around=_one_by_one,
     ),
 ]

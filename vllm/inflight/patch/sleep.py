@@ -1,4 +1,4 @@
-"""Changes around sleep: engine core and workers give memory back, and get it again."""
+"""Changes for sleep: updates and sleep of an engine do not disturb each other."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _outside_of_pools(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.inflight.worker.memory.placement import is_wanted
 
         if tag == "weights" and is_wanted(self.vllm_config):
-            return nullcontext()  # pools do not nest, and the arena's is the inner one
+            return nullcontext()  # pools do not nest, and the arena has its own pool
         return original(self, tag)
 
     return _maybe_get_memory_pool_context
@@ -56,7 +56,7 @@ def _note_asleep(worker: upstream.WorkerBase, is_asleep: bool) -> None:
 
 def _noted_asleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: upstream.Worker, level: int = 1) -> None:
-        _note_asleep(self, True)  # also if it fails on its way
+        _note_asleep(self, True)  # also if the call fails half-way
         original(self, level)
 
     return sleep
@@ -81,7 +81,7 @@ def _adapters_again(original: Callable[..., Any]) -> Callable[..., Any]:
         if tags is None or "weights" in tags:
             _note_asleep(self, False)
         if getattr(self, "_inflight_stager", None) is None:
-            return  # updates are upstream's, which lets adapters go at each
+            return  # upstream updates this engine, and unloads adapters each time
         if (tags is None or "weights" in tags) and not is_wanted(self.vllm_config):
             with between_steps(self):
                 write_again(self.model_runner)
@@ -90,7 +90,7 @@ def _adapters_again(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inflight_prepare_sleep(self: Any, level: int) -> dict[str, Any]:
-    """Prepare a sleep, as far as it can fail; level 0 takes that back."""
+    """Do the parts of a sleep that may fail; level 0 cancels the preparation."""
     from vllm.inflight.patch.worker_rpc import answered
 
     def prepare() -> None:
@@ -111,57 +111,57 @@ PATCHES = [
     Patch(
         target=f"{_CORE}.sleep",
         expects=("self", "level", "mode"),
-        why="no update is at work on memory that is given back",
-        remove_when="upstream's updates and its sleep know of each other",
+        why="no update writes into memory that a sleep frees",
+        remove_when="upstream coordinates its updates and its sleep",
         around=_sleep,
     ),
     Patch(
         target=f"{_CORE}.wake_up",
         expects=("self", "tags"),
-        why="waking up ends no pause of others, and nothing decodes without weights",
-        remove_when="upstream's updates and its sleep know of each other",
+        why="waking up ends no pause call's pause, and decoding waits for weights",
+        remove_when="upstream coordinates its updates and its sleep",
         around=_wake,
     ),
     Patch(
         target="vllm.v1.executor.abstract:Executor.sleep",
         expects=("self", "level"),
-        why="where one rank fails to sleep, others sleep: waking up is the way on",
+        why="if one rank fails to sleep, the others sleep and can be woken up",
         remove_when="upstream does for sleep what it does for discard",
         around=_asleep_after_a_failure,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context",
         expects=("self", "tag"),
-        why="the arena's weights lie in no pool of upstream's sleep",
-        remove_when="upstream lets a sleep backend have pools of its own",
+        why="the weights in the arena are outside of the pools of upstream's sleep",
+        remove_when="upstream allows a sleep backend to have pools of its own",
         around=_outside_of_pools,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.sleep",
         expects=("self", "level"),
-        why="weights without memory are not looked at, whoever sent them to sleep",
-        remove_when="upstream tells which weights of a worker have memory",
+        why="weights without memory are not read, whoever put them to sleep",
+        remove_when="upstream reports which weights of a worker have memory",
         around=_noted_asleep,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.discard",
         expects=("self", "tags"),
-        why="the same, of memory that is given back by itself",
-        remove_when="upstream tells which weights of a worker have memory",
+        why="weights whose memory was discarded are not read",
+        remove_when="upstream reports which weights of a worker have memory",
         around=_noted_discarded,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.wake_up",
         expects=("self", "tags"),
-        why="adapters stay loaded, also those that lay in a pool of upstream's",
-        remove_when="upstream keeps the stacks of adapters over a sleep",
+        why="adapters stay loaded, even if their memory was in upstream's pool",
+        remove_when="upstream keeps the tensors of adapters during a sleep",
         around=_adapters_again,
     ),
     Patch(
         target="vllm.v1.worker.worker_base:WorkerBase.inflight_prepare_sleep",
         expects=None,
-        why="memory is given back when every rank is ready for it, or on none",
-        remove_when="upstream's updates and its sleep know of each other",
+        why="memory is freed when every rank is ready for it, or on no rank",
+        remove_when="upstream coordinates its updates and its sleep",
         around=lambda _: inflight_prepare_sleep,
     ),
 ]

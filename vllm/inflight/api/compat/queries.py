@@ -33,7 +33,7 @@ ACTIONS = ("checksum", "compare")
 SLEEPS = {"weights", "kv_cache"}
 NO_ROWS = 100
 DIGITS = 19
-"""A number with as many digits is too large for an engine."""
+"""A number with this many digits or more is too large for an engine."""
 
 
 async def flush_cache(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
@@ -97,9 +97,9 @@ async def weight_version(engine: upstream.EngineClient, body: dict[str, Any]) ->
 async def weight_names(engine: upstream.EngineClient, body: dict[str, Any]) -> Response:
     """Name, shape and dtype of every tensor that an update may contain."""
     Fields(body).only()
-    told = await names_of(engine)
-    # In a thread, and in pieces: streams go on meanwhile.
-    content = await asyncio.to_thread(dumped, told)
+    names = await names_of(engine)
+    # A thread writes the JSON in parts, so that token streams go on meanwhile.
+    content = await asyncio.to_thread(dumped, names)
     return Response(content, media_type="application/json")
 
 
@@ -164,8 +164,8 @@ async def weights_checker(engine: upstream.EngineClient, body: dict[str, Any]) -
     if action != "checksum":
         raise Malformed(
             f"action {action!r} is not offered: it would write into live weights, or "
-            "keep a copy of them; 'checksum' tells what to compare, and 'verify' "
-            "compares with the digest of the label"
+            "keep a copy of them. Use 'checksum' for digests that you compare, or "
+            "'verify' to compare with the digest of the label"
         )
     is_target = selector == "target"
     replies = await control_of(engine).ask(
@@ -190,11 +190,11 @@ async def _verified(engine: upstream.EngineClient) -> Reply:
         f"{found['num_parameters']} parameters with what was staged"
     )
     message = {
-        "equal": f"what is served is what was committed: {compared}",
-        "different": f"what is served is NOT what was committed: {compared}; not equal "
-        f"are {', '.join(found['different'])}",
-        "unknown": "of what is served no digest is known; it has been read now, and "
-        "the next call compares with that",
+        "equal": f"the live weights are what was committed: {compared}",
+        "different": f"the live weights are NOT what was committed: {compared}; these "
+        f"differ: {', '.join(found['different'])}",
+        "unknown": "the live weights had no known digest; they have been read now, and "
+        "the next call compares with this digest",
     }[found["result"]]
     return {"success": found["result"] != "different", "message": message} | found
 
@@ -234,9 +234,9 @@ async def server_info(engine: upstream.EngineClient, body: dict[str, Any]) -> Re
     if form == "text":
         return {"vllm_config": str(config)}
     adapter = pydantic.TypeAdapter(type(config))
-    told = adapter.dump_python(config, mode="json", fallback=str)
-    _hide(told)
-    return {"vllm_config": told}
+    content = adapter.dump_python(config, mode="json", fallback=str)
+    _hide(content)
+    return {"vllm_config": content}
 
 
 async def release_memory_occupation(
@@ -261,13 +261,13 @@ async def resume_memory_occupation(
     return {"success": True, "message": "awake"}
 
 
-def _hide(told: dict[str, Any]) -> None:
+def _hide(config: dict[str, Any]) -> None:
     """Replace tokens of a model hub by `set`; a drafter's model has one too."""
-    for name, value in told.items():
+    for name, value in config.items():
         if isinstance(value, dict):
             _hide(value)
         elif name == "hf_token" and isinstance(value, str):
-            told[name] = "set"
+            config[name] = "set"
 
 
 def _tags(engine: upstream.EngineClient, body: dict[str, Any]) -> set[str]:
@@ -321,14 +321,14 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/reset_prefix_cache"): reset_prefix_cache,
     ("GET", "/server_info"): server_info,
 }
-"""SGLang's routes, then upstream's."""
+"""SGLang's routes, followed by upstream's."""
 
 
 async def release_kv_cache(engine: upstream.EngineClient) -> None:
     """Abort requests, pause, and release the memory; the call may be repeated.
 
     Raises:
-        EngineAsleep: the weights are asleep, and so most likely the KV cache.
+        EngineAsleep: the weights are asleep, and most likely the KV cache too.
         PauseConflict: the pause was over, or a request ended, before the release.
         EngineFault: the memory could not be released.
 
@@ -346,8 +346,8 @@ async def release_kv_cache(engine: upstream.EngineClient) -> None:
         await control.ask("release_kv_cache")
     except (PauseConflict, EngineFault) as error:
         if not any(each["ends_on_waking"] for each in before):
-            # A pause that was asked for outlives it, and ends as it would have. With
-            # the tag: of several engines some may have released theirs.
+            # A pause of the client's stays in force. The tag wakes only those of
+            # several engines that have released their KV cache.
             await engine.wake_up(["kv_cache"])
         error.message += "; requests were aborted"
         if not any(each["is_paused"] for each in before):
@@ -355,7 +355,7 @@ async def release_kv_cache(engine: upstream.EngineClient) -> None:
         error.message += (
             ". Call again"
             if isinstance(error, PauseConflict)
-            else ". POST /resume_memory_occupation wakes up what sleeps, the server's "
+            else ". POST /resume_memory_occupation wakes the engine up; the server's "
             "log says more"
         )
         raise

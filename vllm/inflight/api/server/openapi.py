@@ -28,9 +28,9 @@ from vllm.inflight.errors import BY_CODE
 
 KEY = HTTPBearer(
     scheme_name="control key",
-    description="The key of `--inflight-admin-key`, or without one of `--api-key`. A "
-    "server without a key answers callers on its own host only, and no browser: this "
-    "page can then call none of these routes.",
+    description="The key of `--inflight-admin-key`, or without that the key of "
+    "`--api-key`. A server without a key answers callers on its own host only, and no "
+    "browser. So this page cannot call these routes then.",
     auto_error=False,
 )
 

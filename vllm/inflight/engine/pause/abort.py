@@ -1,4 +1,4 @@
-"""Requests that are ended outside of any step, and the last output that each gets."""
+"""Abort requests between two steps, and send the last output of each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vllm.inflight import upstream
 from vllm.inflight.engine.context import EngineContext
 
 RANDOM = re.compile(r"-[0-9a-f]{8}$")
-"""What vLLM writes behind every id that a user gave."""
+"""The random suffix that vLLM adds to a user's request id."""
 
 
 CHOICE = re.compile(r"^\d+_")
-"""What it writes in front of that of a choice, if there are several."""
+"""The prefix that vLLM adds for each of several choices."""
 
 
 OF_ROUTES = (
@@ -22,15 +22,15 @@ OF_ROUTES = (
     re.compile(r"(?:chatcmpl|generate-tokens)-(.+)"),
     re.compile(r"(resp_.+)_\d+"),
 )
-"""What vLLM's own routes write around it."""
+"""How vLLM's routes build an engine's request id from the user's id."""
 
 
 def abort_requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Finish some requests now, with what they have; `num_aborted` is how many.
+    """Finish requests now, with the tokens that they have; returns `num_aborted`.
 
     Args:
         controller: of the engine.
-        body: `ids`, as their users know them, or None for every request.
+        body: `ids` are the users' request ids, or None for every request.
 
     """
     scheduler = controller.core.scheduler
@@ -44,13 +44,13 @@ def abort_requests(controller: EngineContext, body: dict[str, Any]) -> dict[str,
 
 
 def matching(known: Iterable[str], ids: Iterable[str]) -> list[str]:
-    """Those of an engine's own request ids that users call one of `ids`."""
+    """The engine's request ids that belong to one of the users' `ids`."""
     wanted = frozenset(ids)
     return [each for each in known if not wanted.isdisjoint(_names_of(each))]
 
 
 def _names_of(request_id: str) -> set[str]:
-    """What the user of a request may call it; `a` and `a-1` are two requests."""
+    """The ids that a user may have given a request; `a` and `a-1` differ."""
     given = RANDOM.sub("", request_id)
     names = {given, CHOICE.sub("", given)}
     found = (route.fullmatch(name) for route in OF_ROUTES for name in names)
@@ -58,11 +58,11 @@ def _names_of(request_id: str) -> set[str]:
 
 
 def tell_aborted(controller: EngineContext, aborted: Iterable[Any]) -> None:
-    """Tell whoever waits for these requests that they were aborted.
+    """Send the last output of aborted requests to their clients.
 
     Args:
         controller: of the engine.
-        aborted: what the scheduler has finished.
+        aborted: the requests that the scheduler has finished.
 
     """
     if controller.in_process:
@@ -78,12 +78,12 @@ def tell_aborted(controller: EngineContext, aborted: Iterable[Any]) -> None:
 def end_with_error(
     core: upstream.EngineCore, request: upstream.Request, why: str
 ) -> None:
-    """End a request with an error, before the scheduler has heard of it.
+    """End a request with an error, before it is added to the scheduler.
 
     Args:
-        core: that it came to.
-        request: one of the scheduler's kind.
-        why: told as its `stop_reason`.
+        core: the engine core of the request.
+        request: the request, in the scheduler's form.
+        why: the error, which becomes its `stop_reason`.
 
     """
     last = _last(request.request_id, upstream.FinishReason.ERROR, why)

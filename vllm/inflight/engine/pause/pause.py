@@ -5,10 +5,11 @@
 | wait     | run to their end                 | –        | queued           |
 | in_place | frozen where they are            | kept     | queued           |
 | retract  | back to the front of the queue   | freed    | queued           |
-| abort    | finished now, with what they have| freed    | finished too     |
+| abort    | finished now, with their tokens  | freed    | finished too     |
 
-A pause takes effect between two steps. A commit treats requests the same way but
-stops nothing; with `wait` it holds new requests back until the running ones are done.
+A pause takes effect between two steps. A commit treats requests in the same way and
+does not stop decoding. With `wait`, a commit queues new requests until the running ones
+are done.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Reply = dict[str, Any]
 
 
 class Pauses:
-    """The pause of one engine core, if there is one."""
+    """The pause of one engine core, while there is one."""
 
     def __init__(
         self, core: upstream.EngineCore, controller: EngineContext, *, lease_s: float
@@ -47,22 +48,22 @@ class Pauses:
         self._core = core
         self._controller = controller
         self.asked: PauseMode | None = None
-        """The mode somebody asked for; upstream's own calls leave none here."""
+        """The mode that a call of ours asked for; upstream's own calls set none."""
         self._lease = Lease(controller.step_queue.submit, self._go_on)
         self._lease_s = lease_s
         self._settling: list[Future[Reply]] = []
-        """Pauses that have not taken effect yet, because steps are in flight."""
+        """Replies to pauses that wait for steps in flight before they take effect."""
         self.commit: WaitingSwitch | None = None
-        """The commit or rollback that waits for running requests, if one does."""
+        """The commit or rollback that waits for running requests; None if none does."""
 
     @property
     def is_paused(self) -> bool:
-        """Whether decoding stands still or is about to."""
+        """Whether decoding is stopped, or stops after the steps in flight."""
         return bool(self._core.is_scheduler_paused())
 
     @property
     def mode(self) -> PauseMode | None:
-        """The mode of the pause in force, whoever began it; None without one."""
+        """The mode of the current pause, also of upstream's; None without a pause."""
         if not self.is_paused:
             return None
         if self.asked is not None:
@@ -82,8 +83,8 @@ class Pauses:
     ) -> Any:
         """Pause, make a pause stricter, or renew its lease.
 
-        Replies when the mode has taken effect; once is as good as twice. A trial is
-        refused as the pause would be; else it replies, and does nothing.
+        The reply comes when the mode has taken effect. The call may be repeated. A
+        trial raises the errors of the pause, and otherwise replies and changes nothing.
         """
         started = time.perf_counter()
         owner, seconds = check_owner(owner), lease_seconds(lease_s, self._lease_s)
@@ -107,7 +108,7 @@ class Pauses:
         self._lease.take(owner, seconds)
 
         def settle() -> Reply:
-            # A stricter pause may have come meanwhile, and has done its own part.
+            # A stricter pause may have replaced this one, and has treated the requests.
             if mode is PauseMode.RETRACT and self.asked is mode:
                 counts["num_retracted"] = self._core.scheduler.inflight_retract()
             flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
@@ -122,7 +123,7 @@ class Pauses:
         return self._then(stopped, settle)
 
     def resume(self, owner: object = None) -> Reply:
-        """Go on, on whatever weights are live; twice is as good as once."""
+        """Continue decoding with the live weights. The call may be repeated."""
         started = time.perf_counter()
         if self.is_paused:
             self._lease.check(check_owner(owner))
@@ -148,19 +149,19 @@ class Pauses:
         return self._reply(started)
 
     def hold(self) -> bool:
-        """Have the scheduler stand as it was asked to; False if nobody has asked."""
+        """Stop the scheduler again in the current mode; False if there is no pause."""
         mode = PauseMode.WAIT if self.asked is None and self.commit else self.asked
         if mode is not None:
             self._hold(mode)
         return mode is not None
 
     def flush(self) -> Reply:
-        """Drop every cached block nobody holds; refused while one is held."""
+        """Drop every cached block; rejected while a request holds one."""
         request_checks.check_flush(self._core.scheduler, PauseMode.IN_PLACE)
         return {"dropped": flush(self._core, media=True)}
 
     def state(self) -> Reply:
-        """Whether decoding stands still, in which mode, whose it is and how long."""
+        """The pause, its mode, its owner and its lease, for `GET /is_paused`."""
         mode = self.mode
         return {
             "is_paused": self.is_paused,
@@ -174,12 +175,12 @@ class Pauses:
         }
 
     def close(self) -> None:
-        """No lease outlives its engine."""
+        """End the lease, so that it does not outlive its engine."""
         self._lease.drop()
 
     # ------------------------------------------------------------- at a commit
     def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
-        """Raise if a commit cannot treat requests as `mode` says, here and now."""
+        """Raise if a commit cannot treat requests as `mode` says at this moment."""
         kv_connectors.check_commit(self._core.scheduler, mode)
         self._check(mode, flush_cache, is_later=False)
         if mode is PauseMode.WAIT and self._controller.dp_commit.is_kept:
@@ -194,10 +195,10 @@ class Pauses:
             )
 
     def between_requests(self, mode: PauseMode, switch: Switch) -> Any:
-        """Make `switch` now, or for `wait` once the running requests are done.
+        """Make `switch` now, or in mode `wait` when the running requests are done.
 
-        One that waits ends by the deadline of its update, or after its own longest
-        wait; `give_up` ends it as well.
+        The deadline of its update, or `longest_s`, bounds the wait. `give_up` ends it
+        as well.
         """
         scheduler = self._core.scheduler
         if mode is not PauseMode.WAIT or not scheduler.inflight_is_busy():
@@ -208,10 +209,11 @@ class Pauses:
             try:
                 if scheduler.inflight_active() or scheduler.inflight_sent_back():
                     raise PauseConflict(
-                        "requests were paused while it waited; " + switch.if_given_up
+                        f"requests were paused while {switch.what} waited for them; "
+                        + switch.if_given_up
                     )
                 kv_connectors.check_commit(scheduler, mode)
-                # What a sleep has saved already would come back under a new label.
+                # A sleep may have saved the old weights, and waking restores those.
                 self._controller.sleep.check_weights(is_whole=True)
                 return switch.make()
             finally:
@@ -227,8 +229,8 @@ class Pauses:
     def give_up(self, error: InflightError, update: Update | None = None) -> None:
         """End the wait of the commit of `update`, or of a rollback if that is None.
 
-        New requests are let in again. Whoever waits for it is told `error`. Does
-        nothing where it is something else that waits, or nothing does.
+        New requests are scheduled again, and the waiting call gets `error`. Nothing
+        happens if another switch waits, or none.
         """
         waits = self.commit
         if waits is None or waits.switch.update is not update:
@@ -245,7 +247,7 @@ class Pauses:
             self._go_on()
 
     def require_no_rollback(self) -> None:
-        """Raise `UpdateBusy` while a rollback waits: it needs what would be changed."""
+        """Raise `UpdateBusy` while a rollback waits, since it needs its target."""
         if self.commit is not None and self.commit.switch.update is None:
             raise UpdateBusy(
                 f"{self.commit.switch.what} waits for running requests; wait for it, "
@@ -253,7 +255,7 @@ class Pauses:
             )
 
     def treat(self, mode: PauseMode, *, flush_cache: bool = False) -> Reply:
-        """Do to the requests what a commit in `mode` does; returns the counts."""
+        """Retract or abort requests as a commit in `mode` does; returns the counts."""
         facts: Reply = {}
         if mode is PauseMode.RETRACT:
             facts["num_retracted"] = self._core.scheduler.inflight_retract()
@@ -263,7 +265,7 @@ class Pauses:
 
     # ---------------------------------------------------------------- helpers
     def _flushed(self, *, media: bool) -> Reply:
-        """Drop the caches where that can be told, but not be refused any more."""
+        """Drop the caches; a failure goes into the reply, since it comes too late."""
         try:
             return {"dropped": flush(self._core, media=media)}
         except PauseConflict as error:
@@ -278,7 +280,7 @@ class Pauses:
             request_checks.check_flush(scheduler, mode, is_later=is_later)
 
     def _stop(self, mode: PauseMode) -> Future[Any] | None:
-        """Have the scheduler stop; done when no step is in flight."""
+        """Stop the scheduler; the Future is done when no step is in flight."""
         if not self._controller.in_process:
             known = {PauseMode.WAIT: "wait", PauseMode.ABORT: "abort"}
             name = known.get(mode, "keep")
@@ -289,13 +291,13 @@ class Pauses:
         try:
             self._controller.drain()
             self._core.model_executor.collective_rpc("synchronize_device")
-        except BaseException:  # Ctrl-C, too: nobody would know of such a pause
+        except BaseException:  # Ctrl-C, too: the caller would not know of the pause
             self._core.scheduler.set_pause_state(before)
             raise
         return None
 
     def _end_in_time(self, waits: WaitingSwitch) -> None:
-        """Give a switch up that waits for too long, if no update ends it."""
+        """Give up a rollback after its longest wait."""
         if (longest_s := waits.switch.longest_s) is None:
             return
 
@@ -321,7 +323,7 @@ class Pauses:
 
     def _go_on(self, *, is_asked: bool = False) -> None:
         if self.commit is None and self._controller.sleep.may_go_on(is_asked):
-            # First: where engines step together it may not be the time for it.
+            # First, since it raises where engines step together and must wait.
             self._controller.dp_commit.resume()
         mode, self.asked = self.asked, None
         seconds = self._controller.counts.resumed()
@@ -335,13 +337,13 @@ class Pauses:
                 )
         self._settling = [pending for pending in self._settling if pending is kept]
         if self.commit is not None:
-            # Somebody's pause is over, the wait of the commit is not.
+            # The pause is over, and the commit still waits for running requests.
             self._hold(PauseMode.WAIT)
-        # A loop that was idle would go on waiting for its input queue.
+        # An idle engine loop would keep waiting for its input queue.
         self._controller.wake()
 
     def _then(self, pending: Future[Any] | None, call: Callable[[], Reply]) -> Any:
-        """`call` now, or when `pending` is done, on the thread that finishes it."""
+        """Run `call` now, or when `pending` is done, on the thread that finishes it."""
         if pending is None:
             return call()
         result: Future[Reply] = Future()
@@ -349,7 +351,7 @@ class Pauses:
 
         def done(finished: Future[Any]) -> None:
             if result not in self._settling:
-                return  # answered already: it was overtaken
+                return  # another call has answered it already
             self._settling.remove(result)
             try:
                 finished.result()
@@ -380,14 +382,13 @@ def flush(core: upstream.EngineCore, *, media: bool) -> dict[str, Any]:
 
     Args:
         core: upstream's.
-        media: also what was made of pictures and sounds before any weight saw them.
-            The front end has the same under the same names, and sends the name alone
-            of what it believes to be here: it has to drop its own first.
+        media: also drop preprocessed images and audio. The front end caches the same
+            items and then sends only their names. So it must drop its own first.
 
     Returns:
-        `blocks`: cached KV blocks dropped. `connector`: True if its cache was
-        dropped, False if it cannot say so, None without one. `encoder_outputs`:
-        of media, dropped.
+        `blocks`: number of KV blocks dropped. `connector`: True if the connector's
+        cache was dropped, False if the connector did not confirm it, None without a
+        connector. `encoder_outputs`: number of outputs of the media encoder dropped.
 
     Raises:
         PauseConflict: blocks are in use, or the connector refused.
@@ -421,5 +422,5 @@ def _flush_connector(connector: upstream.KVConnectorBase_V1 | None) -> bool | No
             f"{type(connector).__name__} could not reset its cache; try again when its "
             "transfers are over"
         )
-    # None is upstream's "not implemented": what it holds is still there.
+    # None is upstream's "not implemented": the connector still has its cache.
     return answer is True

@@ -1,16 +1,16 @@
-"""Sleep: what of an engine's weights is not there, and what that rules out.
+"""Sleep: the state of an engine's weights, and which calls that state allows.
 
-| weights   | since                                   | updates | decoding            |
-|-----------|-----------------------------------------|---------|---------------------|
-| `live`    |                                         | yes     | once KV is awake too|
-| `asleep`  | a sleep of level 1 or 2                 | refused | no                  |
-| `gone`    | waking from level 2, or a call of       | whole   | once whole weights  |
-|           | somebody's that broke off as it wrote   |         | have come           |
-| `loading` | a call of somebody's began a reload and | refused | once that reload    |
-|           | has not ended it                        |         | has ended           |
+| weights   | cause                                | updates      | decoding           |
+|-----------|--------------------------------------|--------------|--------------------|
+| `live`    | the weights are complete             | all          | if KV is awake too |
+| `asleep`  | a sleep of level 1 or 2              | none         | no                 |
+| `gone`    | waking up from level 2, or a failed  | of all       | after an update of |
+|           | out-of-band write                    | tensors only | all tensors        |
+| `loading` | an out-of-band reload has begun      | none         | when it has ended  |
 
-Upstream puts the engine to sleep and wakes it up; this says who may do what meanwhile.
-What writes into weights past any update is outside_writes.py's.
+Upstream puts the engine to sleep and wakes it up. This module decides which control
+calls are allowed meanwhile, and whether the engine decodes. outside_writes.py detects
+out-of-band writes.
 """
 
 from __future__ import annotations
@@ -26,32 +26,31 @@ from vllm.inflight.errors import EngineAsleep, UpdateBusy
 logger = upstream.init_logger(__name__)
 
 WEIGHTS = "weights"
-"""Upstream's name of this part of the memory."""
+"""Upstream's name for the memory of the weights."""
 
 FILLING = ("start", "receive", "prepare", "commit", "rollback", "undo", "unused")
 READING = ("checksums", "rows", "rename", "verify")
-"""Control calls that put weights into the memory, and that read or name those there."""
+"""Control calls that fill the weights' memory, and calls that read or label it."""
 
 GIVEN_UP = "a sleep of level 2 has given the weights up"
 
 
 class Sleep:
-    """The sleep of one engine core, whoever asked for it."""
+    """The sleep of one engine core, whichever call began it."""
 
     def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         self._core = core
         self._controller = controller
         self._level_under_way = 0
-        """The level, from the call on until memory is given back; requests may run."""
+        """The level of a sleep that has not released memory yet; requests may run."""
         self._under_way: Future[Any] | None = None
-        """What tells that it has been given back, if requests have to end first."""
+        """The Future of that sleep, while requests have to end first."""
         self._lost: str | None = None
-        """Why what the weights' memory held is lost; None if it is not, or if other
-        weights have come in its place."""
+        """Why the weights are lost; None if they are not, or are filled again."""
         self._loading: str | None = None
-        """What has begun a reload of live weights that has not ended."""
+        """The call that has begun a reload of live weights and has not ended it."""
         self.is_paused_by_sleep = False
-        """From a sleep of level 0 on, which gives nothing back, until it is ended."""
+        """True during a sleep of level 0, which pauses and releases no memory."""
 
     @property
     def weights(self) -> str:
@@ -64,44 +63,50 @@ class Sleep:
 
     @property
     def detail(self) -> str | None:
-        """Why nothing is decoded with the weights, in a sentence; None if they live."""
+        """Why the engine cannot decode with its weights; None if they are live."""
         state = self.weights
         if state == "asleep":
             return "the weights of this engine are asleep"
         if state == "loading":
             return (
-                f"{self._loading} has begun a reload of the weights that are served "
-                "and has not ended it; decoding goes on when it has, and what it has "
-                "taken aside is put back by POST /abort_weight_update, or when "
-                "--inflight-update-deadline-s has passed since its last call"
+                f"{self._loading} has begun a reload of the live weights and has not "
+                "ended it. Decoding goes on when it has. POST /abort_weight_update "
+                "ends it and restores the weights. The engine does so by itself when "
+                "--inflight-update-deadline-s has passed since the last call"
             )
         if state == "gone":
             has_come = self._controller.outside_writes.progress()
-            return f"{self._lost}; decoding waits for whole weights{has_come}"
+            return f"{self._lost}; decoding waits for all weights{has_come}"
         return None
 
     @property
     def may_decode(self) -> bool:
-        """Whether everything is there that a step needs."""
+        """Whether weights and KV cache are awake, and the weights complete."""
         return self.weights == "live" and not self._core.model_executor.is_sleeping
 
     def may_go_on(self, is_asked: bool = False) -> bool:
-        """Whether decoding goes on: of itself where it does not doze, or on demand."""
+        """Whether the engine decodes again when a pause ends.
+
+        A sleep of level 0 prevents it, unless a call asked to continue (`is_asked`).
+        """
         return self.may_decode and (is_asked or not self.is_paused_by_sleep)
 
     def check(self, method: str, body: dict[str, Any]) -> None:
-        """Raise if a control call needs what is not there; see `check_weights`."""
+        """Raise if a control call needs weights that are missing.
+
+        See `check_weights` for the errors.
+        """
         if method == "resume" and self.weights == "loading":
             raise UpdateBusy(str(self.detail))
         if method == "resume" and not self.may_decode:
             raise EngineAsleep(
                 f"the engine is asleep (weights: {self.weights}); decoding goes on "
-                "when all of it has been woken up and there are weights"
+                "when all of it has been woken up and its weights are complete"
                 + (f": {self.detail}" if self.weights == "gone" else "")
             )
         if method in FILLING:
             manifest = body.get("manifest")
-            # One that is no object is refused as what it is, awake or asleep.
+            # A manifest that is not an object is rejected later, awake or asleep.
             is_part = isinstance(manifest, dict) and (
                 manifest.get("subset") or manifest.get("draft")
             )
@@ -110,11 +115,11 @@ class Sleep:
             self.check_weights(is_whole=False)
 
     def check_weights(self, *, is_whole: bool) -> None:
-        """Raise unless there are weights, or all of them come.
+        """Raise if the weights are missing, unless this call brings all of them.
 
         Raises:
-            EngineAsleep: there are none, and not all come.
-            UpdateBusy: a reload of somebody's is under way.
+            EngineAsleep: the weights are asleep, or lost and not all of them come.
+            UpdateBusy: an out-of-band reload is under way.
 
         """
         if self.weights == "loading":
@@ -125,45 +130,45 @@ class Sleep:
             )
 
     def lose(self, why: str) -> None:
-        """The weights are of no use any more: nothing decodes until others come.
+        """Mark the weights as lost, and stop decoding until an update fills them.
 
         Args:
-            why: without an end, as it goes into sentences.
+            why: the reason, as a clause for messages.
 
         """
         self._lost, self._loading = why, None
         self._hold()
 
     def begin_load(self, name: str) -> None:
-        """A call named `name` has taken layers aside: nothing decodes meanwhile."""
+        """Stop decoding, because the call `name` has begun to reload layers."""
         self._loading = name
         self._hold()
 
     def end_load(self) -> None:
-        """Every layer has its memory again."""
+        """Continue decoding, because every layer has its memory again."""
         if self._loading is not None:
             self._loading = None
             self._go_on()
 
     @property
     def loading(self) -> str | None:
-        """What has begun a reload of live weights that has not ended; None if none."""
+        """The call that has begun a reload of live weights; None if none is open."""
         return self._loading
 
     @property
     def is_lost(self) -> bool:
-        """Whether the weights are of no use, be they awake or not."""
+        """Whether the weights are lost, whether they are awake or asleep."""
         return self._lost is not None
 
     def sleep(self, level: int, sleep: Callable[[int], Any]) -> Any:
-        """Put the engine to sleep by `sleep`, once no rank works on its shadow weights.
+        """Call `sleep` when no rank works on its shadow weights any more.
 
-        One that comes while another still waits for requests treats them as it says,
-        and is of the level that the ranks were prepared for.
+        A second call while the first waits for requests keeps the level of the first,
+        and treats requests in its own mode.
 
         Raises:
-            EngineFault: a transfer does not let go, or a host lacks memory for what
-                is to be kept; only the update that was under way has ended.
+            EngineFault: a transfer did not stop, or a host lacks memory for the copy.
+                The engine stays awake; its update under way has ended.
 
         """
         if level < 1:
@@ -189,10 +194,10 @@ class Sleep:
         return answer
 
     def wake(self, wake: Callable[[], bool]) -> Any:
-        """Wake up by `wake`; a pause that somebody else began goes on.
+        """Call `wake`. A pause that a pause call began stays in force.
 
-        While a sleep waits for requests, a Future of that: else memory would be given
-        back after it, under an engine that decodes.
+        While a sleep waits for requests, waking waits for it too and returns a Future.
+        Otherwise the sleep would release memory of an engine that decodes.
         """
         if self._under_way is not None:
             woken: Future[bool] = Future()
@@ -211,7 +216,7 @@ class Sleep:
                 dp_commit.settle(is_held)
             self._controller.wake()
             if self.weights == "gone":
-                logger.warning("awake, without weights: %s", self.detail)
+                logger.warning("the engine is awake without weights: %s", self.detail)
         return is_awake
 
     def _wake_later(self, woken: Future[bool], wake: Callable[[], bool]) -> None:
@@ -221,14 +226,14 @@ class Sleep:
             woken.set_exception(error)
 
     def filled(self) -> None:
-        """Whole weights have come in the place of those that were lost."""
+        """Continue decoding, because an update has filled all lost weights."""
         if self._lost is not None:
             self._lost = None
             self._controller.live_version.forget_before()
             self._go_on()
 
     def _go_on(self) -> None:
-        """Let decoding go on, unless something else is missing or somebody paused."""
+        """Continue decoding, unless weights are missing or a pause is in force."""
         if not self._hold() and self.may_go_on():
             self._controller.dp_commit.resume()
             self._controller.wake()
@@ -242,7 +247,7 @@ class Sleep:
             return
         self._controller.live_version.forget_before()
         config = self._core.vllm_config.model_config
-        # Who cannot be updated is upstream's to fill again, and to trust that it was.
+        # Upstream refills an engine that cannot be updated, and tells nobody.
         if (
             level > 1
             and config.enable_sleep_mode
@@ -252,7 +257,7 @@ class Sleep:
             self._controller.live_version.lose()
 
     def _hold(self) -> bool:
-        """Have the scheduler stand still if something is missing, or somebody asked."""
+        """Stop the scheduler if weights are missing or a pause is in force."""
         is_missing = self.weights in ("gone", "loading")
         if not self._core.model_executor.is_sleeping and is_missing:
             self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_ALL)

@@ -1,7 +1,7 @@
-"""What the scheduler gains: stamped steps, rooted requests, retraction.
+"""The scheduler mixin: version stamps, prefix-cache namespaces and retraction.
 
-A mixin in front of whichever scheduler class vLLM chose, so that the sync, the
-async and a user's own scheduler all have it.
+The mixin is put in front of the scheduler class that vLLM chooses. So the synchronous,
+the asynchronous and a user's own scheduler all have it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from vllm.inflight.update import Version
 
 
 class InflightSchedulerMixin:
-    """Scheduler methods around and beside upstream's."""
+    """Overrides of upstream's scheduler methods, and additional methods."""
 
     inflight_cache_epoch = 0
-    """The change of the weights' bytes that began the root of new requests."""
+    """The cache epoch of new requests."""
     _inflight_last_change = 0
-    """Nothing under its root is of other weights: the root of retracted ones."""
+    """The cache epoch of retracted requests, which has KV of the live weights only."""
     _inflight_version = Stamp("default", 0)
     _inflight_stamp = _inflight_step_stamp = _inflight_version.encode()
 
@@ -59,12 +59,12 @@ class InflightSchedulerMixin:
         )
         self._inflight_aborted = AbortedSessions()
         self._inflight_late: list[Any] = []
-        """Retracted requests that tokens are still on their way to."""
+        """Retracted requests whose last tokens have not arrived yet."""
 
     def inflight_serve(
         self, version: Version, cache_epoch: int, last_change: int
     ) -> None:
-        """Stamp the steps from the next one on with `version`."""
+        """Stamp the next steps with `version`."""
         self._inflight_version = Stamp(version.label, version.epoch)
         self._inflight_restamp()
         if self.inflight_cache_epoch != cache_epoch:
@@ -73,12 +73,12 @@ class InflightSchedulerMixin:
         self._inflight_last_change = last_change
 
     def _inflight_drop_media(self) -> None:
-        """Forget what idle encoder outputs there are, unless KV is shared as well."""
+        """Drop idle encoder outputs, unless the policy is `shared`."""
         if self.inflight_policy.oldest is not None:
             encoder_cache.drop_idle(self.encoder_cache_manager)  # type: ignore[attr-defined]
 
     def _inflight_restamp(self) -> None:
-        """Make the stamps: of steps, which tell of adapters, and of KV."""
+        """Make the stamps of steps, with adapters, and of KV, without adapters."""
         self._inflight_stamped = self.inflight_adapters.replaced
         self._inflight_stamp = self._inflight_version.encode()
         self._inflight_step_stamp = replace(
@@ -87,7 +87,7 @@ class InflightSchedulerMixin:
 
     # ------------------------------------------------------------- every step
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """Stamp the step when it is scheduled: its tokens may be read much later."""
+        """Stamp the step when it is scheduled, since its tokens are read later."""
         if self._inflight_late:
             self._inflight_late = [r for r in self._inflight_late if _is_late(r)]
         with self._inflight_sent_back_first():
@@ -105,7 +105,7 @@ class InflightSchedulerMixin:
         scheduler_output: upstream.SchedulerOutput,
         model_runner_output: upstream.ModelRunnerOutput,
     ) -> Any:
-        """Hand the stamp of a step to what comes out of it."""
+        """Copy the stamp of a step to its outputs."""
         self._inflight_provenance.settle(
             self.requests,  # type: ignore[attr-defined]
             scheduler_output,
@@ -122,14 +122,14 @@ class InflightSchedulerMixin:
         return outputs
 
     def add_request(self, request: upstream.Request) -> None:
-        """Note whether the request wants to know whose KV it reads."""
+        """Add a request, and note whether it asks for its KV provenance."""
         if self._inflight_aborted.is_late(request):
             return
         known = self.requests.get(request.request_id)  # type: ignore[attr-defined]
         self._inflight_listeners.add(request, known)
         super().add_request(request)  # type: ignore[misc]
         if not request.resumable:
-            # Where it has ended a session, upstream has called that an abort.
+            # If it ended a session, upstream has treated that as an abort.
             self._inflight_aborted.forget(request)
 
     def _free_request(self, request: upstream.Request, **kwargs: object) -> Any:
@@ -141,37 +141,37 @@ class InflightSchedulerMixin:
 
     # ------------------------------------------------- what a `wait` waits for
     def inflight_sent_back(self) -> list[Any]:
-        """Requests that have run and lie in the queue, as they had to give KV up."""
+        """Requests that have run, and wait in the queue after they lost their KV."""
         return [each for each in self.waiting if _is_sent_back(each)]  # type: ignore[attr-defined]
 
     def inflight_active(self) -> list[Any]:
-        """Requests that hold KV and go on by themselves.
+        """Requests that hold KV and finish without further input.
 
-        Those that run, and those that wait with KV from a tier or another engine, or
-        for it. A session between two inputs goes on when its user does.
+        These are running requests, and waiting requests that get KV from a connector. A
+        session between two inputs does not count.
         """
         idle = upstream.RequestStatus.WAITING_FOR_STREAMING_REQ
         waiting = self.kv_holding_waiting  # type: ignore[attr-defined]
         return [*self.running, *(r for r in waiting if r.status != idle)]  # type: ignore[attr-defined]
 
     def inflight_is_busy(self) -> bool:
-        """Whether a `wait` has somebody to wait for."""
+        """Whether mode `wait` has to wait for requests."""
         is_frozen = self.pause_state == upstream.PauseState.PAUSED_ALL  # type: ignore[attr-defined]
         sent_back = [] if is_frozen else self.inflight_sent_back()
         return bool(sent_back or self.inflight_active())
 
     def get_num_unfinished_requests(self) -> int:
-        """While new requests wait, those sent back are not finished either."""
+        """Count preempted requests, too, while new requests are held back."""
         count: int = super().get_num_unfinished_requests()  # type: ignore[misc]
         is_draining = self.pause_state == upstream.PauseState.PAUSED_NEW  # type: ignore[attr-defined]
         return count + (len(self.inflight_sent_back()) if is_draining else 0)
 
     @contextmanager
     def _inflight_sent_back_first(self) -> Iterator[None]:
-        """Around a step: while new requests wait, let those go on that were sent back.
+        """During a step, schedule preempted requests while new requests are held back.
 
-        Upstream takes them for new ones then. Whoever waits for the running requests
-        would have them go on afterwards, maybe under other weights.
+        Upstream would hold them back like new requests. Then mode `wait` would not wait
+        for them, and they could go on under other weights.
         """
         waiting, admitted = self.waiting, self.kv_holding_waiting  # type: ignore[attr-defined]
         sent_back = []
@@ -186,7 +186,7 @@ class InflightSchedulerMixin:
         try:
             yield
         finally:
-            left = self.inflight_sent_back()  # sent back now, or passed over
+            left = self.inflight_sent_back()  # preempted in this step, or skipped
             left += [r for r in sent_back if r in admitted and _is_sent_back(r)]
             admitted.remove_requests(left)
             waiting.remove_requests(left)
@@ -194,12 +194,10 @@ class InflightSchedulerMixin:
 
     # ------------------------------------------------------------ prefix cache
     def _get_local_prefix_cache_hit(self, request: upstream.Request) -> Any:
-        """Root a request at the moment it looks for KV.
+        """Choose the prefix-cache namespace of a request when it looks for cached KV.
 
-        This is the one place where a request that holds no KV asks for some:
-        new, hashed before a commit and admitted after it, waiting during one,
-        preempted or retracted. So a commit costs nothing per waiting request, nor
-        does loading an adapter.
+        Every request without KV gets here: new, waiting, preempted or retracted. So a
+        commit or a load of an adapter needs no work per waiting request.
         """
         kv_provenance.forget(request)
         if request.lora_request is not None:
@@ -226,11 +224,11 @@ class InflightSchedulerMixin:
     def inflight_retract(self, only: Collection[str] | None = None) -> int:
         """Send every request that holds KV back to the front of the queue, in order.
 
-        Tokens already sampled are kept; prompt and output are prefilled again
-        under the weights then live. Returns how many were retracted.
+        Sampled tokens are kept. Prompt and output are prefilled again with the weights
+        that are live then. Returns the number of retracted requests.
 
         Args:
-            only: the ids of running ones, if the others stay where they are.
+            only: the ids of the running requests to retract; None for all requests.
 
         """
         running = self.running  # type: ignore[attr-defined]
@@ -242,14 +240,14 @@ class InflightSchedulerMixin:
             num_retracted += self._inflight_retract_loaded()
         timestamp = time.monotonic()
         while chosen:
-            # The last first: each goes to the front of the waiting queue.
+            # The last request first, since each goes to the front of the queue.
             request = chosen.pop()
             self._preempt_request(  # type: ignore[attr-defined]
                 request, timestamp, drop_stale_output=False
             )
             if _is_late(request):
                 self._inflight_late.append(request)
-        # Those that an earlier retraction or a full cache sent back are no different.
+        # The same holds for requests that were preempted before.
         for request in self.waiting:  # type: ignore[attr-defined]
             if request.num_preemptions:
                 request.inflight_is_retracted = True
@@ -259,10 +257,10 @@ class InflightSchedulerMixin:
         return num_retracted
 
     def _inflight_retract_loaded(self) -> int:
-        """Have those begin again whose KV has come from elsewhere, but no turn yet.
+        """Retract requests with KV from a connector that have not run since.
 
-        For want of blocks, say. They come behind the running ones, and most of them
-        no worker knows: they are not preempted. Returns how many there were.
+        They queue behind the retracted running requests. Most of them are unknown to
+        the workers, so they are not preempted. Returns their number.
         """
         waiting = self.kv_holding_waiting  # type: ignore[attr-defined]
         loaded = [request for request in waiting if _is_loaded(request)]
@@ -276,9 +274,9 @@ class InflightSchedulerMixin:
         return len(loaded)
 
     def _handle_blocked_waiting_request(self, request: upstream.Request) -> bool:
-        """Let nobody overtake a retracted request whose last tokens are on their way.
+        """Keep the order behind a retracted request whose last tokens are pending.
 
-        Upstream would pass over it for that step and admit those behind it.
+        Upstream would skip that request for the step and admit the next ones.
         """
         if self._inflight_late and request not in self._inflight_late:
             return False
@@ -294,7 +292,7 @@ def _is_sent_back(request: upstream.Request) -> bool:
 
 
 def _is_loaded(request: upstream.Request) -> bool:
-    """Of those that hold KV without running: whether none of it is on its way."""
+    """Whether a request that holds KV without running has all of that KV."""
     statuses = upstream.RequestStatus
     return request.status in (statuses.WAITING, statuses.PREEMPTED)
 
