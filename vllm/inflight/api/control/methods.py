@@ -22,7 +22,7 @@ from vllm.inflight.api.control.core_client import (
 from vllm.inflight.api.control.from_disk import from_disk
 from vllm.inflight.api.control.restore import restore
 from vllm.inflight.api.request.fields import opening
-from vllm.inflight.errors import Conflict, Malformed
+from vllm.inflight.errors import Conflict, InflightError, Malformed
 from vllm.inflight.worker.catalogue import unpacked
 
 T = TypeVar("T")
@@ -434,7 +434,11 @@ async def release_memory(
     control = control_of(engine)
     asked = {"tags": sorted(tags), "mode": mode}
     await control.ask("release", **asked, is_trial=True)
-    first, *others = await control.ask("release", **asked)
+    try:
+        first, *others = await control.ask("release", **asked)
+    except InflightError:
+        await control.ask("undo_release")
+        raise
     reply = dict(first)
     for name in ("num_aborted", "num_retracted"):
         reply[name] += sum(other[name] for other in others)

@@ -55,6 +55,13 @@ def release(controller: EngineContext, body: dict[str, Any]) -> Any:
     )
 
 
+def undo_release(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+    """Take memory back that was released while another engine could not."""
+    del body
+    controller.sleep.undo_release()
+    return {}
+
+
 def checksums(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     """Digests of every parameter of every rank, read from what decoding uses.
 
@@ -175,6 +182,7 @@ CALLS: dict[str, Callable[[EngineContext, dict[str, Any]], Any]] = {
     "flush": flush,
     "requests": requests,
     "release": release,
+    "undo_release": undo_release,
     "checksums": checksums,
     "rows": rows,
     "names": names,

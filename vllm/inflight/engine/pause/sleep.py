@@ -60,6 +60,8 @@ class Sleep:
         weights have come in its place."""
         self._loading: str | None = None
         """What has begun a reload of live weights that has not ended."""
+        self._released: tuple[set[str], upstream.PauseState] | None = None
+        """What the last release gave back, and how the scheduler stood before it."""
         self.is_paused_by_sleep = False
         """From a sleep of level 0 on, which gives nothing back, until it is ended."""
 
@@ -247,6 +249,7 @@ class Sleep:
                 "to that call"
             )
         executor = self._core.model_executor
+        self._released = None
         parts = set(tags)
         if WEIGHTS in parts and not self.gives_weights_alone:
             parts.add(KV_CACHE)
@@ -270,7 +273,9 @@ class Sleep:
             self._under_way = None
             if has_weights:
                 self._slept(1, error)
-            if error is not None:
+            if error is None:
+                self._released = (parts, before)
+            else:
                 self._not_released(parts, before)
 
         def give_back(counts: dict[str, Any]) -> dict[str, Any]:
@@ -286,6 +291,7 @@ class Sleep:
                 raise EngineFault(
                     f"memory ({', '.join(sorted(parts))}) could not be given back: "
                     f"{type(error).__name__}: {error}"
+                    + ("; requests were aborted" if mode is PauseMode.ABORT else "")
                 ) from error
             return reply | counts
 
@@ -305,6 +311,17 @@ class Sleep:
         else:
             ended(None)
         return answer
+
+    def undo_release(self) -> None:
+        """Take back the memory of the last release, because another engine failed.
+
+        Requests that it retracted or ended stay so.
+        """
+        if self._released is None:
+            return
+        (parts, before), self._released = self._released, None
+        self._core.model_executor.wake_up(sorted(parts))
+        self._not_released(parts, before)
 
     def release_kv_cache(self, release: Callable[[], Any]) -> Any:
         """Give the KV cache back under a pause: by `release` if no request is kept.
@@ -328,6 +345,7 @@ class Sleep:
             woken: Future[bool] = Future()
             self._under_way.add_done_callback(lambda _: self._wake_later(woken, wake))
             return woken
+        self._released = None
         dp_commit = self._controller.dp_commit
         stood_still = dp_commit.is_kept and not self._core.engines_running
         were_asleep = self.weights == "asleep"
