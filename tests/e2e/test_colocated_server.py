@@ -87,8 +87,17 @@ class Stream(threading.Thread):
 
 
 def streaming(server: Server) -> list[Stream]:
+    """Three streams that have begun in one step, and are far from their ends."""
+
+    def num_waiting() -> int:
+        reply = server.post("/pause_generation", {"mode": "retract"})
+        return int(reply["num_waiting"])
+
+    num_waiting()  # pauses
     streams = [Stream(server, number) for number in range(len(PROMPTS))]
-    until(lambda: all(len(s.tokens) > 10 for s in streams), "the streams began")
+    until(lambda: num_waiting() == len(streams), "the requests came")
+    server.post("/continue_generation")
+    until(lambda: all(stream.tokens for stream in streams), "the streams began")
     return streams
 
 

@@ -94,7 +94,7 @@ def test_one_that_cannot_keep_a_request_has_none_release(front_end: FrontEnd) ->
     add(second, "runs", prompt(7), max_tokens=20)
     Streams(second).step(4)
     call(second, "pause", mode="in_place")
-    with pytest.raises(PauseConflict, match="engine 1 of 2: .*use mode 'retract'"):
+    with pytest.raises(PauseConflict, match=r"engine 1 of 2: .*use mode 'retract'"):
         release(front_end)
     assert asleep(front_end) == [set()] * 2
     state = call(first, "paused")
