@@ -35,6 +35,7 @@ class Server:
         *flags: str,
         env: dict[str, str] | None = None,
         key: str | None = None,
+        main: str = MAIN,
     ) -> None:
         # Held, and not listened on, until the server does: nobody else is given it.
         self._probe = socket.socket()
@@ -67,7 +68,7 @@ class Server:
             base_url=self.url, headers=headers, timeout=60, limits=limits
         )
         log = Path(self._log.name)
-        self._process = begin(MAIN, words, environment | (env or {}), log, log)
+        self._process = begin(main, words, environment | (env or {}), log, log)
 
     def __enter__(self) -> "Server":
         deadline = time.monotonic() + START_S

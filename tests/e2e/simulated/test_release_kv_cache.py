@@ -1,4 +1,4 @@
-"""The KV cache of two engines is released, when one has released its own before."""
+"""Memory that two engines release: both do, or neither does."""
 
 import asyncio
 from concurrent.futures import Future
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines.bare_core import Streams, add, call, prompt
-from vllm.inflight.api.compat.queries import release_kv_cache
+from vllm.inflight.api.control.methods import release_memory
 from vllm.inflight.errors import EngineFault, PauseConflict
 
 
@@ -18,9 +18,8 @@ class FrontEnd:
     def __init__(self, cores: list[Any]) -> None:
         self.cores, self.core_engines = cores, [b"0", b"1"]
         self.engine_core = self
-        self.renderer = SimpleNamespace(clear_mm_cache_async=self._between)
-        self.between: Any = lambda: None
-        """What happens when both are paused."""
+        model = SimpleNamespace(enable_sleep_mode=True)
+        self.vllm_config = SimpleNamespace(model_config=model)
 
     async def call_utility_all_async(
         self, _: str, method: str, body: dict[str, Any]
@@ -31,16 +30,9 @@ class FrontEnd:
     def ensure_alive(self) -> None:
         """They are."""
 
-    async def sleep(self, level: int, mode: str) -> None:
-        for core in self.cores:
-            core.sleep(level, mode)
-
     async def wake_up(self, tags: list[str]) -> None:
         for core in self.cores:
             core.wake_up(tags)
-
-    async def _between(self) -> None:
-        self.between()
 
 
 @pytest.fixture
@@ -48,8 +40,8 @@ def front_end(cores: list[Any]) -> FrontEnd:
     return FrontEnd(cores)
 
 
-def release(front_end: FrontEnd) -> None:
-    asyncio.run(release_kv_cache(front_end))
+def release(front_end: FrontEnd, mode: str | None = None) -> Any:
+    return asyncio.run(release_memory(front_end, {"kv_cache"}, mode))
 
 
 def asleep(front_end: FrontEnd) -> list[set[str]]:
@@ -78,34 +70,35 @@ def test_what_one_engine_has_released_the_other_releases_too(
 def test_one_that_cannot_is_named_though_the_other_has_released(
     front_end: FrontEnd, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("the driver says no")
 
     second = front_end.cores[1 - first]
-    front_end.between = front_end.cores[first].release_kv_cache_memory
-    monkeypatch.setattr(second, "release_kv_cache_memory", fail)
+    monkeypatch.setattr(second.model_executor, "discard", fail)
+    for core in front_end.cores:
+        add(core, "kept", prompt(3), max_tokens=20)
+        Streams(core).step(4)
     with pytest.raises(EngineFault, match=f"engine {1 - first} of 2: .*driver says no"):
-        release(front_end)
+        release(front_end, "retract")
     assert asleep(front_end) == [set()] * 2
-    assert all(decodes(core) for core in front_end.cores)
+    for core in front_end.cores:
+        assert len(Streams(core).run().tokens["kept"]) >= 16
+        assert decodes(core)
 
 
-def test_a_request_that_came_to_one_has_the_release_of_both_undone(
-    front_end: FrontEnd,
-) -> None:
-    def come_and_go() -> None:
-        add(front_end.cores[1], "late", prompt(7))
-        front_end.cores[1].abort_requests(["late"])
-
+def test_one_that_cannot_keep_a_request_has_none_release(front_end: FrontEnd) -> None:
     for core in front_end.cores:
         call(core, "pause", mode="retract", owner="trainer")
-    front_end.between = come_and_go
-    with pytest.raises(PauseConflict, match=r"engine 1 of 2: .*Call again"):
+    first, second = front_end.cores
+    call(second, "resume")
+    add(second, "runs", prompt(7), max_tokens=20)
+    Streams(second).step(4)
+    call(second, "pause", mode="in_place")
+    with pytest.raises(PauseConflict, match=r"engine 1 of 2: .*use mode 'retract'"):
         release(front_end)
     assert asleep(front_end) == [set()] * 2
-    for core in front_end.cores:
-        state = call(core, "paused")
-        assert (state["mode"], state["owner"]) == ("retract", "trainer")
-        assert call(core, "rest") == {"is_paused": True, "ends_on_waking": False}
-        call(core, "resume", owner="trainer")
-        assert decodes(core)
+    state = call(first, "paused")
+    assert (state["mode"], state["owner"]) == ("retract", "trainer")
+    call(first, "resume", owner="trainer")
+    call(second, "resume")
+    assert all(decodes(core) for core in front_end.cores)

@@ -36,6 +36,18 @@ class PauseControl(Protocol):
     def is_paused(self) -> bool:
         """Whether decoding stands still or is about to."""
 
+    @property
+    def mode(self) -> PauseMode | None:
+        """The mode of the pause in force, whoever began it; None without one."""
+
+    def stop_for_release(
+        self, mode: PauseMode, release: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> Any:
+        """Stop decoding, treat requests as `mode` says, then call `release`."""
+
+    def note_retracted(self) -> None:
+        """Note that requests which a pause held in place have given up their KV."""
+
     def state(self) -> dict[str, Any]:
         """What `GET /is_paused` says."""
 
@@ -81,6 +93,14 @@ class SleepState(Protocol):
 
     def may_go_on(self, is_asked: bool = False) -> bool:
         """Whether decoding may go on."""
+
+    def release(
+        self, tags: set[str], mode: PauseMode | None, *, is_trial: bool = False
+    ) -> Any:
+        """Give back the parts of the memory that `tags` name."""
+
+    def undo_release(self) -> None:
+        """Take back the memory of the last release."""
 
     def check_weights(self, *, is_whole: bool) -> None:
         """Raise unless there are weights, or all of them are sent."""

@@ -185,6 +185,7 @@ METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.weight_info: (None, None),
     methods.verify_weights: (None, None),
     methods.weight_names: (None, None),
+    methods.release_memory_occupation: (None, None),
     pipelinerl.pause_and_update: (None, None),
 }
 """Method → upstream's parameters on (AsyncLLM, LLM); None where upstream has none."""

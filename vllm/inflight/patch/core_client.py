@@ -108,6 +108,13 @@ PATCHES = [
         remove_when="upstream makes InprocClient safe for threads",
         around=_in_turn,
     ),
+    Patch(
+        target=f"{_CLIENT}:InprocClient.release_kv_cache_memory",
+        expects=("self",),
+        why="an engine gives memory back between two steps, whichever thread says so",
+        remove_when="upstream makes InprocClient safe for threads",
+        around=_in_turn,
+    ),
     *(
         Patch(
             target=f"{_CLIENT}:InprocClient.{method}",

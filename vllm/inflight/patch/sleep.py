@@ -15,16 +15,27 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
         def give_back(level: int) -> Any:
             return original(self, level, mode)
 
-        return self.inflight_controller.sleep.sleep(level, give_back)
+        return self.inflight_controller.sleep.sleep(level, give_back, mode)
 
     return sleep
 
 
 def _wake(original: Callable[..., Any]) -> Callable[..., Any]:
     def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+        if tags is not None:
+            # Upstream wakes nothing if one of them is awake.
+            asleep = {*self.model_executor.sleeping_tags, "scheduling"}
+            tags = [tag for tag in tags if tag in asleep]
         return self.inflight_controller.sleep.wake(lambda: original(self, tags))
 
     return wake_up
+
+
+def _with_kept_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    def release_kv_cache_memory(self: upstream.EngineCore) -> Any:
+        return self.inflight_controller.sleep.release_kv_cache(lambda: original(self))
+
+    return release_kv_cache_memory
 
 
 def _asleep_after_a_failure(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,6 +132,13 @@ PATCHES = [
         why="waking up ends no pause call's pause, and decoding waits for weights",
         remove_when="upstream coordinates its updates and its sleep",
         around=_wake,
+    ),
+    Patch(
+        target=f"{_CORE}.release_kv_cache_memory",
+        expects=("self",),
+        why="requests that a pause keeps stay when the KV cache is given back",
+        remove_when="upstream retracts the requests that it calls kept",
+        around=_with_kept_requests,
     ),
     Patch(
         target="vllm.v1.executor.abstract:Executor.sleep",

@@ -15,22 +15,23 @@ from fastapi import Response
 
 from vllm.inflight import upstream
 from vllm.inflight.api.control.core_client import Reply
-from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.api.control.methods import (
+    RELEASE_MODES,
+    check_tags,
+    control_of,
+    release_memory,
+    require_sleep_mode,
+)
 from vllm.inflight.api.control.methods import weight_names as names_of
 from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.errors import (
-    Conflict,
-    EngineAsleep,
-    EngineFault,
     Malformed,
-    PauseConflict,
 )
 from vllm.inflight.worker.catalogue import dumped
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 
 ACTIONS = ("checksum", "compare")
-SLEEPS = {"weights", "kv_cache"}
 NO_ROWS = 100
 DIGITS = 19
 """A number with this many digits or more is too large for an engine."""
@@ -242,22 +243,28 @@ async def server_info(engine: upstream.EngineClient, body: dict[str, Any]) -> Re
 async def release_memory_occupation(
     engine: upstream.EngineClient, body: dict[str, Any]
 ) -> Reply:
-    """Sleep: release the memory of weights and KV; running requests are aborted."""
-    tags = _tags(engine, body)
-    if tags == {"kv_cache"}:
-        await release_kv_cache(engine)
-        return {"success": True, "message": "the KV cache is asleep"}
-    # Level 1 keeps a copy of the weights in host memory, so waking needs no trainer.
-    await engine.sleep(level=1, mode="abort")
-    return {"success": True, "message": "asleep"}
+    """Sleep: release the memory of weights and KV; `mode` says what requests do.
+
+    Left out, requests that a pause keeps stay, and without such a pause all end.
+    """
+    fields = Fields(body)
+    mode = fields.one_of("mode", (None, *RELEASE_MODES))
+    tags = check_tags(fields.take("tags"))
+    fields.only()
+    reply = await release_memory(engine, tags, mode)
+    return {"success": True, "message": _released(reply)} | reply
 
 
 async def resume_memory_occupation(
     engine: upstream.EngineClient, body: dict[str, Any]
 ) -> Reply:
     """Wake up: everything, or one tag of SGLang at a time."""
-    tags = _tags(engine, body)
-    await engine.wake_up(sorted(tags) if tags else None)
+    fields = Fields(body)
+    tags = fields.take("tags")
+    chosen = check_tags(tags)
+    fields.only()
+    require_sleep_mode(engine)
+    await engine.wake_up(None if tags is None else sorted(chosen))
     return {"success": True, "message": "awake"}
 
 
@@ -270,23 +277,14 @@ def _hide(config: dict[str, Any]) -> None:
             config[name] = "set"
 
 
-def _tags(engine: upstream.EngineClient, body: dict[str, Any]) -> set[str]:
-    fields = Fields(body)
-    tags = fields.take("tags")
-    fields.only()
-    if tags is not None and not _are_ids(tags):
-        raise Malformed("tags must be a list of strings")
-    unknown = set(tags or ()) - SLEEPS
-    if unknown:
-        raise Malformed(
-            f"tags {sorted(unknown)} are unknown; there are weights, kv_cache"
-        )
-    if not engine.vllm_config.model_config.enable_sleep_mode:
-        raise Conflict(
-            "this server was started without --enable-sleep-mode, so it cannot give "
-            "memory back"
-        )
-    return set(tags or ())
+def _released(reply: Reply) -> str:
+    """What was released, in words."""
+    names = {"weights": "the weights", "kv_cache": "the KV cache"}
+    parts = [names[each] for each in reply["released"]]
+    if not parts:
+        return "asleep already"
+    verb = "is" if reply["released"] == ["kv_cache"] else "are"
+    return f"{' and '.join(parts)} {verb} asleep"
 
 
 async def _aborted(engine: upstream.EngineClient, ids: list[str] | None) -> int:
@@ -321,41 +319,4 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/reset_prefix_cache"): reset_prefix_cache,
     ("GET", "/server_info"): server_info,
 }
-"""SGLang's routes, followed by upstream's."""
-
-
-async def release_kv_cache(engine: upstream.EngineClient) -> None:
-    """Abort requests, pause, and release the memory; the call may be repeated.
-
-    Raises:
-        EngineAsleep: the weights are asleep, and most likely the KV cache too.
-        PauseConflict: the pause was over, or a request ended, before the release.
-        EngineFault: the memory could not be released.
-
-    """
-    control = control_of(engine)
-    if any(reply["weights"] == "asleep" for reply in await control.ask("info")):
-        raise EngineAsleep(
-            "the weights are asleep, and so is the KV cache unless it was woken up "
-            "alone; it can be released by itself once the weights have been woken up"
-        )
-    before = await control.ask("rest")
-    await engine.sleep(level=0, mode="abort")
-    try:
-        await engine.renderer.clear_mm_cache_async()  # the engines drop theirs
-        await control.ask("release_kv_cache")
-    except (PauseConflict, EngineFault) as error:
-        if not any(each["ends_on_waking"] for each in before):
-            # A pause of the client's stays in force. The tag wakes only those of
-            # several engines that have released their KV cache.
-            await engine.wake_up(["kv_cache"])
-        error.message += "; requests were aborted"
-        if not any(each["is_paused"] for each in before):
-            error.message += ", and the pause that this call began is over"
-        error.message += (
-            ". Call again"
-            if isinstance(error, PauseConflict)
-            else ". POST /resume_memory_occupation wakes the engine up; the server's "
-            "log says more"
-        )
-        raise
+"""SGLang's routes, then upstream's."""

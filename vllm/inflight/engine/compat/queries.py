@@ -13,17 +13,12 @@ from vllm.inflight import upstream
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause.abort import abort_requests
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
+from vllm.inflight.update import PauseMode
 from vllm.inflight.worker.catalogue import CHECKPOINT
 
 logger = upstream.init_logger(__name__)
 
 MAX_ROWS = 1 << 16
-
-KV_CACHE = "kv_cache"
-"""Upstream's name of this part of the memory."""
-
-NOT_AT_REST = "requires a completed pause"
-"""How upstream refuses a release of the KV cache under an engine that goes on."""
 
 
 def flush(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
@@ -50,46 +45,21 @@ def requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rest(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Whether decoding stands still, and whether waking up would end that.
+def release(controller: EngineContext, body: dict[str, Any]) -> Any:
+    """Give back memory, by `tags` and `mode` of the request; see `Sleep.release`."""
+    mode = body.get("mode")
+    return controller.sleep.release(
+        set(body["tags"]),
+        None if mode is None else PauseMode(mode),
+        is_trial=bool(body.get("is_trial")),
+    )
 
-    It ends a sleep of level 0, and a pause of upstream's own that nobody here knows of.
-    """
+
+def undo_release(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+    """Take memory back that was released while another engine could not."""
     del body
-    pauses, sleep = controller.pauses, controller.sleep
-    is_held = pauses.asked or pauses.commit is not None or sleep.weights == "gone"
-    return {
-        "is_paused": pauses.is_paused,
-        "ends_on_waking": sleep.is_paused_by_sleep
-        or (pauses.is_paused and not is_held),
-    }
-
-
-def release_kv_cache(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Give the KV cache's memory back, under a pause that is complete.
-
-    Raises:
-        PauseConflict: there is none.
-        EngineFault: the memory could not be given back.
-
-    """
-    del body
-    core = controller.core
-    is_asleep = KV_CACHE in core.model_executor.sleeping_tags
-    if not is_asleep:
-        try:
-            core.release_kv_cache_memory()
-        except Exception as error:
-            if NOT_AT_REST in str(error):
-                raise PauseConflict(
-                    "the KV cache was not released: somebody has continued meanwhile, "
-                    "or a request came and was given up"
-                ) from error
-            logger.exception("the KV cache could not be released")
-            raise EngineFault(
-                f"the KV cache could not be released: {type(error).__name__}: {error}"
-            ) from error
-    return {"released": not is_asleep}
+    controller.sleep.undo_release()
+    return {}
 
 
 def checksums(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
@@ -211,8 +181,8 @@ CALLS: dict[str, Callable[[EngineContext, dict[str, Any]], Any]] = {
     "abort_requests": abort_requests,
     "flush": flush,
     "requests": requests,
-    "rest": rest,
-    "release_kv_cache": release_kv_cache,
+    "release": release,
+    "undo_release": undo_release,
     "checksums": checksums,
     "rows": rows,
     "names": names,

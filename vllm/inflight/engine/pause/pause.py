@@ -122,6 +122,33 @@ class Pauses:
 
         return self._then(stopped, settle)
 
+    def stop_for_release(
+        self, mode: PauseMode, release: Callable[[Reply], Reply]
+    ) -> Any:
+        """Have decoding stand still for memory that is given back.
+
+        Calls `release` with the counts of requests once no step is in flight and
+        `mode` has been done to them. The pause that somebody asked for stays; only one
+        in place whose requests are retracted is in mode `retract` from then on.
+        """
+        counts = {"num_aborted": 0, "num_retracted": 0}
+        if mode is PauseMode.ABORT:
+            counts |= abort.abort_requests(self._controller, {})
+        stopped = self._stop(mode)
+
+        def settle() -> Reply:
+            if mode is PauseMode.RETRACT:
+                counts["num_retracted"] = self._core.scheduler.inflight_retract()
+                self.note_retracted()
+            return release(self._controller.counts.treated(counts))
+
+        return self._then(stopped, settle)
+
+    def note_retracted(self) -> None:
+        """The requests that a pause held in place have given up their KV."""
+        if self.asked is PauseMode.IN_PLACE:
+            self.asked = PauseMode.RETRACT
+
     def resume(self, owner: object = None) -> Reply:
         """Continue decoding with the live weights. The call may be repeated."""
         started = time.perf_counter()

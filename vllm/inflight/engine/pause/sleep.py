@@ -21,12 +21,22 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.context import EngineContext
-from vllm.inflight.errors import EngineAsleep, UpdateBusy
+from vllm.inflight.engine.pause import pause
+from vllm.inflight.engine.scheduling import request_checks
+from vllm.inflight.errors import (
+    EngineAsleep,
+    EngineFault,
+    PauseConflict,
+    UpdateBusy,
+)
+from vllm.inflight.update import PauseMode
+from vllm.inflight.worker.memory.placement import is_wanted
 
 logger = upstream.init_logger(__name__)
 
 WEIGHTS = "weights"
-"""Upstream's name for the memory of the weights."""
+KV_CACHE = "kv_cache"
+"""Upstream's names of the parts of the memory."""
 
 FILLING = ("start", "receive", "prepare", "commit", "rollback", "undo", "unused")
 READING = ("checksums", "rows", "rename", "verify")
@@ -49,6 +59,8 @@ class Sleep:
         """Why the weights are lost; None if they are not, or are filled again."""
         self._loading: str | None = None
         """The call that has begun a reload of live weights and has not ended it."""
+        self._released: tuple[set[str], upstream.PauseState] | None = None
+        """The parts that the last release gave back, and the pause state before it."""
         self.is_paused_by_sleep = False
         """True during a sleep of level 0, which pauses and releases no memory."""
 
@@ -160,13 +172,18 @@ class Sleep:
         """Whether the weights are lost, whether they are awake or asleep."""
         return self._lost is not None
 
-    def sleep(self, level: int, sleep: Callable[[int], Any]) -> Any:
+    def sleep(
+        self, level: int, sleep: Callable[[int], Any], mode: str = "abort"
+    ) -> Any:
         """Call `sleep` when no rank works on its shadow weights any more.
 
-        A second call while the first waits for requests keeps the level of the first,
-        and treats requests in its own mode.
+        Mode `keep` retracts the requests, because the contents of the KV cache are
+        lost. A second call while the first waits for requests keeps the level of the
+        first, and treats requests in its own mode.
 
         Raises:
+            PauseConflict: mode `keep`, and a request cannot be retracted; nothing has
+                changed.
             EngineFault: a transfer did not stop, or a host lacks memory for the copy.
                 The engine stays awake; its update under way has ended.
 
@@ -175,6 +192,14 @@ class Sleep:
             answer = sleep(level)
             self.is_paused_by_sleep = True
             return answer
+        if mode == "keep":
+            request_checks.check_mode(
+                self._core.scheduler,
+                PauseMode.RETRACT,
+                in_process=self._controller.in_process,
+            )
+            self._check_kv(self._core.scheduler)
+            self._controller.pauses.note_retracted()
         if self.weights == "asleep":
             return sleep(self._level_under_way or level)
         self._controller.outside_writes.abort("the engine was put to sleep")
@@ -193,6 +218,127 @@ class Sleep:
             self._slept(level, None)
         return answer
 
+    @property
+    def gives_weights_alone(self) -> bool:
+        """Whether the weights can be given back while the KV cache stays.
+
+        They can where they lie in the arena. Upstream has one sleep for all its pools.
+        """
+        return is_wanted(self._core.vllm_config)
+
+    def release(
+        self, tags: set[str], mode: PauseMode | None, *, is_trial: bool = False
+    ) -> Any:
+        """Give back the parts of the memory that `tags` name, until they are woken up.
+
+        A copy of the weights is kept on the host. What the KV cache held is lost, so
+        no request may hold KV there. Parts that are asleep already are left alone; if
+        all are, no request is touched. A trial is refused as the release would be; else
+        it replies, and does nothing.
+
+        Args:
+            tags: `weights`, `kv_cache`.
+            mode: `abort`, `retract` or `in_place`, for the requests. None: that of a
+                pause in place or with retraction, else `abort`.
+            is_trial: whether this is a trial.
+
+        Raises:
+            PauseConflict: a request cannot be kept as `mode` says; nothing has changed.
+            EngineFault: the memory could not be given back.
+
+        """
+        if self._under_way is not None:
+            raise PauseConflict(
+                "memory of the engine is being given back already; wait for the reply "
+                "to that call"
+            )
+        executor = self._core.model_executor
+        self._released = None
+        parts = set(tags)
+        if WEIGHTS in parts and not self.gives_weights_alone:
+            parts.add(KV_CACHE)
+        parts -= executor.sleeping_tags
+        if mode is None:
+            mode = self._controller.pauses.asked
+            if mode not in (PauseMode.IN_PLACE, PauseMode.RETRACT):
+                mode = PauseMode.ABORT
+        reply = {"released": sorted(parts), "mode": mode.value}
+        if parts:
+            self._check_release(parts, mode, is_forced=KV_CACHE not in tags)
+        if is_trial or not parts:
+            return reply | {"num_aborted": 0, "num_retracted": 0}
+        has_weights = WEIGHTS in parts
+        before = self._core.scheduler.pause_state
+        if has_weights:
+            self._controller.outside_writes.abort("the weights were put to sleep")
+            self._level_under_way = 1
+
+        def ended(error: BaseException | None) -> None:
+            self._under_way = None
+            if has_weights:
+                self._slept(1, error)
+            if error is None:
+                self._released = (parts, before)
+            else:
+                self._not_released(parts, before)
+
+        def give_back(counts: dict[str, Any]) -> dict[str, Any]:
+            if KV_CACHE in parts:
+                self._drop_caches()
+            try:
+                if len(parts) > 1 or (has_weights and not self.gives_weights_alone):
+                    executor.sleep(1)
+                else:
+                    executor.discard(tuple(parts))
+            except Exception as error:
+                logger.exception("memory could not be given back")
+                raise EngineFault(
+                    f"memory ({', '.join(sorted(parts))}) could not be given back: "
+                    f"{type(error).__name__}: {error}"
+                    + ("; requests were aborted" if mode is PauseMode.ABORT else "")
+                ) from error
+            return reply | counts
+
+        try:
+            if has_weights:
+                self._controller.updates.end(
+                    EngineAsleep("the engine was put to sleep")
+                )
+                self._controller.ranks.prepare_sleep(1)
+            answer = self._controller.pauses.stop_for_release(mode, give_back)
+        except BaseException as error:
+            ended(error)
+            raise
+        if isinstance(answer, Future):
+            self._under_way = answer
+            answer.add_done_callback(lambda done: ended(done.exception()))
+        else:
+            ended(None)
+        return answer
+
+    def undo_release(self) -> None:
+        """Take back the memory of the last release, because another engine failed.
+
+        Requests that it retracted or ended stay so.
+        """
+        if self._released is None:
+            return
+        (parts, before), self._released = self._released, None
+        self._core.model_executor.wake_up(sorted(parts))
+        self._not_released(parts, before)
+
+    def release_kv_cache(self, release: Callable[[], Any]) -> Any:
+        """Give the KV cache back under a pause: by `release` if no request is kept.
+
+        Upstream's own refuses to with requests, though it calls them kept.
+        """
+        core, asked = self._core, self._controller.pauses.asked
+        if not core.is_scheduler_paused() or not core.scheduler.requests:
+            return release()
+        is_in_place = asked is PauseMode.IN_PLACE
+        mode = PauseMode.IN_PLACE if is_in_place else PauseMode.RETRACT
+        return self.release({KV_CACHE}, mode)
+
     def wake(self, wake: Callable[[], bool]) -> Any:
         """Call `wake`. A pause that a pause call began stays in force.
 
@@ -203,6 +349,7 @@ class Sleep:
             woken: Future[bool] = Future()
             self._under_way.add_done_callback(lambda _: self._wake_later(woken, wake))
             return woken
+        self._released = None
         dp_commit = self._controller.dp_commit
         stood_still = dp_commit.is_kept and not self._core.engines_running
         were_asleep = self.weights == "asleep"
@@ -218,6 +365,68 @@ class Sleep:
             if self.weights == "gone":
                 logger.warning("the engine is awake without weights: %s", self.detail)
         return is_awake
+
+    def _check_release(
+        self, parts: set[str], mode: PauseMode, *, is_forced: bool
+    ) -> None:
+        """Raise `PauseConflict` if a request cannot be kept as `mode` says."""
+        scheduler, pauses = self._core.scheduler, self._controller.pauses
+        if mode is PauseMode.ABORT:
+            return
+        if pauses.mode is PauseMode.WAIT and scheduler.inflight_is_busy():
+            raise PauseConflict(
+                "requests run to their end under a pause of mode 'wait', or for a "
+                f"commit; mode '{mode.value}' would stop them half-way: call again "
+                "when they are done"
+            )
+        if KV_CACHE in parts:
+            if mode is PauseMode.IN_PLACE and scheduler.running:
+                together = (
+                    "; here the weights are given back only together with the KV cache"
+                    if is_forced
+                    else ""
+                )
+                raise PauseConflict(
+                    f"{len(scheduler.running)} requests stay in place and hold KV, "
+                    "which would be lost with the memory of the KV cache; use mode "
+                    f"'retract', which computes it again{together}"
+                )
+            self._check_kv(scheduler)
+        if mode is PauseMode.RETRACT:
+            request_checks.check_mode(
+                scheduler, mode, in_process=self._controller.in_process
+            )
+
+    def _drop_caches(self) -> None:
+        try:
+            # Front ends keep what they know of media: a request that came meanwhile
+            # has sent their names alone.
+            pause.flush(self._core, media=False)
+        except PauseConflict as error:
+            raise PauseConflict(
+                "the KV cache was not given back, because something still uses it "
+                f"({error.message}); call again"
+            ) from error
+
+    def _check_kv(self, scheduler: upstream.Scheduler) -> None:
+        if held := request_checks.holders(scheduler, is_later=True):
+            raise PauseConflict(
+                f"the KV cache cannot be given back under {held}; wait for them, or "
+                "use mode 'abort'"
+            )
+
+    def _not_released(self, parts: set[str], before: upstream.PauseState) -> None:
+        """Let decoding go on as before a release that has failed, where it can."""
+        sleeping = self._core.model_executor.sleeping_tags
+        if sleeping & parts == {KV_CACHE}:
+            # Some ranks may have given theirs back; nothing of value was left in it.
+            self._core.model_executor.wake_up([KV_CACHE])
+        if sleeping:
+            return
+        if before == upstream.PauseState.UNPAUSED:
+            self._go_on()
+        else:
+            self._core.scheduler.set_pause_state(before)
 
     def _wake_later(self, woken: Future[bool], wake: Callable[[], bool]) -> None:
         try:
