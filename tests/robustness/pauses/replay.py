@@ -131,7 +131,8 @@ class Replay:
                 token = stream.prompt[position + 1]
                 got = stream.prompt_logprobs[position]
                 gaps.append(abs(logprobs[stretch.label][at, token].item() - got))
-                apart.append(_nearest(logprobs, stretch.label, at, token, got))
+                rows = {name: values[at] for name, values in logprobs.items()}
+                apart.append(_nearest(rows, stretch.label, token, got))
                 if gaps[-1] > self.noise.largest:
                     found.append(
                         f"position {position} of the prompt is not of "
@@ -168,21 +169,22 @@ class Replay:
                     )
                     continue
                 at = position - stretch.start
-                right = logprobs[label][at]
+                rows = {name: values[at] for name, values in logprobs.items()}
+                among = allowed(index)
+                if among is not None:
+                    rows = {name: _among(row, among) for name, row in rows.items()}
+                right = rows[label]
                 off = abs(right[token].item() - got)
                 gaps.setdefault(label, []).append(off)
-                apart.setdefault(label, []).append(
-                    _nearest(logprobs, label, at, token, got)
-                )
+                apart.setdefault(label, []).append(_nearest(rows, label, token, got))
                 if off > self.noise.largest:
                     found.append(f"token {index} is not of {label!r}: off by {off:.4f}")
                 if is_greedy:
-                    among = allowed(index)
-                    best = (right if among is None else right[list(among)]).max().item()
-                    if best - right[token].item() > self.noise.largest:
+                    short = right.max().item() - right[token].item()
+                    if short > self.noise.largest:
                         found.append(
                             f"token {index} is not what {label!r} says: "
-                            f"{best - right[token].item():.4f} below the best"
+                            f"{short:.4f} below the best"
                         )
         for label in gaps:
             found += self._judge(gaps[label], apart[label], label)
@@ -206,12 +208,22 @@ def _told(choice: Choice, labels: list[str], index: int) -> tuple[float, str]:
     return choice.logprobs[index], labels[index]
 
 
+def _among(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities as the engine reports them under a grammar.
+
+    The grammar's mask comes before they are taken.
+    """
+    masked = torch.full_like(row, -torch.inf)
+    masked[list(tokens)] = row[list(tokens)]
+    return masked.log_softmax(-1)
+
+
 def _nearest(
-    logprobs: Mapping[str, torch.Tensor], label: str, at: int, token: int, got: float
+    rows: Mapping[str, torch.Tensor], label: str, token: int, got: float
 ) -> float:
     """How far from what was reported the nearest other version is."""
-    others = [values for name, values in logprobs.items() if name != label]
-    return min(abs(values[at, token].item() - got) for values in others)
+    others = [row for name, row in rows.items() if name != label]
+    return min(abs(row[token].item() - got) for row in others)
 
 
 def _median(values: list[float]) -> float:
