@@ -204,7 +204,7 @@ def test_decoding_goes_on_by_itself_when_the_lease_of_a_pause_runs_out(
     time.sleep(0.4)
     assert counts(sent) == had
     flow_again(sent)
-    assert 1.2 < time.monotonic() - asked < 8
+    assert 1.2 < time.monotonic() - asked < 30
     assert not live.call("is_paused")
     live.wait(sent)
     whole(sent, 1600)
