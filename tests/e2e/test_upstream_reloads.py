@@ -14,6 +14,7 @@ from tests.e2e.test_sleep import refused, says
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish, stage
 from tests.support.engines.mixtures import FILE, NORMS, part
 from vllm.inflight.errors import Conflict, EngineFault, UpdateBusy
+from vllm.inflight.worker.model import layerwise_reload
 
 pytestmark = pytest.mark.engine
 
@@ -273,3 +274,30 @@ def test_a_reload_that_breaks_off_leaves_weights_that_nobody_decodes_with(
     assert refused(core, "resume") == "engine_asleep"
     publish(core, folders["new"], "again")
     assert Streams(core).run().tokens["waits"] == expected
+
+
+def test_a_reload_whose_layers_cannot_be_put_back_holds_decoding(
+    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("of a test")
+
+    monkeypatch.setattr(layerwise_reload, "leave", fail)
+    monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", fail)
+    add(core, "waits", prompt(3))
+    streams = Streams(core).step(2)
+    before = list(streams.tokens["waits"])
+    with pytest.raises(EngineFault, match=r"reload_weights has.*published"):
+        reload(core, folders["old"])
+    told = call(core, "info")
+    assert (told["weights"], told["digest"], told["previous"]) == ("gone", None, None)
+    assert told["weight_version"] != "new"
+    assert "could not be put back" in told["weights_detail"]
+    assert streams.step(3).tokens["waits"] == before
+    monkeypatch.undo()
+    publish(core, folders["new"], "again")
+    assert len(streams.run().tokens["waits"]) == 40
+    assert says(core, "after") == expected

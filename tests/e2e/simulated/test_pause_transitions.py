@@ -6,7 +6,7 @@ Two steps are in flight, so a pause takes effect later than it is asked for.
 import pytest
 from vllm.v1.engine.core import EngineCore
 
-from tests.support.engines.bare_core import call
+from tests.support.engines.bare_core import add, call, prompt, request
 from tests.support.simulated.core import (
     assert_told_truly,
     publish_weights,
@@ -64,6 +64,62 @@ def test_pausing_twice_is_pausing_once(core: EngineCore, mode: PauseMode) -> Non
     assert first["num_aborted"] + second["num_aborted"] == (3 if mode == "abort" else 0)
     again = call(core, "pause", mode=mode)
     assert (again["num_aborted"], again["num_retracted"]) == (0, 0)
+
+
+@pytest.mark.parametrize("has_settled", [False, True])
+@pytest.mark.parametrize("mode", PauseMode)
+def test_a_renewal_leaves_those_queued_that_came_since(
+    core: EngineCore, mode: PauseMode, has_settled: bool
+) -> None:
+    streams = started(core)
+    pauses = [ask(core, "pause", mode=mode, lease_s=600)]
+    streams.step(60 if has_settled else 0)
+    for number in range(2):
+        add(core, f"late{number}", prompt(7 + number))
+        pauses.append(ask(core, "pause", mode=mode, lease_s=60))
+    streams.step(60)
+    replies = [answered(each)["ok"] for each in pauses]
+    num_ended = 3 if mode is PauseMode.ABORT else 0
+    assert [reply["num_aborted"] for reply in replies] == [num_ended, 0, 0]
+    assert 0 < call(core, "paused")["lease_left_s"] <= 60
+    assert not streams.tokens.get("late0")
+    call(core, "resume")
+    streams.run()
+    assert {name: len(streams.tokens[name]) for name in ("late0", "late1")} == {
+        "late0": 40,
+        "late1": 40,
+    }
+    assert streams.finished["late0"] == streams.finished["late1"] == "length"
+    assert_told_truly(core, streams, LABELS.get)
+
+
+def test_a_session_that_came_since_does_not_end_the_renewals_of_a_pause(
+    core: EngineCore,
+) -> None:
+    streams = started(core)
+    ask(core, "pause", mode="retract", lease_s=600)
+    streams.step(3)
+    session = request("session", prompt(5))
+    session.resumable = True
+    core.add_request(*core.preprocess_add_request(session))
+    assert call(core, "pause", mode="retract", lease_s=60)["num_retracted"] == 0
+    assert call(core, "paused")["lease_left_s"] <= 60
+    call(core, "resume")
+    streams.step(60)
+    assert len(streams.tokens["session"]) == 40
+
+
+def test_a_pause_that_upstream_has_ended_is_not_renewed(core: EngineCore) -> None:
+    streams = started(core)
+    ask(core, "pause", mode="abort")
+    streams.step(3)
+    core.resume_scheduler()
+    add(core, "late", prompt(7))
+    streams.step(5)
+    assert call(core, "paused")["is_paused"] is False
+    again = ask(core, "pause", mode="abort")
+    streams.step(3)
+    assert answered(again)["ok"]["num_aborted"] == 1
 
 
 def test_continuing_twice_is_continuing_once(core: EngineCore) -> None:

@@ -83,8 +83,10 @@ class Pauses:
     ) -> Any:
         """Pause, make a pause stricter, or renew its lease.
 
-        The reply comes when the mode has taken effect. The call may be repeated. A
-        trial raises the errors of the pause, and otherwise replies and changes nothing.
+        The reply comes when the mode has taken effect. The call may be repeated: in the
+        mode that is in force it is a renewal, and requests queued since the pause began
+        stay queued. A trial raises the errors of the pause, and otherwise replies and
+        changes nothing.
         """
         started = time.perf_counter()
         owner, seconds = check_owner(owner), lease_seconds(lease_s, self._lease_s)
@@ -96,14 +98,18 @@ class Pauses:
                 f"from there to {mode.value}: what it has let go of does not come "
                 "back. Continue first"
             )
-        self._check(mode, flush_cache, is_later=True)
+        is_renewal = self.is_paused and self.asked is mode
+        if not is_renewal:
+            self._check_mode(mode)
+        if flush_cache:
+            request_checks.check_flush(self._core.scheduler, mode, is_later=True)
         if is_trial:
             return self._reply(started)
         counts = {"num_aborted": 0, "num_retracted": 0}
-        if mode is PauseMode.ABORT:
+        if mode is PauseMode.ABORT and not is_renewal:
             counts |= abort.abort_requests(self._controller, {})
         stopped = self._stop(mode)
-        is_renewed, self.asked = self.asked is mode, mode
+        self.asked = mode
         self._controller.counts.paused(mode)
         self._lease.take(owner, seconds)
 
@@ -114,7 +120,7 @@ class Pauses:
             flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
             treated = self._controller.counts.treated(counts)
             reply: Reply = self._reply(started) | treated | flushed
-            if not is_renewed:
+            if not is_renewal:
                 running, waiting = reply["num_running"], reply["num_waiting"]
                 still = f"{running} requests running, {waiting} waiting"
                 self._controller.events.paused(mode, owner, still, reply["seconds"])
@@ -209,7 +215,9 @@ class Pauses:
     def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
         """Raise if a commit cannot treat requests as `mode` says at this moment."""
         kv_connectors.check_commit(self._core.scheduler, mode)
-        self._check(mode, flush_cache, is_later=False)
+        self._check_mode(mode)
+        if flush_cache:
+            request_checks.check_flush(self._core.scheduler, mode)
         if mode is PauseMode.WAIT and self._controller.dp_commit.is_kept:
             raise PauseConflict(
                 "engines that step together do not end their requests together, so "
@@ -298,19 +306,17 @@ class Pauses:
         except PauseConflict as error:
             return {"dropped": None, "not_dropped": error.message}
 
-    def _check(self, mode: PauseMode, flush_cache: bool, *, is_later: bool) -> None:
-        scheduler = self._core.scheduler
+    def _check_mode(self, mode: PauseMode) -> None:
         request_checks.check_mode(
-            scheduler, mode, in_process=self._controller.in_process
+            self._core.scheduler, mode, in_process=self._controller.in_process
         )
-        if flush_cache:
-            request_checks.check_flush(scheduler, mode, is_later=is_later)
 
     def _stop(self, mode: PauseMode) -> Future[Any] | None:
         """Stop the scheduler; the Future is done when no step is in flight."""
         if not self._controller.in_process:
-            known = {PauseMode.WAIT: "wait", PauseMode.ABORT: "abort"}
-            name = known.get(mode, "keep")
+            # Upstream's "abort" ends every request, also when a pause is renewed.
+            # What this pause aborts has ended already, so nothing is left to wait for.
+            name = "wait" if _holds_new(mode) else "keep"
             pending: Future[Any] | None = self._core.pause_scheduler(name, False)
             return pending
         before = self._core.scheduler.pause_state
@@ -344,8 +350,7 @@ class Pauses:
 
     def _hold(self, mode: PauseMode) -> None:
         states = upstream.PauseState
-        is_loose = mode in (PauseMode.WAIT, PauseMode.ABORT)
-        state = states.PAUSED_NEW if is_loose else states.PAUSED_ALL
+        state = states.PAUSED_NEW if _holds_new(mode) else states.PAUSED_ALL
         self._core.scheduler.set_pause_state(state)
 
     def _go_on(self, *, is_asked: bool = False) -> None:
@@ -402,6 +407,14 @@ class Pauses:
             "owner": self._lease.owner,
             "seconds": round(time.perf_counter() - started, 6),
         }
+
+
+def _holds_new(mode: PauseMode) -> bool:
+    """Whether a pause in `mode` holds new requests and lets running ones go on.
+
+    After an abort no request is left that could.
+    """
+    return mode in (PauseMode.WAIT, PauseMode.ABORT)
 
 
 def flush(core: upstream.EngineCore, *, media: bool) -> dict[str, Any]:
