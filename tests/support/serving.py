@@ -13,9 +13,11 @@ from typing import Any
 
 import httpx
 
-from tests.support.preloaded_process import begin
+from tests.support.preloaded_process import IS_ON_CPU, begin
 
 MAIN = "vllm.entrypoints.cli.main"
+NUM_KV_BLOCKS = 1024
+"""On a CPU. 16 requests of 1,024 tokens fill half, and each engine zeroes all of it."""
 START_S = 300
 """Up to eight processes import vLLM, and other tests run beside them."""
 
@@ -51,6 +53,7 @@ class Server:
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--served-model-name", "tiny", "--enforce-eager", "--enable-scale-out"),
             *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "16"),
+            *(("--num-gpu-blocks-override", str(NUM_KV_BLOCKS)) if IS_ON_CPU else ()),
             *flags,
         ]
         environment = os.environ | {
