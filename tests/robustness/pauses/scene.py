@@ -270,8 +270,12 @@ class Scene:
             found.append("it ended without the end of the text")
         if not ends and len(choice.tokens) != stream.params.max_tokens:
             found.append(f"it has {len(choice.tokens)} tokens")
-        if cell.workload == cells.STRUCTURED and not re.fullmatch(REGEX, choice.text):
-            found.append(f"its grammar forbids {choice.text!r}")
+        if cell.workload == cells.STRUCTURED:
+            # Not `choice.text`: the detokenizer also emits bytes of the prompt if these
+            # are no whole characters. The model's tokens are bytes.
+            text = bytes(token for token in choice.tokens if token != EOS).decode()
+            if not re.fullmatch(REGEX, text):
+                found.append(f"its grammar forbids {text!r}")
         return found
 
     def _prompt(self, stream: Stream) -> list[str]:

@@ -47,7 +47,7 @@ class Rollbacks:
         to = None if before is None else before.lineage
         label = None if before is None else before.version.label
 
-        def told(error: BaseException) -> None:
+        def log(error: BaseException) -> None:
             if isinstance(error, InflightError) and not is_undo:
                 self._controller.events.not_rolled_back(f"rollback to {label!r}", error)
 
@@ -55,7 +55,7 @@ class Rollbacks:
             lambda: self._controller.where_all_meet(
                 ("rollback", to), lambda: self._roll_back(body, is_undo), None
             ),
-            told,
+            log,
         )
 
     def undo(self, body: Reply) -> Any:

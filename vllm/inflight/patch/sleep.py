@@ -157,7 +157,7 @@ PATCHES = [
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.sleep",
         expects=("self", "level"),
-        why="weights without memory are not read, whoever put them to sleep",
+        why="weights without memory are not read, whichever call put them to sleep",
         remove_when="upstream reports which weights of a worker have memory",
         around=_noted_asleep,
     ),

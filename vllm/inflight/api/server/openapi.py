@@ -334,7 +334,7 @@ def serve_docs_offline(app: FastAPI) -> None:
 
 
 def described(method: str, path: str) -> dict[str, Any]:
-    """What FastAPI is told of a route, as arguments of `add_api_route`."""
+    """The description of a route for FastAPI, as arguments of `add_api_route`."""
     responses: dict[int | str, Any] = {
         status: _json(_reasons(status), ERROR)
         for status in sorted((*ALWAYS, *STATUSES[path]))

@@ -1,6 +1,7 @@
-"""What the doors of other frameworks ask of an engine core, beside its updates.
+"""Control calls for routes of other frameworks: reads, caches, requests, KV memory.
 
-Calls of the controller, as those in controller.py; none changes what is served.
+They are calls of the controller, like those in controller.py. None of them changes the
+live weights.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ MAX_ROWS = 1 << 16
 
 
 def flush(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Drop every cache, and tell what was in it; refused while requests hold KV."""
+    """Drop every cache, and report its size; rejected while requests hold KV."""
     del body
     counts = requests(controller, {})
     if counts["num_running"]:
         state = "are frozen" if counts["paused"] else "are running"
         raise PauseConflict(
             f"{counts['num_running']} requests {state} and hold KV that cannot be "
-            "dropped under them; pause with mode 'retract' (or 'abort') first"
+            "dropped; pause with mode 'retract' (or 'abort') first"
         )
     return counts | controller.pauses.flush()
 
 
 def requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """How many requests run and wait, and whether they stand still."""
+    """How many requests run and wait, and whether decoding is paused."""
     del body
     running, waiting = controller.core.scheduler.get_request_counts()
     return {
@@ -63,12 +64,11 @@ def undo_release(controller: EngineContext, body: dict[str, Any]) -> dict[str, A
 
 
 def checksums(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Digests of every parameter of every rank, read from what decoding uses.
+    """Digests of every parameter of every rank, read from the live weights.
 
     Args:
         controller: of the engine.
-        body: `skip`, parts of names that are left out, and `is_target`, whether the
-            drafter is.
+        body: `skip` has parts of names to leave out; `is_target` omits the drafter.
 
     """
     skipped, is_target = body.get("skip") or [], bool(body.get("is_target"))
@@ -77,7 +77,7 @@ def checksums(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]
 
 
 def rows(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """The first rows of one tensor, put together from all ranks."""
+    """The first rows of one tensor, joined from all ranks."""
     name, count = body.get("name"), body.get("num_rows")
     if not isinstance(name, str) or not name:
         raise Malformed("name must be the name of a tensor")
@@ -91,16 +91,16 @@ def rows(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     for part in parts:
         if "refused" in part:
             raise Malformed(part["refused"])
-    # An embedding that the head is tied to is in the first stage and in the last.
+    # The first and the last pipeline stage both have a tied embedding.
     stages = {part["stage"] for part in parts}
     found = [joined([p for p in parts if p["stage"] == s], count) for s in stages]
     if any(whole != found[0] for whole in found):
-        raise EngineFault("the stages serve different values of one parameter")
+        raise EngineFault("two pipeline stages have different values of one parameter")
     return {"rows": found[0]}
 
 
 def names(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """What a trainer may send, packed by each rank; see worker/catalogue.py.
+    """The tensors that a trainer may send, packed by each rank (worker/catalogue.py).
 
     Raises:
         StagingUnavailable: weights of this engine cannot be updated in flight.
@@ -109,16 +109,16 @@ def names(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     del body
     controller.ranks.require_staging()
     catalogues = _read(controller, "names")
-    # All ranks of an engine started from one checkpoint, and tell all of it.
+    # All ranks started from one checkpoint, and each reports all of its tensors.
     is_whole = catalogues[0]["of"] == CHECKPOINT
     return {"catalogues": catalogues[:1] if is_whole else catalogues}
 
 
 def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
-    """The parts of a stage's ranks as one; raises `EngineFault` if copies differ."""
+    """Join the parts of a stage's ranks; raises `EngineFault` if copies differ."""
     if parts[0]["dim"] is None:
         if any(part["rows"] != parts[0]["rows"] for part in parts):
-            raise EngineFault("the ranks serve different values of one parameter")
+            raise EngineFault("two ranks have different values of one parameter")
         return list(parts[0]["rows"][:count])
     own = [part["rows"] for part in parts if not part["is_copy"]]
     if parts[0]["dim"] == 0:
@@ -127,14 +127,14 @@ def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
 
 
 def unused(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Of the tensors in `names`, those that fill no parameter of any rank.
+    """The tensors in `names` that fill no parameter of any rank.
 
     Args:
         controller: of the engine.
-        body: `names`, as a checkpoint has them.
+        body: `names` are the names in a checkpoint.
 
     Returns:
-        `unused`, and those of them that are `tied` to a parameter.
+        `unused` tensors, and the `tied` ones among them, which equal a parameter.
 
     Raises:
         StagingUnavailable: weights of this engine cannot be updated in flight.
@@ -149,7 +149,7 @@ def unused(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def source(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """The path that what is served was read from, and its version."""
+    """The path that the live weights were loaded from, and their version."""
     del body
     update = controller.live_version.update
     return {
@@ -160,7 +160,7 @@ def source(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def journal(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """What the journal tells; with `tried`, what was found there has been tried."""
+    """The state of the journal; `tried` notes that a restore was tried."""
     kept = controller.live_version.journal
     kept.tried = kept.tried or bool(body.get("tried"))
     told: dict[str, Any] = kept.told()

@@ -450,13 +450,12 @@ class Sleep:
     def _slept(self, level: int, error: BaseException | None) -> None:
         self._level_under_way, self._under_way = 0, None
         if error is not None and WEIGHTS not in self._core.model_executor.sleeping_tags:
-            self._controller.ranks.prepare_sleep(
-                0
-            )  # it failed before any rank was told
+            # The call failed before any rank began to sleep.
+            self._controller.ranks.prepare_sleep(0)
             return
         self._controller.live_version.forget_before()
         config = self._core.vllm_config.model_config
-        # Upstream refills an engine that cannot be updated, and tells nobody.
+        # Upstream refills an engine that cannot be updated, without a report of it.
         if (
             level > 1
             and config.enable_sleep_mode

@@ -2,9 +2,9 @@
 
 A worker loads an adapter at `add_lora`, or when the first request for it comes. It
 loads the adapter again at `load_inplace`, or under another number after an unload.
-vLLM's block hashes contain the name and the path, which are then the same, though the
-KV differs. So loads are counted by name. The count is part of a request's prefix-cache
-namespace and of its version stamp.
+vLLM's block hashes contain name and path, which are then the same. The KV differs. So
+loads are counted by name. The count is part of a request's prefix-cache namespace and
+of its version stamp.
 
 An adapter is loaded between two steps, before its request gets to the scheduler. So an
 adapter that cannot be loaded ends that request only. The workers keep it in host memory

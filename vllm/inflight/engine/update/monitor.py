@@ -199,8 +199,8 @@ class UpdateMonitor:
                 update.num_replayed = max(status.replayed or 0 for status in statuses)
                 for part in SPENT:
                     spent = [status.spent_s(part) for status in statuses]
-                    if told := [seconds for seconds in spent if seconds is not None]:
-                        update.spent[part] = max(told)
+                    if known := [seconds for seconds in spent if seconds is not None]:
+                        update.spent[part] = max(known)
                 # Every rank receives every tensor and takes the same samples.
                 update.drift = statuses[0].drift
                 self._ledger.move(update, Phase.STAGED)
