@@ -13,10 +13,17 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.calls import (
+    CALLS,
+    Call,
+    PauseDecoding,
+    ResumeDecoding,
+    call_from_dict,
+)
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import calls, counters
-from vllm.inflight.engine.calls import enveloped, watched
+from vllm.inflight.engine import counters
 from vllm.inflight.engine.compat import queries
+from vllm.inflight.engine.envelopes import enveloped, watched
 from vllm.inflight.engine.event_log import EventLog
 from vllm.inflight.engine.integrity.outside_writes import OutsideWrites
 from vllm.inflight.engine.integrity.scrubs import Scrubs
@@ -43,8 +50,10 @@ from vllm.inflight.packed import at_once
 from vllm.inflight.update import (
     STAGED_FACTS,
     Manifest,
+    PauseMode,
     Phase,
     Version,
+    check_flag,
     check_label,
 )
 
@@ -103,6 +112,8 @@ class Controller:
         """
 
         def answer() -> Any:
+            if method in CALLS:
+                return self._answer(call_from_dict(method, body))
             if (handler := _CALLS.get(method)) is None:
                 raise Malformed(f"no control call named {method!r}")
             self.outside_writes.before_call(is_certain=method in ("start", "rollback"))
@@ -112,6 +123,15 @@ class Controller:
             return handler(self, body)
 
         return enveloped(answer)
+
+    def _answer(self, call: Call) -> Any:
+        self.outside_writes.before_call(is_certain=False)
+        self.sleep.check(call.name, {})
+        match call:
+            case PauseDecoding():
+                return self.pause(call)
+            case ResumeDecoding():
+                return self.pauses.resume(call.owner)
 
     def may_start(self, body: dict[str, Any]) -> dict[str, Any]:
         """Raise `UpdateBusy` if an update cannot start now.
@@ -200,10 +220,10 @@ class Controller:
             return update.pending
         self.live_version.expect(body.get("expect_version"), "expect_version")
         update.expect(body.get("expect_digest"))
-        flush_cache = calls.read_flag(body, "flush_cache")
+        flush_cache = check_flag(body.get("flush_cache"), "flush_cache")
         # What stays in place keeps its KV, so a flush that names no mode retracts.
         usual = kv_connectors.default_mode(self.core.scheduler)
-        mode = calls.read_mode(body, "retract" if flush_cache else usual)
+        mode = PauseMode.parse(body.get("mode"), "retract" if flush_cache else usual)
         self.pauses.check_commit(mode, flush_cache=flush_cache)
 
         def switch() -> dict[str, Any]:
@@ -268,14 +288,14 @@ class Controller:
             self.live_version.rename(label)
         return self.version.to_dict()
 
-    def pause(self, body: dict[str, Any]) -> Any:
+    def pause(self, call: PauseDecoding) -> Any:
         """Pause in one of the modes of pause.py."""
         return self.pauses.pause(
-            calls.read_mode(body, "abort"),
-            flush_cache=calls.read_flag(body, "flush_cache"),
-            lease_s=body.get("lease_s"),
-            owner=body.get("owner"),
-            is_trial=bool(body.get("is_trial")),
+            PauseMode.parse(call.mode, "abort"),
+            flush_cache=check_flag(call.flush_cache, "flush_cache"),
+            lease_s=call.lease_s,
+            owner=call.owner,
+            is_trial=call.is_trial,
         )
 
     def where_all_meet(
@@ -355,8 +375,6 @@ _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "info": Controller.info,
     "rename": Controller.rename,
     "transport": lambda controller, body: controller.updates.transport(body),
-    "pause": Controller.pause,
-    "resume": lambda controller, body: controller.pauses.resume(body.get("owner")),
     "paused": lambda controller, body: (
         controller.pauses.state() | {"weights_detail": controller.sleep.detail}
     ),

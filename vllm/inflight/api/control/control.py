@@ -12,11 +12,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 from vllm.inflight.api.control.core_client import CoreClient, Reply
 from vllm.inflight.api.request import rate_limit
+from vllm.inflight.calls import PauseDecoding, ResumeDecoding, call_to_dict
 from vllm.inflight.errors import (
     EngineFault,
     InflightError,
@@ -420,17 +422,19 @@ class Control:
         owner: str | None = None,
     ) -> Reply:
         """Stop decoding between two steps, or renew the lease on that."""
-        facts: Reply = {"mode": mode, "flush_cache": flush_cache}
-        facts |= {"lease_s": lease_s, "owner": owner}
+        pause = PauseDecoding(mode, flush_cache, lease_s, owner)
+        facts = call_to_dict(pause)
         if self.num_engines == 1:
             return await self._call("pause", **facts)
         # First as a trial: engines that step together pause together, so one engine
         # that rejects the pause would block the others.
-        before = await self.ask("pause", **facts, is_trial=True)
+        before = await self.ask(
+            pause.name, **call_to_dict(replace(pause, is_trial=True))
+        )
         envelopes = await self._client.call("pause", facts)
         is_new = not any(reply["paused"] for reply in before)
         if is_new and any("error" in envelope for envelope in envelopes):
-            await self._client.call("resume", {"owner": owner})
+            await self._client.call("resume", call_to_dict(ResumeDecoding(owner)))
         return merged(envelopes)
 
     async def flush(self) -> Reply:

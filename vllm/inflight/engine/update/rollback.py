@@ -11,9 +11,8 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import calls
-from vllm.inflight.engine.calls import watched
 from vllm.inflight.engine.context import EngineContext
+from vllm.inflight.engine.envelopes import watched
 from vllm.inflight.engine.pause.pause import Switch
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.step_queue import whole
@@ -91,7 +90,9 @@ class Rollbacks:
             raise VersionConflict(
                 f"held for a rollback is {label!r}, not {body['to_version']!r}"
             )
-        mode = calls.read_mode(body, kv_connectors.default_mode(self._core.scheduler))
+        mode = PauseMode.parse(
+            body.get("mode"), kv_connectors.default_mode(self._core.scheduler)
+        )
         try:
             controller.pauses.check_commit(mode)
         except PauseConflict:

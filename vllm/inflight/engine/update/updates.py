@@ -15,7 +15,6 @@ from typing import Any
 
 from vllm.inflight import messages, upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import calls
 from vllm.inflight.engine.event_log import EventLog
 from vllm.inflight.engine.pause.lease import check_owner
 from vllm.inflight.engine.scheduling import kv_connectors
@@ -33,7 +32,7 @@ from vllm.inflight.errors import (
     UpdateBusy,
     WrongPhase,
 )
-from vllm.inflight.update import Phase
+from vllm.inflight.update import Phase, check_flag
 
 LONGEST_S = 86400
 """A deadline that never came would keep the shadow weights for good."""
@@ -121,7 +120,7 @@ class Updates:
             raise Malformed(
                 f"deadline_s must be a number up to {LONGEST_S}, got {deadline_s!r:.80}"
             )
-        allow_nonfinite = calls.read_flag(body, "allow_nonfinite")
+        allow_nonfinite = check_flag(body.get("allow_nonfinite"), "allow_nonfinite")
         check_owner(body.get("owner"))
         self._live_version.expect(body.get("base_version"), "base_version")
         self.require_connected()
