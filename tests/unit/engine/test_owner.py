@@ -2,6 +2,7 @@
 
 import pytest
 
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.engine.pause.lease import check_owner
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.ledger import Ledger
@@ -10,7 +11,7 @@ from vllm.inflight.update import Phase
 
 
 def begun(ledger: Ledger, **body: str) -> Update:
-    return ledger.start({"update_id": "u", **body}, 60.0)[0]
+    return ledger.start(StartUpdate("u", **body), 60.0)[0]
 
 
 @pytest.mark.parametrize("update_id", ["u", None])

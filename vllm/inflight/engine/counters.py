@@ -74,9 +74,8 @@ class Counters:
         }
 
 
-def told(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def told(controller: EngineContext) -> dict[str, Any]:
     """All that `/metrics` tells of an engine."""
-    del body
     pauses = controller.pauses.state()
     return controller.counts.to_dict() | {
         **controller.updates.progress(),

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.update import ACTIVE, Phase
 
@@ -138,16 +139,16 @@ class Update:
 
 
 def files_of(
-    body: dict[str, Any], manifest: dict[str, Any] | None
+    call: StartUpdate, manifest: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """What it takes to read the files of an update again; None if it has none.
 
     Args:
-        body: of the request that began it.
+        call: that began it.
         manifest: its manifest, packed; the `name_map` of it stays so.
 
     """
-    paths = {"path": body.get("source"), "draft_path": body.get("draft_source")}
+    paths = {"path": call.source, "draft_path": call.draft_source}
     if not any(paths.values()):
         return None
     stated = manifest or {"subset": [], "name_map": {}}

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from fastapi import Response
 
-from vllm.inflight import upstream
+from vllm.inflight import calls, upstream
 from vllm.inflight.api.control.core_client import Reply
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.api.control.methods import weight_names as names_of
@@ -38,7 +38,7 @@ DIGITS = 19
 
 async def flush_cache(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
     """Drop the prefix cache; rejected while running requests hold KV."""
-    replies = await control_of(engine).ask("flush")
+    replies = await control_of(engine).ask(calls.FlushCaches())
     await engine.renderer.clear_mm_cache_async()
     waiting = sum(reply["num_waiting"] for reply in replies)
     return {
@@ -109,7 +109,7 @@ async def model_info(engine: upstream.EngineClient, body: dict[str, Any]) -> Rep
     A version that came over a transport does not change `model_path`.
     """
     Fields(body).only()
-    (source, *_) = await control_of(engine).ask("source")
+    (source, *_) = await control_of(engine).ask(calls.ReadSource())
     model = engine.vllm_config.model_config
     return {
         "model_path": source["path"] or model.model,
@@ -134,7 +134,7 @@ async def get_weights_by_name(
     if isinstance(size, str) and size.isdecimal() and len(size) < DIGITS:
         size = int(size)  # a query parameter
     size = NO_ROWS if size is None else size
-    replies = await control_of(engine).ask("rows", name=name, num_rows=size)
+    replies = await control_of(engine).ask(calls.ReadRows(name, size))
     return _finite(replies[0]["rows"])
 
 
@@ -168,9 +168,7 @@ async def weights_checker(engine: upstream.EngineClient, body: dict[str, Any]) -
             "compares with the digest of the label"
         )
     is_target = selector == "target"
-    replies = await control_of(engine).ask(
-        "checksums", skip=skipped, is_target=is_target
-    )
+    replies = await control_of(engine).ask(calls.ReadChecksums(skipped, is_target))
     ranks = [rank for reply in replies for rank in reply["ranks"]]
     every = "".join(rank["per_gpu_checksum"] for rank in ranks)
     return {
@@ -211,7 +209,7 @@ async def weight_checker(engine: upstream.EngineClient, body: dict[str, Any]) ->
     if action == "compare" and not isinstance(baseline, dict):
         raise Malformed("action 'compare' needs 'baseline', an object of checksums")
     found: dict[str, str] = {}
-    for reply in await control_of(engine).ask("checksums"):
+    for reply in await control_of(engine).ask(calls.ReadChecksums()):
         for rank in reply["ranks"]:
             at = rank["parallelism_info"]
             where = f"dp{at['dp_rank']}:pp{at['pp_rank']}:pcp0:tp{at['tp_rank']}:"
@@ -290,7 +288,7 @@ def _tags(engine: upstream.EngineClient, body: dict[str, Any]) -> set[str]:
 
 
 async def _aborted(engine: upstream.EngineClient, ids: list[str] | None) -> int:
-    replies = await control_of(engine).ask("abort_requests", ids=ids)
+    replies = await control_of(engine).ask(calls.AbortRequests(ids))
     return sum(reply["num_aborted"] for reply in replies)
 
 
@@ -334,16 +332,18 @@ async def release_kv_cache(engine: upstream.EngineClient) -> None:
 
     """
     control = control_of(engine)
-    if any(reply["weights"] == "asleep" for reply in await control.ask("info")):
+    if any(
+        reply["weights"] == "asleep" for reply in await control.ask(calls.ReadVersion())
+    ):
         raise EngineAsleep(
             "the weights are asleep, and so is the KV cache unless it was woken up "
             "alone; it can be released by itself once the weights have been woken up"
         )
-    before = await control.ask("rest")
+    before = await control.ask(calls.ReadStandstill())
     await engine.sleep(level=0, mode="abort")
     try:
         await engine.renderer.clear_mm_cache_async()  # the engines drop theirs
-        await control.ask("release_kv_cache")
+        await control.ask(calls.ReleaseKvCache())
     except (PauseConflict, EngineFault) as error:
         if not any(each["ends_on_waking"] for each in before):
             # A pause that was asked for outlives it, and ends as it would have. With

@@ -1,17 +1,15 @@
 """What the doors of other frameworks ask of an engine core, beside its updates.
 
-Calls of the controller, as those in controller.py; none changes what is served.
+The controller calls these functions; none changes what is served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from vllm.inflight import upstream
+from vllm.inflight import calls, upstream
 from vllm.inflight.engine.context import EngineContext
-from vllm.inflight.engine.scheduling.abort import abort_requests
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 from vllm.inflight.worker.catalogue import CHECKPOINT
 
@@ -26,10 +24,9 @@ NOT_AT_REST = "requires a completed pause"
 """How upstream refuses a release of the KV cache under an engine that goes on."""
 
 
-def flush(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def flush(controller: EngineContext) -> dict[str, Any]:
     """Drop every cache, and tell what was in it; refused while requests hold KV."""
-    del body
-    counts = requests(controller, {})
+    counts = requests(controller)
     if counts["num_running"]:
         state = "are frozen" if counts["paused"] else "are running"
         raise PauseConflict(
@@ -39,9 +36,8 @@ def flush(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     return counts | controller.pauses.flush()
 
 
-def requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def requests(controller: EngineContext) -> dict[str, Any]:
     """How many requests run and wait, and whether they stand still."""
-    del body
     running, waiting = controller.core.scheduler.get_request_counts()
     return {
         "num_running": running,
@@ -50,12 +46,11 @@ def requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rest(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def rest(controller: EngineContext) -> dict[str, Any]:
     """Whether decoding stands still, and whether waking up would end that.
 
     It ends a sleep of level 0, and a pause of upstream's own that nobody here knows of.
     """
-    del body
     pauses, sleep = controller.pauses, controller.sleep
     is_held = pauses.asked or pauses.commit is not None or sleep.weights == "gone"
     return {
@@ -65,7 +60,7 @@ def rest(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def release_kv_cache(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def release_kv_cache(controller: EngineContext) -> dict[str, Any]:
     """Give the KV cache's memory back, under a pause that is complete.
 
     Raises:
@@ -73,7 +68,6 @@ def release_kv_cache(controller: EngineContext, body: dict[str, Any]) -> dict[st
         EngineFault: the memory could not be given back.
 
     """
-    del body
     core = controller.core
     is_asleep = KV_CACHE in core.model_executor.sleeping_tags
     if not is_asleep:
@@ -92,23 +86,15 @@ def release_kv_cache(controller: EngineContext, body: dict[str, Any]) -> dict[st
     return {"released": not is_asleep}
 
 
-def checksums(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Digests of every parameter of every rank, read from what decoding uses.
-
-    Args:
-        controller: of the engine.
-        body: `skip`, parts of names that are left out, and `is_target`, whether the
-            drafter is.
-
-    """
-    skipped, is_target = body.get("skip") or [], bool(body.get("is_target"))
-    ranks = _read(controller, "checksums", skipped, is_target)
+def checksums(controller: EngineContext, call: calls.ReadChecksums) -> dict[str, Any]:
+    """Digests of every parameter of every rank, read from what decoding uses."""
+    ranks = _read(controller, "checksums", call.skip or [], bool(call.is_target))
     return {"ranks": ranks, "epoch": controller.version.epoch}
 
 
-def rows(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def rows(controller: EngineContext, call: calls.ReadRows) -> dict[str, Any]:
     """The first rows of one tensor, put together from all ranks."""
-    name, count = body.get("name"), body.get("num_rows")
+    name, count = call.tensor, call.num_rows
     if not isinstance(name, str) or not name:
         raise Malformed("name must be the name of a tensor")
     if type(count) is not int or not 0 < count <= MAX_ROWS:
@@ -129,14 +115,13 @@ def rows(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     return {"rows": found[0]}
 
 
-def names(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def names(controller: EngineContext) -> dict[str, Any]:
     """What a trainer may send, packed by each rank; see worker/catalogue.py.
 
     Raises:
         StagingUnavailable: weights of this engine cannot be updated in flight.
 
     """
-    del body
     controller.ranks.require_staging()
     catalogues = _read(controller, "names")
     # All ranks of an engine started from one checkpoint, and tell all of it.
@@ -156,12 +141,8 @@ def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
     return [list(chain(*pieces)) for pieces in zip(*own, strict=True)][:count]
 
 
-def unused(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Of the tensors in `names`, those that fill no parameter of any rank.
-
-    Args:
-        controller: of the engine.
-        body: `names`, as a checkpoint has them.
+def unused(controller: EngineContext, call: calls.FindUnused) -> dict[str, Any]:
+    """Of the tensors in `call.names`, those that fill no parameter of any rank.
 
     Returns:
         `unused`, and those of them that are `tied` to a parameter.
@@ -171,16 +152,15 @@ def unused(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
 
     """
     controller.ranks.require_staging()
-    replies = _read(controller, "unused", body.get("names") or [])
+    replies = _read(controller, "unused", call.names or [])
     return {
         what: sorted(set.intersection(*(set(reply[what]) for reply in replies)))
         for what in ("unused", "tied")
     }
 
 
-def source(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def source(controller: EngineContext) -> dict[str, Any]:
     """The path that what is served was read from, and its version."""
-    del body
     update = controller.live_version.update
     return {
         "path": None if update is None else update.source,
@@ -189,10 +169,10 @@ def source(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def journal(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def journal(controller: EngineContext, call: calls.ReadJournal) -> dict[str, Any]:
     """What the journal tells; with `tried`, what was found there has been tried."""
     kept = controller.live_version.journal
-    kept.tried = kept.tried or bool(body.get("tried"))
+    kept.tried = kept.tried or bool(call.tried)
     told: dict[str, Any] = kept.told()
     return told
 
@@ -205,23 +185,3 @@ def _read(controller: EngineContext, what: str, *args: object) -> list[Any]:
         if "error" in reply:
             raise EngineFault(f"rank {rank} cannot be read: {reply['error']}")
     return [reply["ok"] for reply in replies]
-
-
-CALLS: dict[str, Callable[[EngineContext, dict[str, Any]], Any]] = {
-    "abort_requests": abort_requests,
-    "flush": flush,
-    "requests": requests,
-    "rest": rest,
-    "release_kv_cache": release_kv_cache,
-    "checksums": checksums,
-    "rows": rows,
-    "names": names,
-    "source": source,
-    "staging": lambda gate, body: {
-        "bytes": gate.ranks.nbytes,
-        "reason": gate.ranks.reason,
-    },
-    "unused": unused,
-    "journal": journal,
-    "miss": lambda controller, body: controller.updates.miss(body),
-}

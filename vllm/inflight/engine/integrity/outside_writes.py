@@ -479,7 +479,7 @@ class OutsideWrites:
         """
         controller, scheduler = self._controller, self._core.scheduler
         try:
-            controller.may_start({})
+            controller.may_start()
             controller.updates.require_connected()
         except UpdateBusy as error:
             raise UpdateBusy(

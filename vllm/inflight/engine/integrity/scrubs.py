@@ -66,13 +66,12 @@ class Scrubs:
             with self._lock:
                 self._ensure_thread()
 
-    def verify(self, body: dict[str, Any]) -> Future[Result]:
+    def verify(self) -> Future[Result]:
         """Scrub once; done when the ranks have read all that they serve.
 
         Whoever asks while one is under way gets the result of the next one: the one
         under way may have read by now what has changed since.
         """
-        del body
         self._controller.ranks.require_staging()
         future: Future[Result] = Future()
         with self._lock:

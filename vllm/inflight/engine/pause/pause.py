@@ -136,7 +136,7 @@ class Pauses:
             return self._reply(started)
         counts = {"num_aborted": 0, "num_retracted": 0}
         if mode is PauseMode.ABORT:
-            counts |= abort.abort_requests(self._controller, {})
+            counts |= abort.abort_requests(self._controller)
         stopped = self._stop(mode)
         is_renewed, self.asked = self.asked is mode, mode
         self._controller.counts.paused(mode)
@@ -294,7 +294,7 @@ class Pauses:
         if mode is PauseMode.RETRACT:
             facts["num_retracted"] = self._core.scheduler.inflight_retract()
         elif mode is PauseMode.ABORT:
-            facts |= abort.abort_requests(self._controller, {})
+            facts |= abort.abort_requests(self._controller)
         return facts | self._flushed(media=False) if flush_cache else facts
 
     # ---------------------------------------------------------------- helpers

@@ -25,16 +25,17 @@ OF_ROUTES = (
 """What vLLM's own routes write around it."""
 
 
-def abort_requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def abort_requests(
+    controller: EngineContext, ids: list[str] | None = None
+) -> dict[str, Any]:
     """Finish some requests now, with what they have; `num_aborted` is how many.
 
     Args:
         controller: of the engine.
-        body: `ids`, as their users know them, or None for every request.
+        ids: as their users know them, or None for every request.
 
     """
     scheduler = controller.core.scheduler
-    ids = body.get("ids")
     chosen = None if ids is None else matching(scheduler.requests, ids)
     if chosen is not None and not chosen:
         return {"num_aborted": 0}
