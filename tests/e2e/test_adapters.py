@@ -94,7 +94,7 @@ def test_parameters_are_read_under_the_names_of_a_model_without_adapters(
     assert not any("base_layer" in name for name in rank["checksums"])
     name = "model.layers.1.self_attn.k_proj.weight"
     stored = load_file(old / "model.safetensors")[name][:3].float()
-    assert call(core, "rows", name=name, num_rows=3)["rows"] == stored.tolist()
+    assert call(core, "rows", tensor=name, num_rows=3)["rows"] == stored.tolist()
 
 
 def test_adapters_stay_loaded_where_a_sleep_has_lost_their_memory(

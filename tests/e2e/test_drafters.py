@@ -154,7 +154,7 @@ def test_what_is_read_has_the_drafter_as_well(
     tensors = load_file(drafters["new"] / "model.safetensors")
     (name,) = (name for name in tensors if name.endswith("mlp.down_proj.weight"))
     (inside,) = (name for name in changed if name.endswith("mlp.down_proj.weight"))
-    rows = call(core, "rows", name=inside, num_rows=3)["rows"]
+    rows = call(core, "rows", tensor=inside, num_rows=3)["rows"]
     assert rows == tensors[name][:3].float().tolist()
 
 

@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 from tests.support.engine_replies import UNRECORDED, record, recorded, shape
-from vllm.inflight.engine.controller import _CALLS
+from vllm.inflight.calls import CALLS
 
 pytestmark = pytest.mark.engine
 
@@ -22,4 +22,4 @@ def test_a_core_replies_with_the_keys_that_are_recorded(
 
 
 def test_every_call_has_a_recorded_reply() -> None:
-    assert _CALLS.keys() <= recorded().keys()
+    assert CALLS.keys() <= recorded().keys()

@@ -11,6 +11,7 @@ from tests.support.engines.probe import commits_and_rollbacks, greedy
 from tests.support.engines.script import run_script
 from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.calls import ReadRows
 from vllm.inflight.errors import Malformed, WeightsMismatch
 from vllm.inflight.worker.model import moe
 
@@ -56,9 +57,9 @@ def test_an_expert_that_is_missing_is_named(
 
 def test_who_reads_an_expert_is_told_where_it_is(llm: Any) -> None:
     with pytest.raises(Malformed, match=r"1\S*\.w13_weight") as refusal:
-        run_sync(control_of(llm).ask("rows", name=EXPERT, num_rows=2))
+        run_sync(control_of(llm).ask(ReadRows(EXPERT, 2)))
     stacked = str(refusal.value).split("'")[3]
-    (reply,) = run_sync(control_of(llm).ask("rows", name=stacked, num_rows=2))
+    (reply,) = run_sync(control_of(llm).ask(ReadRows(stacked, 2)))
     assert len(reply["rows"]) == 2
 
 

@@ -72,7 +72,7 @@ def test_what_is_drafted_with_is_read_by_the_names_it_comes_under(
     core = llm.llm_engine.engine_core.engine_core
     tensors = load_file(new / "model.safetensors")
     for end in (kind.joint, f"{kind.block}self_attn.o_proj.weight"):
-        rows = call(core, "rows", name=kind.layer + end, num_rows=3)["rows"]
+        rows = call(core, "rows", tensor=kind.layer + end, num_rows=3)["rows"]
         assert rows == tensors[kind.layer + end][:3].float().tolist()
 
 

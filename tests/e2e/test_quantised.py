@@ -19,6 +19,7 @@ from tests.support.models.quantised import FILE, quantise
 from vllm.inflight import upstream
 from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.calls import ReadRows
 from vllm.inflight.errors import Malformed, StagingUnavailable, WeightsMismatch
 from vllm.inflight.worker.model import quantized, support
 from vllm.inflight.worker.model.quantized import PROVED
@@ -256,7 +257,7 @@ def test_a_subset_of_a_part_of_a_layer_names_the_rest(
 def test_rows_of_a_quantised_layer_are_refused_by_name(llm: Any, name: str) -> None:
     full = f"model.layers.0.self_attn.{name}"
     with pytest.raises(Malformed, match=rf"{name}.*quantised layer.*checksums"):
-        run_sync(control_of(llm).ask("rows", name=full, num_rows=2))
+        run_sync(control_of(llm).ask(ReadRows(full, 2)))
 
 
 def test_packed_weights_that_both_sets_share_are_not_written_to(

@@ -16,6 +16,7 @@ from tests.support.engines.mixtures import NORMS, part
 from tests.support.engines.probe import greedy, prompts
 from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.calls import ReadHealth, ReadMetrics
 
 pytestmark = pytest.mark.engine
 
@@ -161,7 +162,7 @@ def test_what_is_scrubbed_regularly_alarms(
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             scrub = llm.weight_info()["scrub"]
-            (told,) = run_sync(control.ask("metrics"))
+            (told,) = run_sync(control.ask(ReadMetrics()))
             if scrub and scrub["result"] == result:
                 return told
             time.sleep(0.02)
@@ -171,7 +172,7 @@ def test_what_is_scrubbed_regularly_alarms(
     assert told["scrubs"]["equal"] > 0 and not told["weights_differ"]
     change(llm, "model.norm.weight")
     assert waits_for("different")["weights_differ"]
-    (health,) = run_sync(control.ask("health"))
+    (health,) = run_sync(control.ask(ReadHealth()))
     assert "not what was committed" in health["weights_detail"]
     found = llm.weight_info()["scrub"]
     assert found["different"] == ["model.norm.weight"]

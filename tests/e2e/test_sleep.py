@@ -27,7 +27,7 @@ NEEDS_WEIGHTS = {
     "rollback": {},
     "undo": {},
     "checksums": {},
-    "rows": {"name": "model.norm.weight", "num_rows": 1},
+    "rows": {"tensor": "model.norm.weight", "num_rows": 1},
     "rename": {"weight_version": "other"},
     "resume": {},
 }

@@ -176,8 +176,9 @@ def test_what_needs_weights_is_refused_while_they_are_asleep(
         llm.rollback_weights()
     with pytest.raises(EngineAsleep):
         llm.collective_rpc("compute_weight_checksums")
-    for read in ("checksums", "rows"):
-        answer = core_of(llm).inflight(read, {"name": "model.norm.weight"})
+    reads = {"checksums": {}, "rows": {"tensor": "model.norm.weight"}}
+    for read, body in reads.items():
+        answer = core_of(llm).inflight(read, body)
         assert answer["error"]["code"] == "engine_asleep"
     llm.wake_up(tags=["weights"])
     if level == 2:

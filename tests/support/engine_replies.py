@@ -18,7 +18,11 @@ from typing import Any
 FILE = Path(__file__).with_name("engine_replies.json")
 
 UNRECORDED: dict[str, dict[str, Any]] = {
-    "transport": {},
+    "init_transport": {},
+    "shutdown_transport": {},
+    "join_group": {},
+    "leave_group": {},
+    "compare": {},
     "miss": {},
     "undo_release": {},
 }
@@ -45,7 +49,7 @@ def record(core: Any, folder: Path) -> dict[str, Any]:
     ask("was_started", update_id="u", fingerprint="f")
     ask("unused", names=["lm_head.weight"])
     name = unpacked(names["catalogues"])["tensors"][0]["name"]
-    ask("rows", name=name, num_rows=1)
+    ask("rows", tensor=name, num_rows=1)
     ask("start", update_id="u", weight_version="v", transport="local")
     ask("receive", update_id="u", update_info={"path": str(folder)})
     ask("prepare", update_id="u")

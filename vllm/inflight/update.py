@@ -78,8 +78,13 @@ class PauseMode(StrEnum):
     WAIT = "wait"
 
     @classmethod
-    def parse(cls, value: str) -> PauseMode:
-        """The mode named `value`; `keep` is upstream's word for `in_place`."""
+    def parse(cls, value: str | None, default: str = "") -> PauseMode:
+        """The mode named `value`; `keep` is upstream's word for `in_place`.
+
+        None means `default`. `""` and 0 name no mode.
+        """
+        if value is None:
+            value = default
         try:
             return cls("in_place" if value == "keep" else value)
         except ValueError:
@@ -311,6 +316,25 @@ def check_label(label: object) -> str | None:
             f"characters, got {str(label)[:80]!r}"
         )
     return label
+
+
+def check_flag(value: object, name: str) -> bool:
+    """Check the field `name` (a bool or None), and return it; None means False."""
+    if value is not None and not isinstance(value, bool):
+        raise Malformed(f"{name} must be true or false, got {value!r:.80}")
+    return bool(value)
+
+
+def check_owner(value: object) -> str | None:
+    """Check the field `owner` (a string or None), and return it."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
+        raise Malformed(
+            f"owner must be a string of 1 to {MAX_NAME_CHARS} characters, got "
+            f"{value!r:.80}"
+        )
+    return value
 
 
 def check_subset(patterns: object) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from vllm.inflight.messages import Status
 
 pytestmark = pytest.mark.engine
 
-JOIN = {"transport": "groups", "command": "join", "init_info": {"group_name": "g"}}
-LEAVE = {"transport": "groups", "command": "leave", "init_info": "g"}
+JOIN = {"init_info": {"group_name": "g"}}
+LEAVE = {"group_name": "g"}
 
 
 class Attentive(SimulatedExecutor):
@@ -57,7 +57,7 @@ def test_a_join_is_known_before_a_rank_hears_of_it(core: EngineCore) -> None:
             found.append(code(core.inflight("start", {"transport": "groups"})))
 
     core.model_executor.heard = begin
-    joined = ask(core, "transport", **JOIN)
+    joined = ask(core, "join_group", **JOIN)
     assert found == ["update_in_progress"]
     assert not joined.done()
     core.model_executor.carry_out(connecting(core))
@@ -73,7 +73,7 @@ def test_a_join_that_the_ranks_could_not_be_told_keeps_nobody_out(
             raise OSError("no room in the queue")
 
     core.model_executor.heard = refuse
-    refused = core.inflight("transport", dict(JOIN))
+    refused = core.inflight("join_group", dict(JOIN))
     assert "no room in the queue" in refused["error"]["message"]
     serial = core.inflight_controller.updates.ledger.next_serial() - 1
     assert core.model_executor.board.cancelled() == serial, "some may have heard of it"
@@ -89,9 +89,9 @@ def test_a_command_that_was_not_sent_leaves_the_connecting_transport(
             raise OSError("no room in the queue")
 
     core.model_executor.heard = refuse
-    joined = ask(core, "transport", **JOIN)
+    joined = ask(core, "join_group", **JOIN)
     before = connecting(core)
-    assert "error" in core.inflight("transport", dict(LEAVE))
+    assert "error" in core.inflight("leave_group", dict(LEAVE))
     assert connecting(core) == before
     # The join was told to end, for its opposite goes past it; until it has, it counts.
     assert code(core.inflight("start", {"transport": "groups"})) == "update_in_progress"

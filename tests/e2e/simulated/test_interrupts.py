@@ -34,7 +34,7 @@ def core(make: Any) -> EngineCore:
 def in_a_turn(core: EngineCore, method: str, **body: Any) -> None:
     """What a front end of the same process does."""
     controller = core.inflight_controller
-    controller.step_queue.run(lambda: controller.call(method, body))
+    controller.step_queue.run(lambda: controller.call_by_name(method, body))
 
 
 def twice(original: Any) -> Any:

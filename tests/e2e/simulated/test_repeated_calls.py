@@ -1,6 +1,7 @@
 """A call whose reply was lost is made again, or its caller has gone away for good."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.from_disk import from_disk
 from vllm.inflight.api.request import rate_limit
+from vllm.inflight.calls import Call, ReceiveChunk, StartUpdate, call_to_dict
 from vllm.inflight.errors import Conflict, InflightError, UpdateBusy
 from vllm.inflight.update import Phase
 
@@ -31,10 +33,10 @@ class Door:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
 
-    async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-        if method == "receive":  # the simulated ranks know weights by number
-            body = body | {"update_info": {"weights": 1}}
-        return [ask(self._core, method, **body).result(timeout=30)]
+    async def call(self, asked: Call) -> list[Any]:
+        if isinstance(asked, ReceiveChunk):  # simulated ranks know weights by number
+            asked = replace(asked, update_info={"weights": 1})
+        return [ask(self._core, asked.name, **call_to_dict(asked)).result(timeout=30)]
 
 
 def committed(core: EngineCore, update_id: str) -> Any:
@@ -61,7 +63,7 @@ def test_a_start_is_spent_for_unless_it_is_a_repetition(
         spent: list[None] = []
         token = rate_limit.allowance.set(lambda: spent.append(None))
         try:
-            run_sync(control.start(**OPENING, **body))
+            run_sync(control.start(StartUpdate(**OPENING, **body)))
             assert refusal is None
         except InflightError as error:
             assert type(error) is refusal
@@ -118,14 +120,14 @@ def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
     class Hurried(Door):
         """Who ends the update is heard between the piece and its answer."""
 
-        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-            if method != "receive":
-                return await super().call(method, body)
+        async def call(self, asked: Call) -> list[Any]:
+            if not isinstance(asked, ReceiveChunk):
+                return await super().call(asked)
             with monkeypatch.context() as patched:
                 patched.setattr(updates._watch, "_answer", answer_once_it_is_staged)
-                info = {"update_info": {"weights": 1}}
-                received = ask(core, "receive", **body | info)
-                ask(core, "prepare", update_id=body["update_id"]).result(timeout=30)
+                sent = replace(asked, update_info={"weights": 1})
+                received = ask(core, "receive", **call_to_dict(sent))
+                ask(core, "prepare", update_id=asked.update_id).result(timeout=30)
                 answer = received.result(timeout=30)
             assert answer["ok"]["phase"] == "staged"
             assert {"bytes", "parameters"} < answer["ok"].keys()
@@ -158,9 +160,9 @@ class Silent(Door):
         super().__init__(core)
         self._method, self._goes = method, goes
 
-    async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-        answers = await super().call(method, body)
-        if method == self._method:
+    async def call(self, asked: Call) -> list[Any]:
+        answers = await super().call(asked)
+        if asked.name == self._method:
             if self._goes is not None:
                 raise self._goes
             await asyncio.Event().wait()

@@ -1,6 +1,7 @@
 """The engines of one front end commit only if all have staged the same."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from tests.support.engines.bare_core import call
 from tests.support.simulated.doors import Door, publish, served
 from vllm.inflight.api.control.control import Control
+from vllm.inflight.calls import Call, ReceiveChunk, StartUpdate
 from vllm.inflight.errors import InflightError, VersionConflict, WeightsMismatch
 from vllm.inflight.worker.status_board import StatusBoard
 
@@ -22,14 +24,14 @@ class Apart(Door):
         self.weights = weights
         self.called: list[str] = []
 
-    async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-        self.called.append(method)
-        if method != "receive":
-            return await super().call(method, body)
+    async def call(self, asked: Call) -> list[Any]:
+        self.called.append(asked.name)
+        if not isinstance(asked, ReceiveChunk):
+            return await super().call(asked)
         answers = []
         for core, weights in zip(self._cores, self.weights, strict=True):
-            info = {"update_info": {"weights": weights}}
-            answers += await Door([core]).call(method, body | info)
+            sent = replace(asked, update_info={"weights": weights})
+            answers += await Door([core]).call(sent)
         return answers
 
 
@@ -50,7 +52,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(control: Control) -> Any:
     async def phases() -> Any:
-        started = await control.start(transport="local")
+        started = await control.start(StartUpdate(transport="local"))
         await control.update({"weights": 1}, started["update_id"])
         return await control.prepare(started["update_id"])
 

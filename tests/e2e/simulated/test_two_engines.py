@@ -8,6 +8,7 @@ import pytest
 from tests.support.engines.bare_core import Streams, add, prompt
 from tests.support.simulated.doors import Door, cancelled_and_over, publish, served
 from vllm.inflight.api.control.control import Control
+from vllm.inflight.calls import Call, CommitUpdate, StartUpdate
 from vllm.inflight.errors import EngineFault, PauseConflict
 
 
@@ -70,9 +71,9 @@ def test_a_commit_that_its_caller_cancels_is_made_on_both_or_on_none(
     class Pausing(Door):
         """Whoever waits for a commit is cancelled when the engines have made it."""
 
-        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-            answers = await super().call(method, body)
-            if method == "commit":
+        async def call(self, asked: Call) -> list[Any]:
+            answers = await super().call(asked)
+            if isinstance(asked, CommitUpdate):
                 committing.cancel()
                 await asyncio.sleep(0)
             return answers
@@ -83,7 +84,7 @@ def test_a_commit_that_its_caller_cancels_is_made_on_both_or_on_none(
 
     async def phases() -> None:
         nonlocal committing
-        begun = await control.start(transport="local")
+        begun = await control.start(StartUpdate(transport="local"))
         await control.update({"weights": 2}, begun["update_id"])
         committing = asyncio.create_task(
             control.finish("two", update_id=begun["update_id"])
@@ -115,16 +116,16 @@ def test_a_commit_that_two_ask_for_and_one_engine_cannot_make_is_undone_once(
 
         has_asked = False
 
-        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-            answers = await super().call(method, body)
-            if method == "commit" and not self.has_asked:
+        async def call(self, asked: Call) -> list[Any]:
+            answers = await super().call(asked)
+            if isinstance(asked, CommitUpdate) and not self.has_asked:
                 self.has_asked = True
-                await finish(Control(Door(cores)), body["update_id"])
+                await finish(Control(Door(cores)), asked.update_id)
             return answers
 
     async def phases() -> None:
         control = Control(Twice(cores))
-        begun = await control.start(transport="local")
+        begun = await control.start(StartUpdate(transport="local"))
         await control.update({"weights": 2}, begun["update_id"])
         await finish(control, begun["update_id"])
 

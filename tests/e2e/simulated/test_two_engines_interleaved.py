@@ -10,6 +10,16 @@ from tests.support.simulated.core import Loop
 from tests.support.simulated.doors import Door, cancelled_and_over, publish, served
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.restore import restore
+from vllm.inflight.calls import (
+    Call,
+    CommitUpdate,
+    ReadJournal,
+    ReceiveChunk,
+    RenameVersion,
+    RollBack,
+    StartUpdate,
+    call_to_dict,
+)
 from vllm.inflight.errors import (
     EngineFault,
     InflightError,
@@ -24,13 +34,13 @@ def test_while_one_has_yet_to_commit_another_update_leaves_the_way_back(
     class Meanwhile(Door):
         """One engine commits at once, the other after a trainer that tries again."""
 
-        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-            if method != "commit":
-                return await super().call(method, body)
-            first = cores[0].inflight("commit", dict(body))
+        async def call(self, asked: Call) -> list[Any]:
+            if not isinstance(asked, CommitUpdate):
+                return await super().call(asked)
+            first = cores[0].inflight("commit", call_to_dict(asked))
             with pytest.raises(UpdateBusy):
-                await Control(Door(cores)).start(transport="local")
-            return [first, cores[1].inflight("commit", dict(body))]
+                await Control(Door(cores)).start(StartUpdate(transport="local"))
+            return [first, cores[1].inflight("commit", call_to_dict(asked))]
 
     publish(Control(Door(cores)), 1, "one")
     cores[1].model_executor.refused = (2,)
@@ -46,12 +56,14 @@ def test_while_one_has_yet_to_roll_back_no_update_comes_in_between(
     class Meanwhile(Door):
         """A trainer tries its luck once an engine waits, and the other one does not."""
 
-        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-            if method != "rollback":
-                return await super().call(method, body)
-            first, second = (core.inflight("rollback", dict(body)) for core in cores)
+        async def call(self, asked: Call) -> list[Any]:
+            if not isinstance(asked, RollBack):
+                return await super().call(asked)
+            first, second = (
+                core.inflight("rollback", call_to_dict(asked)) for core in cores
+            )
             with pytest.raises(UpdateBusy, match="the rollback to 'one' waits"):
-                await Control(Door(cores)).start(transport="local")
+                await Control(Door(cores)).start(StartUpdate(transport="local"))
             streams.step(60)
             return [first, second.result(timeout=30)]
 
@@ -63,23 +75,23 @@ def test_while_one_has_yet_to_roll_back_no_update_comes_in_between(
     assert served(cores) == [("one", 1)] * 2
 
 
-@pytest.mark.parametrize("asked", ["may_start", "start"])
+@pytest.mark.parametrize("name", ["may_start", "start"])
 def test_an_update_in_one_call_that_is_cancelled_as_it_begins_is_under_way_on_none(
-    cores: list[Any], asked: str
+    cores: list[Any], name: str
 ) -> None:
     class Slow(Door):
         """Whoever waits for an answer is cancelled before it is there."""
 
-        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-            answers = await super().call(method, body)
-            if method == asked:
+        async def call(self, asked: Call) -> list[Any]:
+            answers = await super().call(asked)
+            if asked.name == name:
                 updating.cancel()
                 for _ in range(9):
                     await asyncio.sleep(0)
             return answers
 
     async def update() -> None:
-        async with Control(Slow(cores)).in_one_call(transport="local"):
+        async with Control(Slow(cores)).in_one_call(StartUpdate(transport="local")):
             raise AssertionError("it has not begun")
 
     async def cancelled() -> None:
@@ -99,17 +111,17 @@ def test_a_start_repeated_after_one_was_busy_is_under_way_on_none(
     class Late(Door):
         """Another update begins on one engine before this one does."""
 
-        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-            if method == "start":
+        async def call(self, asked: Call) -> list[Any]:
+            if isinstance(asked, StartUpdate):
                 call(cores[busy], "start", update_id="another", transport="local")
-            return await super().call(method, body)
+            return await super().call(asked)
 
     control = Control(Door(cores))
     opening = {"update_id": "mine", "transport": "local"}
     with pytest.raises(UpdateBusy):
-        asyncio.run(Control(Late(cores)).start(**opening))
+        asyncio.run(Control(Late(cores)).start(StartUpdate(**opening)))
     call(cores[busy], "abort", update_id="another")
-    begun = asyncio.run(control.start(**opening))
+    begun = asyncio.run(control.start(StartUpdate(**opening)))
     assert {each["phase"] for each in begun["engines"]} == {"aborted"}
     assert [call(core, "status")["active"] for core in cores] == [None, None]
     publish(control, 1, "one")
@@ -120,15 +132,15 @@ def test_a_chunk_that_one_refuses_ends_no_update_but_its_own(cores: list[Any]) -
     class Meanwhile(Door):
         """One engine has ended its update, and begun another, before all answered."""
 
-        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-            if method == "receive":
+        async def call(self, asked: Call) -> list[Any]:
+            if isinstance(asked, ReceiveChunk):
                 call(cores[1], "abort")
                 call(cores[1], "start", update_id="another", transport="local")
                 call(cores[1], "prepare")
-            return await super().call(method, body)
+            return await super().call(asked)
 
     control = Control(Meanwhile(cores))
-    asyncio.run(control.start(update_id="mine", transport="local"))
+    asyncio.run(control.start(StartUpdate("mine", transport="local")))
     with pytest.raises(InflightError):
         asyncio.run(control.update({"weights": 1}))  # as upstream's clients, unnamed
     phases = [call(core, "status")["outcomes"][0] for core in cores]
@@ -143,12 +155,12 @@ def test_a_version_committed_during_a_restore_does_not_get_its_label(
     class Meanwhile(Door):
         """A trainer commits once what is served has been looked at."""
 
-        async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-            if method == "journal":
+        async def call(self, asked: Call) -> list[Any]:
+            if isinstance(asked, ReadJournal):
                 return [{"ok": {"path": "p", "model": "m", "found": noted}}] * 2
-            if method == "rename":
+            if isinstance(asked, RenameVersion):
                 await asyncio.to_thread(publish, Control(Door(cores)), 1, "theirs")
-            return await super().call(method, body)
+            return await super().call(asked)
 
     with pytest.raises(VersionConflict, match="the live version is 'theirs'"):
         asyncio.run(restore(Control(Meanwhile(cores))))

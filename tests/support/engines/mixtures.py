@@ -13,6 +13,7 @@ from tests.support.engines.probe import checksums, commits_and_rollbacks, greedy
 from tests.support.models.families import FAMILIES
 from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.calls import ReadChecksums
 
 FILE = "model.safetensors"
 
@@ -49,7 +50,7 @@ def mixed(old: Path, new: Path, patterns: Sequence[str], at: Path) -> Path:
 
 def said(llm: Any) -> tuple[list[list[int]], dict[str, str]]:
     """Tokens, and the digest of every parameter as decoding uses it."""
-    (counts, *_) = run_sync(control_of(llm).ask("checksums"))
+    (counts, *_) = run_sync(control_of(llm).ask(ReadChecksums()))
     (rank, *_) = counts["ranks"]
     return greedy(llm), rank["checksums"]
 

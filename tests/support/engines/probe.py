@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from tests.support.waiting import until
 from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.transport.waiting import in_background
 
@@ -38,7 +39,7 @@ def checksums(llm: Any) -> list[dict[str, str]]:
 
 def begin_from_files(llm: Any, **opening: Any) -> None:
     """Begin an update whose pieces are files, whatever transport was configured."""
-    run_sync(control_of(llm).start(transport="local", **opening))
+    run_sync(control_of(llm).start(StartUpdate(transport="local", **opening)))
 
 
 def outcome(llm: Any, path: str, *, alone: bool = False, **faults: Any) -> Any:

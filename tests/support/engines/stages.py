@@ -94,7 +94,7 @@ def misread(llm: Any, folder: Path) -> list[str]:
     for name, tensor in load_file(folder / "model.safetensors").items():
         if "query_key_value" in name:
             continue  # its rows lie in another order than in the checkpoint
-        body = {"name": name, "num_rows": ROWS}
+        body = {"tensor": name, "num_rows": ROWS}
         (reply,) = [core.call_utility("inflight", "rows", body)]
         rows = reply["ok"]["rows"][: len(tensor)]
         if rows != tensor.float().tolist():

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.simulated.worker import SimulatedExecutor
 from vllm.inflight.api.control.control import Control
+from vllm.inflight.calls import Call, StartUpdate, call_to_dict
 
 
 class Failing(SimulatedExecutor):
@@ -30,14 +31,16 @@ class Door:
         self._cores = cores
         self.num_engines = len(cores)
 
-    async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
-        answers = [core.inflight(method, dict(body)) for core in self._cores]
+    async def call(self, asked: Call) -> list[Any]:
+        answers = [
+            core.inflight(asked.name, call_to_dict(asked)) for core in self._cores
+        ]
         return [a.result(timeout=30) if isinstance(a, Future) else a for a in answers]
 
 
 def publish(control: Control, weights: int, label: str) -> Any:
     async def phases() -> Any:
-        started = await control.start(transport="local")
+        started = await control.start(StartUpdate(transport="local"))
         await control.update({"weights": weights}, started["update_id"])
         return await control.finish(label, update_id=started["update_id"])
 

@@ -24,6 +24,7 @@ from tests.support.engines.bare_core import add, call, prompt
 from tests.support.simulated.core import simulated_core
 from tests.support.simulated.worker import SimulatedExecutor
 from tests.support.waiting import until
+from vllm.inflight.calls import Call, call_to_dict
 from vllm.inflight.engine.scheduling.version_stamp import Stamp
 
 HOST = "127.0.0.1"
@@ -170,9 +171,9 @@ class Together:
         """As a door has it, by which a `Control` may ask both."""
         return NUM_ENGINES
 
-    async def call(self, method: str, body: dict[str, Any]) -> list[Any]:
+    async def call(self, asked: Call) -> list[Any]:
         """Likewise: the answers of both."""
-        return self.control(method, **body)
+        return self.control(asked.name, **call_to_dict(asked))
 
     def finish(self) -> tuple[list[int], list[int]]:
         """Until both are idle; the weights of each forward, of both engines."""

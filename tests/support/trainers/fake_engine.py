@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from vllm.inflight.api.request.rate_limit import RateLimit
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.ledger import Ledger
 from vllm.inflight.errors import (
@@ -30,7 +32,7 @@ from vllm.inflight.errors import (
     WrongPhase,
 )
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.update import Manifest, Phase
+from vllm.inflight.update import Manifest, Phase, fingerprint
 
 START, UPDATE, FINISH = (
     "/start_weight_update",
@@ -144,7 +146,7 @@ class StandIn:
 
     def begin_elsewhere(self) -> str:
         """Another trainer's update, which makes this engine busy."""
-        update, _ = self._ledger.start({"update_id": "elsewhere"}, 60.0)
+        update, _ = self._ledger.start(StartUpdate("elsewhere"), 60.0)
         return update.update_id
 
     def end_elsewhere(self) -> None:
@@ -216,7 +218,7 @@ class StandIn:
         update_id = body.get("update_id")
         if path == START:
             self.rate.spend("trainer")
-            update, is_new = self._ledger.start(body, 60.0)
+            update, is_new = self._ledger.start(_start(body), 60.0)
             if is_new:
                 stated = body.get("manifest") or {"format": 1}
                 self._announced = Manifest.parse(stated).tensors
@@ -270,7 +272,7 @@ class StandIn:
         if path == IS_PAUSED:
             return self.pause_state()
         if path == FROM_DISK:
-            update, is_new = self._ledger.start(body, 60.0)
+            update, is_new = self._ledger.start(_start(body), 60.0)
             if is_new:
                 self._ledger.move(update, Phase.STAGING)
                 self._ledger.require(update.update_id, Phase.STAGING)
@@ -376,3 +378,10 @@ def _reply(handler: Any, status: int, text: bytes) -> None:
     handler.send_header("Content-Length", str(len(text)))
     handler.end_headers()
     handler.wfile.write(text)
+
+
+def _start(body: dict[str, Any]) -> StartUpdate:
+    """The start that a request opens an update with; all of its body counts."""
+    known = {field.name for field in fields(StartUpdate)}
+    said = {name: value for name, value in body.items() if name in known}
+    return StartUpdate(**said, fingerprint=fingerprint(body))

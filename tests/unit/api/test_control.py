@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vllm.inflight.api.control.control import Control, merged
+from vllm.inflight.calls import Call, MissBroadcast
 from vllm.inflight.errors import UnknownUpdate, UpdateBusy
 
 PAUSED = {
@@ -36,7 +37,7 @@ class Two:
         self.replies = replies
         self.num_engines = len(replies)
 
-    async def call(self, method: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def call(self, asked: Call) -> list[dict[str, Any]]:
         return [{"ok": reply} for reply in self.replies]
 
 
@@ -86,22 +87,19 @@ async def test_leases_that_ended_and_epochs_are_no_counts():
 
 async def test_a_refused_announcement_is_told_with_its_age_and_says_what_became_of_it():
     class Heard(Two):
-        async def call(self, method: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-            heard.append((method, body))
-            return await super().call(method, body)
+        async def call(self, asked: Call) -> list[dict[str, Any]]:
+            heard.append(asked)
+            return await super().call(asked)
 
-    heard: list[tuple[str, dict[str, Any]]] = []
+    heard: list[Call] = []
     began = time.monotonic()
     with pytest.raises(UpdateBusy, match=r"is staging; unless all .* left group 'g'"):
         async with Control(Heard({})).announced("g") as announcement:
             time.sleep(0.01)
             raise UpdateBusy("update 'u' is staging")
-    ((method, body),) = heard
-    assert 0.01 <= body.pop("age_s") <= time.monotonic() - began
-    assert (method, body) == (
-        "miss",
-        {"group_name": "g", "announcement": announcement},
-    )
+    (missed,) = heard
+    assert 0.01 <= missed.age_s <= time.monotonic() - began
+    assert missed == MissBroadcast("g", announcement, missed.age_s)
 
 
 async def test_an_error_says_in_its_text_whose_it_is():

@@ -8,6 +8,7 @@ import pytest
 
 from vllm.inflight import upstream
 from vllm.inflight.api.control import core_client
+from vllm.inflight.calls import CommitUpdate
 
 
 class Client:
@@ -39,7 +40,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_call_does_not_wait_for_an_engine_that_has_ended() -> None:
     client = Client()
     calling = asyncio.create_task(
-        core_client.AsyncCoreClient(client).call("commit", {})
+        core_client.AsyncCoreClient(client).call(CommitUpdate())
     )
     await asyncio.sleep(0.1)
     assert not calling.done()
@@ -53,7 +54,7 @@ async def test_a_call_does_not_wait_for_an_engine_that_has_ended() -> None:
 async def test_a_call_waits_for_an_engine_that_takes_its_time() -> None:
     client = Client()
     calling = asyncio.create_task(
-        core_client.AsyncCoreClient(client).call("commit", {})
+        core_client.AsyncCoreClient(client).call(CommitUpdate())
     )
     await asyncio.sleep(0.1)
     client.answer.set()
@@ -63,7 +64,7 @@ async def test_a_call_waits_for_an_engine_that_takes_its_time() -> None:
 async def test_a_caller_that_is_gone_is_not_waited_for() -> None:
     client = Client()
     calling = asyncio.create_task(
-        core_client.AsyncCoreClient(client).call("commit", {})
+        core_client.AsyncCoreClient(client).call(CommitUpdate())
     )
     await asyncio.sleep(0.1)
     calling.cancel()
@@ -92,7 +93,7 @@ class Blocking:
 def test_a_call_that_blocks_does_not_wait_for_an_engine_that_has_ended() -> None:
     client = Blocking(is_dead=True)
     with pytest.raises(upstream.EngineDeadError):
-        core_client.run_sync(core_client.SyncCoreClient(client).call("commit", {}))
+        core_client.run_sync(core_client.SyncCoreClient(client).call(CommitUpdate()))
     client.answer.set()
 
 
@@ -100,7 +101,7 @@ def test_a_call_that_blocks_waits_for_an_engine_that_takes_its_time() -> None:
     client = Blocking()
     threading.Timer(0.1, client.answer.set).start()
     assert core_client.run_sync(
-        core_client.SyncCoreClient(client).call("commit", {})
+        core_client.SyncCoreClient(client).call(CommitUpdate())
     ) == [{"ok": {}}]
 
 
@@ -110,4 +111,4 @@ def test_an_error_of_a_call_that_blocks_is_its_callers() -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        core_client.run_sync(core_client.SyncCoreClient(Failing()).call("commit", {}))
+        core_client.run_sync(core_client.SyncCoreClient(Failing()).call(CommitUpdate()))

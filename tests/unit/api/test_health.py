@@ -14,6 +14,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.server import health
 from vllm.inflight.api.server.health import Heartbeat, heartbeat_of
+from vllm.inflight.calls import Call
 
 PATIENCE_S = 60.0
 """Nothing here lasts that long: what has waited for its end is seen."""
@@ -31,7 +32,7 @@ class Core:
         self.num_asked = 0
         self.detail: str | None = None
 
-    async def call(self, method: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def call(self, _: Call) -> list[dict[str, Any]]:
         self.num_asked += 1
         await self.is_well.wait()
         return [{"ok": {"weights_detail": self.detail}}]

@@ -12,6 +12,7 @@ import pytest
 from tests.support.route_stub import Engine, served
 from tests.support.waiting import until
 from vllm.inflight.api.server.routes import InflightEndpoints
+from vllm.inflight.calls import ReadJournal, StartUpdate
 from vllm.inflight.engine.compat import queries
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update import journal as journals
@@ -79,7 +80,7 @@ def test_a_model_and_its_drafter_are_each_had_from_where_they_came_last() -> Non
 def test_of_an_update_that_has_ended_no_names_are_kept(ends: tuple[Phase, ...]) -> None:
     ledger = Ledger()
     names = {"format": 1, "name_map": {"a": "b"}}
-    update, _ = ledger.start({"source": "/models/new", "manifest": names}, 60.0)
+    update, _ = ledger.start(StartUpdate(source="/models/new", manifest=names), 60.0)
     assert update.files is not None
     for phase in (Phase.STAGING, *ends):
         assert ledger.move(update, phase)
@@ -219,7 +220,7 @@ class Server(Engine):
     async def call_utility_all_async(self, name: str, method: str, body: Any) -> Any:
         if method != "journal":
             return await super().call_utility_all_async(name, method, body)
-        return [{"ok": queries.CALLS["journal"](self._controller, body)}]
+        return [{"ok": queries.journal(self._controller, ReadJournal(**body))}]
 
     async def start(self) -> None:
         path = str(self._controller.live_version.journal.told()["path"])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.ledger import NUM_OUTCOMES_KEPT, Ledger
 from vllm.inflight.errors import (
@@ -35,7 +36,7 @@ PATH = {
 
 
 def begun(ledger: Ledger, update_id: str = "u", **body: Any) -> Update:
-    return ledger.start({"update_id": update_id} | body, 60.0)[0]
+    return ledger.start(StartUpdate(update_id, **body), 60.0)[0]
 
 
 def brought_to(ledger: Ledger, phase: Phase, update_id: str = "u") -> Update:
@@ -52,7 +53,7 @@ def brought_to(ledger: Ledger, phase: Phase, update_id: str = "u") -> Update:
 def test_the_same_id_and_body_is_the_same_update_however_it_stands(phase):
     ledger = Ledger()
     update = brought_to(ledger, phase)
-    again, is_new = ledger.start({"update_id": "u"}, 1.0)
+    again, is_new = ledger.start(StartUpdate("u"), 1.0)
     assert again is update
     assert not is_new
 
@@ -71,7 +72,7 @@ def test_an_update_without_an_id_gets_one_of_its_own():
     ledger = Ledger()
     ids = set()
     for _ in range(3):
-        update, is_new = ledger.start({}, 60.0)
+        update, is_new = ledger.start(StartUpdate(), 60.0)
         assert is_new
         ids.add(update.update_id)
         ledger.move(update, Phase.ABORTED)
@@ -81,14 +82,14 @@ def test_an_update_without_an_id_gets_one_of_its_own():
 @pytest.mark.parametrize("update_id", ["", 0, 3, ["u"], {"u": 1}, True, "x" * 129])
 def test_an_id_that_cannot_be_one_is_refused(update_id):
     with pytest.raises(Malformed, match="update_id"):
-        Ledger().start({"update_id": update_id}, 60.0)
+        Ledger().start(StartUpdate(update_id), 60.0)
 
 
 def test_a_body_that_is_refused_leaves_no_trace():
     ledger = Ledger()
     for body in ({"weight_version": ""}, {"manifest": []}):
         with pytest.raises(Malformed):
-            ledger.start({"update_id": "u"} | body, 60.0)
+            ledger.start(StartUpdate("u", **body), 60.0)
     assert ledger.outcomes() == []
     assert begun(ledger).phase is Phase.OPEN
 
@@ -251,7 +252,7 @@ def test_an_ended_update_does_not_keep_its_manifest():
 @given(st.floats(0.001, 1e6), st.sampled_from(list(Phase)))
 def test_a_report_is_json_and_its_times_run_forward(deadline_s, phase):
     ledger = Ledger()
-    update, _ = ledger.start({"update_id": "u"}, deadline_s)
+    update, _ = ledger.start(StartUpdate("u"), deadline_s)
     for step in PATH[phase]:
         ledger.move(update, step)
     seconds = update.to_dict()["seconds"]
@@ -267,9 +268,8 @@ class Life(RuleBasedStateMachine):
 
     @rule(update_id=st.sampled_from("abc"), label=st.none() | st.sampled_from("xy"))
     def begin(self, update_id: str, label: str | None) -> None:
-        body = {"update_id": update_id} | ({} if label is None else {"step": label})
         try:
-            update, is_new = self.ledger.start(body, 60.0)
+            update, is_new = self.ledger.start(StartUpdate(update_id, label), 60.0)
         except Conflict:
             return
         assert not is_new or update.phase is Phase.OPEN

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.waiting import until
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update import monitor as watch_module
 from vllm.inflight.engine.update.ledger import Ledger
@@ -31,12 +32,12 @@ def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
 ):
     ended, ledger = [], Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
-    first, _ = ledger.start({"update_id": "first"}, 60.0)
+    first, _ = ledger.start(StartUpdate("first"), 60.0)
     ledger.move(first, Phase.STAGING)
     is_active = Update.is_active.fget
 
     def begin() -> None:
-        second, _ = ledger.start({"update_id": "second"}, 0.1)
+        second, _ = ledger.start(StartUpdate("second"), 0.1)
         ledger.move(second, Phase.STAGING)
         watch.start(second)
 
@@ -68,7 +69,7 @@ def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
     expected = Cancelled if is_given_up else EngineFault
     ended, ledger = [], Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
-    update, _ = ledger.start({"update_id": "one"}, 60.0)
+    update, _ = ledger.start(StartUpdate("one"), 60.0)
     ledger.move(update, Phase.STAGING)
     watch.start(update)
     for answer in (watch.when_staged(update), watch.when_carried_out(1, 60.0)):
@@ -80,7 +81,7 @@ def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
 def test_waiting_calls_fail_when_an_engine_shuts_down(ranks):
     ledger = Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda *_: None)
-    update, _ = ledger.start({"update_id": "one"}, 60.0)
+    update, _ = ledger.start(StartUpdate("one"), 60.0)
     ledger.move(update, Phase.STAGING)
     answer = watch.when_staged(update)
     watch.close()
@@ -104,7 +105,7 @@ def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks, monkey
         ranks.statuses = lambda posted=posted: posted
         ledger = Ledger()
         watch = UpdateMonitor(ranks, ledger, lambda *_: None)
-        update, _ = ledger.start({"update_id": "one"}, 60.0)
+        update, _ = ledger.start(StartUpdate("one"), 60.0)
         update.num_commands = 1
         ledger.move(update, Phase.STAGING)
         watch.start(update)
@@ -122,7 +123,7 @@ def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks, monkey
 def test_a_waiter_that_has_cancelled_keeps_nobody_else_waiting(ranks):
     ledger = Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda *_: None)
-    update, _ = ledger.start({"update_id": "one"}, 60.0)
+    update, _ = ledger.start(StartUpdate("one"), 60.0)
     ledger.move(update, Phase.STAGING)
     left, stays = watch.when_staged(update), watch.when_staged(update)
     assert left.cancel()
@@ -139,7 +140,7 @@ def test_an_update_whose_ranks_cannot_be_told_has_ended_for_whoever_waits(ranks)
     ended, ledger = [], Ledger()
     ranks.cancel = fail
     watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
-    update, _ = ledger.start({"update_id": "one"}, 0.1)
+    update, _ = ledger.start(StartUpdate("one"), 0.1)
     ledger.move(update, Phase.STAGING)
     watch.start(update)
     answer = watch.when_staged(update)

@@ -107,7 +107,7 @@ def test_a_scrub_that_is_due_waits_for_ranks_that_are_not_ready(
     engine.goes_on.set()
     engine.lays = True
     made.committed(engine.commit("two"))
-    asked: Future[Any] = made.verify({})
+    asked: Future[Any] = made.verify()
     assert not asked.done()
     engine.lays = False
     assert asked.result(30)["weight_version"] == "two"
@@ -116,7 +116,7 @@ def test_a_scrub_that_is_due_waits_for_ranks_that_are_not_ready(
 def test_a_rename_keeps_the_result_of_a_scrub(engine: Engine, made: Scrubs):
     engine.goes_on.set()
     engine.wrong = ["a.weight"]
-    made.verify({}).result(30)
+    made.verify().result(30)
     assert "a.weight" in (made.detail or "")
     engine.version = SimpleNamespace(label="renamed", epoch=9, digest="d")
     assert "a.weight" in (made.detail or "")

@@ -2,15 +2,15 @@
 
 import pytest
 
-from vllm.inflight.engine.calls import check_owner
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.ledger import Ledger
 from vllm.inflight.errors import Malformed, OwnedByAnother
-from vllm.inflight.update import Phase
+from vllm.inflight.update import Phase, check_owner
 
 
 def begun(ledger: Ledger, **body: str) -> Update:
-    return ledger.start({"update_id": "u", **body}, 60.0)[0]
+    return ledger.start(StartUpdate("u", **body), 60.0)[0]
 
 
 @pytest.mark.parametrize("update_id", ["u", None])

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "vllm" / "inflight"
 
 VOCABULARY = (
     *("__init__", "config", "errors", "packed", "yielding", "update", "tensor_names"),
-    *("release_fields", "messages"),
+    *("release_fields", "messages", "calls"),
 )
 PACKAGES = (
     VOCABULARY,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm.inflight import upstream
+from vllm.inflight.calls import Call
 from vllm.inflight.engine.counters import Counters
 from vllm.inflight.engine.event_log import EventLog
 from vllm.inflight.engine.step_queue import StepQueue
@@ -182,10 +183,10 @@ class EngineContext(Protocol):
     def version(self) -> Version:
         """The live version."""
 
-    def call(self, method: str, body: dict[str, Any]) -> Any:
+    def call(self, call: Call) -> Any:
         """Answer a control call."""
 
-    def may_start(self, body: dict[str, Any]) -> dict[str, Any]:
+    def may_start(self, update_id: str | None = None) -> dict[str, Any]:
         """Raise `UpdateBusy` if an update cannot start now."""
 
     def where_all_meet(

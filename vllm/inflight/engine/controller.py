@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from typing import Any, assert_never
 
-from vllm.inflight import upstream
+from vllm.inflight import calls, upstream
+from vllm.inflight.calls import Call, call_from_dict
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import calls, counters
-from vllm.inflight.engine.calls import enveloped, watched
+from vllm.inflight.engine import counters
 from vllm.inflight.engine.compat import queries
+from vllm.inflight.engine.envelopes import enveloped, watched
 from vllm.inflight.engine.event_log import EventLog
 from vllm.inflight.engine.integrity.outside_writes import OutsideWrites
 from vllm.inflight.engine.integrity.scrubs import Scrubs
 from vllm.inflight.engine.parent_watchdog import end_with_parent
+from vllm.inflight.engine.pause.abort import abort_requests
 from vllm.inflight.engine.pause.pause import Pauses
 from vllm.inflight.engine.pause.sleep import Sleep
 from vllm.inflight.engine.rollback import Rollbacks
@@ -44,8 +47,10 @@ from vllm.inflight.packed import at_once
 from vllm.inflight.update import (
     STAGED_FACTS,
     Manifest,
+    PauseMode,
     Phase,
     Version,
+    check_flag,
     check_label,
 )
 
@@ -97,67 +102,143 @@ class Controller:
             )
 
     # ------------------------------------------------------------ the calls
-    def call(self, method: str, body: dict[str, Any]) -> Any:
-        """Answer a control call: `{"ok": …}`, `{"error": …}`, or a Future of one.
+    def call_by_name(self, name: str, fields: dict[str, Any]) -> Any:
+        """`call`, of what another process has sent."""
+        return enveloped(lambda: self.handle(call_from_dict(name, fields)))
+
+    def call(self, call: Call) -> Any:
+        """Answer a control call: `{"ok": …}`, `{"error": …}`, or a Future of one."""
+        return enveloped(lambda: self.handle(call))
+
+    def handle(self, call: Call) -> Any:
+        """The answer to a control call, or a Future of it.
 
         A call that needs weights is rejected while the weights are asleep.
         """
+        writes = isinstance(call, calls.StartUpdate | calls.RollBack)
+        self.outside_writes.before_call(is_certain=writes)
+        if isinstance(call, calls.StartUpdate):
+            self.outside_writes.heal()
+        self.sleep.check(call)
+        match call:
+            case calls.MayStart():
+                return self.may_start(call.update_id)
+            case calls.WasStarted():
+                return {"was_started": self.updates.ledger.was_started(call)}
+            case calls.StartUpdate():
+                return self.start(call)
+            case calls.ReceiveChunk():
+                return self.updates.receive(call)
+            case calls.PrepareUpdate():
+                return self.updates.prepare(call)
+            case calls.CommitUpdate():
+                return self.commit(call)
+            case calls.AbortUpdate():
+                return self.abort(call)
+            case calls.ReadUpdates():
+                return self.status(call.update_id)
+            case calls.ReadVersion():
+                return self.info()
+            case calls.RenameVersion():
+                return self.rename(call)
+            case calls.RollBack():
+                return self.rollbacks.roll_back(call)
+            case calls.ReadRollbackTarget():
+                return self.rollbacks.held()
+            case calls.UndoSwitch():
+                return self.rollbacks.undo(call)
+            case calls.VerifyWeights():
+                return self.scrubs.verify()
+            case calls.ReadJournal():
+                return queries.journal(self, call)
+            case (
+                calls.InitTransport()
+                | calls.ShutdownTransport()
+                | calls.JoinGroup()
+                | calls.LeaveGroup()
+                | calls.CompareTensors()
+            ):
+                return self.updates.transport(call)
+            case calls.MissBroadcast():
+                return self.updates.miss(call)
+            case calls.PauseDecoding():
+                return self.pause(call)
+            case calls.ResumeDecoding():
+                return self.pauses.resume(call.owner)
+            case calls.ReadPause():
+                return self.pauses.state() | {"weights_detail": self.sleep.detail}
+            case calls.CountRequests():
+                return queries.requests(self)
+            case calls.AbortRequests():
+                return abort_requests(self, call.ids)
+            case calls.FlushCaches():
+                return queries.flush(self)
+            case calls.ReleaseMemory():
+                return queries.release(self, call)
+            case calls.UndoRelease():
+                return queries.undo_release(self)
+            case calls.ReadChecksums():
+                return queries.checksums(self, call)
+            case calls.ReadRows():
+                return queries.rows(self, call)
+            case calls.ReadNames():
+                return queries.names(self)
+            case calls.FindUnused():
+                return queries.unused(self, call)
+            case calls.ReadSource():
+                return queries.source(self)
+            case calls.ReadStaging():
+                return {"bytes": self.ranks.nbytes, "reason": self.ranks.reason}
+            case calls.ReadMetrics():
+                return self.metrics()
+            case calls.ReadHealth():
+                detail = self.sleep.detail or self.scrubs.detail
+                return {"weights_detail": detail}
+        assert_never(call)
 
-        def answer() -> Any:
-            if (handler := _CALLS.get(method)) is None:
-                raise Malformed(f"no control call named {method!r}")
-            self.outside_writes.before_call(is_certain=method in ("start", "rollback"))
-            if method == "start":
-                self.outside_writes.heal()
-            self.sleep.check(method, body)
-            return handler(self, body)
-
-        return enveloped(answer)
-
-    def may_start(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Raise `UpdateBusy` if an update cannot start now.
+    def may_start(self, update_id: str | None = None) -> dict[str, Any]:
+        """Raise `UpdateBusy` if update `update_id` cannot start now.
 
         An update writes over the rollback target. A waiting rollback needs it, and so
         does a DP-synchronous commit that may have to be undone.
         """
-        self.updates.ledger.require_free(body.get("update_id"))
+        self.updates.ledger.require_free(update_id)
         self.pauses.require_no_rollback()
         self.dp_commit.require_unarmed(self.updates.ledger.active)
         return {}
 
-    def start(self, body: dict[str, Any]) -> dict[str, Any]:
+    def start(self, call: calls.StartUpdate) -> dict[str, Any]:
         """Open an update; the reply of `/start_weight_update`."""
-        if body.get("manifest") is not None:
+        if call.manifest is not None:
             # Control routes have packed the manifest; a call inside the engine has not.
-            packed = at_once(Manifest.packed(body["manifest"]))
-            body = body | {"manifest": packed}
-        if (known := self.updates.ledger.started(body)) is not None:
+            call = replace(call, manifest=at_once(Manifest.packed(call.manifest)))
+        if (known := self.updates.ledger.started(call)) is not None:
             return known.state()
-        self.may_start(body)
-        return self.updates.start(body)
+        self.may_start(call.update_id)
+        return self.updates.start(call)
 
-    def abort(self, body: dict[str, Any]) -> dict[str, Any]:
+    def abort(self, call: calls.AbortUpdate) -> dict[str, Any]:
         """End an update.
 
         Without an id: the one under way, a rollback that waits, or a reload of
         somebody's own.
         """
-        if body.get("update_id") is None and self.outside_writes.abort():
+        if call.update_id is None and self.outside_writes.abort():
             return {"update_id": None, "phase": Phase.ABORTED.value}
         waits = self.pauses.commit
-        is_of_none = body.get("update_id") is None and not self.updates.ledger.active
+        is_of_none = call.update_id is None and not self.updates.ledger.active
         if is_of_none and waits is not None and waits.switch.update is None:
             self.pauses.give_up(WrongPhase("it was aborted"))
             return {"update_id": None, "phase": Phase.ABORTED.value}
         if is_of_none and self.dp_commit.is_armed_for(None):
             self.dp_commit.disarm(WrongPhase("the rollback was aborted"))
             return {"update_id": None, "phase": Phase.ABORTED.value}
-        return self.updates.abort(body)
+        return self.updates.abort(call)
 
-    def status(self, body: dict[str, Any]) -> dict[str, Any]:
+    def status(self, update_id: str | None) -> dict[str, Any]:
         """Where an update stands; without an id, all that is known of any."""
-        report = self.updates.status(body)
-        if body.get("update_id") is not None:
+        report = self.updates.status(update_id)
+        if update_id is not None:
             return report
         waits, rollback = self.pauses.commit, None
         if waits is not None and waits.switch.update is None:
@@ -167,7 +248,7 @@ class Controller:
             }
         return report | {"rollback": rollback}
 
-    def commit(self, body: dict[str, Any]) -> Any:
+    def commit(self, call: calls.CommitUpdate) -> Any:
         """Switch to the staged version; the reply of `/finish_weight_update`."""
         active = self.updates.ledger.active
         staged = active and tuple(map(active.vote().get, STAGED_FACTS))
@@ -178,16 +259,16 @@ class Controller:
 
         return watched(
             lambda: self.where_all_meet(
-                ("commit", staged), lambda: self._commit(body), active
+                ("commit", staged), lambda: self._commit(call), active
             ),
             told,
         )
 
-    def _commit(self, body: dict[str, Any]) -> Any:
+    def _commit(self, call: calls.CommitUpdate) -> Any:
         update = self.updates.ledger.require(
-            body.get("update_id"), Phase.STAGED, Phase.COMMITTED
+            call.update_id, Phase.STAGED, Phase.COMMITTED
         )
-        label = check_label(body.get("weight_version"))
+        label = check_label(call.weight_version)
         if update.label is not None and label not in (None, update.label):
             raise VersionConflict(
                 f"update {update.update_id!r} was begun for version "
@@ -199,18 +280,18 @@ class Controller:
             return update.result
         if update.pending is not None and not update.pending.done():
             return update.pending
-        self.live_version.expect(body.get("expect_version"), "expect_version")
-        update.expect(body.get("expect_digest"))
-        flush_cache = calls.read_flag(body, "flush_cache")
+        self.live_version.expect(call.expect_version, "expect_version")
+        update.expect(call.expect_digest)
+        flush_cache = check_flag(call.flush_cache, "flush_cache")
         # What stays in place keeps its KV, so a flush that names no mode retracts.
         usual = kv_connectors.default_mode(self.core.scheduler)
-        mode = calls.read_mode(body, "retract" if flush_cache else usual)
+        mode = PauseMode.parse(call.mode, "retract" if flush_cache else usual)
         self.pauses.check_commit(mode, flush_cache=flush_cache)
 
         def switch() -> dict[str, Any]:
             # Running requests were waited for: it may have ended meanwhile, and what is
             # served may have another name.
-            self.live_version.expect(body.get("expect_version"), "expect_version")
+            self.live_version.expect(call.expect_version, "expect_version")
             with whole():
                 return switch_now()
 
@@ -246,12 +327,11 @@ class Controller:
             update.pending = answer
         return answer
 
-    def info(self, body: dict[str, Any]) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         """What is served: version, digest, epoch, the version before, and `weights`.
 
         `weights_detail` says why nothing is decoded with them; None if they live.
         """
-        del body
         self.updates.note_opened()
         before = self.live_version.before
         previous = None if before is None else before.version.to_dict()
@@ -259,29 +339,28 @@ class Controller:
         state |= {"weights_detail": self.sleep.detail}
         return self.version.to_dict() | state | {"scrub": self.scrubs.state()}
 
-    def rename(self, body: dict[str, Any]) -> dict[str, Any]:
+    def rename(self, call: calls.RenameVersion) -> dict[str, Any]:
         """Call the weights served something else: a version without bytes."""
-        label = check_label(body.get("weight_version"))
+        label = check_label(call.weight_version)
         if label is None:
             raise Malformed("weight_version is missing")
-        self.live_version.expect(body.get("expect_version"), "expect_version")
+        self.live_version.expect(call.expect_version, "expect_version")
         with whole():
             self.live_version.rename(label)
         return self.version.to_dict()
 
-    def pause(self, body: dict[str, Any]) -> Any:
+    def pause(self, call: calls.PauseDecoding) -> Any:
         """Pause in one of the modes of pause.py."""
         return self.pauses.pause(
-            calls.read_mode(body, "abort"),
-            flush_cache=calls.read_flag(body, "flush_cache"),
-            lease_s=body.get("lease_s"),
-            owner=body.get("owner"),
-            is_trial=bool(body.get("is_trial")),
+            PauseMode.parse(call.mode, "abort"),
+            flush_cache=check_flag(call.flush_cache, "flush_cache"),
+            lease_s=call.lease_s,
+            owner=call.owner,
+            is_trial=bool(call.is_trial),
         )
 
-    def metrics(self, body: dict[str, Any]) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """All that `/metrics` says about one engine."""
-        del body
         pauses = self.pauses.state()
         return self.counts.to_dict() | {
             **self.updates.progress(),
@@ -355,34 +434,3 @@ class Controller:
             self.core.input_queue.put_nowait(
                 (upstream.EngineCoreRequestType.WAKEUP, None)
             )
-
-
-_CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
-    "may_start": Controller.may_start,
-    "was_started": lambda controller, body: {
-        "was_started": controller.updates.ledger.was_started(**body)
-    },
-    "start": Controller.start,
-    "receive": lambda controller, body: controller.updates.receive(body),
-    "prepare": lambda controller, body: controller.updates.prepare(body),
-    "commit": Controller.commit,
-    "rollback": lambda controller, body: controller.rollbacks.roll_back(body),
-    "held": lambda controller, body: controller.rollbacks.held(body),
-    "abort": Controller.abort,
-    "status": Controller.status,
-    "info": Controller.info,
-    "rename": Controller.rename,
-    "transport": lambda controller, body: controller.updates.transport(body),
-    "pause": Controller.pause,
-    "resume": lambda controller, body: controller.pauses.resume(body.get("owner")),
-    "paused": lambda controller, body: (
-        controller.pauses.state() | {"weights_detail": controller.sleep.detail}
-    ),
-    "metrics": Controller.metrics,
-    "health": lambda controller, body: {
-        "weights_detail": controller.sleep.detail or controller.scrubs.detail
-    },
-    "verify": lambda controller, body: controller.scrubs.verify(body),
-    "undo": lambda controller, body: controller.rollbacks.undo(body),
-    **queries.CALLS,
-}

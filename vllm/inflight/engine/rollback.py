@@ -10,10 +10,10 @@ import time
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.calls import RollBack, UndoSwitch
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import calls
-from vllm.inflight.engine.calls import watched
 from vllm.inflight.engine.context import EngineContext
+from vllm.inflight.engine.envelopes import watched
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.step_queue import whole
 from vllm.inflight.engine.switch import Switch
@@ -40,7 +40,7 @@ class Rollbacks:
         self._last: tuple[Any, Version] | None = None
         """The id of the last rollback, and the live version after it."""
 
-    def roll_back(self, body: Reply, *, is_undo: bool = False) -> Any:
+    def roll_back(self, call: RollBack, *, is_undo: bool = False) -> Any:
         """Flip to the rollback target."""
         self._controller.updates.note_opened()
         before = self._controller.live_version.before
@@ -53,45 +53,46 @@ class Rollbacks:
 
         return watched(
             lambda: self._controller.where_all_meet(
-                ("rollback", to), lambda: self._roll_back(body, is_undo), None
+                ("rollback", to), lambda: self._roll_back(call, is_undo), None
             ),
             log,
         )
 
-    def undo(self, body: Reply) -> Any:
+    def undo(self, call: UndoSwitch) -> Any:
         """Undo a commit or rollback that failed on other engines."""
-        if (rollback_id := body.get("rollback_id")) is not None:
+        if (rollback_id := call.rollback_id) is not None:
             if self._last != (rollback_id, self._controller.version):
                 raise WrongPhase("this rollback is not the last switch")
-            return self.roll_back({}, is_undo=True)
+            return self.roll_back(RollBack(), is_undo=True)
         update = self._controller.updates.ledger.require(
-            body.get("update_id"), Phase.COMMITTED, Phase.ROLLED_BACK
+            call.update_id, Phase.COMMITTED, Phase.ROLLED_BACK
         )
         if update.phase is Phase.ROLLED_BACK:  # another caller has undone it
             return self._controller.version.to_dict()
         if update is not self._controller.live_version.update:
             raise WrongPhase(f"update {update.update_id!r} is not live")
-        return self.roll_back({}, is_undo=True)
+        return self.roll_back(RollBack(), is_undo=True)
 
-    def held(self, body: Reply) -> Reply:
+    def held(self) -> Reply:
         """`weight_version` and `lineage` of the rollback target.
 
         The engines of one front end compare both before any of them rolls back.
         """
-        del body
         before = self._held()
         return {"weight_version": before.version.label, "lineage": before.lineage}
 
-    def _roll_back(self, body: Reply, is_undo: bool) -> Any:
+    def _roll_back(self, call: RollBack, is_undo: bool) -> Any:
         controller, began = self._controller, time.monotonic()
         before = self._held()
         controller.pauses.require_no_rollback()
         label = before.version.label
-        if body.get("to_version") not in (None, label):
+        if call.to_version not in (None, label):
             raise VersionConflict(
-                f"the rollback target is {label!r}, not {body['to_version']!r}"
+                f"the rollback target is {label!r}, not {call.to_version!r}"
             )
-        mode = calls.read_mode(body, kv_connectors.default_mode(self._core.scheduler))
+        mode = PauseMode.parse(
+            call.mode, kv_connectors.default_mode(self._core.scheduler)
+        )
         try:
             controller.pauses.check_commit(mode)
         except PauseConflict:
@@ -112,7 +113,7 @@ class Rollbacks:
                 controller.live_version.roll_back, controller.live_version.undo
             )
             controller.updates.ledger.turn_back(left, controller.live_version.update)
-            self._last = body.get("rollback_id"), controller.version
+            self._last = call.rollback_id, controller.version
             controller.counts.switched(facts)
             controller.counts.num_rollbacks += 1
             facts |= controller.counts.treated(controller.pauses.treat(mode))

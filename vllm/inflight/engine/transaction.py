@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.update import ACTIVE, Phase
 
@@ -139,16 +140,16 @@ class Update:
 
 
 def files_of(
-    body: dict[str, Any], manifest: dict[str, Any] | None
+    call: StartUpdate, manifest: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """What is needed to load the files of an update again; None if it has no files.
 
     Args:
-        body: of the request that started it.
+        call: that started it.
         manifest: its packed manifest; the result keeps its `name_map` packed.
 
     """
-    paths = {"path": body.get("source"), "draft_path": body.get("draft_source")}
+    paths = {"path": call.source, "draft_path": call.draft_source}
     if not any(paths.values()):
         return None
     stated = manifest or {"subset": [], "name_map": {}}

@@ -80,11 +80,12 @@ def _count_pauses(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rename(_: Callable[..., Any]) -> Callable[..., Any]:
     def set_weight_version(self: upstream.EngineCore, weight_version: str) -> None:
+        from vllm.inflight.calls import RenameVersion
         from vllm.inflight.engine.compat import worker_calls
 
         # Upstream's method would relabel tokens of steps in flight.
-        body = {"weight_version": weight_version}
-        answer = worker_calls.ask(self.inflight_controller, "rename", body)
+        call = RenameVersion(weight_version)
+        answer = worker_calls.ask(self.inflight_controller, call)
         if "error" in answer:
             raise ValueError(answer["error"]["message"])
 
@@ -126,9 +127,10 @@ def _intercept_worker_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective_rpc
 
 
-def inflight(self: upstream.EngineCore, method: str, body: dict[str, Any]) -> Any:
-    """Answer a control call of vLLM in-flight."""
-    return self.inflight_controller.call(method, body)
+def _add_utility(_: None) -> Callable[..., Any]:
+    from vllm.inflight.engine.utility import inflight
+
+    return inflight
 
 
 _CORE = "vllm.v1.engine.core:EngineCore"
@@ -184,7 +186,7 @@ PATCHES = [
         expects=None,
         why="one utility method carries every control call",
         remove_when="upstream has these calls",
-        around=lambda _: inflight,
+        around=_add_utility,
     ),
     Patch(
         target="vllm.v1.engine.core:EngineCoreProc._handle_client_request",

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 
 from safetensors import safe_open
 
-from vllm.inflight import upstream
+from vllm.inflight import calls, upstream
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
 from vllm.inflight.errors import (
@@ -270,12 +270,13 @@ async def _require_open(control: Control, memory: PartialUpdate) -> None:
 async def _start(
     control: Control, transport: str, label: str | None, begin: dict[str, Any] | None
 ) -> str:
-    started = await control.start(
+    start = calls.StartUpdate(
         update_id=f"{PREFIX}{transport}-{uuid.uuid4().hex}",
         transport=transport,
         weight_version=label,
         **(begin or {}),
     )
+    started = await control.start(start)
     return str(started["update_id"])
 
 
@@ -307,7 +308,7 @@ async def _unused(
     if came & memory.names:
         return None
     tied: set[str] = set()
-    for reply in await control.ask("unused", names=sorted(came)):
+    for reply in await control.ask(calls.FindUnused(sorted(came))):
         if set(reply["unused"]) != came:
             return None
         tied.update(reply["tied"])
@@ -316,7 +317,7 @@ async def _unused(
 
 async def _is_served(control: Control, memory: PartialUpdate) -> bool:
     """Whether the last version of `memory` is live on every engine."""
-    served = await control.ask("info")
+    served = await control.ask(calls.ReadVersion())
     return tuple(each["epoch"] for each in served) == memory.epochs
 
 

@@ -15,6 +15,7 @@ from vllm.inflight import upstream
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
 from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.engine.compat.pipelinerl import GROUP, announced, group, plain
 from vllm.inflight.errors import Malformed
 
@@ -32,8 +33,8 @@ async def receive(control: Control, request: object) -> Reply:
     """Receive and commit a version; `request` may be an object, a dict or JSON."""
     async with control.announced(GROUP) as announcement:
         label, info = announced(plain(request), announcement)
-        opening = {"transport": "groups", "weight_version": label}
-        async with control.in_one_call(**opening) as started:
+        start = StartUpdate(weight_version=label, transport="groups")
+        async with control.in_one_call(start) as started:
             await control.update(info, started["update_id"], chunk=0)
             return await control.finish(update_id=started["update_id"])
 

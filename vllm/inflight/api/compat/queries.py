@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from fastapi import Response
 
-from vllm.inflight import upstream
+from vllm.inflight import calls, upstream
 from vllm.inflight.api.control.core_client import Reply
 from vllm.inflight.api.control.methods import (
     RELEASE_MODES,
@@ -39,7 +39,7 @@ DIGITS = 19
 
 async def flush_cache(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
     """Drop the prefix cache; rejected while running requests hold KV."""
-    replies = await control_of(engine).ask("flush")
+    replies = await control_of(engine).ask(calls.FlushCaches())
     await engine.renderer.clear_mm_cache_async()
     waiting = sum(reply["num_waiting"] for reply in replies)
     return {
@@ -110,7 +110,7 @@ async def model_info(engine: upstream.EngineClient, body: dict[str, Any]) -> Rep
     A version that came over a transport does not change `model_path`.
     """
     Fields(body).only()
-    (source, *_) = await control_of(engine).ask("source")
+    (source, *_) = await control_of(engine).ask(calls.ReadSource())
     model = engine.vllm_config.model_config
     return {
         "model_path": source["path"] or model.model,
@@ -135,7 +135,7 @@ async def get_weights_by_name(
     if isinstance(size, str) and size.isdecimal() and len(size) < DIGITS:
         size = int(size)  # a query parameter
     size = NO_ROWS if size is None else size
-    replies = await control_of(engine).ask("rows", name=name, num_rows=size)
+    replies = await control_of(engine).ask(calls.ReadRows(name, size))
     return _finite(replies[0]["rows"])
 
 
@@ -169,9 +169,7 @@ async def weights_checker(engine: upstream.EngineClient, body: dict[str, Any]) -
             "'verify' to compare with the digest of the label"
         )
     is_target = selector == "target"
-    replies = await control_of(engine).ask(
-        "checksums", skip=skipped, is_target=is_target
-    )
+    replies = await control_of(engine).ask(calls.ReadChecksums(skipped, is_target))
     ranks = [rank for reply in replies for rank in reply["ranks"]]
     every = "".join(rank["per_gpu_checksum"] for rank in ranks)
     return {
@@ -212,7 +210,7 @@ async def weight_checker(engine: upstream.EngineClient, body: dict[str, Any]) ->
     if action == "compare" and not isinstance(baseline, dict):
         raise Malformed("action 'compare' needs 'baseline', an object of checksums")
     found: dict[str, str] = {}
-    for reply in await control_of(engine).ask("checksums"):
+    for reply in await control_of(engine).ask(calls.ReadChecksums()):
         for rank in reply["ranks"]:
             at = rank["parallelism_info"]
             where = f"dp{at['dp_rank']}:pp{at['pp_rank']}:pcp0:tp{at['tp_rank']}:"
@@ -288,7 +286,7 @@ def _released(reply: Reply) -> str:
 
 
 async def _aborted(engine: upstream.EngineClient, ids: list[str] | None) -> int:
-    replies = await control_of(engine).ask("abort_requests", ids=ids)
+    replies = await control_of(engine).ask(calls.AbortRequests(ids))
     return sum(reply["num_aborted"] for reply in replies)
 
 

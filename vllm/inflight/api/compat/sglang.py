@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
-from vllm.inflight import upstream
+from vllm.inflight import calls, upstream
 from vllm.inflight.api.compat import partial_updates
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
@@ -24,10 +24,9 @@ from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.api.request.schema import OPENING
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine.calls import check_owner
 from vllm.inflight.errors import Malformed, PauseConflict
 from vllm.inflight.transport.files.request_tensors import spooled
-from vllm.inflight.update import check_label
+from vllm.inflight.update import check_label, check_owner
 
 NO_EFFECT = {
     "torch_empty_cache": "an update allocates nothing",
@@ -79,7 +78,7 @@ async def commit_options(
     if mode is None:
         mode = "abort" if abort else "retract" if flush else None
     if flush and mode == "retract":
-        counts = await control.ask("requests")
+        counts = await control.ask(calls.CountRequests())
         if any(c["paused"] and c["num_running"] for c in counts):
             raise PauseConflict(
                 "flush_cache cannot drop the KV of requests that are paused in place; "
@@ -124,7 +123,7 @@ async def pause_generation(
     is_paused = (await control.paused())["is_paused"]
     if not is_paused and await partial_updates.unfinished(control) is not None:
         await control.ask(
-            "pause", **asked, is_trial=True
+            calls.PauseDecoding(**asked, is_trial=True)
         )  # a rejection must end no version
         await partial_updates.drop(control, memory)
     reply = await pause(engine, asked)
@@ -170,7 +169,7 @@ async def update_weights_from_disk(
         if isinstance(manifest, dict):
             manifest["step"] = step
     reply = await from_disk(control, path, keep_pause=keep_pause, **options, **commit)
-    counts = await control.ask("requests")
+    counts = await control.ask(calls.CountRequests())
     frozen = sum(c["num_running"] + c["num_waiting"] for c in counts if c["paused"])
     return _ok(reply, "weights updated") | {"num_paused_requests": frozen}
 
@@ -326,11 +325,11 @@ async def update_weight_version(
     fields.only()
     control = control_of(engine)
     if abort and check_label(label):
-        replies = await control.ask("info")
+        replies = await control.ask(calls.ReadVersion())
         # Otherwise the rename is rejected. Abort first: no request then has both
         # labels.
         if all(reply["weights"] == "live" for reply in replies):
-            await control.ask("abort_requests", ids=None)
+            await control.ask(calls.AbortRequests())
     await control.rename(label)
     return _ok({"new_version": label}, f"Weight version updated to {label}")
 

@@ -12,21 +12,36 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm.inflight import upstream
+from vllm.inflight import release_fields, upstream
 from vllm.inflight.api.compat import pipelinerl
 from vllm.inflight.api.control.control import Control
+from vllm.inflight.api.control.core_client import Reply
 from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.api.request.fields import opening
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.engine.compat import worker_calls
 from vllm.inflight.engine.compat.pipelinerl import RECEIVE
 from vllm.inflight.packed import BLOCK
 
 DRAFT = {"format": 1, "draft": True}
 
+
+async def _start(
+    control: Control, is_checkpoint_format: bool | None = None, **options: Any
+) -> Reply:
+    release_fields.settled(
+        {"is_checkpoint_format": is_checkpoint_format}, release_fields.START
+    )
+    return await control.start(StartUpdate(**opening(options)))
+
+
 CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
     "init_weight_transfer_engine": Control.init_transport,
     "shutdown_weight_transfer_engine": Control.shutdown_transport,
-    "start_weight_update": Control.start,
-    "start_draft_weight_update": lambda control: control.start(manifest=dict(DRAFT)),
+    "start_weight_update": _start,
+    "start_draft_weight_update": lambda control: control.start(
+        StartUpdate(manifest=dict(DRAFT))
+    ),
     "update_weights": Control.update,
     "finish_weight_update": Control.finish,
     RECEIVE: pipelinerl.receive,

@@ -12,9 +12,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from vllm.inflight import calls
 from vllm.inflight.api.control.core_client import CoreClient, Reply
 from vllm.inflight.api.request import rate_limit
 from vllm.inflight.errors import (
@@ -134,6 +136,13 @@ def _added(found: list[Any]) -> Any:
     return sum(found) if is_count else first
 
 
+def _with_id(start: calls.StartUpdate) -> calls.StartUpdate:
+    """`start` with an id; a new one if it has none."""
+    if start.update_id is not None:
+        return start
+    return replace(start, update_id=uuid.uuid4().hex)
+
+
 T = TypeVar("T")
 
 
@@ -148,48 +157,46 @@ class Control:
         """How many engines answer a call."""
         return self._client.num_engines
 
-    async def start(self, **body: object) -> Reply:
+    async def start(self, start: calls.StartUpdate) -> Reply:
         """Open an update on every engine, or on none.
 
         A manifest is checked and packed here, in slices. After this only the staging
         threads of the ranks read it.
         """
-        update_id, manifest = body.get("update_id"), body.get("manifest")
-        if manifest is not None:
-            body["manifest"] = await self._done(Manifest.packed(manifest))
-        body["fingerprint"] = await self._done(fingerprinted(body))
-        if not await self._was_begun(body):
+        if start.manifest is not None:
+            manifest = await self._done(Manifest.packed(start.manifest))
+            start = replace(start, manifest=manifest)
+        fingerprint = await self._done(fingerprinted(start.said()))
+        start = replace(start, fingerprint=fingerprint)
+        if not await self._was_started(start.update_id, fingerprint):
             rate_limit.spend()
-        if update_id is None:
-            # One id for all engines, so that each can be asked about it.
-            body["update_id"] = update_id = uuid.uuid4().hex
+        # One id for all engines, so that each can be asked about it.
+        start = _with_id(start)
         if self.num_engines > 1:
             # First: a start overwrites the rollback target, which another commit that
             # is still under way may need.
-            await self.ask("may_start", update_id=update_id)
-        return await self._start(body)
+            await self.ask(calls.MayStart(start.update_id))
+        return await self._start(start)
 
-    async def _was_begun(self, body: dict[str, Any]) -> bool:
+    async def _was_started(self, update_id: str | None, fingerprint: str) -> bool:
         """Whether a start is a repetition, which costs no allowance.
 
         Every engine has to know the update.
         """
-        if not rate_limit.is_limited() or body.get("update_id") is None:
+        if not rate_limit.is_limited() or update_id is None:
             return False
-        # Not the whole body: it is sent again if the update is new.
-        mark = {name: body[name] for name in ("update_id", "fingerprint")}
-        return all(
-            reply["was_started"] for reply in await self.ask("was_started", **mark)
-        )
+        # Not the whole start: it is sent again if the update is new.
+        replies = await self.ask(calls.WasStarted(update_id, fingerprint))
+        return all(reply["was_started"] for reply in replies)
 
     @shielded
-    async def _start(self, body: dict[str, Any]) -> Reply:
-        reply = await self._all_or_none("start", body)
+    async def _start(self, start: calls.StartUpdate) -> Reply:
+        reply = await self._all_or_none(start)
         phases = {each["phase"] for each in reply.get("engines", ())}
         if phases & ACTIVE and phases - ACTIVE:
             # Some engines have started an update that has ended on others.
-            await self._client.call("abort", {"update_id": body["update_id"]})
-            reply = await self._all_or_none("start", body)
+            await self._client.call(calls.AbortUpdate(start.update_id))
+            reply = await self._all_or_none(start)
         return reply
 
     async def update(
@@ -206,9 +213,9 @@ class Control:
         if not isinstance(update_info, dict | list):
             raise Malformed("update_info must be an object, or a list of them")
         info = await self._done(pack(update_info))
-        body = {"update_info": info, "update_id": update_id, "chunk": chunk}
-        body |= {"owner": owner}
-        return await self._all_or_none("receive", body)
+        return await self._all_or_none(
+            calls.ReceiveChunk(info, update_id, chunk, owner)
+        )
 
     @shielded
     async def prepare(
@@ -223,14 +230,13 @@ class Control:
         return await self._prepare(update_id, owner)
 
     async def _prepare(self, update_id: str | None, owner: str | None) -> Reply:
-        body = {"update_id": update_id, "owner": owner}
-        prepared = await self._all_or_none("prepare", body)
+        prepared = await self._all_or_none(calls.PrepareUpdate(update_id, owner))
         staged = {f"engine {i}": r for i, r in enumerate(prepared.get("engines", ()))}
         if (why := difference(staged)) is not None:
             facts = {"update_id": prepared["update_id"], "phase": Phase.ABORTED.value}
             error = WeightsMismatch(why, **facts)
-            refusal = {"update_id": error.update_id, "error": error.to_dict()}
-            await self._client.call("abort", refusal)
+            abort = calls.AbortUpdate(error.update_id, error=error.to_dict())
+            await self._client.call(abort)
             raise error
         return prepared
 
@@ -253,21 +259,22 @@ class Control:
 
         """
         prepared = await self._prepare(update_id, owner)
-        body: Reply = {
-            "update_id": prepared["update_id"],
-            "weight_version": weight_version,
-            "mode": mode,
-            "flush_cache": flush_cache,
-            "expect_version": expect_version,
-            "expect_digest": expect_digest,
-        }
-        envelopes = await self._client.call("commit", body)
+        update_id = prepared["update_id"]
+        commit = calls.CommitUpdate(
+            update_id,
+            weight_version,
+            mode,
+            flush_cache,
+            expect_version=expect_version,
+            expect_digest=expect_digest,
+        )
+        envelopes = await self._client.call(commit)
         if is_partial(envelopes):
-            update = {"update_id": prepared["update_id"]}
+            undo = calls.UndoSwitch(update_id)
             try:
-                await self._take_back(envelopes, update, "the new version")
+                await self._take_back(envelopes, undo, "the new version")
             finally:  # nothing stays staged
-                await self._client.call("abort", update)
+                await self._client.call(calls.AbortUpdate(update_id))
         return merged(envelopes)
 
     async def finish_or_abort(
@@ -277,32 +284,31 @@ class Control:
         try:
             return await self.finish(weight_version, update_id=update_id, **options)
         except BaseException:
-            await self._client.call("abort", {"update_id": update_id})
+            await self._client.call(calls.AbortUpdate(update_id))
             raise
 
     @asynccontextmanager
-    async def in_one_call(self, **opening: object) -> AsyncIterator[Reply]:
+    async def in_one_call(self, start: calls.StartUpdate) -> AsyncIterator[Reply]:
         """An update that is aborted when this block ends with an error.
 
         Its caller could not know that the update is still under way.
         """
-        if opening.get("update_id") is None:
-            opening["update_id"] = uuid.uuid4().hex
+        start = _with_id(start)
         started: Reply | None = None
         try:
-            started = await self.start(**opening)
+            started = await self.start(start)
             yield started
         except BaseException as error:
             # A rejected start may mean another caller's update of the same id.
             if started or not isinstance(error, InflightError):
-                await self._client.call("abort", {"update_id": opening["update_id"]})
+                await self._client.call(calls.AbortUpdate(start.update_id))
             raise
 
     async def abort(
         self, update_id: str | None = None, owner: str | None = None
     ) -> Reply:
         """Abort an update; the live weights do not change."""
-        return await self._call("abort", update_id=update_id, owner=owner)
+        return await self._call(calls.AbortUpdate(update_id, owner))
 
     @shielded
     async def rollback(
@@ -310,31 +316,33 @@ class Control:
     ) -> Reply:
         """Flip back to the rollback target, on every engine or on none."""
         if self.num_engines > 1:
-            held = await self.ask("held")
+            held = await self.ask(calls.ReadRollbackTarget())
             if any(each != held[0] for each in held):
                 labels = ", ".join(repr(each["weight_version"]) for each in held)
                 raise VersionConflict(
                     f"the engines would go back to different weights ({labels}, in "
                     "their order), so none does; publish the version that is wanted"
                 )
-        mark = {"rollback_id": uuid.uuid4().hex}
-        body = {"to_version": to_version, "mode": mode} | mark
-        envelopes = await self._client.call("rollback", body)
+        rollback_id = uuid.uuid4().hex
+        envelopes = await self._client.call(
+            calls.RollBack(to_version, mode, rollback_id)
+        )
         if is_partial(envelopes):
-            await self._take_back(envelopes, mark, "the version before")
+            undo = calls.UndoSwitch(rollback_id=rollback_id)
+            await self._take_back(envelopes, undo, "the version before")
         return merged(envelopes)
 
     async def status(self, update_id: str | None = None) -> Reply:
         """State of one update, or of all known updates."""
-        return await self._call("status", update_id=update_id)
+        return await self._call(calls.ReadUpdates(update_id))
 
     async def info(self) -> Reply:
         """The live version."""
-        return await self._call("info")
+        return await self._call(calls.ReadVersion())
 
     async def verify(self) -> Reply:
         """Whether the live weights of every engine match the digest of their label."""
-        replies = await self.ask("verify")
+        replies = await self.ask(calls.VerifyWeights())
         found = {reply["result"] for reply in replies}
         # The worst result of all engines counts.
         result = next(r for r in ("different", "unknown", "equal") if r in found)
@@ -344,32 +352,29 @@ class Control:
 
     async def paused(self) -> Reply:
         """Whether decoding is paused, and in which mode."""
-        return await self._call("paused")
+        return await self._call(calls.ReadPause())
 
     async def rename(
-        self, weight_version: object, expect_version: str | None = None
+        self, weight_version: str, expect_version: str | None = None
     ) -> Reply:
         """Give the live weights another label; this is a version without bytes."""
-        body = {"weight_version": weight_version, "expect_version": expect_version}
-        return await self._call("rename", **body)
+        return await self._call(calls.RenameVersion(weight_version, expect_version))
 
     async def init_transport(self, init_info: object) -> Reply:
         """Connect the configured transport to its trainer."""
-        return await self._call("transport", command="init", init_info=init_info)
+        return await self._call(calls.InitTransport(init_info))
 
     async def shutdown_transport(self) -> Reply:
         """Close the connection to the trainer."""
-        return await self._call("transport", command="shutdown")
+        return await self._call(calls.ShutdownTransport())
 
     async def join_group(self, init_info: dict[str, Any]) -> Reply:
         """Let every worker join a group that a trainer opens with torch alone."""
-        body = {"transport": "groups", "command": "join", "init_info": init_info}
-        return await self._call("transport", **body)
+        return await self._call(calls.JoinGroup(init_info))
 
     async def leave_group(self, name: str) -> Reply:
         """Let every worker leave the group `name`."""
-        body = {"transport": "groups", "command": "leave", "init_info": name}
-        return await self._call("transport", **body)
+        return await self._call(calls.LeaveGroup(name))
 
     async def compare(self, transport: str, update_info: object) -> Reply:
         """Let every worker receive tensors that fill no parameter.
@@ -379,9 +384,7 @@ class Control:
             UpdateBusy: an update is under way.
 
         """
-        payload = {"transport": transport, "update_info": update_info}
-        body = {"transport": transport, "command": "compare", "init_info": payload}
-        return await self._call("transport", **body)
+        return await self._call(calls.CompareTensors(transport, update_info))
 
     @asynccontextmanager
     async def announced(self, group_name: str) -> AsyncIterator[str]:
@@ -396,17 +399,17 @@ class Control:
         except InflightError as error:
             # An age, not a time: an engine may be on a host with another clock.
             age_s = time.monotonic() - began
-            missed = {"announcement": announcement, "age_s": age_s}
-            await self._client.call("miss", {"group_name": group_name} | missed)
+            missed = calls.MissBroadcast(group_name, announcement, age_s)
+            await self._client.call(missed)
             error.message += (
                 "; unless all that it announced was received, the workers have left "
                 f"group {group_name!r}"
             )
             raise
 
-    async def ask(self, method: str, **body: object) -> list[Reply]:
+    async def ask(self, call: calls.Call) -> list[Reply]:
         """The reply of every engine; raises the first error, if any has one."""
-        envelopes = await self._client.call(method, body)
+        envelopes = await self._client.call(call)
         merged(envelopes)
         return [envelope["ok"] for envelope in envelopes]
 
@@ -420,26 +423,25 @@ class Control:
         owner: str | None = None,
     ) -> Reply:
         """Stop decoding between two steps, or renew the lease on that."""
-        facts: Reply = {"mode": mode, "flush_cache": flush_cache}
-        facts |= {"lease_s": lease_s, "owner": owner}
+        pause = calls.PauseDecoding(mode, flush_cache, lease_s, owner)
         if self.num_engines == 1:
-            return await self._call("pause", **facts)
+            return await self._call(pause)
         # First as a trial: engines that step together pause together, so one engine
         # that rejects the pause would block the others.
-        before = await self.ask("pause", **facts, is_trial=True)
-        envelopes = await self._client.call("pause", facts)
+        before = await self.ask(replace(pause, is_trial=True))
+        envelopes = await self._client.call(pause)
         is_new = not any(reply["paused"] for reply in before)
         if is_new and any("error" in envelope for envelope in envelopes):
-            await self._client.call("resume", {"owner": owner})
+            await self._client.call(calls.ResumeDecoding(owner))
         return merged(envelopes)
 
     async def flush(self) -> Reply:
         """Drop the caches; rejected while requests hold KV."""
-        return await self._call("flush")
+        return await self._call(calls.FlushCaches())
 
     async def resume(self, owner: str | None = None) -> Reply:
         """End a pause."""
-        return await self._call("resume", owner=owner)
+        return await self._call(calls.ResumeDecoding(owner))
 
     async def _done(self, work: Work[T]) -> T:
         """The result of some work; other work runs between its slices."""
@@ -451,25 +453,27 @@ class Control:
                 return value
             await self._client.rest()
 
-    async def _call(self, method: str, **body: object) -> Reply:
-        return merged(await self._client.call(method, body))
+    async def _call(self, call: calls.Call) -> Reply:
+        return merged(await self._client.call(call))
 
-    async def _all_or_none(self, method: str, body: dict[str, Any]) -> Reply:
-        envelopes = await self._client.call(method, body)
+    async def _all_or_none(self, call: calls.Call) -> Reply:
+        envelopes = await self._client.call(call)
         if is_partial(envelopes):
             # The caller may have named no id.
             update_id = next(e["ok"]["update_id"] for e in envelopes if "ok" in e)
-            await self._client.call("abort", {"update_id": update_id})
+            await self._client.call(calls.AbortUpdate(update_id))
         return merged(envelopes)
 
-    async def _take_back(self, envelopes: list[Reply], mark: Reply, what: str) -> None:
+    async def _take_back(
+        self, envelopes: list[Reply], undo: calls.UndoSwitch, what: str
+    ) -> None:
         """Undo a commit or a rollback that not every engine could make.
 
         Raises:
             EngineFault: engines could not undo it.
 
         """
-        undone = await self._client.call("undo", mark)
+        undone = await self._client.call(undo)
         # Engines that did not flip answer that there is nothing to undo.
         stuck = [
             i for i, e in enumerate(envelopes) if "ok" in e and "error" in undone[i]

@@ -6,10 +6,15 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future, wait
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from vllm.inflight import upstream
+from vllm.inflight.calls import Call, call_to_dict
+from vllm.inflight.engine.utility import inflight
 from vllm.inflight.transport.waiting import in_background
+
+if TYPE_CHECKING:
+    from vllm.inflight.engine.controller import Controller
 
 T = TypeVar("T")
 Reply = dict[str, Any]
@@ -29,7 +34,7 @@ class CoreClient(Protocol):
         """Number of engines that answer a call."""
         ...
 
-    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+    async def call(self, call: Call) -> list[Reply]:
         """The envelopes of every engine, in engine order."""
         ...
 
@@ -49,15 +54,18 @@ class AsyncCoreClient:
         """Changes with elastic expert parallelism."""
         return len(self._client.core_engines)
 
-    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+    async def call(self, call: Call) -> list[Reply]:
         """One utility call per engine, at the same time.
 
         Raises:
             EngineDeadError: an engine has ended. Upstream does not fail waiting calls.
 
         """
-        call = self._client.call_utility_all_async("inflight", method, body)
-        asking = asyncio.ensure_future(call)
+        asking = asyncio.ensure_future(
+            self._client.call_utility_all_async(
+                inflight.__name__, call.name, call_to_dict(call)
+            )
+        )
         try:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=ALIVE_S)
@@ -71,15 +79,15 @@ class AsyncCoreClient:
         """Let the other tasks of the event loop go on."""
         await asyncio.sleep(0)
 
-    async def call_each(
-        self, method: str, body: dict[str, Any], patience_s: float
-    ) -> list[Reply]:
+    async def call_each(self, call: Call, patience_s: float) -> list[Reply]:
         """Call each engine by itself.
 
         The envelope of an engine without an answer within `patience_s` is an error.
         """
-        calls = self._client.call_utility_each("inflight", method, body)
-        waits = (asyncio.wait_for(call, patience_s) for call in calls)
+        asked = self._client.call_utility_each(
+            inflight.__name__, call.name, call_to_dict(call)
+        )
+        waits = (asyncio.wait_for(each, patience_s) for each in asked)
         answers = await asyncio.gather(*waits, return_exceptions=True)
         return [
             {"error": {"message": repr(each)}}
@@ -97,13 +105,13 @@ class SyncCoreClient:
     def __init__(self, client: upstream.EngineCoreClient) -> None:
         self._client = client
 
-    async def call(self, method: str, body: dict[str, Any]) -> list[Reply]:
+    async def call(self, call: Call) -> list[Reply]:
         """Block until the answer is there; await nothing, so that `run_sync` works."""
         core = getattr(self._client, "engine_core", None)
         if core is None:
-            return [self._elsewhere(method, body)]
-        controller = core.inflight_controller
-        answer = controller.step_queue.run(lambda: controller.call(method, body))
+            return [self._elsewhere(call)]
+        controller: Controller = core.inflight_controller
+        answer = controller.step_queue.run(lambda: controller.call(call))
         # The monitor completes a Future, while steps go on.
         return [answer.result() if hasattr(answer, "result") else answer]
 
@@ -111,7 +119,7 @@ class SyncCoreClient:
         """Let other threads go on, such as the thread that generates."""
         time.sleep(REST_S)
 
-    def _elsewhere(self, method: str, body: dict[str, Any]) -> Reply:
+    def _elsewhere(self, call: Call) -> Reply:
         """The answer of a core in another process.
 
         Raises:
@@ -120,7 +128,9 @@ class SyncCoreClient:
         """
         # If the core has ended, the thread stays; it does not block the exit.
         answer: Future[Reply] = in_background(
-            lambda: self._client.call_utility("inflight", method, body)
+            lambda: self._client.call_utility(
+                inflight.__name__, call.name, call_to_dict(call)
+            )
         )
         while not wait([answer], timeout=ALIVE_S).done:
             self._client.ensure_alive()

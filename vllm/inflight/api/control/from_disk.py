@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, Malformed
 
 
@@ -45,9 +46,14 @@ async def from_disk(
         manifest = {"format": 1} if manifest is None else manifest
         if isinstance(manifest, dict):  # otherwise `start` rejects it
             options["manifest"] = manifest | added
-    opening = {"source": path, "draft_source": draft_path}
-    opening |= {"transport": "local", "weight_version": weight_version} | options
-    async with control.in_one_call(**opening) as started:
+    start = StartUpdate(
+        source=path,
+        draft_source=draft_path,
+        transport="local",
+        weight_version=weight_version,
+        **options,
+    )
+    async with control.in_one_call(start) as started:
         update_id = started["update_id"]
         if started["phase"] == "staging":
             for chunk, info in enumerate(given):

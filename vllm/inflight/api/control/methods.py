@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from vllm.inflight import release_fields, upstream
@@ -22,6 +23,7 @@ from vllm.inflight.api.control.core_client import (
 from vllm.inflight.api.control.from_disk import from_disk
 from vllm.inflight.api.control.restore import restore
 from vllm.inflight.api.request.fields import opening
+from vllm.inflight.calls import ReadNames, ReleaseMemory, StartUpdate, UndoRelease
 from vllm.inflight.errors import Conflict, InflightError, Malformed
 from vllm.inflight.worker.catalogue import unpacked
 
@@ -83,7 +85,7 @@ async def shutdown_weight_transfer_engine(self: upstream.AsyncLLM) -> None:
 
 
 async def start_weight_update(
-    self: upstream.AsyncLLM, is_checkpoint_format: bool | None = None, **options: object
+    self: upstream.AsyncLLM, is_checkpoint_format: bool | None = None, **options: Any
 ) -> Reply:
     """Open an update.
 
@@ -109,12 +111,10 @@ async def start_weight_update(
     release_fields.settled(
         {"is_checkpoint_format": is_checkpoint_format}, release_fields.START
     )
-    return await control_of(self).start(**opening(options))
+    return await control_of(self).start(StartUpdate(**opening(options)))
 
 
-async def start_draft_weight_update(
-    self: upstream.AsyncLLM, **options: object
-) -> Reply:
+async def start_draft_weight_update(self: upstream.AsyncLLM, **options: Any) -> Reply:
     """Open an update of the drafter alone; see `start_weight_update`.
 
     Tensors have the names of the drafter's own checkpoint.
@@ -135,7 +135,9 @@ async def start_draft_weight_update(
         manifest = {"format": 1}
     if not isinstance(manifest, dict):
         raise Malformed(f"manifest must be an object, got {manifest!r:.80}")
-    return await control_of(self).start(manifest=manifest | {"draft": True}, **options)
+    return await control_of(self).start(
+        StartUpdate(manifest=manifest | {"draft": True}, **options)
+    )
 
 
 async def update_weights(
@@ -375,7 +377,7 @@ async def weight_names(self: upstream.AsyncLLM) -> Reply:
         StagingUnavailable: weights of this engine cannot be updated in flight.
 
     """
-    first, *_ = await control_of(self).ask("names")
+    first, *_ = await control_of(self).ask(ReadNames())
     if hasattr(self, "llm_engine"):
         return unpacked(first["catalogues"])
     # A hundred thousand names would block the event loop.
@@ -432,12 +434,12 @@ async def release_memory(
     """Have every engine give memory back, or none, if one of them refuses to."""
     require_sleep_mode(engine)
     control = control_of(engine)
-    asked = {"tags": sorted(tags), "mode": mode}
-    await control.ask("release", **asked, is_trial=True)
+    release = ReleaseMemory(sorted(tags), mode)
+    await control.ask(replace(release, is_trial=True))
     try:
-        first, *others = await control.ask("release", **asked)
+        first, *others = await control.ask(release)
     except InflightError:
-        await control.ask("undo_release")
+        await control.ask(UndoRelease())
         raise
     reply = dict(first)
     for name in ("num_aborted", "num_retracted"):

@@ -9,6 +9,7 @@ from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
 from vllm.inflight.api.control.from_disk import from_disk
 from vllm.inflight.api.request import rate_limit
+from vllm.inflight.calls import ReadJournal
 from vllm.inflight.errors import Conflict, InflightError
 
 logger = upstream.init_logger(__name__)
@@ -29,7 +30,7 @@ async def restore(control: Control) -> Reply:
         InflightError: a file was rejected.
 
     """
-    journal = (await control.ask("journal"))[0]
+    journal = (await control.ask(ReadJournal()))[0]
     served = await control.info()
     noted = journal["found"]
     if journal["path"] is None:
@@ -82,10 +83,10 @@ async def restore_at_start(control: Control) -> None:
             "the version from before the restart could not be restored: %s",
             error.message,
         )
-    await control.ask("journal", tried=True)
+    await control.ask(ReadJournal(tried=True))
 
 
 async def tried(control: Control) -> None:
     """Wait until the first of several API servers has tried to restore."""
-    while not (await control.ask("journal"))[0]["tried"]:
+    while not (await control.ask(ReadJournal()))[0]["tried"]:
         await asyncio.sleep(POLL_S)

@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from vllm.inflight import upstream
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.calls import ReadHealth
 from vllm.inflight.config import InflightConfig
 
 logger = upstream.init_logger(__name__)
@@ -69,7 +70,7 @@ class Heartbeat:
         return self._reason
 
     async def _ask(self) -> None:
-        replies = await self._control.ask("health")
+        replies = await self._control.ask(ReadHealth())
         reasons = (reply["weights_detail"] for reply in replies)
         self._reason = next(filter(None, reasons), None)
         self._heard = time.monotonic()

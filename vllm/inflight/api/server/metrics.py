@@ -22,6 +22,7 @@ from prometheus_client.core import (
 
 from vllm.inflight import upstream
 from vllm.inflight.api.control.core_client import AsyncCoreClient
+from vllm.inflight.calls import ReadMetrics
 from vllm.inflight.engine.counters import GAP_EDGES_MS
 
 ANSWER_TIMEOUT_S = 2.0
@@ -62,7 +63,7 @@ class Scrapes:
 
     async def _ask(self) -> bytes:
         replies = {}
-        answers = await self._client.call_each("metrics", {}, ANSWER_TIMEOUT_S)
+        answers = await self._client.call_each(ReadMetrics(), ANSWER_TIMEOUT_S)
         for number, answer in enumerate(answers):
             if "error" in answer:
                 why = answer["error"]["message"]

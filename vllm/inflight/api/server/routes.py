@@ -35,6 +35,7 @@ from vllm.inflight.api.server.health import health
 from vllm.inflight.api.server.metrics import metrics
 from vllm.inflight.api.server.openapi import TAGS, described, serve_docs_offline
 from vllm.inflight.api.server.start_log import log_start
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, UpstreamChanged
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
@@ -108,7 +109,7 @@ async def _start(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
     """Open an update on every engine, or on none."""
     fields = Fields(body)
     fields.settle(release_fields.START)
-    return await _control(engine).start(**fields.described(OPENING))
+    return await _control(engine).start(StartUpdate(**fields.described(OPENING)))
 
 
 async def _start_draft(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:

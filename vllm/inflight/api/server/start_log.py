@@ -9,6 +9,7 @@ from vllm.inflight import upstream
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.api.request.auth import Arguments, control_keys
+from vllm.inflight.calls import ReadStaging
 from vllm.inflight.config import InflightConfig, admin_key
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ async def log_start(engine: EngineClient, args: Arguments) -> None:
 
 
 async def _staging(config: VllmConfig, control: Control) -> str:
-    replies = await control.ask("staging")
+    replies = await control.ask(ReadStaging())
     reason = next((r["reason"] for r in replies if r["reason"] is not None), None)
     if reason is not None:
         return f"no updates in flight ({reason})"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.calls import JoinGroup, LeaveGroup
 from vllm.inflight.errors import Malformed
 
 GROUP = "actor"
@@ -117,9 +118,9 @@ def plain(request: object, *, strict: bool = True) -> Any:
     return request
 
 
-CALLS: dict[str, Callable[..., dict[str, Any]]] = {
-    JOIN: lambda *args: {"command": "join", "init_info": group(*args)},
-    **{name: lambda: {"command": "leave", "init_info": GROUP} for name in LEAVE},
+CALLS: dict[str, Callable[..., JoinGroup | LeaveGroup]] = {
+    JOIN: lambda *args: JoinGroup(group(*args)),
+    **{name: lambda: LeaveGroup(GROUP) for name in LEAVE},
 }
 """Worker calls that become commands of the transport `groups`."""
 

@@ -6,13 +6,11 @@ live weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from vllm.inflight import upstream
+from vllm.inflight import calls, upstream
 from vllm.inflight.engine.context import EngineContext
-from vllm.inflight.engine.pause.abort import abort_requests
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
 from vllm.inflight.update import PauseMode
 from vllm.inflight.worker.catalogue import CHECKPOINT
@@ -22,10 +20,9 @@ logger = upstream.init_logger(__name__)
 MAX_ROWS = 1 << 16
 
 
-def flush(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def flush(controller: EngineContext) -> dict[str, Any]:
     """Drop every cache, and report its size; rejected while requests hold KV."""
-    del body
-    counts = requests(controller, {})
+    counts = requests(controller)
     if counts["num_running"]:
         state = "are frozen" if counts["paused"] else "are running"
         raise PauseConflict(
@@ -35,9 +32,8 @@ def flush(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     return counts | controller.pauses.flush()
 
 
-def requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def requests(controller: EngineContext) -> dict[str, Any]:
     """How many requests run and wait, and whether decoding is paused."""
-    del body
     running, waiting = controller.core.scheduler.get_request_counts()
     return {
         "num_running": running,
@@ -46,39 +42,30 @@ def requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def release(controller: EngineContext, body: dict[str, Any]) -> Any:
-    """Give back memory, by `tags` and `mode` of the request; see `Sleep.release`."""
-    mode = body.get("mode")
+def release(controller: EngineContext, call: calls.ReleaseMemory) -> Any:
+    """Give back memory; see `Sleep.release`."""
     return controller.sleep.release(
-        set(body["tags"]),
-        None if mode is None else PauseMode(mode),
-        is_trial=bool(body.get("is_trial")),
+        set(call.tags),
+        None if call.mode is None else PauseMode(call.mode),
+        is_trial=bool(call.is_trial),
     )
 
 
-def undo_release(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def undo_release(controller: EngineContext) -> dict[str, Any]:
     """Take memory back that was released while another engine could not."""
-    del body
     controller.sleep.undo_release()
     return {}
 
 
-def checksums(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Digests of every parameter of every rank, read from the live weights.
-
-    Args:
-        controller: of the engine.
-        body: `skip` has parts of names to leave out; `is_target` omits the drafter.
-
-    """
-    skipped, is_target = body.get("skip") or [], bool(body.get("is_target"))
-    ranks = _read(controller, "checksums", skipped, is_target)
+def checksums(controller: EngineContext, call: calls.ReadChecksums) -> dict[str, Any]:
+    """Digests of every parameter of every rank, read from the live weights."""
+    ranks = _read(controller, "checksums", call.skip or [], bool(call.is_target))
     return {"ranks": ranks, "epoch": controller.version.epoch}
 
 
-def rows(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def rows(controller: EngineContext, call: calls.ReadRows) -> dict[str, Any]:
     """The first rows of one tensor, joined from all ranks."""
-    name, count = body.get("name"), body.get("num_rows")
+    name, count = call.tensor, call.num_rows
     if not isinstance(name, str) or not name:
         raise Malformed("name must be the name of a tensor")
     if type(count) is not int or not 0 < count <= MAX_ROWS:
@@ -99,14 +86,13 @@ def rows(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     return {"rows": found[0]}
 
 
-def names(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def names(controller: EngineContext) -> dict[str, Any]:
     """The tensors that a trainer may send, packed by each rank (worker/catalogue.py).
 
     Raises:
         StagingUnavailable: weights of this engine cannot be updated in flight.
 
     """
-    del body
     controller.ranks.require_staging()
     catalogues = _read(controller, "names")
     # All ranks started from one checkpoint, and each reports all of its tensors.
@@ -126,12 +112,8 @@ def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
     return [list(chain(*pieces)) for pieces in zip(*own, strict=True)][:count]
 
 
-def unused(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """The tensors in `names` that fill no parameter of any rank.
-
-    Args:
-        controller: of the engine.
-        body: `names` are the names in a checkpoint.
+def unused(controller: EngineContext, call: calls.FindUnused) -> dict[str, Any]:
+    """The tensors in `call.names` that fill no parameter of any rank.
 
     Returns:
         `unused` tensors, and the `tied` ones among them, which equal a parameter.
@@ -141,16 +123,15 @@ def unused(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
 
     """
     controller.ranks.require_staging()
-    replies = _read(controller, "unused", body.get("names") or [])
+    replies = _read(controller, "unused", call.names or [])
     return {
         what: sorted(set.intersection(*(set(reply[what]) for reply in replies)))
         for what in ("unused", "tied")
     }
 
 
-def source(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def source(controller: EngineContext) -> dict[str, Any]:
     """The path that the live weights were loaded from, and their version."""
-    del body
     update = controller.live_version.update
     return {
         "path": None if update is None else update.source,
@@ -159,10 +140,10 @@ def source(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def journal(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """The state of the journal; `tried` notes that a restore was tried."""
+def journal(controller: EngineContext, call: calls.ReadJournal) -> dict[str, Any]:
+    """The state of the journal; `call.tried` notes that a restore was tried."""
     kept = controller.live_version.journal
-    kept.tried = kept.tried or bool(body.get("tried"))
+    kept.tried = kept.tried or bool(call.tried)
     told: dict[str, Any] = kept.told()
     return told
 
@@ -175,23 +156,3 @@ def _read(controller: EngineContext, what: str, *args: object) -> list[Any]:
         if "error" in reply:
             raise EngineFault(f"rank {rank} cannot be read: {reply['error']}")
     return [reply["ok"] for reply in replies]
-
-
-CALLS: dict[str, Callable[[EngineContext, dict[str, Any]], Any]] = {
-    "abort_requests": abort_requests,
-    "flush": flush,
-    "requests": requests,
-    "release": release,
-    "undo_release": undo_release,
-    "checksums": checksums,
-    "rows": rows,
-    "names": names,
-    "source": source,
-    "staging": lambda gate, body: {
-        "bytes": gate.ranks.nbytes,
-        "reason": gate.ranks.reason,
-    },
-    "unused": unused,
-    "journal": journal,
-    "miss": lambda controller, body: controller.updates.miss(body),
-}

@@ -15,6 +15,18 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import release_fields, upstream
+from vllm.inflight.calls import (
+    AbortUpdate,
+    Call,
+    CommitUpdate,
+    InitTransport,
+    JoinGroup,
+    MissBroadcast,
+    PrepareUpdate,
+    ReceiveChunk,
+    ShutdownTransport,
+    StartUpdate,
+)
 from vllm.inflight.engine.compat import pipelinerl
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.errors import InflightError, Malformed
@@ -23,49 +35,50 @@ Answer = Any
 """The result of a call of the controller: an envelope, or a Future of one."""
 
 
-def ask(controller: EngineContext, method: str, body: dict[str, Any]) -> Answer:
+def ask(controller: EngineContext, call: Call) -> Answer:
     """Call the controller between two steps, from any thread."""
     if not controller.in_process:
-        return controller.call(method, body)
-    return controller.step_queue.run(lambda: controller.call(method, body))
+        return controller.call(call)
+    return controller.step_queue.run(lambda: controller.call(call))
 
 
 def _start(controller: EngineContext, kwargs: dict[str, Any]) -> Answer:
     release_fields.settled(kwargs, release_fields.START)
-    return ask(controller, "start", {})
+    return ask(controller, StartUpdate())
 
 
-def _finish(controller: EngineContext, update: dict[str, Any]) -> Answer:
+def _finish(controller: EngineContext, update_id: str | None = None) -> Answer:
     """Prepare, and commit in a later queued call once every rank is prepared."""
-    if not update and (active := controller.updates.ledger.active) is not None:
-        update = {"update_id": active.update_id}  # both calls are for this update
-    prepared = ask(controller, "prepare", update)
-    return _then(controller, prepared, lambda: ask(controller, "commit", update))
+    if update_id is None and (active := controller.updates.ledger.active) is not None:
+        update_id = active.update_id  # both calls are for this update
+    prepared = ask(controller, PrepareUpdate(update_id))
+    commit = CommitUpdate(update_id)
+    return _then(controller, prepared, lambda: ask(controller, commit))
 
 
 def _receive_whole(controller: EngineContext, request: object) -> Answer:
     """PipelineRL's update in one call: start, receive the broadcast, finish."""
     announcement, began = uuid.uuid4().hex, time.monotonic()
-    update = {"update_id": announcement}
+    update_id = announcement
 
     def miss() -> Answer:
-        missed = {"announcement": announcement, "age_s": time.monotonic() - began}
-        return ask(controller, "miss", {"group_name": pipelinerl.GROUP} | missed)
+        age_s = time.monotonic() - began
+        missed = MissBroadcast(pipelinerl.GROUP, announcement, age_s)
+        return ask(controller, missed)
 
     def finish() -> Answer:
         # The caller does not know the update and could not abort it.
-        end = _finish(controller, update)
-        return _then(
-            controller, end, otherwise=lambda: ask(controller, "abort", update)
-        )
+        end = _finish(controller, update_id)
+        abort = AbortUpdate(update_id)
+        return _then(controller, end, otherwise=lambda: ask(controller, abort))
 
     def begin_and_receive() -> Answer:
         label, info = pipelinerl.announced(pipelinerl.plain(request), announcement)
-        body = {"transport": "groups", "weight_version": label} | update
-        started = ask(controller, "start", body)
+        start = StartUpdate(update_id, label, transport="groups")
+        started = ask(controller, start)
         if "error" in started:
             return started
-        return ask(controller, "receive", {"update_info": info} | update)
+        return ask(controller, ReceiveChunk(info, update_id))
 
     try:
         received = begin_and_receive()
@@ -116,21 +129,19 @@ def _then(
 
 PHASES: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "init_weight_transfer_engine": lambda controller, kwargs: ask(
-        controller,
-        "transport",
-        {"command": "init", "init_info": kwargs.get("init_info")},
+        controller, InitTransport(kwargs.get("init_info"))
     ),
     "shutdown_weight_transfer_engine": lambda controller, kwargs: ask(
-        controller, "transport", {"command": "shutdown"}
+        controller, ShutdownTransport()
     ),
     "start_weight_update": lambda controller, kwargs: _start(controller, kwargs),
     "start_draft_weight_update": lambda controller, kwargs: ask(
-        controller, "start", {"manifest": {"format": 1, "draft": True}}
+        controller, StartUpdate(manifest={"format": 1, "draft": True})
     ),
     "update_weights": lambda controller, kwargs: ask(
-        controller, "receive", {"update_info": kwargs.get("update_info")}
+        controller, ReceiveChunk(kwargs.get("update_info"))
     ),
-    "finish_weight_update": lambda controller, kwargs: _finish(controller, {}),
+    "finish_weight_update": lambda controller, kwargs: _finish(controller),
 }
 """Upstream's worker methods that change weights, and the calls that replace them."""
 
@@ -175,9 +186,9 @@ def _answer(
         return PHASES[method](controller, _named(method, args, kwargs or {}))
     if method == pipelinerl.RECEIVE:
         return _receive_whole(controller, args[0])
-    body = pipelinerl.CALLS[method](*args)
-    controller.has_actor_group = body["command"] == "join"
-    return ask(controller, "transport", {"transport": "groups"} | body)
+    call = pipelinerl.CALLS[method](*args)
+    controller.has_actor_group = isinstance(call, JoinGroup)
+    return ask(controller, call)
 
 
 def _named(

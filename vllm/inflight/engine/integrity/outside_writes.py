@@ -30,7 +30,6 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import calls
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause.lease import Lease
 from vllm.inflight.engine.scheduling import encoder_cache, kv_connectors
@@ -484,7 +483,7 @@ class OutsideWrites:
         """
         controller, scheduler = self._controller, self._core.scheduler
         try:
-            controller.may_start({})
+            controller.may_start()
             controller.updates.require_connected()
         except UpdateBusy as error:
             raise UpdateBusy(
@@ -492,7 +491,7 @@ class OutsideWrites:
                 f"{error.message}. update_weights_from_disk does not write into them"
             ) from error
         kv_connectors.check_connectors(scheduler)
-        mode = calls.read_mode({}, kv_connectors.default_mode(scheduler))
+        mode = PauseMode.parse(kv_connectors.default_mode(scheduler))
         controller.pauses.check_commit(mode)
         encoder_cache.check_retractable(scheduler)
         controller.ranks.overwrite("let_go")

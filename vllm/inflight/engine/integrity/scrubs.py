@@ -66,13 +66,12 @@ class Scrubs:
             with self._lock:
                 self._ensure_thread()
 
-    def verify(self, body: dict[str, Any]) -> Future[Result]:
+    def verify(self) -> Future[Result]:
         """Scrub once; the Future is done when the ranks have read all live weights.
 
         A call during a scrub gets the result of the next scrub. The scrub under way may
         have read weights that have changed since.
         """
-        del body
         self._controller.ranks.require_staging()
         future: Future[Result] = Future()
         with self._lock:

@@ -25,16 +25,17 @@ OF_ROUTES = (
 """How vLLM's routes build an engine's request id from the user's id."""
 
 
-def abort_requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+def abort_requests(
+    controller: EngineContext, ids: list[str] | None = None
+) -> dict[str, Any]:
     """Finish requests now, with the tokens that they have; returns `num_aborted`.
 
     Args:
         controller: of the engine.
-        body: `ids` are the users' request ids, or None for every request.
+        ids: the users' request ids, or None for every request.
 
     """
     scheduler = controller.core.scheduler
-    ids = body.get("ids")
     chosen = None if ids is None else matching(scheduler.requests, ids)
     if chosen is not None and not chosen:
         return {"num_aborted": 0}

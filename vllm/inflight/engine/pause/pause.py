@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.calls import check_owner
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause import abort
 from vllm.inflight.engine.pause.lease import Lease, lease_seconds
@@ -34,7 +33,7 @@ from vllm.inflight.errors import (
     PauseConflict,
     UpdateBusy,
 )
-from vllm.inflight.update import PAUSE_MOVES, PauseMode
+from vllm.inflight.update import PAUSE_MOVES, PauseMode, check_owner
 
 Reply = dict[str, Any]
 
@@ -107,7 +106,7 @@ class Pauses:
             return self._reply(started)
         counts = {"num_aborted": 0, "num_retracted": 0}
         if mode is PauseMode.ABORT and not is_renewal:
-            counts |= abort.abort_requests(self._controller, {})
+            counts |= abort.abort_requests(self._controller)
         stopped = self._stop(mode)
         self.asked = mode
         self._controller.counts.paused(mode)
@@ -139,7 +138,7 @@ class Pauses:
         """
         counts = {"num_aborted": 0, "num_retracted": 0}
         if mode is PauseMode.ABORT:
-            counts |= abort.abort_requests(self._controller, {})
+            counts |= abort.abort_requests(self._controller)
         stopped = self._stop(mode)
 
         def settle() -> Reply:
@@ -295,7 +294,7 @@ class Pauses:
         if mode is PauseMode.RETRACT:
             facts["num_retracted"] = self._core.scheduler.inflight_retract()
         elif mode is PauseMode.ABORT:
-            facts |= abort.abort_requests(self._controller, {})
+            facts |= abort.abort_requests(self._controller)
         return facts | self._flushed(media=False) if flush_cache else facts
 
     # ---------------------------------------------------------------- helpers

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from vllm.inflight import upstream
+from vllm.inflight import calls, upstream
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause import pause
 from vllm.inflight.engine.scheduling import request_checks
@@ -38,8 +38,13 @@ WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 """Upstream's names of the parts of the memory."""
 
-FILLING = ("start", "receive", "prepare", "commit", "rollback", "undo", "unused")
-READING = ("checksums", "rows", "rename", "verify")
+FILLING = (
+    *(calls.StartUpdate, calls.ReceiveChunk, calls.PrepareUpdate, calls.CommitUpdate),
+    *(calls.RollBack, calls.UndoSwitch, calls.FindUnused),
+)
+READING = (
+    *(calls.ReadChecksums, calls.ReadRows, calls.RenameVersion, calls.VerifyWeights),
+)
 """Control calls that fill the weights' memory, and calls that read or label it."""
 
 GIVEN_UP = "a sleep of level 2 has given the weights up"
@@ -103,27 +108,28 @@ class Sleep:
         """
         return self.may_decode and (is_asked or not self.is_paused_by_sleep)
 
-    def check(self, method: str, body: dict[str, Any]) -> None:
+    def check(self, call: calls.Call) -> None:
         """Raise if a control call needs weights that are missing.
 
         See `check_weights` for the errors.
         """
-        if method == "resume" and self.weights == "loading":
+        is_resume = isinstance(call, calls.ResumeDecoding)
+        if is_resume and self.weights == "loading":
             raise UpdateBusy(str(self.detail))
-        if method == "resume" and not self.may_decode:
+        if is_resume and not self.may_decode:
             raise EngineAsleep(
                 f"the engine is asleep (weights: {self.weights}); decoding goes on "
                 "when all of it has been woken up and its weights are complete"
                 + (f": {self.detail}" if self.weights == "gone" else "")
             )
-        if method in FILLING:
-            manifest = body.get("manifest")
+        if isinstance(call, FILLING):
+            manifest = call.manifest if isinstance(call, calls.StartUpdate) else None
             # A manifest that is not an object is rejected later, awake or asleep.
             is_part = isinstance(manifest, dict) and (
                 manifest.get("subset") or manifest.get("draft")
             )
             self.check_weights(is_whole=not is_part)
-        elif method in READING:
+        elif isinstance(call, READING):
             self.check_weights(is_whole=False)
 
     def check_weights(self, *, is_whole: bool) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.inflight.calls import StartUpdate, WasStarted
 from vllm.inflight.engine.transaction import Update, files_of
 from vllm.inflight.errors import (
     Conflict,
@@ -61,22 +62,22 @@ class Ledger:
             self._serial += 1
             return self._serial
 
-    def started(self, body: dict[str, Any]) -> Update | None:
-        """The update that was started with `body`; None if there is none.
+    def started(self, call: StartUpdate) -> Update | None:
+        """The update that was started with `call`; None if there is none.
 
-        The same id with the same body is the same update, in any phase.
+        The same id with the same fields is the same update, in any phase.
 
         Raises:
             Conflict: another body has started an update of this id.
 
         """
-        if (update_id := body.get("update_id")) is None:
+        if (update_id := call.update_id) is None:
             return None
         if not isinstance(update_id, str) or not 0 < len(update_id) <= 128:
             raise Malformed("update_id must be a string of 1 to 128 characters")
         with self._lock:
             known = self._updates.get(update_id)
-        if known is not None and known.fingerprint != _fingerprint(body):
+        if known is not None and known.fingerprint != _fingerprint(call):
             raise Conflict(
                 f"update {update_id!r} was started with another body; "
                 "use a new update_id",
@@ -85,28 +86,27 @@ class Ledger:
             )
         return known
 
-    def was_started(self, update_id: object, fingerprint: str) -> bool:
-        """Whether `started` would find an update for a body with this fingerprint."""
-        if not isinstance(update_id, str):
+    def was_started(self, call: WasStarted) -> bool:
+        """Whether `started` would find an update for a call with this fingerprint."""
+        if not isinstance(call.update_id, str):
             return False
         with self._lock:
-            known = self._updates.get(update_id)
-        return known is not None and known.fingerprint == fingerprint
+            known = self._updates.get(call.update_id)
+        return known is not None and known.fingerprint == call.fingerprint
 
-    def start(self, body: dict[str, Any], deadline_s: float) -> tuple[Update, bool]:
+    def start(self, call: StartUpdate, deadline_s: float) -> tuple[Update, bool]:
         """Open an update; returns it, and whether it is new (see `started`).
 
         Args:
-            body: of the request. `manifest` may be packed (`Manifest.packed`) or not;
-                `fingerprint` is optional.
+            call: its `manifest` may be packed (`Manifest.packed`) or not.
             deadline_s: the update has to commit within this many seconds.
 
         """
-        if (known := self.started(body)) is not None:
+        if (known := self.started(call)) is not None:
             return known, False
-        update_id = body.get("update_id") or uuid.uuid4().hex
-        label = check_label(body.get("weight_version"))
-        manifest = body.get("manifest")
+        update_id = call.update_id or uuid.uuid4().hex
+        label = check_label(call.weight_version)
+        manifest = call.manifest
         packed = None if manifest is None else at_once(Manifest.packed(manifest))
         head = Manifest() if packed is None else Manifest.head(packed)
         with self._lock:
@@ -116,15 +116,15 @@ class Ledger:
             update = Update(
                 update_id,
                 self._serial,
-                _fingerprint(body),
+                _fingerprint(call),
                 label,
                 head.step,
                 time.monotonic() + deadline_s,
             )
             if not head.subset:
-                update.source = body.get("source")
-            update.files = files_of(body, packed)
-            update.owner = body.get("owner")
+                update.source = call.source
+            update.files = files_of(call, packed)
+            update.owner = call.owner
             self._updates[update_id] = update
             while len(self._updates) > NUM_OUTCOMES_KEPT:
                 self._updates.popitem(last=False)
@@ -267,8 +267,8 @@ def _nothing_open(last: Update | None) -> WrongPhase:
     )
 
 
-def _fingerprint(body: dict[str, Any]) -> str:
-    return body.get("fingerprint") or fingerprint(body)
+def _fingerprint(call: StartUpdate) -> str:
+    return call.fingerprint or fingerprint(call.said())
 
 
 def _busy(active: Update) -> UpdateBusy:

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from vllm.inflight import messages, upstream
+from vllm.inflight import calls, messages, upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine import calls
-from vllm.inflight.engine.calls import check_owner
 from vllm.inflight.engine.event_log import EventLog
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.transaction import Update
@@ -33,7 +31,7 @@ from vllm.inflight.errors import (
     UpdateBusy,
     WrongPhase,
 )
-from vllm.inflight.update import Phase
+from vllm.inflight.update import Phase, check_flag, check_owner
 
 LONGEST_S = 86400
 """The longest deadline: an endless update would keep the shadow weights for ever."""
@@ -90,22 +88,21 @@ class Updates:
         """The last update, until it is known whether a rank has begun to overwrite the
         rollback target."""
 
-    def start(self, body: dict[str, Any]) -> dict[str, Any]:
+    def start(self, call: calls.StartUpdate) -> dict[str, Any]:
         """Open an update; replies `{"update_id", "phase"}`.
 
         `base_version` is checked for a new update only, since a repeated call may come
         after the commit. The manifest is packed (`Manifest.packed`).
         """
-        if (known := self.ledger.started(body)) is not None:
+        if (known := self.ledger.started(call)) is not None:
             return known.state()
         self._ranks.require_staging()
         kv_connectors.check_connectors(self._core.scheduler)
-        transport = body.get("transport", "configured")
-        if transport == "configured":
+        if call.transport == "configured":
             self._require_transport()
-        manifest = body.get("manifest")
+        manifest = call.manifest
         is_drafters = manifest is not None and manifest["draft"]
-        if self._ranks.has_mtp and (is_drafters or body.get("draft_source")):
+        if self._ranks.has_mtp and (is_drafters or call.draft_source):
             raise Conflict(
                 "the drafter consists of MTP layers of the model and has no update of "
                 "its own. Send its tensors with the model's, or as a subset of them, "
@@ -113,7 +110,7 @@ class Updates:
             )
         if is_drafters and not self._ranks.has_drafter:
             raise Conflict("no draft model with weights is configured here")
-        deadline_s = body.get("deadline_s")
+        deadline_s = call.deadline_s
         if deadline_s is None:
             deadline_s = self._config.update_deadline_s
         is_number = type(deadline_s) in (int, float)
@@ -121,12 +118,12 @@ class Updates:
             raise Malformed(
                 f"deadline_s must be a number up to {LONGEST_S}, got {deadline_s!r:.80}"
             )
-        allow_nonfinite = calls.read_flag(body, "allow_nonfinite")
-        check_owner(body.get("owner"))
-        self._live_version.expect(body.get("base_version"), "base_version")
+        allow_nonfinite = check_flag(call.allow_nonfinite, "allow_nonfinite")
+        check_owner(call.owner)
+        self._live_version.expect(call.base_version, "base_version")
         self.require_connected()
         self.note_opened()
-        update, is_new = self.ledger.start(body, float(deadline_s))
+        update, is_new = self.ledger.start(call, float(deadline_s))
         if not is_new:
             return update.state()
         update.base = self._live_version.lineage
@@ -134,11 +131,11 @@ class Updates:
         self._last = update
         command = messages.Start(
             manifest=manifest,
-            transport=transport,
+            transport=call.transport,
             allow_nonfinite=allow_nonfinite,
             deadline_s=float(deadline_s),
-            path=body.get("source"),
-            draft_path=body.get("draft_source"),
+            path=call.source,
+            draft_path=call.draft_source,
         )
         self._watch.start(update)
         try:
@@ -151,7 +148,7 @@ class Updates:
         if not self.ledger.move(update, Phase.STAGING):
             assert update.error is not None  # the monitor has ended it meanwhile
             raise update.error
-        self._events.began(update, transport, time.monotonic() - update.began)
+        self._events.began(update, call.transport, time.monotonic() - update.began)
         return update.state()
 
     def note_opened(self) -> None:
@@ -173,14 +170,13 @@ class Updates:
         if is_known:
             self._last = None
 
-    def receive(self, body: dict[str, Any]) -> Any:
+    def receive(self, call: calls.ReceiveChunk) -> Any:
         """Receive a chunk; the Future is done when every rank has it.
 
         A numbered chunk is received once, even if the call is repeated.
         """
-        chunk = body.get("chunk")
-        owner = check_owner(body.get("owner"))
-        update = self.ledger.find(body.get("update_id"), owner)
+        chunk = call.chunk
+        update = self.ledger.find(call.update_id, check_owner(call.owner))
         if chunk is not None and chunk != update.num_chunks:
             if type(chunk) is not int or not 0 <= chunk < update.num_chunks:
                 raise Malformed(
@@ -193,22 +189,22 @@ class Updates:
             self.ledger.require(update.update_id, Phase.STAGING)
             if update.is_preparing:
                 raise WrongPhase(f"update {update.update_id!r} is being finished")
-            command = messages.Receive(body.get("update_info"))
+            command = messages.Receive(call.update_info)
             self._ranks.command(update.serial, command)
             update.num_chunks += 1
             self._command_sent(update)
         return self._watch.when_received(update)
 
-    def prepare(self, body: dict[str, Any]) -> Any:
+    def prepare(self, call: calls.PrepareUpdate) -> Any:
         """Verify the staged weights; done when every rank has reported.
 
         Replies with the vote of this engine (see `Update.vote`). A repeated call for an
         update that has ended needs its id.
         """
-        update_id = body.get("update_id")
+        update_id = call.update_id
         ended = () if update_id is None else (Phase.COMMITTED,)
         phases = (Phase.STAGING, Phase.STAGED, *ended)
-        owner = check_owner(body.get("owner"))
+        owner = check_owner(call.owner)
         update = self.ledger.require(update_id, *phases, owner=owner)
         if update.phase is not Phase.STAGING:
             return update.vote()
@@ -218,15 +214,14 @@ class Updates:
             self._command_sent(update)
         return self._watch.when_staged(update)
 
-    def abort(self, body: dict[str, Any]) -> dict[str, Any]:
+    def abort(self, call: calls.AbortUpdate) -> dict[str, Any]:
         """Abort an update; the live weights do not change. The call may be repeated.
 
-        With `error` in the body, the update ends with that error of another engine.
+        With `call.error`, the update ends with that error of another engine.
         """
-        owner = check_owner(body.get("owner"))
-        update = self.ledger.find(body.get("update_id"), owner)
+        update = self.ledger.find(call.update_id, check_owner(call.owner))
         if update.is_active:
-            refusal = body.get("error")
+            refusal = call.error
             reason = None if refusal is None else InflightError.from_dict(refusal)
             cancel = partial(self._ranks.cancel, update.serial)
             self.ledger.move(update, Phase.ABORTED, reason, cancel)
@@ -247,10 +242,10 @@ class Updates:
         if (update := self.ledger.active) is not None:
             self._watch.end(update, error)
 
-    def status(self, body: dict[str, Any]) -> dict[str, Any]:
+    def status(self, update_id: str | None) -> dict[str, Any]:
         """The report of an update; without an id, of all remembered updates."""
-        if body.get("update_id") is not None:
-            return self._report(self.ledger.find(body["update_id"]))
+        if update_id is not None:
+            return self._report(self.ledger.find(update_id))
         active = self.ledger.active
         return {
             "active": None if active is None else self._report(active),
@@ -273,17 +268,17 @@ class Updates:
             ),
         }
 
-    def transport(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
+    def transport(self, call: calls.TransportCall) -> Future[dict[str, Any]]:
         """Connect or disconnect a transport, in the staging thread."""
         self._ranks.require_staging()  # else no rank would execute the command
-        if body.get("transport") not in ("groups", "local"):
+        if _is_of_configured(call):
             self._require_transport()
         if (active := self.ledger.active) is not None:
             raise UpdateBusy(
                 f"update {active.update_id!r} is {active.phase.value}",
                 update_id=active.update_id,
             )
-        command = _transport_command(body)
+        command = _transport_command(call)
         self.require_connected(command)
         self.note_opened()
         serial = self.ledger.next_serial()
@@ -301,12 +296,12 @@ class Updates:
             raise
         return answer
 
-    def miss(self, body: dict[str, Any]) -> dict[str, Any]:
+    def miss(self, call: calls.MissBroadcast) -> dict[str, Any]:
         """Handle a rejected announcement, whose trainer broadcasts all the same.
 
         Ranks that have not received the broadcast leave the group `group_name`.
         """
-        self._ranks.command(0, messages.Miss(**body))
+        self._ranks.command(0, messages.Miss(**calls.call_to_dict(call)))
         return {}
 
     def close(self) -> None:
@@ -351,15 +346,32 @@ class Updates:
         return [s for s in self._ranks.statuses() if s.serial == update.serial]
 
 
-def _transport_command(body: dict[str, Any]) -> messages.Command:
-    """The command that the body of a `transport` call names."""
-    name, value = body["command"], body.get("init_info")
-    if name == messages.Leave.name:
-        return messages.Leave(value)
-    if name == messages.Shutdown.name:
-        return messages.Shutdown()
-    if not isinstance(value, dict):
+def _is_of_configured(call: calls.TransportCall) -> bool:
+    """Whether a call is about the transport that the engine was configured with."""
+    match call:
+        case calls.InitTransport() | calls.ShutdownTransport():
+            return True
+        case calls.CompareTensors():
+            return call.transport not in ("groups", "local")
+    return False
+
+
+def _transport_command(call: calls.TransportCall) -> messages.Command:
+    """The command that a call becomes."""
+    match call:
+        case calls.InitTransport():
+            return messages.Init(_checked(call.init_info))
+        case calls.ShutdownTransport():
+            return messages.Shutdown()
+        case calls.JoinGroup():
+            return messages.Join(_checked(call.init_info))
+        case calls.LeaveGroup():
+            return messages.Leave(call.group_name)
+        case calls.CompareTensors():
+            return messages.Compare(call.transport, call.update_info)
+
+
+def _checked(init_info: object) -> dict[str, Any]:
+    if not isinstance(init_info, dict):
         raise Malformed("init_info must be an object")
-    if name == messages.Compare.name:
-        return messages.Compare(**value)
-    return messages.Join(value) if name == messages.Join.name else messages.Init(value)
+    return init_info

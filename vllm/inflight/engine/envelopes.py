@@ -1,7 +1,4 @@
-"""What a control call asks for, checked where it takes effect.
-
-The routes read text as well; who calls in Python says what he means.
-"""
+"""The envelope of an answer to a control call: `{"ok": …}` or `{"error": …}`."""
 
 from __future__ import annotations
 
@@ -10,35 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import EngineFault, InflightError, Malformed
-from vllm.inflight.update import MAX_NAME_CHARS, PauseMode
-
-
-def read_flag(body: dict[str, Any], name: str) -> bool:
-    """Whether `name` is asked for; raises `Malformed` unless it is a bool, or None."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise Malformed(f"{name} must be true or false, got {value!r:.80}")
-    return bool(value)
-
-
-def read_mode(body: dict[str, Any], default: str) -> PauseMode:
-    """Its `mode`; `default` where there is none, which `""` or 0 is not."""
-    value = body.get("mode")
-    return PauseMode.parse(default if value is None else value)
-
-
-def check_owner(value: object) -> str | None:
-    """`owner` of a request."""
-    if value is None:
-        return None
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise Malformed(
-            f"owner must be a string of 1 to {MAX_NAME_CHARS} characters, got "
-            f"{value!r:.80}"
-        )
-    return value
-
+from vllm.inflight.errors import EngineFault, InflightError
 
 logger = upstream.init_logger(__name__)
 
