@@ -15,7 +15,8 @@ from tests.support.engines.bare_core import (
     publish,
     request,
 )
-from vllm.inflight.engine.scheduling.prefix_cache import CacheNamespace, NamespacePolicy
+from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
+from vllm.inflight.engine.scheduling.request_state import CacheNamespace
 
 pytestmark = pytest.mark.engine
 

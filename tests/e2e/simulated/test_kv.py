@@ -15,7 +15,11 @@ from tests.support.engines.bare_core import Streams, add, call, prompt, request
 from tests.support.simulated.core import publish_weights
 from tests.support.simulated.load import KINDS, ask
 from vllm.inflight.engine.scheduling.kv_provenance import trail_of
-from vllm.inflight.engine.scheduling.prefix_cache import CacheNamespace, NamespacePolicy
+from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
+from vllm.inflight.engine.scheduling.request_state import (
+    CacheNamespace,
+    RequestState,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -186,7 +190,7 @@ def test_two_users_and_two_adapters_stay_apart_across_a_commit(
         given(core, name, salt=salt, lora=lora)
         probe = core.scheduler.requests[name]
         Streams(core).run()
-        assert probe.inflight_num_found == num_found
+        assert RequestState.of(probe).num_found == num_found
 
 
 # ------------------------------------------------------------- bounded staleness

@@ -12,6 +12,7 @@ from tests.support.simulated.core import (
     simulated_core,
     stage_weights,
 )
+from vllm.inflight.engine.scheduling.request_state import RequestState
 
 pytestmark = pytest.mark.engine
 
@@ -103,5 +104,5 @@ def test_those_retracted_together_share_what_they_compute_again(
     other = core.scheduler.requests["other"]
     by_the_commit(core, 1)
     streams.run()
-    assert other.inflight_num_found == 80
+    assert RequestState.of(other).num_found == 80
     assert read_by(core, "other") == {1}

@@ -18,6 +18,7 @@ from vllm.inflight.engine.scheduling.aborted_sessions import (
     AbortedSessions,
     mark,
 )
+from vllm.inflight.engine.scheduling.request_state import RequestState
 from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD, Stamp
 
 pytestmark = pytest.mark.engine
@@ -191,7 +192,7 @@ def test_blocks_of_a_session_are_known_to_who_finds_them(core: EngineCore) -> No
     heard(core, streams, 8)
     add(core, "other", [*TEXT, 0], extra_args={"kv_versions": 1})
     streams.step(8)
-    assert core.scheduler.requests["other"].inflight_num_found == 32
+    assert RequestState.of(core.scheduler.requests["other"]).num_found == 32
     assert streams.trails["other"] == [(0, epoch)]
     say(core, [0], is_last=True)
     streams.run()

@@ -14,7 +14,8 @@ from vllm.v1.pool.late_interaction import build_late_interaction_doc_params
 from vllm.v1.request import Request
 
 from vllm.inflight.engine.scheduling import encoder_cache
-from vllm.inflight.engine.scheduling.prefix_cache import CacheNamespace, NamespacePolicy
+from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
+from vllm.inflight.engine.scheduling.request_state import CacheNamespace
 from vllm.inflight.errors import PauseConflict
 from vllm.inflight.patch.scheduler import _hash_once
 

@@ -25,15 +25,18 @@ from vllm.inflight import patch
 from vllm.inflight.engine.controller import Controller
 from vllm.inflight.engine.scheduling import scheduler
 from vllm.inflight.errors import UpstreamChanged
+from vllm.inflight.patch.attributes import ATTRIBUTES
 from vllm.inflight.patch.private_names import OVERRIDES, PRIVATES
 from vllm.inflight.patch.record import (
     MARK,
+    Attribute,
     Override,
     Patch,
     Private,
     apply,
     plain,
     problem_with,
+    problem_with_attribute,
 )
 
 pytestmark = pytest.mark.seconds
@@ -130,6 +133,51 @@ def test_an_override_or_a_private_name_that_is_gone_is_told(engine):
         assert (wrong is None) if told is None else told in str(wrong)
     attribute = "vllm.v1.core.sched.scheduler:Scheduler._no_such_attribute"
     assert "is gone" in str(problem_with(Private(target=attribute, **facts)))
+
+
+@pytest.mark.parametrize("record", ATTRIBUTES, ids=lambda record: record.target)
+def test_no_attribute_of_ours_is_in_the_signature_of_a_class_of_upstream(record):
+    assert problem_with_attribute(record) is None
+
+
+def attribute(target: str, **changes: Any) -> Attribute:
+    holds = "vllm.inflight.engine.scheduling.request_state:RequestState"
+    facts = {"why": "a test", "remove_when": "never"} | changes
+    return Attribute(target=target, **({"holds": holds} | facts))
+
+
+@pytest.mark.parametrize(
+    "target, changes, told",
+    [
+        ("stand_in_engine:Core", {}, None),
+        ("stand_in_engine:Gone", {}, "is gone"),
+        ("stand_in_engine:Full", {}, "has no room"),
+        ("vllm.v1.engine:EngineCoreOutput", {}, "has no room"),
+        ("stand_in_engine:Core", {"name": "step"}, "of upstream's"),
+        ("stand_in_engine:Derived", {"name": "step"}, "of upstream's"),
+        # As a constructor sets it, as a dataclass has it, as another class derives it.
+        ("vllm.v1.request:Request", {"name": "num_computed_tokens"}, "of upstream's"),
+        (
+            "vllm.v1.core.sched.output:SchedulerOutput",
+            {"name": "num_scheduled_tokens"},
+            "of upstream's",
+        ),
+        (
+            "vllm.v1.worker.cpu_worker:CPUWorker",
+            {"name": "parallel_config"},
+            "of upstream's",
+        ),
+        ("stand_in_engine:Core", {"holds": "stand_in_engine:Core"}, "not derived"),
+        ("stand_in_engine:Core", {"holds": "stand_in_engine:load"}, "no class"),
+    ],
+)
+def test_an_attribute_that_upstream_has_or_has_no_room_for_is_told(
+    engine, target, changes, told
+):
+    engine.Full = type("Full", (), {"__slots__": ()})
+    engine.Derived = type("Derived", (engine.Core,), {})
+    wrong = problem_with_attribute(attribute(target, **changes))
+    assert wrong is None if told is None else told in str(wrong)
 
 
 def overridden(kind: type) -> set[str]:

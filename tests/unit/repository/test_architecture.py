@@ -26,6 +26,7 @@ PACKAGES = (
     ("connection",),
     ("ops", "_C"),
     ("upstream",),
+    ("attached",),
     ("trainer",),
     ("transport",),
     ("wire",),

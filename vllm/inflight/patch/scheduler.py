@@ -21,6 +21,7 @@ def _with_mixin(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _hash_once(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.inflight.engine.scheduling import encoder_cache
+    from vllm.inflight.engine.scheduling.request_state import RequestState
 
     def preprocess_add_request(self: upstream.EngineCore, request: Any) -> Any:
         # In the input thread, where hashing costs the loop nothing. A commit may
@@ -38,9 +39,8 @@ def _hash_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 request.mm_features, names, rename
             )
         added, wave = original(self, request)
-        added.inflight_media = names
-        added.inflight_user_salt = user_salt
-        added.inflight_root = root
+        state = RequestState(root, user_salt, media=names)
+        state.attach(added)
         return added, wave
 
     return preprocess_add_request

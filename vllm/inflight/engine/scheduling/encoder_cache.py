@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling import request_checks
+from vllm.inflight.engine.scheduling.request_state import RequestState
 from vllm.inflight.errors import PauseConflict
 
 Rename = Callable[[str], str]
@@ -30,7 +31,7 @@ def plant(request: upstream.Request, rename: Rename) -> None:
     if not request.mm_features:
         return
     # As they came; a session's grow.
-    names = vars(request).setdefault("inflight_media", [])
+    names = RequestState.of(request).media
     names += names_of(request.mm_features[len(names) :])
     request.mm_features = renamed(request.mm_features, names, rename)
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.scheduling.request_state import RequestState, Trail
 from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD, KV_OPTION
-
-Trail = list[tuple[int, str | None]]
-"""(first position, stamp of the version), ascending; None: nobody knows which."""
 
 UNKNOWN: Trail = [(0, None)]
 """Of KV that a connector brought in."""
@@ -58,10 +56,11 @@ class KvProvenance:
                 continue
             if name in self._behind:
                 self._behind.discard(name)
-                _turn(request.inflight_trail, start, stamp)
+                _turn(_known_trail_of(request), start, stamp)
             if blocks is not None:
+                trail = _known_trail_of(request)
                 for block in blocks[self._group]:
-                    self._of_block[block] = request.inflight_trail
+                    self._of_block[block] = trail
         if admitted:
             # In the order of scheduling: one may find blocks of the one before it.
             for name in scheduled.num_scheduled_tokens:
@@ -100,11 +99,12 @@ class KvProvenance:
         """A request begins, begins again or goes on, with `start` positions there."""
         assert self._group is not None
         mine = blocks[self._group]
-        if (trail := trail_of(request)) is not None:
+        state = RequestState.of(request)
+        if (trail := state.trail) is not None:
             num_known = start  # a session's next chunk: the KV has stayed
         else:
-            trail = request.inflight_trail = []
-            num_known = min(start, vars(request).get("inflight_num_found", 0))
+            trail = state.trail = []
+            num_known = min(start, state.num_found)
             for index, block in enumerate(mine[: -(-start // self._block_size)]):
                 first = index * self._block_size
                 origin = self._of_block.get(block) if first < num_known else UNKNOWN
@@ -117,13 +117,20 @@ class KvProvenance:
 
 def trail_of(request: upstream.Request) -> Trail | None:
     """What is known of the KV of a request; None of one that has none yet."""
-    trail: Trail | None = vars(request).get("inflight_trail")
+    state = RequestState.find(request)
+    return None if state is None else state.trail
+
+
+def _known_trail_of(request: upstream.Request) -> Trail:
+    """The trail of a request that has been admitted."""
+    trail = RequestState.of(request).trail
+    assert trail is not None, f"request {request.request_id} has KV and no trail"
     return trail
 
 
 def forget(request: upstream.Request) -> None:
     """`request` has lost its KV, and looks for some."""
-    vars(request).pop("inflight_trail", None)
+    RequestState.of(request).trail = None
 
 
 def _turn(trail: Trail, start: int, stamp: str | None) -> None:

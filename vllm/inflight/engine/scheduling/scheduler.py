@@ -19,6 +19,7 @@ from vllm.inflight.engine.scheduling.aborted_sessions import AbortedSessions
 from vllm.inflight.engine.scheduling.kv_connectors import nonce_for
 from vllm.inflight.engine.scheduling.kv_provenance import ProvenanceReports
 from vllm.inflight.engine.scheduling.lora import Adapters
+from vllm.inflight.engine.scheduling.request_state import RequestState
 from vllm.inflight.engine.scheduling.version_stamp import Stamp
 from vllm.inflight.update import Version
 
@@ -204,11 +205,13 @@ class InflightSchedulerMixin:
         kv_provenance.forget(request)
         if request.lora_request is not None:
             self.inflight_adapters.load(request.lora_request)
-        is_retracted = vars(request).get("inflight_is_retracted", False)
+        state = RequestState.of(request)
         roots = self.inflight_policy.roots(
-            self._inflight_last_change if is_retracted else self.inflight_cache_epoch,
+            self._inflight_last_change
+            if state.is_retracted
+            else self.inflight_cache_epoch,
             self.inflight_adapters.load_of(request.lora_request),
-            is_retracted=is_retracted,
+            is_retracted=state.is_retracted,
         )
         prefix_cache.forget(request, roots)
         best, best_root = None, roots[0]
@@ -219,7 +222,7 @@ class InflightSchedulerMixin:
                 best, best_root = found, root
         self.inflight_policy.plant(request, best_root)
         assert best is not None
-        request.inflight_num_found = best[1]
+        state.num_found = best[1]
         return best
 
     # -------------------------------------------------------------- retraction
@@ -252,7 +255,7 @@ class InflightSchedulerMixin:
         # Those that an earlier retraction or a full cache sent back are no different.
         for request in self.waiting:  # type: ignore[attr-defined]
             if request.num_preemptions:
-                request.inflight_is_retracted = True
+                RequestState.of(request).is_retracted = True
         self._inflight_drop_media()
         # A request retracted and resumed within one step is not "still running".
         self.prev_step_scheduled_req_ids.difference_update(names)  # type: ignore[attr-defined]
@@ -271,7 +274,7 @@ class InflightSchedulerMixin:
             self._free_request_blocks(request)  # type: ignore[attr-defined]
             self._inflight_prefills.discard(request)  # type: ignore[attr-defined]
             request.num_computed_tokens = 0
-            request.inflight_is_retracted = True
+            RequestState.of(request).is_retracted = True
             self.waiting.prepend_request(request)  # type: ignore[attr-defined]
         return len(loaded)
 
