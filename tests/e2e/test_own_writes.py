@@ -610,7 +610,7 @@ def test_nobody_but_an_update_loads_into_the_second_set(
     core = writable
     publish(core, folders["new"], "new")
     worker = core.model_executor.driver_worker.worker
-    second = worker._inflight_stager.shadow.module
+    second = worker.vllm_inflight.stager.shadow.module
     for _ in range(2):  # an update has stood in this place meanwhile
         with pytest.raises(WrongPhase, match=r"model_runner\.model"):
             second.load_weights(tensors_of(str(folders["old"])).items())

@@ -207,7 +207,7 @@ def test_what_begins_to_write_as_its_update_is_aborted_does_not(
     call(served_new, "abort")
     aborted.set()
     worker = served_new.model_executor.driver_worker.worker
-    until(lambda: not worker._inflight_stager.is_busy)
+    until(lambda: not worker.vllm_inflight.stager.is_busy)
     monkeypatch.undo()
     goes_back(served_new, old_says)
 

@@ -22,6 +22,7 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm.inflight import patch
+from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.engine.controller import Controller
 from vllm.inflight.engine.scheduling import scheduler
 from vllm.inflight.errors import UpstreamChanged
@@ -138,6 +139,17 @@ def test_an_override_or_a_private_name_that_is_gone_is_told(engine):
 @pytest.mark.parametrize("record", ATTRIBUTES, ids=lambda record: record.target)
 def test_no_attribute_of_ours_is_in_the_signature_of_a_class_of_upstream(record):
     assert problem_with_attribute(record) is None
+
+
+def test_no_file_of_upstream_has_the_name_of_our_attribute_which_no_signature_shows():
+    (folder,) = find_spec("vllm").submodule_search_locations
+    named = [
+        file
+        for file in Path(folder).rglob("*.py")
+        if file.relative_to(folder).parts[0] != "inflight"
+        and re.search(rf"\b{ATTRIBUTE}\b", file.read_text(errors="replace"))
+    ]
+    assert named == []
 
 
 def attribute(target: str, **changes: Any) -> Attribute:

@@ -61,9 +61,12 @@ def _merged_once(original: Callable[..., Any]) -> Callable[..., Any]:
     def _create_merged_loras_inplace(
         self: upstream.LoRAModelManager, lora_model: Any
     ) -> None:
-        if not vars(lora_model).get("inflight_is_merged"):
+        from vllm.inflight.worker.lora import MergedAdapter
+
+        state = MergedAdapter.of(lora_model)
+        if not state.is_merged:
             original(self, lora_model)
-            lora_model.inflight_is_merged = True
+            state.is_merged = True
 
     return _create_merged_loras_inplace
 

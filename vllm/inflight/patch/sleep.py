@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.patch.record import Patch
+from vllm.inflight.worker.worker_state import WorkerState
 
 
 def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +51,7 @@ def _outside_of_pools(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_asleep(worker: upstream.WorkerBase, is_asleep: bool) -> None:
-    if (wire := getattr(worker, "_inflight_tripwire", None)) is not None:
+    if (wire := WorkerState.of(worker).tripwire) is not None:
         wire.is_asleep = is_asleep
 
 
@@ -80,7 +81,7 @@ def _adapters_again(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, tags)
         if tags is None or "weights" in tags:
             _note_asleep(self, False)
-        if getattr(self, "_inflight_stager", None) is None:
+        if WorkerState.of(self).stager is None:
             return  # updates are upstream's, which lets adapters go at each
         if (tags is None or "weights" in tags) and not is_wanted(self.vllm_config):
             with between_steps(self):
@@ -94,7 +95,7 @@ def inflight_prepare_sleep(self: Any, level: int) -> dict[str, Any]:
     from vllm.inflight.patch.worker_rpc import answered
 
     def prepare() -> None:
-        if (stager := getattr(self, "_inflight_stager", None)) is None:
+        if (stager := WorkerState.of(self).stager) is None:
             return
         if level:
             stager.let_go()
