@@ -68,7 +68,7 @@ def test_what_comes_in_between_has_the_release_refused_and_pauses_nothing(
     status, message = sleeper.refused(RELEASE, **KV)
     assert (status, "Call again" in message) == (409, True)
     assert sleeper.get("/is_paused")["is_paused"] is False
-    assert sleeper.core.inflight_controller.sleep.is_paused_by_sleep is False
+    assert sleeper.core.vllm_inflight.sleep.is_paused_by_sleep is False
     assert decodes(sleeper)
 
 
@@ -97,7 +97,7 @@ def test_a_pause_with_a_lease_ends_with_it_after_a_release_that_is_refused(
     sleeper.post("/pause_generation", mode="in_place", lease_s=0.05)
 
     def is_going() -> bool:
-        sleeper.core.inflight_controller.step_queue.drain()  # as before a step
+        sleeper.core.vllm_inflight.step_queue.drain()  # as before a step
         return not sleeper.core.is_scheduler_paused()
 
     until(is_going, "the lease has run out, and it stands still")

@@ -28,7 +28,7 @@ def core(model: Path) -> Iterator[EngineCore]:
 
 def move_a_little(core: EngineCore, weights: int, **commit: str) -> None:
     stage_weights(core, weights)
-    core.inflight_controller.updates.ledger.active.drift = {"overall": 1e-4}
+    core.vllm_inflight.updates.ledger.active.drift = {"overall": 1e-4}
     call(core, "commit", **commit)
 
 

@@ -75,7 +75,7 @@ def heard(core: EngineCore, streams: Told, count: int) -> int:
 
 
 def test_a_session_knows_whose_kv_it_reads_in_every_chunk(core: EngineCore) -> None:
-    epoch, streams = core.inflight_controller.version.epoch, Told(core)
+    epoch, streams = core.vllm_inflight.version.epoch, Told(core)
     say(core, list(TEXT))
     first = heard(core, streams, 4)
     assert streams.trails["s"] == [(0, epoch)]
@@ -93,7 +93,7 @@ def test_a_session_knows_whose_kv_it_reads_in_every_chunk(core: EngineCore) -> N
     ]
     say(core, [0], is_last=True)
     streams.step(3)
-    assert core.scheduler._inflight_listeners.told == {}
+    assert core.scheduler.vllm_inflight.reports.told == {}
 
 
 def aborted(core: EngineCore, *, is_idle: bool) -> Told:
@@ -185,7 +185,7 @@ def test_the_last_thousand_sessions_that_were_aborted_are_remembered() -> None:
 
 
 def test_blocks_of_a_session_are_known_to_who_finds_them(core: EngineCore) -> None:
-    epoch, streams = core.inflight_controller.version.epoch, Told(core)
+    epoch, streams = core.vllm_inflight.version.epoch, Told(core)
     say(core, list(TEXT))
     heard(core, streams, 4)
     say(core, prompt(2, 30))

@@ -454,14 +454,3 @@ def test_a_controller_made_before_there_is_a_scheduler_says_so():
     """Upstream may move the step that makes the controller, and keep its signature."""
     with pytest.raises(UpstreamChanged, match="before it has a scheduler"):
         Controller(SimpleNamespace(vllm_config=None, model_executor=None))
-
-
-def test_what_the_scheduler_is_given_has_no_name_of_upstreams():
-    """Upstream has names that begin as ours do; one that is both would be a trap."""
-    upstreams = {"_inflight_prefills"}
-    names = set(re.findall(r"\b_?inflight_\w+", Path(scheduler.__file__).read_text()))
-    folder = Path(find_spec("vllm.v1.core").submodule_search_locations[0]) / "sched"
-    theirs = "\n".join(file.read_text() for file in folder.glob("*.py"))
-    assert len(names) > 10
-    found = {name for name in names if re.search(rf"\b{name}\b", theirs)}
-    assert found == upstreams

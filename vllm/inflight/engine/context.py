@@ -1,12 +1,15 @@
 """What the parts of a controller may use of each other.
 
-`Controller` makes the parts and satisfies `EngineContext`. Pauses, sleep, rollbacks,
+`Controller` makes the parts and is an `EngineContext`. Pauses, sleep, rollbacks,
 scrubs and the rest are given the context: each names what it needs, and mypy checks it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from vllm.inflight.attached import Attached
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.inflight.update import Version
 
 
-class EngineContext(Protocol):
+class EngineContext(Attached, ABC):
     """One engine core, and the parts of its controller."""
 
     core: upstream.EngineCore
@@ -38,6 +41,8 @@ class EngineContext(Protocol):
     """Whether PipelineRL's worker calls have joined its trainer's group."""
     undelivered_outputs: list[upstream.EngineCoreOutput]
     """Last outputs of requests, in an engine without an output queue."""
+    drained_outputs: list[dict[int, upstream.EngineCoreOutputs]]
+    """Outputs of steps that a pause waited for, in an engine without one."""
     ranks: Ranks
     live_version: LiveVersion
     updates: Updates
@@ -51,22 +56,32 @@ class EngineContext(Protocol):
     outside_writes: OutsideWrites
 
     @property
+    @abstractmethod
     def version(self) -> Version:
         """The live version."""
 
+    @abstractmethod
     def call(self, method: str, body: dict[str, Any]) -> Any:
         """Answer a control call."""
 
+    @abstractmethod
     def may_start(self, body: dict[str, Any]) -> dict[str, Any]:
         """Raise `UpdateBusy` if an update cannot start now."""
 
+    @abstractmethod
     def where_all_meet(
         self, what: tuple[Any, ...], switch: Callable[[], Any], update: Update | None
     ) -> Any:
         """Call `switch` now, or where data-parallel engines commit together."""
 
+    @abstractmethod
     def drain(self) -> None:
         """Finish the steps in flight of an engine in its caller's process."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """End the threads of the controller."""
+
+    @abstractmethod
     def wake(self) -> None:
         """Make the loop of an engine with its own process look for work."""

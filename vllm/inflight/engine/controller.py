@@ -17,6 +17,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import calls, counters
 from vllm.inflight.engine.calls import enveloped, watched
 from vllm.inflight.engine.compat import queries
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.event_log import EventLog
 from vllm.inflight.engine.integrity.outside_writes import OutsideWrites
 from vllm.inflight.engine.integrity.scrubs import Scrubs
@@ -51,7 +52,7 @@ from vllm.inflight.update import (
 logger = upstream.init_logger(__name__)
 
 
-class Controller:
+class Controller(EngineContext):
     """Control of one engine core."""
 
     def __init__(self, core: upstream.EngineCore) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.context import EngineContext
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.patch.record import Patch
 
 
@@ -14,7 +16,7 @@ def _load_everywhere(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_lora(self: upstream.EngineCore, lora_request: upstream.LoRARequest) -> bool:
         from vllm.inflight.engine.scheduling import lora
 
-        if lora.add(self, lora_request):
+        if lora.add(EngineContext.of(self), lora_request):
             return True
         added: bool = original(self, lora_request)
         return added
@@ -28,8 +30,9 @@ def _load_before(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         from vllm.inflight.engine.scheduling import abort, lora
 
-        if (why := lora.admit(self, request)) is not None:
-            abort.end_with_error(self, request, why)
+        controller = EngineContext.of(self)
+        if (why := lora.admit(controller, request)) is not None:
+            abort.end_with_error(controller, request, why)
             return
         original(self, request, request_wave)
 
@@ -38,7 +41,7 @@ def _load_before(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _count_drop(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove_lora(self: upstream.EngineCore, lora_id: int) -> bool:
-        self.scheduler.inflight_adapters.drop(lora_id)
+        SchedulerState.of(self.scheduler).adapters.drop(lora_id)
         removed: bool = original(self, lora_id)
         return removed
 

@@ -22,14 +22,15 @@ def _with_mixin(original: Callable[..., Any]) -> Callable[..., Any]:
 def _hash_once(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.inflight.engine.scheduling import encoder_cache
     from vllm.inflight.engine.scheduling.request_state import RequestState
+    from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 
     def preprocess_add_request(self: upstream.EngineCore, request: Any) -> Any:
         # In the input thread, where hashing costs the loop nothing. A commit may
         # come between here and the look-up, which then salts again.
-        scheduler = self.scheduler
-        policy = scheduler.inflight_policy
-        load = scheduler.inflight_adapters.load_of(request.lora_request)
-        root = policy.roots(scheduler.inflight_cache_epoch, load)[0]
+        ours = SchedulerState.of(self.scheduler)
+        policy = ours.policy
+        load = ours.adapters.load_of(request.lora_request)
+        root = policy.roots(ours.cache_epoch, load)[0]
         user_salt = request.cache_salt
         request.cache_salt = policy.salted(user_salt, root)
         names = encoder_cache.names_of(request.mm_features or ())
@@ -39,8 +40,7 @@ def _hash_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 request.mm_features, names, rename
             )
         added, wave = original(self, request)
-        state = RequestState(root, user_salt, media=names)
-        state.attach(added)
+        RequestState(root, user_salt, media=names).attach(added)
         return added, wave
 
     return preprocess_add_request

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.patch.record import Patch
 from vllm.inflight.worker.worker_state import WorkerState
 
@@ -16,14 +17,14 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
         def give_back(level: int) -> Any:
             return original(self, level, mode)
 
-        return self.inflight_controller.sleep.sleep(level, give_back)
+        return EngineContext.of(self).sleep.sleep(level, give_back)
 
     return sleep
 
 
 def _wake(original: Callable[..., Any]) -> Callable[..., Any]:
     def wake_up(self: Any, tags: list[str] | None = None) -> Any:
-        return self.inflight_controller.sleep.wake(lambda: original(self, tags))
+        return EngineContext.of(self).sleep.wake(lambda: original(self, tags))
 
     return wake_up
 

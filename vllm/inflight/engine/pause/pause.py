@@ -24,6 +24,7 @@ from vllm.inflight import upstream
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause.lease import Lease, check_owner, lease_seconds
 from vllm.inflight.engine.scheduling import abort, kv_connectors, request_checks
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.errors import (
     DeadlineExceeded,
@@ -145,7 +146,9 @@ class Pauses:
         def settle() -> Reply:
             # A stricter pause may have come meanwhile, and has done its own part.
             if mode is PauseMode.RETRACT and self.asked is mode:
-                counts["num_retracted"] = self._core.scheduler.inflight_retract()
+                counts["num_retracted"] = SchedulerState.of(
+                    self._core.scheduler
+                ).retract()
             flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
             treated = self._controller.counts.treated(counts)
             reply: Reply = self._reply(started) | treated | flushed
@@ -202,7 +205,7 @@ class Pauses:
             "is_paused": self.is_paused,
             "mode": mode and mode.value,
             "is_draining": mode is PauseMode.WAIT
-            and self._core.scheduler.inflight_is_busy(),
+            and SchedulerState.of(self._core.scheduler).is_busy(),
             "for_commit": self.commit is not None and self.asked is None,
             "owner": self._lease.owner,
             "lease_left_s": self._lease.left_s,
@@ -224,7 +227,11 @@ class Pauses:
                 "a commit cannot 'wait' for them; pause with 'wait' first"
             )
         frozen = self.mode not in (None, PauseMode.WAIT)
-        if mode is PauseMode.WAIT and frozen and self._core.scheduler.inflight_active():
+        if (
+            mode is PauseMode.WAIT
+            and frozen
+            and SchedulerState.of(self._core.scheduler).active()
+        ):
             raise PauseConflict(
                 "mode 'wait' would wait for ever: running requests are paused"
             )
@@ -236,13 +243,16 @@ class Pauses:
         wait; `give_up` ends it as well.
         """
         scheduler = self._core.scheduler
-        if mode is not PauseMode.WAIT or not scheduler.inflight_is_busy():
+        if mode is not PauseMode.WAIT or not SchedulerState.of(scheduler).is_busy():
             return switch.make()
 
         def after() -> Reply:
             self.commit = None
             try:
-                if scheduler.inflight_active() or scheduler.inflight_sent_back():
+                if (
+                    SchedulerState.of(scheduler).active()
+                    or SchedulerState.of(scheduler).sent_back()
+                ):
                     raise PauseConflict(
                         "requests were paused while it waited; " + switch.if_given_up
                     )
@@ -292,7 +302,7 @@ class Pauses:
         """Do to the requests what a commit in `mode` does; returns the counts."""
         facts: Reply = {}
         if mode is PauseMode.RETRACT:
-            facts["num_retracted"] = self._core.scheduler.inflight_retract()
+            facts["num_retracted"] = SchedulerState.of(self._core.scheduler).retract()
         elif mode is PauseMode.ABORT:
             facts |= abort.abort_requests(self._controller, {})
         return facts | self._flushed(media=False) if flush_cache else facts

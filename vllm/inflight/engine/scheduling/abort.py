@@ -76,21 +76,21 @@ def tell_aborted(controller: EngineContext, aborted: Iterable[Any]) -> None:
 
 
 def end_with_error(
-    core: upstream.EngineCore, request: upstream.Request, why: str
+    controller: EngineContext, request: upstream.Request, why: str
 ) -> None:
     """End a request with an error, before the scheduler has heard of it.
 
     Args:
-        core: that it came to.
+        controller: of the engine core that it came to.
         request: one of the scheduler's kind.
         why: told as its `stop_reason`.
 
     """
     last = _last(request.request_id, upstream.FinishReason.ERROR, why)
-    controller = core.inflight_controller
     if controller.in_process:
         controller.undelivered_outputs.append(last)
         return
+    core = controller.core
     outputs = upstream.EngineCoreOutputs(
         engine_index=core.engine_index,
         outputs=[last],

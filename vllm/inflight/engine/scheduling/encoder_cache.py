@@ -17,6 +17,8 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling import request_checks
 from vllm.inflight.engine.scheduling.request_state import RequestState
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
+from vllm.inflight.engine.scheduling.step_state import StepState
 from vllm.inflight.errors import PauseConflict
 
 Rename = Callable[[str], str]
@@ -59,8 +61,7 @@ def tell(requests: Mapping[str, Any], output: Any) -> None:
 
     Args:
         requests: those of the scheduler, by id.
-        output: upstream's `SchedulerOutput`; `inflight_media` is set on it if any of
-            them has media.
+        output: upstream's `SchedulerOutput`; its `StepState` gets the names.
 
     """
     found = {}
@@ -68,7 +69,7 @@ def tell(requests: Mapping[str, Any], output: Any) -> None:
         if items := requests[each].mm_features:
             found[each] = names_of(items)
     if found:
-        output.inflight_media = found
+        StepState.of(output).media = found
 
 
 def learn(known: Mapping[str, Any], output: object) -> None:
@@ -79,7 +80,7 @@ def learn(known: Mapping[str, Any], output: object) -> None:
         output: what `tell` has seen.
 
     """
-    for each, names in vars(output).get("inflight_media", {}).items():
+    for each, names in StepState.of(output).media.items():
         state = known[each]
         state.mm_features = renamed(state.mm_features, names, str)
 
@@ -122,7 +123,7 @@ def check_retractable(scheduler: upstream.Scheduler) -> None:
 def see_again(core: upstream.EngineCore) -> None:
     """Have all items computed anew, since workers may have dropped what they had."""
     scheduler = core.scheduler
-    scheduler.inflight_retract(readers(scheduler))
+    SchedulerState.of(scheduler).retract(readers(scheduler))
     # Upstream's own call of both parts warns of requests that read what is dropped.
     scheduler.reset_encoder_cache()
     core.model_executor.reset_encoder_cache()

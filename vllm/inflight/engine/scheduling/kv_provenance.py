@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling.request_state import RequestState, Trail
+from vllm.inflight.engine.scheduling.step_state import StepState
 from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD, KV_OPTION
 
 UNKNOWN: Trail = [(0, None)]
@@ -37,7 +38,7 @@ class KvProvenance:
         """Note what a step, stamped `stamp`, is about to compute."""
         if self._group is None:
             return
-        scheduled.inflight_kv_stamp = stamp
+        StepState.of(scheduled).kv_stamp = stamp
         if stamp != self._stamp:
             self._stamp = stamp
             self._behind = set(requests)
@@ -83,7 +84,7 @@ class KvProvenance:
             num_sampled: how many tokens a request samples besides its drafts.
 
         """
-        stamp = vars(scheduled).get("inflight_kv_stamp")
+        stamp = StepState.of(scheduled).kv_stamp
         if self._group is None or stamp == self._stamp:
             return
         for name, drafts in scheduled.scheduled_spec_decode_tokens.items():

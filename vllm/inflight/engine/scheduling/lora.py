@@ -21,7 +21,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.executors import asking
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.engine.scheduling.version_stamp import Loads
 from vllm.inflight.engine.step_queue import whole
 from vllm.inflight.errors import EngineFault, InflightError, Malformed
@@ -30,11 +32,11 @@ from vllm.inflight.worker.lora import Key, allowed, key_of
 logger = upstream.init_logger(__name__)
 
 
-def add(core: upstream.EngineCore, adapter: upstream.LoRARequest) -> bool:
+def add(controller: EngineContext, adapter: upstream.LoRARequest) -> bool:
     """Load an adapter for an engine core, and have the workers keep it.
 
     Args:
-        core: whose workers load it, in a turn of its own.
+        controller: of the engine whose workers load it, in a turn of its own.
         adapter: as upstream names it.
 
     Returns:
@@ -46,10 +48,11 @@ def add(core: upstream.EngineCore, adapter: upstream.LoRARequest) -> bool:
         EngineFault: a rank could read it, and could not take it.
 
     """
-    adapters = core.scheduler.inflight_adapters
+    core = controller.core
+    adapters = SchedulerState.of(core.scheduler).adapters
     adapter = allowed(adapter, core.vllm_config)
     # Whoever is scheduled from here on has the new one.
-    core.inflight_controller.ranks.wait_for_steps(core.batch_queue)
+    controller.ranks.wait_for_steps(core.batch_queue)
     needed = adapters.needed(key_of(adapter))
     is_new = load_everywhere(core.model_executor, adapter, needed)
     adapters.keep(key_of(adapter))
@@ -59,11 +62,11 @@ def add(core: upstream.EngineCore, adapter: upstream.LoRARequest) -> bool:
     return is_new
 
 
-def admit(core: upstream.EngineCore, request: upstream.Request) -> str | None:
+def admit(controller: EngineContext, request: upstream.Request) -> str | None:
     """Have the adapter of a request loaded, if the workers do not keep it already.
 
     Args:
-        core: that the request has come to.
+        controller: of the engine core that the request has come to.
         request: of the scheduler's; `load_inplace` is done with afterwards.
 
     Returns:
@@ -71,11 +74,11 @@ def admit(core: upstream.EngineCore, request: upstream.Request) -> str | None:
 
     """
     adapter = request.lora_request
-    adapters = core.scheduler.inflight_adapters
+    adapters = SchedulerState.of(controller.core.scheduler).adapters
     if adapter is None or adapters.keeps(adapter):
         return None
     try:
-        add(core, adapters.from_last_files(adapter))
+        add(controller, adapters.from_last_files(adapter))
     except InflightError as error:
         logger.error("request %s is given up: %s", request.request_id, error.message)
         return error.message
