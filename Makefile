@@ -59,11 +59,12 @@ check: setup lint ## lint, types and the quick tests, which start no engine: abo
 	$(PY) -m pytest tests/unit -n 4 -m "not seconds and not gpu and not slow and not upstream and not engine"
 
 # They look at how much of the GPU's memory is free, which other lanes would change, or take it.
-ALONE := $(addprefix tests/gpu/test_,arena.py sleep.py ranks_asleep.py out_of_memory.py)
+ALONE := $(addprefix tests/gpu/test_,arena.py sleep.py two_ranks_sleep.py out_of_memory.py)
 
 test-gpu: setup ## the tests that need an NVIDIA GPU
-	$(PY) -m pytest -m gpu $(ALONE)
-	$(PY) -m pytest -m gpu -n $(LANES) --dist worksteal $(addprefix --ignore ,$(ALONE))
+	$(PY) -m pytest -m gpu --junitxml out/gpu/alone.xml $(ALONE)
+	$(PY) -m pytest -m gpu -n $(LANES) --dist worksteal --junitxml out/gpu/side_by_side.xml \
+		$(addprefix --ignore ,$(ALONE))
 
 test-upstream-faults: setup ## what harms vLLM as it is, there and here, into docs/
 	RECORD_FAULTS=1 $(PY) -m pytest -m "upstream or not upstream" tests/robustness/faults
@@ -91,7 +92,7 @@ build/ray: # beside the environment: nothing else needs it
 
 test-vision: export PYTHONPATH := $(CURDIR)/build/torchvision
 test-vision: setup build/torchvision ## models that want torchvision: those that see, and Qwen3.5
-	$(PY) -m pytest -m slow tests/e2e/test_seeing.py
+	$(PY) -m pytest -m slow tests/e2e/test_vision_models.py
 	# vLLM's attention has threads counted by the engines before, else
 	$(PY) -m pytest -m slow tests/e2e/test_families.py -k qwen3_5
 

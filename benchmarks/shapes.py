@@ -51,6 +51,16 @@ SHAPES = {
         "num_hidden_layers": 64,
         "tie_word_embeddings": False,
     },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "head_dim": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 320,
+        "tie_word_embeddings": False,
+    },
     "experts": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -69,7 +79,7 @@ SHAPES = {
     },
 }
 """Those of Qwen3, by its model cards; `experts` is 30B-A3B with half of its layers:
-31 GB in 9,411 tensors."""
+31 GB in 9,411 tensors. `tiny` tries a benchmark out."""
 
 RANKS = {"32B": 2}
 """GPUs of a rank each that an engine takes, where one of 80 GB has no room."""

@@ -196,15 +196,15 @@ void Arena::settle() {
   }
 }
 
-Arena::Twin Arena::twin(Address address, uint64_t bytes) const {
+Arena::ShadowAddress Arena::shadow_address(Address address, uint64_t bytes) const {
   const Lock lock(mutex_);
-  require(Phase::kPaired, "twin");
+  require(Phase::kPaired, "shadow_address");
   if (!settled())
     throw std::logic_error(
-        "twin: the second range still shows what has become live; settle first");
+        "shadow_address: the second range still shows the live memory; settle first");
   const auto found = around(address, bytes);
   if (found == mappings_.end())
-    throw std::out_of_range("twin: not within one run of this arena");
+    throw std::out_of_range("shadow_address: not within one run of this arena");
   return {second_of(found->first), found->second.bytes, address - found->first};
 }
 

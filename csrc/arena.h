@@ -49,7 +49,7 @@ class Arena {
     Address base;
     uint64_t live_bytes, backed_bytes, wasted_bytes, num_handles, num_segments;
   };
-  struct Twin {
+  struct ShadowAddress {
     Address run;
     uint64_t run_bytes, offset;
   };
@@ -98,7 +98,7 @@ class Arena {
   void settle();
 
   // The address in the second range for an address in the live range.
-  Twin twin(Address address, uint64_t bytes) const;
+  ShadowAddress shadow_address(Address address, uint64_t bytes) const;
 
   bool contains(Address address, uint64_t bytes) const;
 

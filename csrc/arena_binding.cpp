@@ -151,13 +151,13 @@ PyObject* close(PyObject*, PyObject* capsule) {
   });
 }
 
-PyObject* twin(PyObject*, PyObject* args) {
+PyObject* shadow_address(PyObject*, PyObject* args) {
   PyObject* capsule;
   unsigned long long address, bytes;
   if (!PyArg_ParseTuple(args, "OKK", &capsule, &address, &bytes)) return nullptr;
   return call(capsule, [&](Arena& arena) {
-    const Arena::Twin twin = arena.twin(address, bytes);
-    return Py_BuildValue("(KKK)", twin.run, twin.run_bytes, twin.offset);
+    const Arena::ShadowAddress found = arena.shadow_address(address, bytes);
+    return Py_BuildValue("(KKK)", found.run, found.run_bytes, found.offset);
   });
 }
 
@@ -205,7 +205,8 @@ PyObject* host_limits(PyObject*, PyObject* args) {
     return nullptr;
   return call(capsule, [&](Arena& arena) {
     auto* memory = dynamic_cast<HostMemory*>(&arena.memory());
-    if (memory == nullptr) throw std::logic_error("only a host twin has limits");
+    if (memory == nullptr)
+      throw std::logic_error("only an arena in host memory has limits");
     memory->set_budget(budget);
     memory->inject(name, skip, times);
     Py_RETURN_NONE;
@@ -214,37 +215,37 @@ PyObject* host_limits(PyObject*, PyObject* args) {
 
 PyMethodDef methods[] = {
     {"arena_open", open, METH_VARARGS,
-     "arena_open(device, reserve_bytes) -> arena; -1 is a twin on the host, and a "
-     "number that such a one has told opens another beside it"},
-    {"arena_fill", fill, METH_O, "arena_fill(arena): torch's memory is from here now"},
+     "arena_open(device, reserve_bytes) -> arena; device -1 opens one in host memory, "
+     "and the device number of such an arena opens another one beside it"},
+    {"arena_fill", fill, METH_O,
+     "arena_fill(arena): torch allocates in this arena from now on"},
     {"arena_allocate", allocate, METH_VARARGS,
      "arena_allocate(arena, bytes) -> address of a new segment"},
-    {"arena_free", free, METH_VARARGS,
-     "arena_free(arena, address): a segment its allocator is through with"},
+    {"arena_free", free, METH_VARARGS, "arena_free(arena, address): free a segment"},
     {"arena_drop", drop, METH_VARARGS,
      "arena_drop(arena, address): release a segment its allocator keeps unused"},
     {"arena_consolidate", step<&Arena::consolidate>, METH_O,
      "arena_consolidate(arena): few large handles at the same addresses"},
     {"arena_pair", step<&Arena::pair>, METH_O,
-     "arena_pair(arena): a second set of the same bytes"},
+     "arena_pair(arena): add shadow memory with the same bytes"},
     {"arena_unpair", step<&Arena::unpair>, METH_O,
-     "arena_unpair(arena): give the second set's memory back; addresses stay"},
+     "arena_unpair(arena): release the shadow memory; addresses stay reserved"},
     {"arena_suspend", step<&Arena::suspend>, METH_O,
-     "arena_suspend(arena): give the live set's memory back; addresses stay"},
+     "arena_suspend(arena): release the live memory; addresses stay reserved"},
     {"arena_resume", step<&Arena::resume>, METH_O,
-     "arena_resume(arena): memory there again"},
+     "arena_resume(arena): map memory at the live addresses again"},
     {"arena_flip", flip, METH_O,
-     "arena_flip(arena) -> seconds; exchange the sets at the live addresses"},
+     "arena_flip(arena) -> seconds; map the shadow memory at the live addresses"},
     {"arena_settle", step<&Arena::settle>, METH_O,
-     "arena_settle(arena): show the set that is not live in the second range"},
-    {"arena_twin", twin, METH_VARARGS,
-     "arena_twin(arena, address, bytes) -> (address of the run in the second range, "
-     "its bytes, offset in it)"},
+     "arena_settle(arena): map the memory that is not live at the second range"},
+    {"arena_shadow_address", shadow_address, METH_VARARGS,
+     "arena_shadow_address(arena, address, bytes) -> (address of the run in the second "
+     "range, its bytes, offset in it)"},
     {"arena_contains", contains, METH_VARARGS,
-     "arena_contains(arena, address, bytes) -> whether one handle holds them all"},
+     "arena_contains(arena, address, bytes) -> whether one handle has all of them"},
     {"arena_runs", runs, METH_O, "arena_runs(arena) -> [(offset, bytes)]"},
-    {"arena_stats", stats, METH_O, "arena_stats(arena) -> facts by name"},
-    {"arena_close", close, METH_O, "arena_close(arena): give everything back"},
+    {"arena_stats", stats, METH_O, "arena_stats(arena) -> values by name"},
+    {"arena_close", close, METH_O, "arena_close(arena): release everything"},
     {"arena_host_limits", host_limits, METH_VARARGS,
      "arena_host_limits(arena, budget_bytes, call, skip, times): after `skip` more "
      "calls of that name, or of any if it is '', the next `times` fail (tests)"},

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from docs import signatures
 from docs.families import families
+from docs.gpu_runs import gpu_runs
 from docs.tables import code, first_line, table
 from vllm.inflight import patch, release_fields
 from vllm.inflight.api.server.flags import GROUP, add_flags
@@ -128,7 +129,7 @@ def patches() -> str:
     """Every change to upstream, by the place where it is made."""
     header = ["target", "parameters expected", "why", "goes when"]
     parts = [f"{len(patch.records())} records."]
-    for room in patch.rooms():
+    for module in patch.parts():
         rows = (
             [
                 code(record.target),
@@ -138,9 +139,9 @@ def patches() -> str:
                 record.why + f" (on {record.only_on} alone)" * bool(record.only_on),
                 record.remove_when,
             ]
-            for record in room.PATCHES
+            for record in module.PATCHES
         )
-        title = first_line(room.__doc__).rstrip(".")
+        title = first_line(module.__doc__).rstrip(".")
         parts.append(f"## {title}\n\n{table(header, rows)}")
     return "\n\n".join(parts)
 
@@ -229,6 +230,7 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "cli.md": [flags, commands],
     "config.md": [fields, environment],
     "errors.md": [errors, causes],
+    "gpu-tests.md": [gpu_runs],
     "how-it-works.md": [moves],
     "http.md": [routes, older_fields],
     "models.md": [families],

@@ -3,12 +3,14 @@
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import tests.support.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
+from tests.support.calm.engine_starts import freeze_imports, override_kernels_once
 from tests.support.shared_memory import sweep
 
 BEGAN = time.time()
@@ -38,6 +40,17 @@ settings.register_profile(
     "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have the engines of this process share what each would do anew."""
+    if any(item.get_closest_marker("engine") for item in session.items):
+        from tests.support.preloaded_process import OF_ENGINES
+
+        for name in OF_ENGINES:  # most engines would import them later
+            import_module(name)
+    freeze_imports()
+    override_kernels_once()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -76,7 +76,7 @@ def of_a_larger_model(folder: Path) -> None:
         (of_a_larger_model, EngineFault),
     ],
 )
-def test_what_cannot_be_loaded_leaves_the_adapter_as_it_was(
+def test_a_failed_load_leaves_the_adapter_unchanged(
     llm: Any,
     adapter: LoRARequest,
     spoil: Callable[[Path], None],

@@ -1,6 +1,5 @@
 """LoRA behind a real server: adapters come and go by its routes, and weights change."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from tests.support.engines import gentle
 from tests.support.engines.adapters import RANK, make_adapter
+from tests.support.event_stream import events
 from tests.support.serving import Server
 
 pytestmark = pytest.mark.engine
@@ -83,10 +83,8 @@ def test_an_adapter_of_a_stream_outlives_its_files(
     text, num_chunks = "", 0
     stream = {"stream": True}
     with server.client.stream("POST", "/v1/completions", json=body | stream) as reply:
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        for event in events(reply):
+            text += event["choices"][0]["text"]
             num_chunks += 1
             if num_chunks == 1:
                 load(server, folders[1], **second)

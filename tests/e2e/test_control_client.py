@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,20 @@ def test_a_pause_is_renewed_and_ends_with_its_block(
             client.continue_("somebody")
     assert not client.is_paused()
     assert len(generated(running, 4)["token_ids"]) == 4
+
+
+def test_requests_that_arrive_in_a_block_outlive_its_renewals(
+    client: ControlClient, running: Server
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        with client.pause("abort", lease_s=0.6, owner="me") as pause:
+            reply = pool.submit(generated, running, 4)
+            until(lambda: client.pause("abort", owner="me").reply["num_waiting"])
+            time.sleep(2)  # several renewals
+            assert not reply.done() and pause.lost is None
+        choice = reply.result()
+    assert choice["finish_reason"] == "length"
+    assert len(choice["token_ids"]) == 4
 
 
 def test_a_pause_that_an_operator_ends_is_lost(client: ControlClient) -> None:

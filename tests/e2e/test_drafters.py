@@ -217,7 +217,7 @@ def test_half_a_drafter_is_refused_with_what_is_missing(
         assert drafted(llm) == said["old", "old"]
 
 
-def test_what_a_drafter_has_no_place_for_is_refused_by_name(
+def test_tensors_unknown_to_a_drafter_are_rejected_by_name(
     llm: Any, said: Said, drafters: dict[str, Path], tmp_path: Path
 ) -> None:
     tensors = load_file(drafters["new"] / "model.safetensors")

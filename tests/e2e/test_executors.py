@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_stages import every_step_is_of_one_version
+from tests.e2e.test_pipeline_parallel import every_step_is_of_one_version
 from tests.support.engines.script import run_script
 from tests.support.shared_memory import sweep
 from tests.unit.api.test_control_port import free_port

@@ -148,7 +148,7 @@ def test_an_index_that_names_files_elsewhere_is_malformed(
             fenced.update_weights_from_disk(str(folder), "bad")
 
 
-def test_what_is_no_path_is_refused(fenced: Any, before: Any) -> None:
+def test_values_that_are_no_path_are_rejected(fenced: Any, before: Any) -> None:
     for path in ("\0", "a" * 5000, "~", "file:///etc/passwd"):
         with pytest.raises(InflightError) as caught:
             fenced.update_weights_from_disk(path, "bad")

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
+from tests.support import event_stream
 from tests.support.engines import gentle
 from tests.support.serving import Server
 
@@ -163,10 +164,7 @@ def test_an_aborted_chat_goes_on_from_its_prompt_and_tokens(server: Server) -> N
     had: list[int] = []
     prompt: list[int] = []
     with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
+        for event in event_stream.events(reply):
             prompt = event.get("prompt_token_ids") or prompt
             (choice,) = event["choices"]
             num_before = len(had)

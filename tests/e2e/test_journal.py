@@ -138,7 +138,7 @@ def test_what_took_several_updates_is_had_again_as_one_at_any_rate(
         one_a_minute()
 
 
-def test_what_was_committed_while_it_was_asked_for_is_not_written_over(
+def test_a_version_committed_during_a_restore_is_not_overwritten(
     restart: Callable[..., Any],
     checkpoint: Callable[..., Path],
     new: Path,
@@ -156,12 +156,12 @@ def test_what_was_committed_while_it_was_asked_for_is_not_written_over(
         return told
 
     monkeypatch.setattr(Control, "info", info_before_a_commit)
-    with pytest.raises(VersionConflict, match="served is 'theirs'"):
+    with pytest.raises(VersionConflict, match="the live version is 'theirs'"):
         llm.restore_weights()
     assert llm.weight_info()["weight_version"] == "theirs"
 
 
-def test_what_came_over_a_wire_is_refused_by_name(
+def test_a_journaled_version_from_a_transport_is_rejected_by_name(
     restart: Callable[..., Any], new: Path
 ) -> None:
     from vllm.config.weight_transfer import WeightTransferConfig

@@ -4,7 +4,7 @@ import ctypes
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import stop
+from tests.support.calm.engine_starts import thawed
 from tests.support.engines.script import OPTIONS
 from tests.support.shared_memory import names, nothing_came
 from vllm.inflight.errors import InflightError, StagingUnavailable
@@ -19,6 +20,13 @@ from vllm.inflight.errors import InflightError, StagingUnavailable
 pytestmark = pytest.mark.engine
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freezing_engines() -> Iterator[None]:
+    """Engines freeze what they made, as they do in the process of a user."""
+    with thawed():
+        yield
 
 
 def parameters_of(llm: Any) -> list[Any]:

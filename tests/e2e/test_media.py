@@ -66,7 +66,7 @@ def test_a_picture_seen_before_is_seen_with_the_new_tower(
     assert greedy(llm) == text
 
 
-def test_what_was_seen_is_forgotten_with_the_weights_and_with_a_retraction(
+def test_encoder_outputs_are_dropped_at_commits_and_retractions(
     llm: Any, new: Path
 ) -> None:
     described(llm)

@@ -187,7 +187,7 @@ def test_requests_live_through_a_commit(llm: Any, new: str) -> None:
         assert spans == [("old", 0, middle), ("new", middle, 60)]
 
 
-def test_what_a_trainer_sends_once_is_served_by_both(
+def test_tensors_sent_once_update_model_and_mtp_layers(
     llm: Any, said: dict[Labels, Drafted], new: str, kind: MtpKind
 ) -> None:
     source = CheckpointSource(Path(new))
@@ -230,7 +230,7 @@ def test_a_source_without_mtp_tensors_is_refused_by_their_names(
 @pytest.mark.parametrize(
     ("name", "shape"), [("self_attn.q_proj.weight", (3, 3)), ("odd.weight", (4,))]
 )
-def test_what_a_layer_cannot_take_is_refused_by_name(
+def test_tensors_that_a_layer_cannot_load_are_rejected_by_name(
     llm: Any,
     said: dict[Labels, Drafted],
     tensors: dict[str, torch.Tensor],

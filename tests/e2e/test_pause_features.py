@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from tests.support.engines.probe import prompts
 from tests.support.engines.script import run_script
 from tests.support.waiting import until
+from vllm.inflight.update import PAUSE_MOVES, PauseMode
 
 pytestmark = pytest.mark.engine
 
@@ -148,6 +149,77 @@ def test_an_aborted_request_goes_on_from_prompt_and_tokens(llm: Any) -> None:
         left = SamplingParams(**GREEDY | {"max_tokens": 60 - len(had)})
         (output,) = llm.generate([again], left, use_tqdm=False)
         assert had + list(output.outputs[0].token_ids) == expected
+
+
+# ------------------------------------------------------- pauses renewed and changed
+def queued(llm: Any, first: str, *, has_running: bool) -> Any:
+    """Pause in a mode, maybe in the middle of a request; then another one arrives."""
+    engine = llm.llm_engine
+    llm.reset_prefix_cache()
+    before, late = prompts(2)
+    params = SamplingParams(**GREEDY)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    if has_running:
+        engine.add_request("before", before, params)
+        for _ in range(12):
+            engine.step()
+    reply = llm.pause_generation(mode=first, flush_cache=False, lease_s=600)
+    engine.add_request("late", late, params)
+    return reply
+
+
+def ended(llm: Any) -> dict[str, Any]:
+    """Step until no request is left; the choice of each."""
+    found: dict[str, Any] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                (found[output.request_id],) = output.outputs
+    return found
+
+
+@pytest.mark.parametrize("mode", PauseMode)
+def test_a_renewal_changes_nothing_but_the_lease(llm: Any, mode: PauseMode) -> None:
+    alone = tokens(lived(llm, SamplingParams(**GREEDY)))
+    # An engine that steps in this process cannot let requests run on in `wait`.
+    has_running = mode is not PauseMode.WAIT
+    queued(llm, mode, has_running=has_running)
+    for lease_s in (300, 30):
+        reply = llm.pause_generation(mode=mode, flush_cache=False, lease_s=lease_s)
+        assert (reply["num_aborted"], reply["num_retracted"]) == (0, 0)
+        assert lease_s - 20 < reply["lease_s"] <= lease_s
+        # An aborted request has its last output in the step after the pause.
+        assert all(output.request_id == "before" for output in llm.llm_engine.step())
+    llm.continue_generation()
+    found = ended(llm)
+    assert found["late"].finish_reason == "length"
+    assert list(found["late"].token_ids) == alone[1]
+    if has_running and mode is not PauseMode.ABORT:
+        assert list(found["before"].token_ids) == alone[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (first, second)
+        for first in PauseMode
+        for second in sorted(PAUSE_MOVES[first] - {first})
+    ],
+)
+def test_a_stricter_pause_treats_what_was_queued_since_as_its_mode_says(
+    llm: Any, first: PauseMode, second: PauseMode
+) -> None:
+    alone = tokens(lived(llm, SamplingParams(**GREEDY)))
+    queued(llm, first, has_running=first is not PauseMode.WAIT)
+    reply = llm.pause_generation(mode=second, flush_cache=False)
+    num_there = 1 if first is PauseMode.WAIT else 2
+    ends = second is PauseMode.ABORT
+    assert reply["num_aborted"] == (num_there if ends else 0)
+    assert reply["num_waiting"] + reply["num_running"] == (0 if ends else num_there)
+    llm.continue_generation()
+    late = ended(llm)["late"]
+    assert late.finish_reason == ("abort" if ends else "length")
+    assert list(late.token_ids) == ([] if ends else alone[1])
 
 
 # --------------------------------------------------------------------- KV's versions

@@ -1,6 +1,5 @@
 """A real server: control calls answer, and tokens flow, whatever is being staged."""
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import httpx
 import pytest
 
 from tests.support.engines import gentle
+from tests.support.event_stream import events
 from tests.support.serving import Server
 from tests.support.waiting import until
 
@@ -63,9 +63,7 @@ def stream(server: Server, num_tokens: int) -> Iterator[Any]:
         "stream": True,
     }
     with server.client.stream("POST", "/inference/v1/generate", json=body) as reply:
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))
+        yield from events(reply)
 
 
 @contextmanager

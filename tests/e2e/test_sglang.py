@@ -8,7 +8,7 @@ import pytest
 from tests.support.engines.bare_core import Streams, add, call, prompt
 from tests.support.engines.core_door import Door, said
 from tests.support.engines.mixtures import MLP, mixed, part
-from vllm.inflight.engine.scheduling.abort import matching
+from vllm.inflight.engine.pause.abort import matching
 
 pytestmark = pytest.mark.engine
 

@@ -118,7 +118,7 @@ def test_what_is_served_is_compared_with_its_digest(
     told = door.post("/weights_checker", action="verify")
     assert (told["success"], told["result"]) == (True, "equal")
     assert (told["weight_version"], told["digest"]) == ("new", digest)
-    assert "what is served is what was committed" in told["message"]
+    assert "the live weights are what was committed" in told["message"]
     # The engine computes in a wider dtype than its checkpoint has, which loses nothing.
     assert told["num_tensors"] > 0 and told["num_unknown"] == 0
 

@@ -78,7 +78,7 @@ def test_a_version_that_stays_incomplete_is_named_and_never_served(
     door.post("/update_weights_from_tensor", serialized_named_tensors=[entry(named)])
     status, message = door.refused("/continue_generation")
     assert (status, HEAD in message) == (422, True)
-    assert "decoding goes on with the weights before" in message
+    assert "decoding goes on with the live weights" in message
     assert (said(door.core), door.label) == (before, "old")
     assert door.get("/weight_update")["active"] is None
 

@@ -99,7 +99,7 @@ def test_an_update_under_way_ends_with_the_reason(
     publish(sleeper, folders["new"], "new")
 
 
-def test_who_waits_for_an_update_is_told_that_sleep_has_ended_it(
+def test_a_waiting_update_call_fails_when_sleep_ends_the_update(
     sleeper: EngineCore, folders: dict[str, Path]
 ) -> None:
     call(sleeper, "start", transport="local")
@@ -203,7 +203,7 @@ def load(worker: Any, folder: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["reload_weights", "tests_reload", load])
-def test_whoever_fills_the_weights_without_an_update_ends_the_wait_too(
+def test_out_of_band_writes_that_fill_lost_weights_end_the_wait(
     extended: EngineCore, folders: dict[str, Path], way: Any
 ) -> None:
     before, told = says(extended, "before"), call(extended, "info")
@@ -268,7 +268,7 @@ def test_nothing_is_given_back_under_a_transfer_that_does_not_let_go(
     assert call(sleeper, "info")["weights"] == "live"
 
 
-def test_what_was_cached_before_a_sleep_is_not_read_after_it(
+def test_kv_cached_before_a_sleep_is_not_read_after_it(
     sleeper: EngineCore,
 ) -> None:
     says(sleeper, "before")

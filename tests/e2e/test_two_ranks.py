@@ -56,7 +56,7 @@ def test_one_rank_that_fails_lets_no_rank_commit(
     assert seen[f"label after rank {rank}"] == "default"
 
 
-def test_what_is_larger_than_the_shards_of_all_ranks_is_refused(
+def test_tensors_larger_than_the_shards_of_all_ranks_are_rejected(
     seen: dict[str, Any],
 ) -> None:
     assert seen["larger"] == ["weights_mismatch"] * 2
@@ -86,7 +86,7 @@ def test_an_extension_that_breaks_off_on_one_of_two_ranks_changes_nothing(
     assert own["served"] == [["new", own["served"][0][1], "live"], seen["expected"]]
 
 
-def test_what_an_extension_writes_on_two_ranks_is_a_version_of_its_own(
+def test_an_extensions_write_on_two_ranks_begins_a_version(
     seen: dict[str, Any],
 ) -> None:
     own = seen["own"]

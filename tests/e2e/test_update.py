@@ -214,7 +214,7 @@ def test_another_owner_can_neither_feed_nor_finish_nor_abort_an_update(
     assert llm.finish_weight_update("new")["weight_version"] == "new"
 
 
-def test_what_was_staged_can_be_made_sure_of_before_it_is_served(
+def test_the_staged_digest_can_be_checked_before_the_commit(
     llm: Any, new: Path
 ) -> None:
     path, digest = str(new), llm.update_weights_from_disk(str(new), "new")["digest"]

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import (  # noqa: F401
     booted,
     checkpoint,
@@ -23,3 +25,9 @@ from tests.e2e.conftest import (  # noqa: F401
 # Else torch's compiler has a folder for each model, and every engine that it compiles
 # for compiles vLLM's own kernels again.
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton/cache"))
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    """Where the engines of tests/robustness/pauses run in this folder."""
+    return "cuda"

@@ -62,7 +62,7 @@ class Captured:
         return self._out.clone()
 
 
-def test_what_is_made_while_loading_lies_in_the_arena(arena):
+def test_tensors_made_while_loading_are_in_the_arena(arena):
     outside = weight()
     with arena.loading():
         inside, small = weight(), torch.ones(3, device="cuda")

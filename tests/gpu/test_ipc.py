@@ -48,7 +48,7 @@ def test_what_is_lent_was_written_on_whatever_stream() -> None:
 
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["at_once", "in_small_pieces"])
 @pytest.mark.parametrize("gpu", [pytest.param(-1, marks=needs_two), 0])
-def test_what_is_lent_equals_a_fresh_engine(
+def test_tensors_over_cuda_ipc_equal_a_fresh_engine(
     llm: Any,
     fresh: list[list[int]],
     old: Path,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_trainer_far import (  # noqa: F401 (tests, run here over NCCL)
+from tests.e2e.test_trainer_failures import (  # noqa: F401 (tests, run here over NCCL)
     test_a_pause_does_not_wait_for_a_trainer_that_fell_silent,
     test_a_trainer_killed_in_the_middle_costs_nothing_but_its_update,
     trainer,

@@ -20,7 +20,7 @@ FILE = Path(__file__).with_name("engine_replies.json")
 UNRECORDED: dict[str, dict[str, Any]] = {
     "transport": {},
     "miss": {},
-    "release_kv_cache": {"released": True},
+    "undo_release": {},
 }
 """Replies to the calls that need a trainer or a sleeping engine."""
 
@@ -65,7 +65,7 @@ def record(core: Any, folder: Path) -> dict[str, Any]:
     ask("pause", "pause as a trial", mode="retract", is_trial=True)
     ask("pause", mode="retract")
     ask("paused", "paused during a pause")
-    ask("rest")
+    ask("release", tags=["weights"], mode="retract", is_trial=True)
     ask("resume")
     ask("paused")
     ask("abort_requests", ids=None)

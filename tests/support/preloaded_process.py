@@ -27,14 +27,13 @@ import torch
 from prometheus_client import values
 from setproctitle import setproctitle
 
-MODULES = [
+OF_ENGINES = [
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
-    "tests.support.calm.frozen",
 ]
 OF_TRAINERS = ["vllm.distributed.weight_transfer.factory"]
 """Engines on a GPU are spawned: this is enough for what is started beside them."""
@@ -45,7 +44,9 @@ TOO_LATE = ("OMP_NUM_THREADS", "PYTHONPATH", "VLLM_PLUGINS")
 READ = {name: os.environ.get(name) for name in TOO_LATE}
 
 nursery = multiprocessing.get_context("forkserver")
-nursery.set_forkserver_preload(MODULES if IS_ON_CPU else OF_TRAINERS)
+nursery.set_forkserver_preload(
+    [*OF_ENGINES, "tests.support.calm.frozen"] if IS_ON_CPU else OF_TRAINERS
+)
 
 
 def begin(

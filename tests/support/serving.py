@@ -13,9 +13,11 @@ from typing import Any
 
 import httpx
 
-from tests.support.preloaded_process import begin
+from tests.support.preloaded_process import IS_ON_CPU, begin
 
 MAIN = "vllm.entrypoints.cli.main"
+NUM_KV_BLOCKS = 1024
+"""On a CPU. 16 requests of 1,024 tokens fill half, and each engine zeroes all of it."""
 START_S = 300
 """Up to eight processes import vLLM, and other tests run beside them."""
 
@@ -35,6 +37,7 @@ class Server:
         *flags: str,
         env: dict[str, str] | None = None,
         key: str | None = None,
+        main: str = MAIN,
     ) -> None:
         # Held, and not listened on, until the server does: nobody else is given it.
         self._probe = socket.socket()
@@ -50,6 +53,7 @@ class Server:
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--served-model-name", "tiny", "--enforce-eager", "--enable-scale-out"),
             *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "16"),
+            *(("--num-gpu-blocks-override", str(NUM_KV_BLOCKS)) if IS_ON_CPU else ()),
             *flags,
         ]
         environment = os.environ | {
@@ -67,7 +71,7 @@ class Server:
             base_url=self.url, headers=headers, timeout=60, limits=limits
         )
         log = Path(self._log.name)
-        self._process = begin(MAIN, words, environment | (env or {}), log, log)
+        self._process = begin(main, words, environment | (env or {}), log, log)
 
     def __enter__(self) -> "Server":
         deadline = time.monotonic() + START_S

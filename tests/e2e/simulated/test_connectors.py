@@ -79,7 +79,9 @@ def test_nothing_runs_on_that_would_save_kv_of_the_old_weights(
     assert_told_truly(core, streams.run(), LABELS.get)
 
 
-def test_who_names_no_mode_retracts_what_could_not_stay(core: EngineCore) -> None:
+def test_a_commit_without_a_mode_retracts_requests_that_cannot_stay(
+    core: EngineCore,
+) -> None:
     streams = started(core)
     stage_weights(core, 1)
     update_id = call(core, "status")["active"]["update_id"]

@@ -73,7 +73,7 @@ def test_a_version_is_begun_staged_committed_and_rolled_back(
     assert {level for level, _ in lines.told} == {"INFO"}
 
 
-def test_what_is_refused_or_given_up_is_a_warning(
+def test_rejected_and_aborted_updates_are_logged_as_warnings(
     core: EngineCore, lines: Lines
 ) -> None:
     call(core, "start", update_id="a", transport="local")

@@ -107,7 +107,7 @@ def test_an_unknown_executor_serves_and_is_refused_by_name(model: Path) -> None:
     core.shutdown()
 
 
-def test_who_is_refused_does_not_start_where_a_second_set_was_asked_for(
+def test_an_unsupported_engine_with_required_staging_does_not_start(
     model: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=r"--inflight-staging host .*Strange"):

@@ -67,7 +67,7 @@ WAYS = [by_the_commit, by_a_pause_before_the_commit, by_a_pause_that_was_over]
 
 
 @pytest.mark.parametrize("retracted", WAYS)
-def test_what_was_retracted_reads_kv_of_the_weights_then_live_alone(
+def test_a_retracted_request_reads_kv_of_the_live_weights_only(
     core: EngineCore, retracted: Callable[[EngineCore, int], None]
 ) -> None:
     add(core, "probe", TEXT, max_tokens=60)
@@ -94,7 +94,7 @@ def test_it_leaves_its_kv_to_nobody_who_may_not_read_it(core: EngineCore) -> Non
         assert read_by(core, f"far {weights}") == {weights}
 
 
-def test_those_retracted_together_share_what_they_compute_again(
+def test_requests_retracted_together_share_recomputed_kv(
     core: EngineCore,
 ) -> None:
     add(core, "probe", TEXT, max_tokens=30)

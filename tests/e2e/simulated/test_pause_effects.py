@@ -91,7 +91,7 @@ def test_aborted_requests_end_with_their_tokens_and_their_own_ids(
     assert whole == [streams.tokens[f"whole{seed}"] for seed in range(3)]
 
 
-def test_what_arrives_during_a_pause_is_served_in_its_order_afterwards(
+def test_requests_that_arrive_during_a_pause_run_in_order_afterwards(
     core: EngineCore,
 ) -> None:
     streams = started(core)
@@ -143,7 +143,7 @@ def test_requests_whose_kv_cannot_be_computed_again_are_named(
 
 
 @pytest.mark.parametrize("kind", ["async", "pipeline"])
-def test_nobody_overtakes_those_that_a_commit_retracted_with_steps_in_flight(
+def test_no_request_overtakes_requests_retracted_with_steps_in_flight(
     make: Callable[..., EngineCore], kind: str
 ) -> None:
     core = make(**KINDS[kind])

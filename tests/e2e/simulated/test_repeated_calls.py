@@ -140,7 +140,7 @@ def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
     assert core.model_executor.live == 1
 
 
-def test_what_a_start_expects_is_asked_of_every_new_update(core: EngineCore) -> None:
+def test_base_version_is_checked_for_every_new_update(core: EngineCore) -> None:
     committed(core, "third")
     publish_weights(core, 2, "two")
     for update_id, more, expected in (

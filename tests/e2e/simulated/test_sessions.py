@@ -112,7 +112,7 @@ def aborted(core: EngineCore, *, is_idle: bool) -> Told:
 
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("is_idle", [False, True])
-def test_what_comes_for_a_session_that_was_aborted_is_no_new_request(
+def test_a_late_chunk_of_an_aborted_session_begins_no_request(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch, is_idle: bool, is_last: bool
 ) -> None:
     streams = aborted(core, is_idle=is_idle)

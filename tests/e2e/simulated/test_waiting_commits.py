@@ -146,7 +146,7 @@ def test_a_rollback_that_waits_is_told_of_by_its_version(core: EngineCore) -> No
 
 
 @pytest.mark.parametrize("method", ["start", "may_start", "rollback"])
-def test_nobody_takes_the_way_back_from_a_rollback_that_waits(
+def test_no_call_drops_the_target_of_a_waiting_rollback(
     core: EngineCore, method: str
 ) -> None:
     streams, rollback = waiting_rollback(core)

@@ -73,7 +73,7 @@ class W7(Row):
 
     play = "truncated"
     tests = (
-        "tests/e2e/test_refusals.py::"
+        "tests/e2e/test_rejected_updates.py::"
         "test_a_bad_version_changes_nothing_and_the_next_one_works",
     )
 
@@ -185,7 +185,7 @@ class W17(Row):
 
     play = "checked"
     tests = (
-        "tests/e2e/test_refusals.py::"
+        "tests/e2e/test_rejected_updates.py::"
         "test_a_digest_that_differs_from_the_manifests_is_refused",
     )
 
@@ -211,7 +211,7 @@ class W18(Row):
 
     play = "sent_again"
     tests = (
-        "tests/e2e/test_refusals.py::"
+        "tests/e2e/test_rejected_updates.py::"
         "test_a_bad_version_changes_nothing_and_the_next_one_works",
     )
 

@@ -100,7 +100,7 @@ class W10(Row):
     play = "torn_engines"
     takes_minutes = True
     tests = (
-        "tests/e2e/simulated/test_two_doors.py::"
+        "tests/e2e/simulated/test_two_engines.py::"
         "test_if_one_cannot_commit_the_other_goes_back_and_the_next_update_works",
     )
 
@@ -187,9 +187,9 @@ class W21(Row):
 
     play = "never_ends"
     tests = (
-        "tests/e2e/test_visit.py::"
+        "tests/e2e/test_doctor_url.py::"
         "test_an_engine_core_that_hangs_is_told_before_health_gives_it_up",
-        "tests/e2e/test_visit.py::"
+        "tests/e2e/test_doctor_url.py::"
         "test_an_update_that_stands_still_needs_attention_until_it_is_given_up",
     )
 

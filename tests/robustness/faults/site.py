@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from tests.support.event_stream import events
 from tests.support.serving import Server
 
 KEY = "a-key-of-the-tests"
@@ -55,9 +55,8 @@ class Stream(threading.Thread):
             with self.site.server.client.stream(
                 "POST", "/inference/v1/generate", json=body
             ) as reply:
-                for line in reply.iter_lines():
-                    if line.startswith("data: {"):
-                        self.take(json.loads(line.removeprefix("data: ")))
+                for event in events(reply):
+                    self.take(event)
         except httpx.HTTPError as error:
             self.ended = type(error).__name__
         self.ended = self.ended or "cut off"

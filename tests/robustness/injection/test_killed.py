@@ -150,4 +150,4 @@ def test_a_rank_that_does_not_come_out_of_its_flip_ends_the_engine_with_a_reason
             pass  # it ended before it could say so
         assert trap.disarm(), "the point was not reached"
         are_gone(family)
-        assert "a flip failed and could not be taken back" in server.log()
+        assert "a flip failed and could not be undone" in server.log()

@@ -6,5 +6,11 @@ quarter of a second each and copy its pages.
 
 import gc
 
+from vllm.platforms.cpu import CpuPlatform
+
+from tests.support.calm.engine_starts import override_kernels_once
+
+override_kernels_once()
+CpuPlatform.register_triton_kernel_overrides()
 gc.collect()
 gc.freeze()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.support.preloaded_process import begin
+from tests.support.serving import NUM_KV_BLOCKS
 
 ROOT = Path(__file__).parents[3]
 RESULT = "RESULT "
@@ -35,6 +36,8 @@ if torch.cuda.is_available():
     # same. Its variable of the environment for this is lost: Dynamo puts the flag back
     # to what it was in eager mode before the kernels are chosen.
     OPTIONS["compilation_config"] = {"inductor_compile_config": {"deterministic": True}}
+else:
+    OPTIONS["num_gpu_blocks_override"] = NUM_KV_BLOCKS
 LONGEST_S = 400
 """That a script may take."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.engines.script import OPTIONS, tell
-from tests.support.engines.two_ranks_doors import Client
+from tests.support.engines.two_ranks_routes import Client
 from tests.support.route_stub import caller, served
 from vllm.inflight.errors import WeightsMismatch
 

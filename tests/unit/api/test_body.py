@@ -94,7 +94,7 @@ def test_in_slices_the_same_is_refused(raw):
     assert told(in_slices, raw) == told(parse, raw)
 
 
-def test_what_is_for_the_ranks_is_packed_and_all_else_is_plain():
+def test_lists_for_the_ranks_are_packed_and_other_values_are_plain():
     lists = {"names": ["a"] * 2000, "shapes": [[1, 2]] * 2000}
     body = {"update_info": lists, "ids": ["b"] * 2000, **lists}
     read = at_once(parse_in_slices(json.dumps(body).encode()))
@@ -106,7 +106,7 @@ def test_what_is_for_the_ranks_is_packed_and_all_else_is_plain():
     assert all(is_packed(info["names"]) for info in read["update_info"])
 
 
-def test_nobody_waits_long_for_a_body():
+def test_parsing_a_body_blocks_the_event_loop_for_a_short_time_only():
     raw = json.dumps({"manifest": {"format": 1, "tensors": tensors(20_000)}}).encode()
     read, longest, count = slowest(parse_in_slices(raw))
     assert (longest < SLOWEST_S, count > 20) == (True, True)

@@ -60,7 +60,7 @@ async def test_if_one_engine_has_dropped_nothing_that_is_not_told_as_done_by_all
         assert (reply["dropped"] is None) == (replies[1]["dropped"] is None)
 
 
-async def test_what_all_engines_received_is_added_up():
+async def test_received_bytes_of_all_engines_are_added_up():
     reply = await Control(Two(RECEIVED, RECEIVED)).update({})
     assert reply["bytes"] == 200
     assert reply["parameters"] == {"total": 14, "begun": 12, "complete": 10}

@@ -85,12 +85,12 @@ async def asked(
     return None
 
 
-async def test_they_answer_at_their_own_port():
+async def test_control_routes_answer_at_the_control_port():
     reply = await asked(args(free_port()), Engine(), "/weight_info")
     assert reply.json()["weight_version"] == "v"
 
 
-async def test_they_ask_for_the_key_there():
+async def test_control_routes_need_the_key_at_the_control_port():
     given = args(free_port(), api_key=["k"])
     assert (await asked(given, Engine(), "/weight_info")).status_code == 401
     headers = {"Authorization": "Bearer k"}

@@ -48,7 +48,7 @@ def test_a_flag_in_words_is_a_flag(path, body, field, said, meant):
 
 @pytest.mark.parametrize("path, body, field", FLAGS)
 @pytest.mark.parametrize("said", ["no", "", 0, 1, [], {}])
-def test_what_is_neither_true_nor_false_is_refused(path, body, field, said):
+def test_flags_that_are_not_boolean_are_rejected(path, body, field, said):
     engine = Noting()
     door = caller(served(engine))
     reply = door.post(path, json=body | {field: said})
@@ -79,7 +79,7 @@ def test_the_ranks_of_one_engine_are_asked_for_in_any_word_for_no(said, size):
         ("/update_weights_from_disk", {"draft_path": "x"}, "path", ["", 0, False, []]),
     ],
 )
-def test_what_is_empty_and_of_another_kind_is_not_taken_for_what_is_left_out(
+def test_an_empty_value_of_another_type_does_not_count_as_missing(
     path, body, field, empty
 ):
     for value in empty:

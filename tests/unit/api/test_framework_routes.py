@@ -48,7 +48,7 @@ def test_a_route_that_is_added_later_answers_in_our_place() -> None:
     assert engine.asked == ["resume"]
 
 
-def test_so_does_one_that_is_added_when_the_server_answers_already() -> None:
+def test_a_framework_route_that_is_added_later_answers_too() -> None:
     app = served(Engine())
     door = caller(app)
     assert door.post("/pause").json()["status"] == "paused"

@@ -107,7 +107,7 @@ async def test_zero_is_upstreams_behaviour(health_s: float, is_on: bool):
     assert found is heartbeat_of(engine), "there is one of each engine"
 
 
-async def test_what_is_not_what_was_committed_is_a_detail_of_an_engine_that_is_well(
+async def test_weights_that_differ_are_a_detail_of_a_healthy_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def upstreams(request: Any) -> Any:

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from tests.support.route_stub import Engine, caller, served
 from vllm.inflight.api.request.body import read
 from vllm.inflight.api.server.routes import ROUTES
-from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
+from vllm.inflight.errors import Malformed, PauseConflict
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
 JSON = st.recursive(
@@ -215,39 +215,29 @@ def test_sglangs_tags_are_vllms_sleep():
     assert door.post(resume, json={"tags": ["kv_cache"]}).json()["success"] is True
     assert door.post(release, json={"tags": ["kv_cache"]}).json()["success"] is True
     assert engine.asked == [
-        "sleep {'level': 1, 'mode': 'abort'}",
+        *("release", "release"),  # a trial comes first
         "wake ['weights']",
         "wake ['kv_cache']",
-        "info",
-        "rest",
-        "sleep {'level': 0, 'mode': 'abort'}",
-        "release_kv_cache",
+        *("release", "release"),
     ]
     assert refusal(door.post(resume, json={"tags": ["cuda_graph"]}))[0] == 400
 
 
-@pytest.mark.parametrize("ends_on_waking", [True, False])
-@pytest.mark.parametrize(
-    "error, expected",
-    [
-        (PauseConflict("a request came"), (409, "pause_conflict")),
-        (EngineFault("out of luck"), (500, "engine_fault")),
-    ],
-)
-def test_a_release_that_fails_is_refused_and_undone(error, expected, ends_on_waking):
+@pytest.mark.parametrize("is_trial", [True, False])
+def test_a_release_that_one_engine_refuses_is_made_on_none(is_trial):
     class Failing(Sleeper):
         async def call_utility_all_async(self, _: str, method: str, body: Any) -> Any:
             (reply,) = await super().call_utility_all_async(_, method, body)
-            if method == "release_kv_cache":
-                return [{"error": error.to_dict()}]
-            return [{"ok": reply["ok"] | {"ends_on_waking": ends_on_waking}}]
+            if method == "release" and bool(body.get("is_trial")) is is_trial:
+                return [{"error": PauseConflict("not now").to_dict()}]
+            return [reply]
 
     engine = Failing()
-    body = {"tags": ["kv_cache"]}
+    body = {"tags": ["kv_cache"], "mode": "retract"}
     reply = client(engine).post("/release_memory_occupation", json=body)
-    assert refusal(reply) == expected
-    assert error.message + "; requests were aborted" in reply.json()["message"]
-    assert (engine.asked[-1] == "wake ['kv_cache']") is not ends_on_waking
+    assert refusal(reply) == (409, "pause_conflict")
+    release = ["release"]
+    assert engine.asked == (release if is_trial else [*release * 2, "undo_release"])
 
 
 def test_a_query_has_fields_too():

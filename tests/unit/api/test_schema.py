@@ -123,7 +123,7 @@ def taken_by(refusal: str) -> set[str]:
         ("/continue_generation", {"http_worker_ipc"}),
     ],
 )
-def test_what_a_route_takes_is_told(
+def test_the_schema_lists_the_fields_of_each_route(
     client: TestClient, path: str, untold: set[str]
 ) -> None:
     message = client.post(path, json={"nonsense": 1}).json()["message"]

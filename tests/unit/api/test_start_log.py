@@ -22,7 +22,7 @@ async def line(monkeypatch: pytest.MonkeyPatch, engine: Engine, **args: object) 
     return found
 
 
-async def test_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_start_log_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADMIN_KEY_ENV, raising=False)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert (await line(monkeypatch, Engine())).partition(": ")[2] == (
@@ -32,7 +32,7 @@ async def test_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-async def test_it_names_the_transport_and_the_kind_of_key_and_no_key(
+async def test_the_start_log_names_transport_and_kind_of_key_but_no_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(ADMIN_KEY_ENV, raising=False)
@@ -46,7 +46,7 @@ async def test_it_names_the_transport_and_the_kind_of_key_and_no_key(
     assert "callers with the admin key" in found and "s3cret" not in found
 
 
-async def test_it_says_why_there_are_no_updates(
+async def test_the_start_log_says_why_there_are_no_updates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Off(Engine):

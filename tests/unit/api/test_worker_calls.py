@@ -50,7 +50,7 @@ class Front:
         (1, "update_weights", (), {"update_info": [{"path": "/"}, LARGE]}, True),
     ],
 )
-def test_what_is_taken_over(num_engines, method, args, kwargs, is_taken):
+def test_worker_calls_that_are_intercepted(num_engines, method, args, kwargs, is_taken):
     front = Front(num_engines)
     assert worker_calls.takes(front, method, args, kwargs) is is_taken
 
@@ -62,7 +62,7 @@ async def test_a_finish_on_the_workers_prepares_all_before_any_commits():
     assert reply == [None] * 3, "one for each rank"
 
 
-async def test_what_is_large_travels_packed():
+async def test_large_worker_calls_travel_packed():
     front = Front(1)
     await worker_calls.carry_out(front, "update_weights", (LARGE,), None)
     ((method, body),) = front.asked

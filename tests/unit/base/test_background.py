@@ -62,7 +62,7 @@ def test_a_thread_that_cannot_end_does_not_keep_the_interpreter():
     assert run(STUCK) == (0, "", "")
 
 
-def test_what_a_journal_was_told_last_is_written_at_the_end(tmp_path):
+def test_the_last_journal_entry_is_written_at_the_end(tmp_path):
     assert run(JOURNAL, str(tmp_path / "journal")) == (0, "", "")
     assert '"v49"' in (tmp_path / "journal").read_text()
 
@@ -88,7 +88,7 @@ def test_a_thread_that_has_ended_keeps_nothing_alive():
         gc.enable()
 
 
-def test_what_a_call_in_the_background_raises_its_future_raises():
+def test_errors_of_a_background_call_are_raised_by_its_future():
     def fail() -> None:
         raise KeyError(threading.current_thread().name)
 

@@ -67,7 +67,7 @@ def slowest(work: Work[Any]) -> tuple[Any, float, int]:
 
 
 @given(PLAIN, st.integers(1, 3))
-def test_what_is_packed_and_unpacked_is_what_it_was(value, size):
+def test_packing_and_unpacking_changes_nothing(value, size):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(packed, "BLOCK", size)
         there = at_once(pack(value))
@@ -106,14 +106,14 @@ def test_json_claims_nothing_to_be_packed():
         at_once(Manifest.packed(manifest))
 
 
-def test_somebody_rests_between_the_slices():
+def test_the_thread_sleeps_between_slices():
     rests: list[None] = []
     there = at_once(pack(["a"] * 5000))
     assert resting(unpack(there), lambda: rests.append(None)) == ["a"] * 5000
     assert len(rests) == 5
 
 
-def test_nobody_waits_long_for_a_manifest():
+def test_packing_a_manifest_blocks_for_a_short_time_only():
     body = {"format": 1, "tensors": tensors(NUM), "name_map": {}}
     there, longest, count = slowest(Manifest.packed(body))
     assert (longest < SLOWEST_S, count > 20) == (True, True)

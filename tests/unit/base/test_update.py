@@ -161,7 +161,7 @@ def test_no_label_is_no_label():
 
 
 @pytest.mark.parametrize("label", ["", 3, True, ["a"], "x" * (MAX_LABEL_CHARS + 1)])
-def test_what_cannot_be_a_label_is_refused(label):
+def test_invalid_labels_are_rejected(label):
     with pytest.raises(Malformed, match="weight_version"):
         check_label(label)
 
@@ -251,7 +251,7 @@ def test_an_error_keeps_its_type_and_its_facts_on_the_way(kind):
         (errors.ArenaFault("no", call="cuMemMap", driver_code=2), "call driver_code"),
     ],
 )
-def test_what_an_error_knows_beside_its_message_comes_along(sent, facts):
+def test_fields_of_an_error_survive_serialisation(sent, facts):
     got = InflightError.from_dict(json.loads(json.dumps(sent.to_dict())))
     for fact in facts.split():
         assert getattr(got, fact) == getattr(sent, fact)

@@ -135,7 +135,7 @@ def test_short_loops_one_after_the_other_have_breaks_together():
     assert 5 <= min(len(worked(spin)) for _ in range(5)) <= 20
 
 
-def test_what_is_short_has_no_break():
+def test_a_short_loop_has_no_break():
     def spin() -> None:
         until = time.perf_counter() + SHORT_S / 2
         while time.perf_counter() < until:

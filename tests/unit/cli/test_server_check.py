@@ -243,7 +243,7 @@ def test_a_server_that_came_back_with_more_engines_is_judged_as_it_is_now():
     assert "update of engine 1" in findings
 
 
-def test_nobody_at_the_address_is_2_and_no_traceback(capsys):
+def test_an_address_without_a_server_exits_with_2_and_no_traceback(capsys):
     url = "http://127.0.0.1:1"
     with httpx.Client(base_url=url) as client, pytest.raises(EngineUnreachable):
         probe(client)
@@ -289,7 +289,7 @@ def test_an_address_or_a_key_that_cannot_be_is_2_and_no_traceback(capsys, words)
 
 
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "1e30", "soon"])
-def test_nobody_can_wait_for_less_than_nothing_or_for_ever(capsys, seconds):
+def test_a_wait_has_to_be_positive_and_finite(capsys, seconds):
     with pytest.raises(SystemExit) as leaving:
         main.main(["doctor", "--url", "http://127.0.0.1:1", "--watch", seconds])
     assert leaving.value.code == 2

@@ -162,7 +162,9 @@ def test_a_request_has_the_names_of_its_root_when_it_is_hashed():
     assert names(added) == names(fresh) != [one.identifier for one in hashed]
 
 
-def test_who_needs_what_would_be_dropped_is_named(manager: EncoderCacheManager) -> None:
+def test_requests_that_need_a_dropped_encoder_output_are_named(
+    manager: EncoderCacheManager,
+) -> None:
     looks, scores, plain = asking("a"), asking("b"), asking("c")
     looks.streaming_queue = []
     scores.pooling_params = PoolingParams(

@@ -8,7 +8,7 @@ from vllm.inflight.engine.pause import lease
 from vllm.inflight.engine.pause.lease import Lease
 
 
-def test_it_is_tried_again_until_decoding_goes_on(
+def test_an_expired_lease_is_retried_until_decoding_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lease, "RETRY_S", 0.01)

@@ -77,7 +77,7 @@ def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
     watch.close()
 
 
-def test_whoever_waits_when_an_engine_is_shut_down_is_told(ranks):
+def test_waiting_calls_fail_when_an_engine_shuts_down(ranks):
     ledger = Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda *_: None)
     update, _ = ledger.start({"update_id": "one"}, 60.0)

@@ -78,7 +78,7 @@ def test_what_ranks_give_up_as_they_are_shut_down_was_not_given_up_here():
 
 
 def test_ranks_that_cannot_go_back_stop_the_engine():
-    with pytest.raises(SystemExit, match="of no version"):
+    with pytest.raises(SystemExit, match="may mix two versions"):
         flip([GOOD, BAD], [BAD, GOOD])
 
 
@@ -101,7 +101,7 @@ def test_a_rank_that_does_not_answer_stops_the_engine():
     ranks.close()
 
 
-def test_whoever_does_not_wait_for_a_rank_any_longer_stops_the_engine():
+def test_giving_up_the_wait_for_a_rank_stops_the_engine():
     class Interrupted(Executor):
         def collective_rpc(self, method, args=(), **_):
             if method == "inflight_flip":
@@ -268,7 +268,7 @@ def test_one_refusal_names_what_each_rank_has_refused():
     assert error.remedy == CAUSES[Cause.MISSING][1]
 
 
-def test_what_all_ranks_refuse_is_told_once_and_counted_above_what_is_listed():
+def test_tensors_that_all_ranks_reject_are_named_once_and_counted():
     names = [f"layers.{n}.weight" for n in range(1000)]
     error = verdict([failed(missing(*names))] * 2, 1)
     assert isinstance(error, WeightsMismatch)

@@ -113,7 +113,7 @@ def test_a_scrub_that_is_due_waits_for_ranks_that_are_not_ready(
     assert asked.result(30)["weight_version"] == "two"
 
 
-def test_what_is_wrong_stays_so_under_another_name(engine: Engine, made: Scrubs):
+def test_a_rename_keeps_the_result_of_a_scrub(engine: Engine, made: Scrubs):
     engine.goes_on.set()
     engine.wrong = ["a.weight"]
     made.verify({}).result(30)

@@ -34,7 +34,7 @@ def test_the_end_of_an_engine_ends_whoever_steps_and_whoever_asks():
         turns.run(lambda: None)
 
 
-def test_what_fails_is_the_askers_and_the_steps_go_on():
+def test_an_error_of_a_queued_call_goes_to_its_caller_and_steps_go_on():
     turns = StepQueue()
     with pytest.raises(ZeroDivisionError):
         turns.run(lambda: 1 // 0)
@@ -116,7 +116,7 @@ def test_a_thread_acts_itself_where_nobody_steps_and_inside_a_turn():
     assert done == ["alone", "inside a turn", "inside a turn"]
 
 
-def test_what_a_thread_raises_between_two_steps_is_its_own():
+def test_an_error_in_between_is_raised_in_its_own_thread():
     turns = StepQueue()
     with pytest.raises(ZeroDivisionError), turns.between():
         raise ZeroDivisionError

@@ -204,7 +204,7 @@ def test_slices_add_up_however_they_were_cut(cut):
         assert sum(parts, Digest.ZERO) == digest([tensor])[0]
 
 
-def test_what_was_added_can_be_taken_away():
+def test_an_added_digest_can_be_subtracted():
     tensor = random_tensor(torch.float16, 64, 33)
     left = digest_slice(tensor[:, :17], tensor.shape, (0, 0))
     right = digest_slice(tensor[:, 17:], tensor.shape, (0, 17))

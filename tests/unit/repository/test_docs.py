@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from docs import signatures
-from tests.e2e.test_in_place import UNPLAYED
+from tests.e2e.test_in_place_loaders import UNPLAYED
 from tests.support.models import families_seen
 from tests.support.models.families import FAMILIES, UNPROVED
 from tests.support.models.seeing import SEEING

@@ -63,7 +63,7 @@ def test_a_client_needs_no_torch():
     assert done.stdout.strip() == "[] False"
 
 
-def test_it_sends_its_key_and_names_its_server_in_errors(engine):
+def test_the_client_sends_its_key_and_names_its_server_in_errors(engine):
     engine.faults["/weight_info"] = [Forbidden("wrong key")]
     with ControlClient(engine.url, api_key="secret") as client:
         with pytest.raises(Forbidden, match=rf"{engine.url}: wrong key"):

@@ -68,7 +68,7 @@ def test_a_call_that_is_not_answered_in_time_is_made_again(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("timeout_s", [1e10, math.inf])
-def test_whoever_would_try_for_ever_publishes_and_may_be_told_no(engine, timeout_s):
+def test_a_publish_without_a_time_limit_still_gets_rejections(engine, timeout_s):
     engine.faults[FINISH] = [DROP]
     with publisher(engine, timeout_s=timeout_s) as to:
         assert to.publish("v").epoch == 1
@@ -127,7 +127,7 @@ def test_a_busy_engine_is_asked_for_as_long_as_it_may_be(engine, leaping):
     assert 20 - seconds <= sum(leaping) <= 20
 
 
-def test_who_was_told_that_an_engine_is_busy_is_told_so_in_the_end(engine, leaping):
+def test_a_publish_to_a_busy_engine_ends_with_that_error(engine, leaping):
     """Also if the last try, with no time left, is not answered any more."""
     engine.begin_elsewhere()
     lasted(publisher(engine, timeout_s=20), UpdateBusy)
@@ -178,9 +178,7 @@ def test_an_answer_of_somebody_else_is_not_retried(engine):
         (FINISH, PauseConflict("use mode 'retract'")),
     ],
 )
-def test_what_an_engine_refuses_is_raised_as_that_and_nothing_stays(
-    engine, path, error
-):
+def test_an_engines_rejection_is_raised_and_nothing_stays_staged(engine, path, error):
     engine.faults[path] = [error]
     with publisher(engine) as to:
         with pytest.raises(type(error)) as raised:
@@ -285,7 +283,7 @@ def test_a_rollback_whose_reply_is_lost_is_not_made_twice(engine, other, fault):
         assert len(engine.bodies(ROLLBACK)) == 1 + (fault != LOSE)
 
 
-def test_what_another_trainer_has_served_meanwhile_is_not_taken_back(
+def test_a_later_version_of_another_trainer_is_not_rolled_back(
     engine, other, monkeypatch
 ):
     route = engine._route
@@ -322,7 +320,7 @@ def test_while_one_has_yet_to_commit_another_trainer_leaves_the_way_back(engine,
     assert engine.version["weight_version"] == "good"
 
 
-def test_those_that_have_switched_go_back_before_the_others_are_free(
+def test_engines_that_committed_roll_back_before_the_others_abort(
     engine, other, monkeypatch
 ):
     monkeypatch.setattr(coordinator, "GRACE_S", 20)
@@ -344,7 +342,7 @@ def test_those_that_have_switched_go_back_before_the_others_are_free(
 
 
 @pytest.mark.parametrize("refusal", [Unauthorized("no key"), Forbidden("wrong key")])
-def test_whom_an_engine_does_not_let_in_is_told_so_once(engine, refusal):
+def test_a_forbidden_trainer_gets_one_error_without_retries(engine, refusal):
     engine.faults[START] = [refusal]
     engine.faults[ABORT] = [refusal]
     with publisher(engine) as to, pytest.raises(type(refusal)) as caught:
@@ -352,7 +350,7 @@ def test_whom_an_engine_does_not_let_in_is_told_so_once(engine, refusal):
     assert str(caught.value) == f"{engine.url}: {refusal.message}"
 
 
-def test_what_could_not_be_taken_back_is_told(engine, other):
+def test_a_failed_undo_is_reported(engine, other):
     with publisher([engine, other]) as to:
         other.faults[FINISH] = [PauseConflict("not now")]
         engine.faults[ROLLBACK] = [EngineFault("stuck")]

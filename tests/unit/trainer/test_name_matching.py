@@ -99,7 +99,7 @@ def test_a_name_that_means_several_or_none_is_refused_before_anything_is_sent(
     assert engine.bodies(START) == []
 
 
-def test_what_is_refused_is_paired_anew_when_it_is_published_again(engine):
+def test_a_rejected_publish_matches_names_again(engine):
     source = prefixed() | {"extra": torch.ones(1)}
     with publisher(engine, lambda: source, name_map="auto") as to:
         with pytest.raises(WeightsMismatch, match="'extra'"):
@@ -171,7 +171,7 @@ def test_an_engine_that_does_not_tell_its_names_is_unreachable_in_time(engine):
     held.set()
 
 
-def test_what_is_given_up_does_not_wait_for_names(engine):
+def test_an_aborted_publish_does_not_wait_for_names(engine):
     engine.held[NAMES] = held = threading.Event()
     with (
         pytest.raises(ZeroDivisionError),

@@ -49,7 +49,9 @@ def limited(left: int) -> RateLimit:
 
 
 @pytest.mark.parametrize("on_busy", ["wait", "latest"])
-def test_who_waits_for_a_busy_engine_keeps_to_its_rate(engine, on_busy, monkeypatch):
+def test_a_publish_that_waits_for_a_busy_engine_keeps_its_rate(
+    engine, on_busy, monkeypatch
+):
     engine.rate = limited(left=2)
     spend, refused = engine.rate.spend, []
 
@@ -225,7 +227,7 @@ def test_closing_finishes_what_was_published_and_takes_no_more(engine):
         to.publish()
 
 
-def test_what_is_not_read_yet_when_a_publisher_closes_is_not_published(engine):
+def test_a_publish_that_was_not_read_at_close_is_dropped(engine):
     reading, read_on = threading.Event(), threading.Event()
 
     def source():

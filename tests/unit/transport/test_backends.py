@@ -284,7 +284,7 @@ def test_an_engines_refusal_is_what_the_trainer_raises_and_the_next_update_works
     assert digests(loaded.items()) == digests(module.named_parameters())
 
 
-def test_who_is_refused_gathers_to_the_end_with_the_other_ranks(client, module):
+def test_a_rejected_rank_gathers_to_the_end_with_the_others(client, module):
     sending = begin(client, module)
     num_gathered, source = 0, sending.source
 

@@ -256,7 +256,7 @@ def test_nothing_is_mapped_after_the_end(memory: HostMemory) -> None:
     assert not memory.mapped
 
 
-def test_what_cannot_be_unmapped_keeps_nothing_else_mapped(
+def test_a_failed_unmap_does_not_keep_other_memory_mapped(
     memory: HostMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = {name: torch.randn(40) for name in "ab"}

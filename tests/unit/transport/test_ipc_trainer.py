@@ -151,7 +151,7 @@ def test_a_source_that_fails_leaves_no_update_open(
 
 
 @pytest.mark.parametrize("refused", ["start", "update"])
-def test_who_is_refused_gathers_to_the_end_with_the_other_ranks(
+def test_a_rejected_rank_gathers_to_the_end_with_the_others(
     memory: HostMemory, named: Tensors, refused: str
 ) -> None:
     class Refusing(Five):

@@ -142,7 +142,7 @@ def test_a_group_outlives_what_was_refused_of_the_one_before_it(
     assert receive(engine, "second")["a"].tolist() == [2.0] * 3
 
 
-def test_what_was_announced_while_the_worker_joined_is_of_the_new_group(
+def test_an_announcement_during_a_join_is_of_the_new_group(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def join(*_: Any) -> Any:
@@ -188,7 +188,7 @@ def test_a_group_that_has_ended_keeps_no_buffers(
     assert (slots.count, slots.num_bytes) == (0, 0)
 
 
-def test_what_is_being_received_is_received_before_the_group_ends(
+def test_a_receive_under_way_ends_before_its_group(
     engine: Any, opening: Future[Group], ends: tuple[Group, Group]
 ) -> None:
     receiving = in_background(lambda: receive(engine, "first"))

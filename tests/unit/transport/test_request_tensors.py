@@ -283,7 +283,7 @@ def test_without_room_the_reason_is_told_and_nothing_stays(prefix, monkeypatch):
     assert left(prefix) == []
 
 
-def test_what_a_killed_server_has_left_is_swept_and_what_a_living_one_has_is_not(
+def test_files_of_a_killed_server_are_removed_and_of_a_living_one_are_not(
     prefix,
 ):
     command = [sys.executable, "-c", KILLED, prefix, ENTRY]
@@ -320,7 +320,7 @@ def test_a_text_that_was_left_in_its_body_is_read_piece_by_piece(monkeypatch):
 @pytest.mark.parametrize(
     "spoilt", [f"{ENTRY[:-1]}", f"{ENTRY}=", f"QQ=={ENTRY}", "not base64!", "\\q", 3]
 )
-def test_what_is_not_base64_is_refused_however_it_comes(monkeypatch, spoilt):
+def test_invalid_base64_is_rejected_in_every_form(monkeypatch, spoilt):
     monkeypatch.setattr(room, "PIECE_BYTES", 8)
     entries = [spoilt]
     if isinstance(spoilt, str):

@@ -9,7 +9,7 @@ from tests.support.transports.peers import tensors
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 
 
-def test_it_comes_back_from_the_words_of_upstream():
+def test_a_tensor_list_round_trips_through_upstreams_fields():
     announced = TensorList.of(tensors().items())
     assert TensorList.parse(**announced.update_info) == announced
 

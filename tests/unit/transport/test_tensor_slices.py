@@ -127,7 +127,7 @@ def test_any_cut_makes_the_tensor_in_its_place(cut, bucket_bytes, large):
 
 
 @given(cut_tensors())
-def test_it_comes_back_from_plain_data(cut):
+def test_a_tensor_slice_round_trips_through_plain_data(cut):
     _, entries = cut
     told = announced(entries)
     again = TensorList.parse(**told.update_info)
@@ -178,7 +178,7 @@ def test_of_what_several_ranks_hold_a_worker_takes_its_own():
         assert torch.equal(found["w"][2:], whole[2:])
 
 
-def test_what_is_for_another_rank_is_not_looked_at():
+def test_slices_for_another_rank_are_not_read():
     """Its bytes arrive, and no copy of them is made."""
     told = announced(
         [
@@ -275,7 +275,7 @@ def test_a_worker_receives_slices_over_gloo():
     worker.shutdown()
 
 
-def test_who_holds_small_tensors_holds_no_more_than_them():
+def test_holding_small_tensors_keeps_no_other_memory():
     scratch = Buffers(2, 4096, CPU)
     held = [scratch.take(number, 16)[:16] for number in range(6)]
     whole = {h.untyped_storage().data_ptr(): h.untyped_storage().nbytes() for h in held}

@@ -101,14 +101,14 @@ def test_both_take_what_both_have_read(ranks):
     assert ranks.served == [{1: "B"}, {1: "B"}]
 
 
-def test_what_one_cannot_read_neither_takes(ranks):
+def test_an_adapter_that_one_rank_cannot_read_loads_on_neither(ranks):
     del ranks.managers[1].files["b"]
     with pytest.raises(Malformed, match=r"'name' cannot be loaded.*KeyError"):
         load_everywhere(ranks, request("b"))
     assert ranks.served == [{1: "A"}, {1: "A"}]
 
 
-def test_what_one_cannot_take_the_other_puts_back(ranks):
+def test_an_adapter_that_one_rank_cannot_load_is_undone_on_the_other(ranks):
     ranks.managers[1].unfit = "B"
     with pytest.raises(EngineFault, match=r"no rank.*it does not fit"):
         load_everywhere(ranks, request("b"))
@@ -122,7 +122,7 @@ def test_what_had_to_make_room_is_put_back(ranks):
     assert ranks.served == [{1: "A"}, {1: "A"}]
 
 
-def test_what_is_needed_is_kept_when_it_makes_room_and_its_files_are_gone(ranks):
+def test_a_needed_adapter_is_kept_when_evicted_and_its_files_are_gone(ranks):
     """As a step has it then, which asks upstream's manager."""
     first = request("a", load_inplace=False)
     load_everywhere(ranks, request("b", 2), needed=[lora.key_of(first)])
@@ -134,7 +134,7 @@ def test_what_is_needed_is_kept_when_it_makes_room_and_its_files_are_gone(ranks)
         assert lora.kept_or_read(manager, first, manager._load_adapter).text == "A"
 
 
-def test_what_is_not_needed_is_not_kept(ranks):
+def test_adapters_that_are_not_needed_are_not_kept(ranks):
     load_everywhere(ranks, request("b", 2), needed=())
     for manager in ranks.managers:
         assert list(lora._kept(manager)) == [("name", 2)]
@@ -149,7 +149,7 @@ def test_a_load_that_failed_keeps_what_was_kept(ranks):
         assert lora.kept_or_read(manager, first, manager._load_adapter).text == "A"
 
 
-def test_what_was_on_no_rank_before_is_on_none_after_a_failure():
+def test_a_new_adapter_is_on_no_rank_after_a_failure():
     ranks = Ranks()
     ranks.managers[1].unfit = "B"
     with pytest.raises(EngineFault):
@@ -157,7 +157,7 @@ def test_what_was_on_no_rank_before_is_on_none_after_a_failure():
     assert ranks.served == [{}, {}]
 
 
-def test_what_is_loaded_is_not_read_again_unless_it_is_asked_for(ranks):
+def test_a_loaded_adapter_is_read_again_only_on_request(ranks):
     for manager in ranks.managers:
         manager.files.clear()
     assert not load_everywhere(ranks, request("a", load_inplace=False))

@@ -115,7 +115,7 @@ def test_small_holes_are_kept_and_large_ones_are_not(arena):
     assert equal(tensors, before) and all(map(arena.contains, tensors))
 
 
-def test_what_is_staged_is_live_after_the_flip_and_not_before(arena):
+def test_staged_weights_are_live_after_the_flip_and_not_before(arena):
     tensors = paired(arena)
     before, places = copies(tensors), [t.data_ptr() for t in tensors]
     assert equal(twins(arena, tensors), before)

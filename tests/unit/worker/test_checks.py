@@ -83,7 +83,7 @@ def test_all_that_it_does_not_know_is_told_and_what_comes_after_is_looked_at(set
     assert f"was asked about {MOST_ASKED} of these names" in str(rejection.value)
 
 
-def test_what_it_failed_on_is_never_replayed(sets):
+def test_tensors_whose_loader_failed_are_never_replayed(sets):
     sets.second.is_broken = ValueError
     for _ in range(2):
         with pytest.raises(WeightsMismatch, match="unknown") as rejection:

@@ -139,7 +139,7 @@ def test_what_the_model_has_as_a_layer_or_a_parameter_may_be_kept_anywhere(
     assert paths(model) == []
 
 
-def test_what_is_referred_to_weakly_is_found() -> None:
+def test_weights_behind_weak_references_are_found() -> None:
     weight = torch.nn.Linear(2, 2, bias=False)
     assert paths(holding(weakref.ref(weight))) == ["it().weight"]
 

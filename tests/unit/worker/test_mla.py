@@ -78,7 +78,7 @@ def test_halves_are_of_the_version_that_is_served(memory):
                 arena.settle()
 
 
-def test_what_is_derived_is_no_part_of_a_checkpoint():
+def test_derived_parameters_are_no_part_of_a_checkpoint():
     live = loaded(torch.empty)
     names = {key for key in live._parameters if mla.is_derived(live, key)}
     assert names == {"W_UV", "W_UK_T"}

@@ -53,7 +53,7 @@ def same_of_all() -> dict[str, torch.Tensor]:
     return {name: torch.ones_like(tensor) for name, tensor in version(0).items()}
 
 
-def test_what_was_recorded_wrongly_is_never_served(sets, told):
+def test_a_wrong_replay_plan_never_goes_live(sets, told):
     sets.stage(same_of_all().items())
     sets.arena.flip()
     wrong = sets.shadow.plan.known("attention.k")
@@ -105,7 +105,7 @@ def test_a_loader_that_changes_its_mind_is_found(sets, told, what):
     assert "tensors (attention." in told[0]
 
 
-def test_what_a_copy_gets_wrong_is_never_served(sets, monkeypatch, told):
+def test_a_wrong_copy_never_goes_live(sets, monkeypatch, told):
     def replay_but_one(known):
         replay([pair for pair in known if pair[0].params != {"norm"}])
 

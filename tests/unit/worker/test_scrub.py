@@ -159,7 +159,7 @@ def test_what_changes_while_it_is_read_is_read_again():
         assert sets.stager.scrub("result") is None
 
 
-def test_who_asks_while_another_thread_makes_slices_reads_all_of_them(monkeypatch):
+def test_a_reader_during_the_slicing_reads_all_slices(monkeypatch):
     """The thread that stages makes them, and the one that decodes may ask then."""
     is_making, goes_on = threading.Event(), threading.Event()
 

@@ -125,7 +125,7 @@ def test_weights_that_were_filled_in_place_are_carried_into_the_next_subset(
     assert shows(worker.sets.live, version(3) | norm)
 
 
-def test_so_are_weights_that_were_written_over_awake(worker: Worker) -> None:
+def test_a_subset_copies_weights_overwritten_while_awake(worker: Worker) -> None:
     worker.publish(1)
     norm = {"norm": version(2)["norm"]}
     worker.sets.stage(norm.items(), subset=["norm"])

@@ -94,13 +94,15 @@ def around_one_that_fails(steps: StepTracker, pace: Throttle) -> None:
         around_one_that_fails,
     ],
 )
-def test_it_rests_from_work_beside_a_step(work: Any, naps: list[float]) -> None:
+def test_the_throttle_rests_after_work_beside_a_step(
+    work: Any, naps: list[float]
+) -> None:
     steps = StepTracker()
     in_a_thread(lambda: work(steps, settled(0.01, steps)))
     assert naps[-1] == LONGEST_REST_S
 
 
-def test_it_does_not_rest_between_steps_however_busy_the_process_is(
+def test_the_throttle_does_not_rest_between_steps(
     naps: list[float],
 ) -> None:
     steps = StepTracker()

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import EngineFault, InflightError, Malformed
-from vllm.inflight.update import PauseMode
+from vllm.inflight.update import MAX_NAME_CHARS, PauseMode
 
 
 def read_flag(body: dict[str, Any], name: str) -> bool:
@@ -26,6 +26,18 @@ def read_mode(body: dict[str, Any], default: str) -> PauseMode:
     """Its `mode`; `default` where there is none, which `""` or 0 is not."""
     value = body.get("mode")
     return PauseMode.parse(default if value is None else value)
+
+
+def check_owner(value: object) -> str | None:
+    """`owner` of a request."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
+        raise Malformed(
+            f"owner must be a string of 1 to {MAX_NAME_CHARS} characters, got "
+            f"{value!r:.80}"
+        )
+    return value
 
 
 logger = upstream.init_logger(__name__)

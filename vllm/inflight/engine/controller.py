@@ -13,24 +13,25 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.attached import Attached
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import calls, counters
 from vllm.inflight.engine.calls import enveloped, watched
 from vllm.inflight.engine.compat import queries
-from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.event_log import EventLog
 from vllm.inflight.engine.integrity.outside_writes import OutsideWrites
 from vllm.inflight.engine.integrity.scrubs import Scrubs
 from vllm.inflight.engine.parent_watchdog import end_with_parent
-from vllm.inflight.engine.pause.pause import Pauses, Switch
+from vllm.inflight.engine.pause.pause import Pauses
 from vllm.inflight.engine.pause.sleep import Sleep
+from vllm.inflight.engine.rollback import Rollbacks
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.step_queue import StepQueue, whole
+from vllm.inflight.engine.switch import Switch
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.dp_commit import DpCommit
 from vllm.inflight.engine.update.live_version import LiveVersion
 from vllm.inflight.engine.update.ranks import Ranks
-from vllm.inflight.engine.update.rollback import Rollbacks
 from vllm.inflight.engine.update.updates import Updates
 from vllm.inflight.errors import (
     EngineFault,
@@ -52,7 +53,7 @@ from vllm.inflight.update import (
 logger = upstream.init_logger(__name__)
 
 
-class Controller(EngineContext):
+class Controller(Attached):
     """Control of one engine core."""
 
     def __init__(self, core: upstream.EngineCore) -> None:
@@ -279,6 +280,23 @@ class Controller(EngineContext):
             is_trial=bool(body.get("is_trial")),
         )
 
+    def metrics(self, body: dict[str, Any]) -> dict[str, Any]:
+        """All that `/metrics` says about one engine."""
+        del body
+        pauses = self.pauses.state()
+        return self.counts.to_dict() | {
+            **self.updates.progress(),
+            "epoch": self.version.epoch,
+            "weight_version": self.version.label,
+            "digest": self.version.digest,
+            "drift": self.live_version.drift,
+            "outcomes": dict(self.updates.ledger.ended),
+            "paused": pauses["is_paused"],
+            "leases_expired": pauses["leases_expired"],
+            "scrubs": dict(self.scrubs.results),
+            "weights_differ": self.scrubs.differs,
+        }
+
     def where_all_meet(
         self, what: tuple[Any, ...], switch: Callable[[], Any], update: Update | None
     ) -> Any:
@@ -361,7 +379,7 @@ _CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "paused": lambda controller, body: (
         controller.pauses.state() | {"weights_detail": controller.sleep.detail}
     ),
-    "metrics": counters.told,
+    "metrics": Controller.metrics,
     "health": lambda controller, body: {
         "weights_detail": controller.sleep.detail or controller.scrubs.detail
     },

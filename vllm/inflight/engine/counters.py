@@ -1,4 +1,4 @@
-"""Counts: what one engine core has done since it started, for `/metrics`."""
+"""Counters of one engine core since its start, for `/metrics`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from typing import Any
 
-from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.update import PauseMode
 
@@ -15,44 +14,44 @@ GAP_EDGES_MS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 class Counters:
-    """Of one engine core; changed between two steps only."""
+    """The counters of one engine core; changed between two steps only."""
 
     def __init__(self) -> None:
         self.gaps = [0] * (len(GAP_EDGES_MS) + 1)
-        """Switches by their gap: up to each edge, and beyond the last."""
+        """Number of flips by their gap: up to each edge, and beyond the last edge."""
         self.gap_ms = 0.0
         self.staging_s = 0.0
         self.staged_bytes = 0
         self.num_rollbacks = 0
         self.requests: Counter[str] = Counter()
-        """Requests retracted and aborted, by pauses and by commits."""
+        """Requests that pauses and commits have retracted or aborted."""
         self.pause_s: dict[str, float] = {}
-        """Seconds of pauses that are over, by the mode they ended in."""
+        """Seconds of ended pauses, by their last mode."""
         self._paused: tuple[PauseMode, float] | None = None
 
     def switched(self, facts: dict[str, Any]) -> None:
-        """Count one flip by the facts of its reply."""
+        """Count one flip, from the fields of its reply."""
         self.gaps[bisect.bisect_left(GAP_EDGES_MS, facts["gap_ms"])] += 1
         self.gap_ms += facts["gap_ms"]
 
     def treated(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Count what became of requests; returns `facts`."""
+        """Count retracted and aborted requests; returns `facts`."""
         self.requests["retracted"] += facts.get("num_retracted", 0)
         self.requests["aborted"] += facts.get("num_aborted", 0)
         return facts
 
     def committed(self, update: Update) -> None:
-        """Count what staging a version took."""
+        """Count the seconds and the bytes of a staged version."""
         self.staging_s += update.seconds()["staging"]
         self.staged_bytes += update.num_bytes
 
     def paused(self, mode: PauseMode) -> None:
-        """A pause begins, or goes on in another mode."""
+        """Note that a pause begins or changes its mode."""
         began = time.monotonic() if self._paused is None else self._paused[1]
         self._paused = (mode, began)
 
     def resumed(self) -> float:
-        """It is over, if there was one; returns the seconds that it took."""
+        """End the pause, if there is one; returns its seconds."""
         if self._paused is None:
             return 0.0
         mode, began = self._paused
@@ -62,7 +61,7 @@ class Counters:
         return seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """As the front end gets it."""
+        """The counters, as the front end gets them."""
         return {
             "gaps": self.gaps,
             "gap_ms": self.gap_ms,
@@ -72,21 +71,3 @@ class Counters:
             "requests": dict(self.requests),
             "pause_s": dict(self.pause_s),
         }
-
-
-def told(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """All that `/metrics` tells of an engine."""
-    del body
-    pauses = controller.pauses.state()
-    return controller.counts.to_dict() | {
-        **controller.updates.progress(),
-        "epoch": controller.version.epoch,
-        "weight_version": controller.version.label,
-        "digest": controller.version.digest,
-        "drift": controller.live_version.drift,
-        "outcomes": dict(controller.updates.ledger.ended),
-        "paused": pauses["is_paused"],
-        "leases_expired": pauses["leases_expired"],
-        "scrubs": dict(controller.scrubs.results),
-        "weights_differ": controller.scrubs.differs,
-    }

@@ -1,8 +1,8 @@
-"""Events: one line of the log for each thing that happens to the weights of an engine.
+"""The event log: one log line for each update, rollback and pause of an engine.
 
-Whoever reads the log later sees what was begun, staged, refused, aborted, committed and
-rolled back, when decoding was paused and continued, and how long each took. Each engine
-writes its own lines; the ranks write none of them.
+The log shows what was started, staged, rejected, aborted, committed and rolled back. It
+also shows when decoding was paused and continued, and how long each took. Each engine
+core writes its own lines. The ranks write none of them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ LEVELS = {
     "warning": logging.WARNING,
     "off": None,
 }
-"""Value of `--inflight-log-level` → level of the lines; None: there are none."""
+"""Log level for each value of `--inflight-log-level`; None: no lines are written."""
 
 REFUSALS = (Malformed, Forbidden, Conflict, WeightsMismatch)
-"""What ends an update because of what it brings; by other errors it is aborted."""
+"""Errors of an update's content: the log calls it refused, otherwise aborted."""
 
 MOST_CHARS = 1000
-"""Of a line: a refusal may name many tensors."""
+"""The longest line, since an error may name many tensors."""
 
 logger = upstream.init_logger(__name__)
 
 
 class EventLog:
-    """The lines of one engine core."""
+    """The event log of one engine core."""
 
     def __init__(self, vllm_config: upstream.VllmConfig) -> None:
         self._level = LEVELS[InflightConfig.of(vllm_config).log_level]
 
     def began(self, update: Update, transport: str, seconds: float) -> None:
-        """An update is open, and the ranks have been told."""
+        """Log that an update has started on all ranks."""
         whose = "" if update.owner is None else f" by {update.owner!r}"
         self._say(
             f"{_named(update)} begun{whose}: transport {transport}, deadline in "
@@ -54,7 +54,7 @@ class EventLog:
         )
 
     def moved(self, update: Update) -> None:
-        """It is staged, as every rank has voted for it; or it has ended before that."""
+        """Log that an update is staged on every rank, or that it was aborted."""
         if update.phase is Phase.STAGED:
             self._say(
                 f"{_named(update)} staged: digest {update.digest}, "
@@ -72,7 +72,7 @@ class EventLog:
             )
 
     def not_committed(self, update: Update, error: InflightError) -> None:
-        """Its commit was refused; it is staged still."""
+        """Log that a commit was rejected; the update stays staged."""
         self._say(
             f"{_named(update)} not committed, it stays {update.phase.value}: "
             f"{error.code}: {error.message}",
@@ -81,7 +81,7 @@ class EventLog:
         )
 
     def committed(self, update: Update, version: Version, gap_ms: float) -> None:
-        """It is served."""
+        """Log that an update is live."""
         self._say(
             f"{_named(update)} committed: epoch {version.epoch}, digest "
             f"{version.digest}, gap {gap_ms:.2f} ms",
@@ -91,7 +91,7 @@ class EventLog:
     def rolled_back(
         self, left: Version, version: Version, gap_ms: float, seconds: float
     ) -> None:
-        """The version before is served again."""
+        """Log a rollback."""
         self._say(
             f"rolled back from version {left.label!r} to {version.label!r}: epoch "
             f"{version.epoch}, gap {gap_ms:.2f} ms",
@@ -99,18 +99,18 @@ class EventLog:
         )
 
     def not_rolled_back(self, what: str, error: InflightError) -> None:
-        """A rollback was refused or given up; what is served has not changed."""
+        """Log that a rollback failed; the live version has not changed."""
         self._say(f"{what} not made: {error.code}: {error.message}", is_trouble=True)
 
     def paused(
         self, mode: PauseMode, owner: str | None, counts: str, seconds: float
     ) -> None:
-        """Decoding stands still, or will when the running requests have ended."""
+        """Log a pause, which may still wait for running requests."""
         whose = "" if owner is None else f" by {owner!r}"
         self._say(f"paused{whose} in mode {mode.value}: {counts}", seconds)
 
     def continued(self, mode: PauseMode, seconds: float) -> None:
-        """Decoding goes on, after a pause of so many seconds that ended in a mode."""
+        """Log that decoding goes on, with the length of the pause."""
         self._say(f"continued, after a pause in mode {mode.value}", seconds)
 
     def _say(

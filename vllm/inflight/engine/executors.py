@@ -1,13 +1,13 @@
-"""Executors: how steps and calls reach the ranks, and which of them can be updated.
+"""Executors: how steps and calls reach the ranks, and which executors allow updates.
 
-A commit is a call to every rank, and the steps before it are of the version before.
+A commit is a call to every rank. The steps before it must use the version before it.
 
-| executor | steps and calls | before a commit |
+| executor | order of steps and calls | at a commit |
 |---|---|---|
-| of one process; `mp`; Ray's second | in one queue, as they were made | – |
-| Ray's first (`ray`) | in a graph, and past it | steps are waited for |
-| of an external launcher, several ranks | an engine for each rank | refused |
-| others | not known | refused |
+| one process; `mp`; Ray's V2 executor | one queue, in order | nothing to do |
+| Ray's first executor (`ray`) | steps in a graph, calls past it | waits for the steps |
+| external launcher, several ranks | each rank is an engine | updates are rejected |
+| others | unknown | updates are rejected |
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from vllm.inflight.engine.step_queue import waiting
 from vllm.inflight.errors import EngineFault
 
 InFlight = deque[tuple[Any, ...]]
-"""The steps of an engine core that have not been read; the first to be is the last."""
+"""Steps of an engine core whose output is unread; the oldest is at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What matters here of an executor."""
+    """The properties of an executor that matter for updates."""
 
     refusal: str | None = None
-    """Why its ranks cannot change together; None if they can."""
+    """Why its ranks cannot commit together; None if they can."""
     is_ordered: bool = True
-    """Whether ranks take steps and calls in the order in which they were made."""
+    """Whether ranks execute steps and calls in the order of sending."""
 
 
 def kind_of(executor: upstream.Executor) -> Kind:
-    """Of which kind an executor is; one that is derived is what it is derived from."""
+    """The kind of an executor; a subclass has the kind of its base class."""
     num_ranks = executor.parallel_config.world_size
     if isinstance(executor, upstream.ExecutorWithExternalLauncher) and num_ranks > 1:
         return Kind(
-            f"an external launcher runs {num_ranks} ranks as engines of their own, "
-            "which would each change alone; with --distributed-executor-backend mp or "
-            "ray one engine has them all"
+            f"an external launcher runs {num_ranks} ranks as separate engines, which "
+            "would each commit alone; use --distributed-executor-backend mp or ray, "
+            "where one engine has all ranks"
         )
-    # To look the class up imports Ray's names.
+    # Checked first, because looking the class up imports Ray.
     if executor.uses_ray and isinstance(executor, upstream.RayDistributedExecutor):
         is_pooling = executor.model_config.runner_type == "pooling"
         lags = is_pooling and num_ranks > 1
@@ -53,32 +53,32 @@ def kind_of(executor: upstream.Executor) -> Kind:
     if isinstance(executor, upstream.UniProcExecutor | upstream.MultiprocExecutor):
         return Kind()
     return Kind(
-        f"of the executor {type(executor).__qualname__} it is not known in which order "
-        "its ranks take steps and calls; derive it from vLLM's UniProcExecutor or "
-        "MultiprocExecutor, or use --distributed-executor-backend mp"
+        f"the executor {type(executor).__qualname__} is unknown, and so is the order "
+        "in which its ranks execute steps and calls; derive it from vLLM's "
+        "UniProcExecutor or MultiprocExecutor, or use --distributed-executor-backend mp"
     )
 
 
 def asking(executor: upstream.Executor) -> AbstractContextManager[None]:
-    """Around a call of its ranks, inside of what has to happen whole.
+    """Use around a call of the ranks inside of `step_queue.whole`.
 
-    A rank of another process may never answer, so a second Ctrl-C ends the wait. The
-    one of this process is called, and is at work as long as there is no answer.
+    A rank in another process may never answer, so a second Ctrl-C ends the wait. A rank
+    in this process is a plain call, which must not be interrupted.
     """
     is_here = isinstance(executor, upstream.UniProcExecutor)
     return nullcontext() if is_here else waiting()
 
 
 def lagging_drafter(kind: Kind, num_ranks: int) -> str | None:
-    """Why a drafter with weights keeps updates out; None if it does not."""
+    """Why a drafter with weights rules updates out; None if it does not."""
     if kind.is_ordered or num_ranks == 1:
         return None
     return _lagging("drafters")
 
 
 def _lagging(what: str) -> str:
-    # Ranks that meet in the last layer have read all of their weights by then; what
-    # comes after it, nobody waits for but on the rank that answers.
+    # The ranks synchronise in the last layer and have read their weights by then. Only
+    # the rank that answers waits for later computations.
     return (
         f"in Ray's compiled graph a rank may still compute when another has answered, "
         f"and {what} read weights there; VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 has "
@@ -87,12 +87,12 @@ def _lagging(what: str) -> str:
 
 
 def wait_for_steps(in_flight: InFlight | None) -> None:
-    """Wait until no step is in flight; what came out is read in its turn, as ever.
+    """Wait until no step is in flight; the engine reads their outputs later, in order.
 
-    Nothing is scheduled and nothing is read meanwhile, so batches stay as they are.
+    Nothing is scheduled or read meanwhile, so batches do not change.
 
     Raises:
-        EngineFault: a step has failed, and with the next one the engine will say so.
+        EngineFault: a step has failed; the engine core reports it at its next step.
 
     """
     for index in reversed(range(len(in_flight or ()))):
@@ -100,7 +100,7 @@ def wait_for_steps(in_flight: InFlight | None) -> None:
         step, *rest = in_flight[index]
         done: Future[Any] = Future()
         try:
-            # Ray gives the result of a step once, and to whoever asks first.
+            # Ray returns the result of a step only once.
             done.set_result(step.result())
         except Exception as error:
             done.set_exception(error)

@@ -1,8 +1,8 @@
-"""An engine core ends with the process that started it, and so does a worker.
+"""The parent watchdog ends an engine core or a worker when its parent process dies.
 
-A core notices nothing when its front end is killed: it stays for good, with its workers
-and the memory of their GPUs, and no server can be started in its place. A worker
-notices that its core is gone, and stays all the same if it waits for another rank.
+By itself, an engine core does not notice that its front end was killed. It would keep
+running with its workers and their GPU memory, and no new server could start. A worker
+notices that its engine core is gone, but it hangs if it waits for another rank.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from vllm.inflight import upstream
 
 POLL_S = 1.0
 PATIENCE_S = 10.0
-"""For a process to end by itself, as it does at SIGTERM."""
+"""Seconds for a process to end by itself after SIGTERM."""
 
 logger = upstream.init_logger(__name__)
 
 
 def end_with_parent() -> None:
-    """From now on; nothing happens in a process that was not started as a child."""
+    """Start the watchdog; does nothing in a process without a parent process."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        # Not one of those that end at exit: it ends a process that hangs there, too. It
-        # never is in native code that would mind the end of the interpreter.
+        # Not a `Background`, which ends at exit: this thread also ends a process that
+        # hangs at exit. It never runs native code when the interpreter ends.
         threading.Thread(
             target=_watch,
             args=(parent, os.getppid()),
@@ -38,9 +38,9 @@ def end_with_parent() -> None:
 
 
 def _watch(parent: BaseProcess, forked_by: int) -> None:
-    # `forked_by` is the fork server, if there is one. It may have been gone before it
-    # was asked for, which only the parent's pipe tells; and that pipe stays open in
-    # whatever else the parent has forked.
+    # `forked_by` is the fork server, if there is one. If it died before `getppid` was
+    # called, only the parent's pipe shows that. Other children of the parent keep that
+    # pipe open, so both are checked.
     while os.getppid() == forked_by and parent.is_alive():
         time.sleep(POLL_S)
     logger.critical("process %d, which started this one, is gone", parent.pid)

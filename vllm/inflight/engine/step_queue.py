@@ -1,14 +1,14 @@
-"""Turns: calls from other threads that run between two steps of an engine.
+"""The step queue: calls from other threads that run between two steps of an engine.
 
-An engine with its own process steps on its main thread and takes calls from a
-queue between steps. An engine in the caller's process steps whenever somebody
-asks it for output; another thread must then neither call into the middle of a
-step nor wait for a step that nobody makes. So a turn is queued: whoever steps
-next runs it first, and if nobody steps, the thread that asked runs it.
+An engine with its own process steps on its main thread and takes calls from a queue
+between steps. An engine in the caller's process steps only when the caller asks for
+output. A call of another thread must neither interrupt a step nor wait for a step that
+never comes. So the call is queued. The next step runs it first; without a step, the
+thread that made the call runs it.
 
-Ctrl-C in the caller's process comes after a turn. A second one comes at once, as the
-turn may wait for something that never happens; but it never comes into what has to
-happen `whole`, except where that is `waiting`.
+In the caller's process, Ctrl-C is delayed until a queued call has ended. A second one
+takes effect at once, because the call may wait for ever. But it does not interrupt code
+in `whole`, except inside of `waiting`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ POLL_S = 0.001
 
 
 class StepQueue:
-    """The turns of one engine core."""
+    """The step queue of one engine core."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
         self._wake = wake
-        """Rouses the main thread of an engine with its own process."""
+        """Wakes the main thread of an engine with its own process."""
         self._end: SystemExit | None = None
         self._lock = threading.RLock()
         self._acting: int | None = None
-        """The thread that acts itself, while the one that steps stands still."""
+        """The thread in `between`, while the stepping thread waits for it."""
         self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Have `call` run between two steps; returns at once."""
+        """Queue `call` to run between two steps; returns at once."""
         future: Future[Any] = Future()
         self._queue.append((future, call))
         if self._wake is not None:
@@ -63,11 +63,11 @@ class StepQueue:
         return future.result()
 
     def drain(self) -> None:
-        """Run what is queued; on the thread that steps, between two steps.
+        """Run the queued calls, on the stepping thread between two steps.
 
         Raises:
-            SystemExit: a turn has ended the engine. No thread takes a step after that,
-                whichever asked for the turn.
+            SystemExit: a call has ended the engine. No thread takes a step after that,
+                whichever thread queued the call.
 
         """
         if self._end is not None:
@@ -91,10 +91,10 @@ class StepQueue:
 
     @contextmanager
     def between(self) -> Iterator[None]:
-        """Around what the calling thread does itself between two steps.
+        """Let the calling thread act between two steps.
 
-        A thread that steps takes the lock again as soon as it has let go of it, so that
-        waiting for the lock may take for ever. Instead it is asked to stand still.
+        A stepping thread takes the lock again as soon as it has released it, so waiting
+        for the lock could take for ever. Instead a queued call stops that thread.
         """
         if self._acting == threading.get_ident():
             yield
@@ -110,7 +110,7 @@ class StepQueue:
             while not stands.is_set():
                 if self._lock.acquire(timeout=POLL_S):
                     try:
-                        if not stands.is_set():  # nobody steps: no need to ask
+                        if not stands.is_set():  # no thread steps
                             goes_on.set()
                             self.drain()
                             with _uninterrupted():
@@ -128,7 +128,7 @@ class StepQueue:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around a step in the caller's process."""
+        """Run a step in the caller's process, after the queued calls."""
         if self._acting == threading.get_ident():
             yield
             return
@@ -138,7 +138,7 @@ class StepQueue:
 
 
 class _Interrupts:
-    """The Ctrl-C that came during a turn; of the main thread alone."""
+    """Signals of Ctrl-C that came during a queued call on the main thread."""
 
     def __init__(self) -> None:
         self.usual: Any = None
@@ -146,7 +146,7 @@ class _Interrupts:
         self.is_whole = False
 
     def remember(self, number: int, _: object) -> None:
-        """Handle a signal: it comes later, or is the second and comes now."""
+        """Handle a signal: delay the first one, and raise the second one now."""
         self.came.append(number)
         if len(self.came) > 1 and not self.is_whole:
             self.came.clear()
@@ -155,12 +155,12 @@ class _Interrupts:
 
 
 _interrupts: _Interrupts | None = None
-"""Of the turn that the main thread runs, if there is one."""
+"""The signals of the queued call that the main thread runs, if it runs one."""
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let a Ctrl-C come after a turn, and a second one at once."""
+    """Delay a Ctrl-C until a queued call has ended, and raise a second one at once."""
     global _interrupts
     usual = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -181,9 +181,9 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """Around what must not be left half done: no Ctrl-C comes into it.
+    """Protect code that must not be left half done from Ctrl-C.
 
-    It has to come to an end by itself, but for what is `waiting`.
+    The code has to end by itself, except for waits inside of `waiting`.
     """
     with _set_whole(True):
         yield
@@ -191,7 +191,7 @@ def whole() -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Inside of `whole`, around a wait that may never end: a second Ctrl-C ends it."""
+    """Inside of `whole`, let a second Ctrl-C end a wait that may never end."""
     with _set_whole(False):
         yield
 

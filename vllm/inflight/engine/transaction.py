@@ -1,4 +1,4 @@
-"""One update of an engine: what it is, whose, how far, and what became of it."""
+"""One update of an engine: its request, its owner, its progress and its outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.update import ACTIVE, Phase
 
 SPENT = "wire", "cpu"
-"""Of staging: waiting for the transport, if it tells; work of the staging thread."""
+"""Parts of the staging time: waiting for the transport, and work of the thread."""
 
 
 @dataclass(slots=True)
@@ -20,53 +20,53 @@ class Update:
 
     update_id: str
     serial: int
-    """Counts updates of this engine; ranks know an update by it."""
+    """The number by which the ranks know the update."""
     fingerprint: str
-    """Of the request that began it, to tell a repeated call from another one."""
+    """The hash of the request that started it, to recognise a repeated call."""
     label: str | None
     step: int | None
     deadline: float
-    """On the monotonic clock, in seconds."""
+    """Seconds on the monotonic clock."""
     phase: Phase = Phase.OPEN
     began: float = field(default_factory=time.monotonic)
     staged: float | None = None
     ended: float | None = None
     moved: float = field(default_factory=time.monotonic)
-    """When a rank, its trainer or its phase last got on."""
+    """When a rank, its trainer or its phase last made progress."""
     num_commands: int = 0
     num_chunks: int = 0
     is_preparing: bool = False
     digest: str | None = None
-    """Of the whole version that every rank staged, once they agree; None: not known."""
+    """The digest of the staged version, once all ranks agree; None if unknown."""
     sent: str | None = None
-    """Digest of the tensors that every rank was sent."""
+    """The digest of the tensors that every rank has received."""
     is_whole: bool = True
-    """Whether it brings all of the model, and not a subset or the drafter alone."""
+    """Whether it has all tensors of the model, not a subset or only the drafter."""
     base: str = ""
-    """What was served when it began, as this engine knows it; see `Served`."""
+    """The lineage of the live version at its start; see `WeightSet.lineage`."""
     num_bytes: int = 0
-    """Staged on all ranks together."""
+    """Bytes staged on all ranks together."""
     num_replayed: int = 0
-    """Tensors that ranks load by their records, not by their loaders; see plan.py."""
+    """Tensors that ranks load by a replay plan; see worker/replay_plan.py."""
     spent: dict[str, float] = field(default_factory=dict)
-    """Of staging, the most seconds that a rank spent on each of `SPENT`."""
+    """For each of `SPENT`, the seconds of the slowest rank."""
     drift: dict[str, Any] | None = None
-    """How far its weights moved from the live ones of then; see verify/drift.py."""
+    """The drift of its weights from the live weights; see worker/verify/drift.py."""
     error: InflightError | None = None
     is_told: bool = False
-    """Whether somebody who asked for it has been told that error."""
+    """Whether a caller has got that error."""
     source: str | None = None
-    """The path its files were read from, if it came whole and from files."""
+    """The path of its files, if it has all tensors and comes from files."""
     files: dict[str, Any] | None = None
-    """What it takes to read the same files in the same way, if it comes from files."""
+    """What is needed to load the same files again, if it comes from files."""
     owner: str | None = None
-    """Whose it is: nobody who names another may receive, finish or abort it."""
+    """Its owner. A call that names another owner may not receive, finish or abort."""
     is_held: bool = False
-    """Whether it is being switched to."""
+    """Whether its commit is happening now."""
     pending: Future[dict[str, Any]] | None = None
-    """Its commit, while that waits for running requests."""
+    """The Future of its commit, while that waits for running requests."""
     result: dict[str, Any] | None = None
-    """The reply of its commit, given again to whoever asks again."""
+    """The reply of its commit, for repeated calls."""
 
     @property
     def is_active(self) -> bool:
@@ -80,30 +80,31 @@ class Update:
 
     @property
     def stalled_s(self) -> float:
-        """For how long nothing has moved; 0 once it has ended."""
+        """Seconds since the last progress; 0 once the update has ended."""
         return round(time.monotonic() - self.moved, 3) if self.is_active else 0.0
 
     def state(self) -> dict[str, Any]:
-        """`update_id` and `phase`, which every reply about it has."""
+        """`update_id` and `phase`, which every reply about an update has."""
         return {"update_id": self.update_id, "phase": self.phase.value}
 
     def vote(self) -> dict[str, Any]:
         """`state`, and the `STAGED_FACTS`: equal on engines that may commit together.
 
-        A digest says it all. Where the digest is not known, what was sent does not:
-        the result depends on what is served below it.
+        A digest identifies the result. Without a digest, the result depends on the sent
+        tensors and on the live weights below them.
         """
         base = self.base if self.digest is None else None
         facts = {"digest": self.digest, "sent": self.sent, "base": base}
         return self.state() | facts
 
     def expect(self, digest: object) -> None:
-        """Raise `WeightsMismatch` unless `digest` is None or what was staged."""
+        """Raise `WeightsMismatch` unless `digest` is None or the staged digest."""
         if digest is not None and digest != self.digest:
             raise WeightsMismatch(
-                f"expect_digest is {digest!r:.80}, staged is {self.digest!r}",
+                f"expect_digest is {digest!r:.80}, the staged version has "
+                f"{self.digest!r}",
                 update_id=self.update_id,
-                remedy="Publish the weights that have the digest, or expect this one.",
+                remedy="Publish the weights with that digest, or expect this one.",
             )
 
     def seconds(self) -> dict[str, float]:
@@ -140,11 +141,11 @@ class Update:
 def files_of(
     body: dict[str, Any], manifest: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """What it takes to read the files of an update again; None if it has none.
+    """What is needed to load the files of an update again; None if it has no files.
 
     Args:
-        body: of the request that began it.
-        manifest: its manifest, packed; the `name_map` of it stays so.
+        body: of the request that started it.
+        manifest: its packed manifest; the result keeps its `name_map` packed.
 
     """
     paths = {"path": body.get("source"), "draft_path": body.get("draft_source")}

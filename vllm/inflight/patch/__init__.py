@@ -1,7 +1,7 @@
-"""The only place that changes upstream: one record per change, applied loudly.
+"""All changes to upstream: one record per change.
 
-`apply_all` is what the plugin entry point calls in every vLLM process. It
-either applies every patch or raises: a half-patched engine never starts.
+The plugin entry point calls `apply_all` in every vLLM process. It applies every patch
+or raises, so that a half-patched engine never starts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm.inflight.errors import UpstreamChanged
 from vllm.inflight.patch.record import Patch, apply
 
 SUPPORTED = ("0.32.0",)
-"""Releases of vLLM whose every patched callable these records were tested on."""
+"""The releases of vLLM that the records were tested on."""
 
 ALLOW_UNTESTED_ENV = "VLLM_INFLIGHT_ALLOW_UNTESTED"
 
@@ -35,7 +35,7 @@ _applied = False
 
 
 def check_release() -> str:
-    """The version of the vLLM that is installed; raises if it is not ours."""
+    """The version of the installed vLLM; raises if it is not supported."""
     import vllm
 
     if getattr(vllm, "__file__", None) is None:
@@ -55,8 +55,8 @@ def check_release() -> str:
     return found
 
 
-def rooms() -> list[ModuleType]:
-    """The modules that hold patch records, in the order of the data."""
+def parts() -> list[ModuleType]:
+    """The modules with patch records: workers, engine core, outputs, API."""
     from vllm.inflight.patch import (
         api,
         core_client,
@@ -78,17 +78,17 @@ def rooms() -> list[ModuleType]:
 
 
 def records() -> list[Patch]:
-    """Every change to upstream, as data."""
-    return [patch for room in rooms() for patch in room.PATCHES]
+    """The records of all changes to upstream."""
+    return [patch for part in parts() for patch in part.PATCHES]
 
 
 def all_patches() -> list[Patch]:
-    """Those that are for the platform of this process."""
+    """The records for the platform of this process."""
     return [patch for patch in records() if patch.is_meant()]
 
 
 def apply_all() -> None:
-    """Apply every patch to this process; raises `UpstreamChanged` or does all."""
+    """Apply every patch to this process, or raise `UpstreamChanged`."""
     global _applied
     if _applied:
         return
@@ -100,7 +100,7 @@ def apply_all() -> None:
 
 
 def _register_backends() -> None:
-    """Enter our transports in upstream's own register, which needs no patch."""
+    """Register our transports with upstream's factory, which needs no patch."""
     from vllm.inflight.upstream import WeightTransferEngineFactory as factory
 
     for name, (module, cls) in BACKENDS.items():

@@ -1,4 +1,4 @@
-"""Changes at the doors: flags, routes, and methods of LLM and AsyncLLM."""
+"""Changes in the API: flags, routes, and methods of `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Original, Patch
 
 SERVERS = ("API_SERVER", "OPENAI_API_SERVER")
-"""What upstream's `UsageContext` calls an engine that is behind a server."""
+"""Names of upstream's `UsageContext` for the engine of a server."""
 RUST_ENV = "VLLM_USE_RUST_FRONTEND"
 FENCE = "--inflight-allowed-paths"
-"""In the message of every refusal of a path that leads out of the allowed folders."""
+"""Part of every error message about a path outside of the allowed folders."""
 ALLOW_RUST_ENV = "VLLM_INFLIGHT_ALLOW_RUST_FRONTEND"
 
 
@@ -45,9 +45,9 @@ def _checked(original: Original) -> Any:
         rust = os.environ.get(RUST_ENV, "0").lower() not in ("", "0", "false")
         if rust and not os.environ.get(ALLOW_RUST_ENV):
             raise ConfigError(
-                f"{RUST_ENV} is set: that front end has none of vllm-inflight's "
-                f"routes and leaves upstream's without a key. Unset it, or set "
-                f"{ALLOW_RUST_ENV}=1 to go without them."
+                f"{RUST_ENV} is set, and that front end has no routes of "
+                f"vllm-inflight and checks no key for upstream's. Unset it, or set "
+                f"{ALLOW_RUST_ENV}=1 to use it without control routes."
             )
         return original(self, *args, **kwargs)
 
@@ -59,7 +59,7 @@ def _with_routes(original: Original) -> Any:
         from vllm.inflight.api.server.routes import InflightEndpoints
 
         plugins = list(original(supported_tasks))
-        # Whatever the model is for; the server that only renders has no engine.
+        # For models of every task. A server that only renders has no engine.
         if set(supported_tasks or ()) - {"render"}:
             plugins.append(InflightEndpoints())
         return plugins
@@ -131,7 +131,7 @@ def _session_marked(original: Original) -> Any:
         if session.has_begun and not self.output_processor.has_request(
             request.request_id
         ):
-            return  # it was aborted, and its input has not been told yet
+            return  # the session was aborted, and its input does not know that yet
         if request.resumable and not session.has_begun:
             session.has_begun = True
             mark(request)
@@ -150,9 +150,9 @@ def _loaded_once(original: Original) -> Any:
         answer = await original(self, request, *args, **kwargs)
         error = getattr(answer, "error", None)
         if error is not None and FENCE in error.message:
-            # Of a refusal by the engine core only the message comes this far.
+            # Only the message of an engine core's error arrives here.
             error.code, error.type = HTTPStatus.FORBIDDEN.value, "Forbidden"
-        # Kept for its requests: each would have it loaded again, at every step.
+        # Otherwise each request would load the adapter again at every step.
         if (loaded := self.lora_requests.get(request.lora_name)) is not None:
             loaded.load_inplace = False
         return answer
@@ -187,6 +187,7 @@ METHODS: dict[Any, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     methods.weight_info: (None, None),
     methods.verify_weights: (None, None),
     methods.weight_names: (None, None),
+    methods.release_memory_occupation: (None, None),
     pipelinerl.pause_and_update: (None, None),
 }
 """Method → upstream's parameters on (AsyncLLM, LLM); None where upstream has none."""
@@ -217,29 +218,29 @@ PATCHES = [
     Patch(
         target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
         expects=("parser",),
-        why="the knobs are flags of `vllm serve`",
+        why="the options of `InflightConfig` are flags of `vllm serve`",
         remove_when="upstream lets plugins add flags",
         around=_with_flags,
     ),
     Patch(
         target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
         expects=("self", "usage_context", "headless"),
-        why="a bad knob is refused before anything is started",
+        why="an invalid option is rejected before the engine starts",
         remove_when="upstream lets plugins check their configuration",
         around=_checked,
     ),
     Patch(
         target="vllm.plugins:load_endpoint_plugins",
         expects=("supported_tasks",),
-        why="the control routes are there without naming them in VLLM_PLUGINS",
+        why="the control routes are added without an entry in VLLM_PLUGINS",
         remove_when="upstream loads the endpoints of a general plugin",
         around=_with_routes,
     ),
     Patch(
         target=f"{_ASYNC}.check_health",
         expects=("self",),
-        why="`/health` tells an engine core that hangs from one that works",
-        remove_when="upstream's check of health asks the engine core",
+        why="`/health` detects an engine core that hangs",
+        remove_when="upstream's health check calls the engine core",
         around=_heard,
     ),
     Patch(
@@ -261,38 +262,38 @@ PATCHES = [
             "reasoning_parser_kwargs",
             "kv_hints",
         ),
-        why="an engine that is paused can refuse requests",
-        remove_when="upstream refuses requests in every mode of a pause",
+        why="a paused engine can reject requests",
+        remove_when="upstream can reject requests in every pause mode",
         around=_admitted,
     ),
     Patch(
         target=f"{_ASYNC}.collective_rpc",
         expects=("self", "method", "timeout", "args", "kwargs"),
-        why="upstream's phases, called on the workers of several engines, are one "
-        "transaction of all of them",
+        why="worker calls that update the weights of several engines become one "
+        "transaction",
         remove_when="upstream's updates are transactional",
         around=_of_all_engines,
     ),
     Patch(
         target=f"{_ASYNC}._add_request",
         expects=("self", "request", "prompt", "parent_req", "index", "queue"),
-        why="a new session is told from the rest of an aborted one of the same id",
-        remove_when="upstream's chunks say which of them begins a session",
+        why="a new session differs from late chunks of an aborted one of the same id",
+        remove_when="upstream marks the first chunk of a session",
         around=_session_marked,
     ),
     Patch(
         target=f"{_OFFLINE}._render_and_add_requests",
         expects=("self", "prompts", "params", "lora_requests", "priorities"),
-        why="an engine that is paused can refuse requests",
-        remove_when="upstream refuses requests in every mode of a pause",
+        why="a paused engine can reject requests",
+        remove_when="upstream can reject requests in every pause mode",
         around=_admitted_at_once,
     ),
     Patch(
         target="vllm.entrypoints.openai.models.serving:"
         "OpenAIServingModels.load_lora_adapter",
         expects=("self", "request", "base_model_name"),
-        why="an adapter that was loaded in place is not loaded again at every step",
-        remove_when="upstream forgets load_inplace once it is done",
+        why="an adapter with `load_inplace` is not loaded again at every step",
+        remove_when="upstream resets load_inplace after the load",
         around=_loaded_once,
     ),
     *_method_patches(),

@@ -1,4 +1,4 @@
-"""Changes in the clients of an engine core: what several threads may call of them."""
+"""Changes in the clients of an engine core, so that several threads may call them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.context import EngineContext
+from vllm.inflight.patch.controllers import controller_of
 from vllm.inflight.patch.record import Patch
 
 PAUSED_STEP_S = 0.001
@@ -16,7 +16,7 @@ PAUSED_STEP_S = 0.001
 
 def _in_turn(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: upstream.EngineCoreClient, *args: object, **kwargs: object) -> Any:
-        with EngineContext.of(self.engine_core).step_queue.between():
+        with controller_of(self.engine_core).step_queue.between():
             return original(self, *args, **kwargs)
 
     return call
@@ -26,9 +26,9 @@ def _get_output_in_turn(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_output(self: upstream.EngineCoreClient) -> Any:
         from vllm.inflight import upstream
 
-        controller = EngineContext.of(self.engine_core)
+        controller = controller_of(self.engine_core)
         if controller.pauses.is_paused:
-            time.sleep(PAUSED_STEP_S)  # nothing will come out; let others run
+            time.sleep(PAUSED_STEP_S)  # there is no output; let other threads run
         with controller.step_queue.stepping():
             if controller.drained_outputs:
                 return (
@@ -62,7 +62,7 @@ def _one_by_one(_: None) -> Any:
     def call_utility_each(
         self: upstream.EngineCoreClient, method: str, *args: object
     ) -> list[Any]:
-        """A coroutine for each engine, of which each can be waited for by itself."""
+        """A coroutine for each engine, so that each can be awaited by itself."""
         return [
             self._call_utility_async(method, *args, engine=engine)
             for engine in self.core_engines
@@ -77,7 +77,7 @@ PATCHES = [
     Patch(
         target=f"{_CLIENT}:InprocClient.get_output",
         expects=("self",),
-        why="no call from another thread gets into the middle of a step",
+        why="a call from another thread must not interrupt a step",
         remove_when="upstream makes InprocClient safe for threads",
         around=_get_output_in_turn,
     ),
@@ -98,14 +98,21 @@ PATCHES = [
     Patch(
         target=f"{_CLIENT}:InprocClient.sleep",
         expects=("self", "level", "mode"),
-        why="an engine falls asleep between two steps, whichever thread says so",
+        why="an engine goes to sleep between two steps, whichever thread calls",
         remove_when="upstream makes InprocClient safe for threads",
         around=_in_turn,
     ),
     Patch(
         target=f"{_CLIENT}:InprocClient.wake_up",
         expects=("self", "tags"),
-        why="an engine wakes up between two steps, whichever thread says so",
+        why="an engine wakes up between two steps, whichever thread calls",
+        remove_when="upstream makes InprocClient safe for threads",
+        around=_in_turn,
+    ),
+    Patch(
+        target=f"{_CLIENT}:InprocClient.release_kv_cache_memory",
+        expects=("self",),
+        why="an engine gives memory back between two steps, whichever thread says so",
         remove_when="upstream makes InprocClient safe for threads",
         around=_in_turn,
     ),
@@ -113,7 +120,7 @@ PATCHES = [
         Patch(
             target=f"{_CLIENT}:InprocClient.{method}",
             expects=("self", parameter),
-            why="adapters change between two steps",
+            why="adapters are loaded and unloaded between two steps",
             remove_when="upstream makes InprocClient safe for threads",
             around=_in_turn,
         )
@@ -132,8 +139,8 @@ PATCHES = [
     Patch(
         target=f"{_CLIENT}:AsyncMPClient.call_utility_each",
         expects=None,
-        why="an engine that is silent does not keep the others' metrics back",
-        remove_when="upstream calls a utility of one engine of several",
+        why="an engine that does not answer must not delay the metrics of others",
+        remove_when="upstream can call a utility of a single engine",
         around=_one_by_one,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Changes in the engine core: the controller, and turns between steps."""
+"""Changes in the engine core: the controller, and the step queue."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.context import EngineContext
+from vllm.inflight.patch.controllers import controller_of, find_controller
 from vllm.inflight.patch.record import Patch
 
 
-def _with_gate(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_controller(original: Callable[..., Any]) -> Callable[..., Any]:
     def _initialize_effective_attention_block_size(self: upstream.EngineCore) -> None:
         from vllm.inflight.engine.controller import Controller
 
@@ -27,8 +27,8 @@ def _keep_stamps(_: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         from vllm.inflight.engine.scheduling.version_stamp import Stamp
 
-        # Upstream's own overwrites what the step was stamped with.
-        version = EngineContext.of(self).version
+        # Upstream's method would overwrite the stamp of the step.
+        version = controller_of(self).version
         for output in outputs.values():
             if output.weight_version is None:
                 output.weight_version = Stamp(version.label, version.epoch).encode()
@@ -36,20 +36,20 @@ def _keep_stamps(_: Callable[..., Any]) -> Callable[..., Any]:
     return _attach_weight_version
 
 
-def _close_gate(original: Callable[..., Any]) -> Callable[..., Any]:
+def _close_controller(original: Callable[..., Any]) -> Callable[..., Any]:
     def shutdown(self: upstream.EngineCore) -> None:
-        if (controller := EngineContext.find(self)) is not None:
+        if (controller := find_controller(self)) is not None:
             controller.close()
         original(self)
 
     return shutdown
 
 
-def _drain_turns(original: Callable[..., Any]) -> Callable[..., Any]:
+def _drain_step_queue(original: Callable[..., Any]) -> Callable[..., Any]:
     def _handle_client_request(
         self: upstream.EngineCore, request_type: object, request: object
     ) -> None:
-        EngineContext.of(self).step_queue.drain()
+        controller_of(self).step_queue.drain()
         original(self, request_type, request)
 
     return _handle_client_request
@@ -59,10 +59,10 @@ def _meet(original: Callable[..., Any]) -> Callable[..., Any]:
     def _has_global_unfinished_reqs(
         self: upstream.EngineCore, local_unfinished: bool
     ) -> Any:
-        dp_commit, was_pending = EngineContext.of(self).dp_commit, self.pending_pause
+        dp_commit, was_pending = controller_of(self).dp_commit, self.pending_pause
         is_anybody_busy = original(self, local_unfinished)
         if self.step_counter != 1 and self.step_counter % self.dp_sync_interval:
-            return is_anybody_busy  # nobody has met
+            return is_anybody_busy  # this step has no sync point
         if was_pending and not self.pending_pause and dp_commit.have_agreed():
             is_anybody_busy = True
         return dp_commit.meet() or is_anybody_busy
@@ -73,7 +73,7 @@ def _meet(original: Callable[..., Any]) -> Callable[..., Any]:
 def _count_pauses(original: Callable[..., Any]) -> Callable[..., Any]:
     def _pause_complete(self: upstream.EngineCore) -> Any:
         if self.pending_pause:
-            EngineContext.of(self).dp_commit.num_pauses_left += 1
+            controller_of(self).dp_commit.num_pauses_left += 1
         return original(self)
 
     return _pause_complete
@@ -83,24 +83,24 @@ def _rename(_: Callable[..., Any]) -> Callable[..., Any]:
     def set_weight_version(self: upstream.EngineCore, weight_version: str) -> None:
         from vllm.inflight.engine.compat import worker_calls
 
-        # Upstream's own relabels tokens that are on their way.
+        # Upstream's method would relabel tokens of steps in flight.
         body = {"weight_version": weight_version}
-        answer = worker_calls.ask(EngineContext.of(self), "rename", body)
+        answer = worker_calls.ask(controller_of(self), "rename", body)
         if "error" in answer:
             raise ValueError(answer["error"]["message"])
 
     return set_weight_version
 
 
-def _after_a_look(original: Callable[..., Any]) -> Callable[..., Any]:
+def _after_write_check(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: upstream.EngineCore) -> Any:
-        with EngineContext.of(self).outside_writes.around_step():
+        with controller_of(self).outside_writes.around_step():
             return original(self)
 
     return step
 
 
-def _redirect_phases(original: Callable[..., Any]) -> Callable[..., Any]:
+def _intercept_worker_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(
         self: upstream.EngineCore,
         method: Any,
@@ -110,7 +110,7 @@ def _redirect_phases(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from vllm.inflight.engine.compat import worker_calls
 
-        controller = EngineContext.find(self)
+        controller = find_controller(self)
         if controller is None:  # the engine is still starting
             return original(self, method, timeout, args, kwargs)
         has_group = controller.has_actor_group
@@ -127,7 +127,7 @@ def _redirect_phases(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def inflight(self: upstream.EngineCore, method: str, body: dict[str, Any]) -> Any:
     """Answer a control call of vLLM in-flight."""
-    return EngineContext.of(self).call(method, body)
+    return controller_of(self).call(method, body)
 
 
 _CORE = "vllm.v1.engine.core:EngineCore"
@@ -138,26 +138,26 @@ PATCHES = [
         expects=("self",),
         why="each engine core gets its controller once its scheduler exists",
         remove_when="upstream offers a hook after scheduler construction",
-        around=_with_gate,
+        around=_with_controller,
     ),
     Patch(
         target=f"{_CORE}._attach_weight_version",
         expects=("self", "outputs"),
-        why="upstream labels a step when it is read; we when it was scheduled",
+        why="a step gets its label when it is scheduled; upstream's when it is read",
         remove_when="upstream stamps steps at schedule time",
         around=_keep_stamps,
     ),
     Patch(
         target=f"{_CORE}.shutdown",
         expects=("self",),
-        why="the watch ends with its engine core",
+        why="the controller's threads end with their engine core",
         remove_when="upstream offers a hook at engine shutdown",
-        around=_close_gate,
+        around=_close_controller,
     ),
     Patch(
         target=f"{_CORE}.set_weight_version",
         expects=("self", "weight_version"),
-        why="a new label is a version of its own, not a relabelling of old tokens",
+        why="a new label begins a version and does not change labels of old tokens",
         remove_when="upstream binds the label to the weights",
         around=_rename,
     ),
@@ -165,18 +165,18 @@ PATCHES = [
         Patch(
             target=f"{_CORE}.{name}",
             expects=("self",),
-            why="a step after others have written is stamped as a version of its own",
-            remove_when="upstream tells of every write into what it serves",
-            around=_after_a_look,
+            why="a step after an out-of-band write is stamped with a new version",
+            remove_when="upstream reports every write into live weights",
+            around=_after_write_check,
         )
         for name in ("step", "step_with_batch_queue")
     ),
     Patch(
         target=f"{_CORE}.collective_rpc",
         expects=("self", "method", "timeout", "args", "kwargs"),
-        why="upstream's phases, called on the workers, become the transaction",
+        why="upstream's worker calls that update weights become a transaction",
         remove_when="upstream's updates are transactional",
-        around=_redirect_phases,
+        around=_intercept_worker_calls,
     ),
     Patch(
         target=f"{_CORE}.inflight",
@@ -188,21 +188,21 @@ PATCHES = [
     Patch(
         target="vllm.v1.engine.core:EngineCoreProc._handle_client_request",
         expects=("self", "request_type", "request"),
-        why="what other threads want done between two steps is done here",
+        why="calls of other threads run between two steps",
         remove_when="upstream has a queue of calls for the loop's thread",
-        around=_drain_turns,
+        around=_drain_step_queue,
     ),
     Patch(
         target="vllm.v1.engine.core:DPEngineCoreProc._has_global_unfinished_reqs",
         expects=("self", "local_unfinished"),
-        why="engines that step together change weights at the same step",
-        remove_when="upstream commits versions where its data-parallel engines meet",
+        why="data-parallel engines that step together commit at the same step",
+        remove_when="upstream commits versions at its data-parallel sync points",
         around=_meet,
     ),
     Patch(
         target="vllm.v1.engine.core:DPEngineCoreProc._pause_complete",
         expects=("self",),
-        why="engines agree on each pause, also where some have heard of one more",
+        why="data-parallel engines agree on each pause, even if one got another pause",
         remove_when="upstream's engines count the pauses that they agree on",
         around=_count_pauses,
     ),

@@ -1,14 +1,13 @@
-"""Changes in the executor of several processes, and in its workers.
+"""Changes in the multi-process executor and in its workers.
 
-An answer belongs to its question. Ranks answer in the order in which they are asked,
-and upstream tells answers apart by nothing else. A call that fails on one rank, or is
-not waited for any longer, leaves the answers of the others behind, and every later call
-would be given those of the one before it: a flip that all ranks have made would look
-like one that failed.
+Each answer must belong to its call. Ranks answer in the order of the calls, and
+upstream matches answers by order alone. A call that fails on one rank, or that is given
+up, leaves the answers of other ranks unread. Every later call would then read the
+answers of the call before. A successful flip would look like a failed one.
 
-A worker ends with its core. Upstream's leaves when it is next to be asked for a step,
-and one may have been asked for a step that another was not, when its core was killed:
-in that step it waits for the other for good.
+A worker must end with its engine core. Upstream's worker ends when it waits for its
+next step. If the core is killed between its calls to two ranks, one rank waits inside
+the step for the other for ever.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from vllm.inflight.patch.record import Patch
 
 
 class Answers:
-    """The answers of one rank, without those that nobody waits for any longer."""
+    """The answer queue of one rank, which drops the answers of ended calls."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
         self.num_read = 0
         self.num_left = 0
-        """Of calls that are over: to be thrown away when they come."""
+        """Number of pending answers of ended calls, which are dropped on arrival."""
 
     def dequeue(self, timeout: float | None = None) -> Any:
-        """The next answer, as upstream's queue gives it."""
+        """The next answer of upstream's queue to a current call."""
         while self.num_left:
             self._queue.dequeue(timeout=timeout)
             self.num_left -= 1
@@ -40,7 +39,7 @@ class Answers:
         return answer
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the queue's."""
+        """Any other attribute of the queue."""
         return getattr(self._queue, name)
 
 
@@ -56,7 +55,7 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
         kv_output_aggregator: Any = None,
         ec_output_aggregator: Any = None,
     ) -> Any:
-        # An executor derived from upstream's, as Ray's is, makes queues of its own.
+        # A subclass, such as Ray's executor, makes queues of its own.
         if not all(isinstance(each, Answers) for each in self.response_mqs):
             self.response_mqs = [Answers(queue) for queue in self.response_mqs]
         future = original(
@@ -71,7 +70,7 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
             ec_output_aggregator,
         )
         answers = self.response_mqs
-        # What is put together needs an answer of every rank.
+        # An aggregated output needs an answer of every rank.
         is_of_all = kv_output_aggregator or ec_output_aggregator
         if unique_reply_rank is not None and not is_of_all:
             answers = answers[unique_reply_rank : unique_reply_rank + 1]
@@ -120,15 +119,15 @@ PATCHES = [
             "kv_output_aggregator",
             "ec_output_aggregator",
         ),
-        why="a call that fails on one rank leaves no answers to the next call",
-        remove_when="upstream's answers say which call they belong to",
+        why="the next call must not read answers of a call that failed on one rank",
+        remove_when="upstream's answers identify their call",
         around=_asked,
     ),
     Patch(
         target="vllm.v1.executor.multiproc_executor:WorkerProc.monitor_death_pipe",
         expects=("self", "death_pipe", "shutdown_requested"),
-        why="a worker whose core was killed ends, whatever it waits for",
-        remove_when="upstream's workers do not wait for other ranks without a limit",
+        why="a worker whose engine core was killed ends, even if it waits for a rank",
+        remove_when="upstream's workers wait for other ranks with a time limit",
         around=_end_with_core,
     ),
 ]

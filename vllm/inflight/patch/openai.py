@@ -57,7 +57,7 @@ def _chat_batch(original: Original) -> Any:
             return await original(self, request, generators, *args, **kwargs)
 
         def noting(conversation: int) -> Any:
-            # Each has one choice, whose index is the conversation's.
+            # Each conversation has one choice, with the conversation's index.
             return lambda result: ledger.note_all(result, conversation)
 
         results = [watched(g, noting(index)) for index, g in enumerate(generators)]
@@ -135,10 +135,10 @@ def _response(original: Original) -> Any:
         if not hasattr(response, "output"):
             return response  # an error
         if _finish_reason(context) == "abort":
-            # What upstream calls it for models that speak Harmony. The response may be
-            # in upstream's store already, which holds this object.
+            # Upstream uses this status for Harmony models. The response object is
+            # changed in place, since upstream may have stored it already.
             response.status, response.incomplete_details = "cancelled", None
-        # A response has no choices: these are the spans of its last turn.
+        # A response has no choices. These are the version spans of its last turn.
         if (seen := record.get()) is not None and wants_spans(self, request):
             response.weight_versions = as_dicts(seen.last)
         return response
@@ -184,7 +184,7 @@ _COMPLETION = f"{_OPENAI}.completion.serving:OpenAIServingCompletion"
 _CHAT = f"{_OPENAI}.chat_completion.serving:OpenAIServingChat"
 _BATCH = f"{_OPENAI}.chat_completion.batch_serving:OpenAIServingChatBatch"
 
-_CHOICES = "upstream's choices carry the spans of their output"
+_CHOICES = "upstream's choices have the version spans of their output"
 
 PATCHES = [
     Patch(
@@ -199,7 +199,7 @@ PATCHES = [
             "tokenizer",
             "request_metadata",
         ),
-        why="the choices of a completion say which weights sampled them",
+        why="the choices of a completion report which weights sampled them",
         remove_when=_CHOICES,
         around=_completion,
     ),
@@ -217,7 +217,7 @@ PATCHES = [
             "tokenizer",
             "request_metadata",
         ),
-        why="the choices of a streamed completion say so while it grows",
+        why="the chunks of a streamed completion report which weights sampled them",
         remove_when=_CHOICES,
         around=_completion_stream,
     ),
@@ -235,7 +235,7 @@ PATCHES = [
             "parser",
             "mm_token_counts",
         ),
-        why="the choices of a chat say which weights sampled them",
+        why="the choices of a chat report which weights sampled them",
         remove_when=_CHOICES,
         around=_chat,
     ),
@@ -253,7 +253,7 @@ PATCHES = [
             "chat_template_kwargs",
             "mm_token_counts",
         ),
-        why="the choices of a streamed chat say so while it grows",
+        why="the chunks of a streamed chat report which weights sampled them",
         remove_when=_CHOICES,
         around=_chat_stream,
     ),
@@ -270,7 +270,7 @@ PATCHES = [
             "request_metadata",
             "parser_cls",
         ),
-        why="the choices of a batch of chats say which weights sampled them",
+        why="the choices of a batch of chats report which weights sampled them",
         remove_when=_CHOICES,
         around=_chat_batch,
     ),
@@ -288,8 +288,8 @@ PATCHES = [
             "request_metadata",
             "created_time",
         ),
-        why="a response says which weights sampled it, and that it was aborted",
-        remove_when=f"{_CHOICES}, and so do its responses, which tell an abort",
+        why="a response reports which weights sampled it, and whether it was aborted",
+        remove_when=f"{_CHOICES}, and its responses have them and report an abort",
         around=_response,
     ),
     Patch(
@@ -310,7 +310,7 @@ PATCHES = [
             "reasoning_ended",
             "reasoning_parser_kwargs",
         ),
-        why="a reply's headers say which weights it was made of, by whatever route",
+        why="the headers of a reply of any route report which weights sampled it",
         remove_when="upstream has such headers",
         around=_seen,
     ),
@@ -327,7 +327,7 @@ PATCHES = [
             "tokenization_kwargs",
             "reasoning_ended",
         ),
-        why="so do those of an embedding, a score or a class",
+        why="the headers of an embedding, a score or a class report the weights, too",
         remove_when="upstream has such headers",
         around=_seen_pooled,
     ),

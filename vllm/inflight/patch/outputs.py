@@ -1,6 +1,6 @@
-"""Changes in the outputs: spans with epochs, on every chunk.
+"""Changes in outputs: version spans with epochs, on every chunk.
 
-Those in OpenAI's replies are in `openai.py`.
+`openai.py` has the changes for OpenAI's replies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _on_every_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
             output.weight_versions = self._weight_version_spans()
         state = ReplyState.find(self)
         if state is not None and state.trail is not None:
-            # What was sampled last has no KV yet.
+            # The last sampled token has no KV yet.
             read = self.prompt_len + self.detokenizer.num_output_tokens() - 1
             output.kv_versions = followed(state.trail, read)
         return output
@@ -49,13 +49,13 @@ def _on_every_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
 def _newest_trail(original: Callable[..., Any]) -> Callable[..., Any]:
     def add(self: upstream.RequestOutput, next_output: Any, aggregate: bool) -> None:
         original(self, next_output, aggregate)
-        # Upstream takes over the spans that it knows, the newer ones' for the older.
+        # Upstream replaces older version spans by newer ones, but not this field.
         for newer in next_output.outputs:
-            if (told := getattr(newer, "kv_versions", None)) is None:
+            if (versions := getattr(newer, "kv_versions", None)) is None:
                 continue
             for output in self.outputs:
                 if output.index == newer.index:
-                    output.kv_versions = told
+                    output.kv_versions = versions
 
     return add
 
@@ -97,12 +97,12 @@ def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _end(state: upstream.RequestState, output: upstream.EngineCoreOutput) -> None:
-    """Let a request be ended, with no result, that upstream takes for another kind."""
+    """End a pooling request or a session, which upstream's abort does not end."""
 
     if state.detokenizer is None:  # it embeds
         output.pooling_output = upstream.EMPTY_CPU_TENSOR
     if state.streaming_input:
-        # A session: its context is gone, so what came after it begins nothing.
+        # A session has lost its context, so later chunks must not begin a request.
         state.streaming_input, state.input_chunk_queue = False, None
         if state.queue is not None:
             state.queue.close()
@@ -122,7 +122,7 @@ def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
         if pooling_output is not None and not kwargs.get("error"):
             if finish_reason == upstream.FinishReason.ABORT:
                 kwargs["error"] = upstream.RequestError(
-                    "aborted", "the request was aborted; ask again", retryable=True
+                    "aborted", "the request was aborted; send it again", retryable=True
                 )
             elif finish_reason == upstream.FinishReason.ERROR:
                 why = stop_reason or "the request failed"
@@ -151,7 +151,7 @@ def _schema_with_epoch(_: None) -> Any:
 
         from vllm.inflight.outputs.spans import VersionSpan
 
-        # Our class inherits this hook, and is where it has to end.
+        # Our class inherits this hook, which must not call itself.
         if source is WeightVersionSpan:
             return handler.generate_schema(VersionSpan)
         return handler(source)
@@ -163,8 +163,8 @@ def _models_built_again(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: object, **kwargs: object) -> None:
         from vllm.entrypoints.scale_out.token_in_token_out import protocol
 
-        # They were built when they were imported, before any plugin. A choice
-        # comes before the response that holds it.
+        # The models were built at import, before any plugin. A choice is rebuilt before
+        # the response that contains it.
         for base in (
             protocol.GenerateChoiceBase,
             protocol.GenerateStreamChoiceBase,
@@ -172,7 +172,7 @@ def _models_built_again(original: Callable[..., Any]) -> Callable[..., Any]:
             protocol.GenerateStreamResponseBase,
         ):
             for model in base.__subclasses__():
-                # A choice may say whose KV it read.
+                # A choice may report its KV provenance.
                 model.model_config["extra"] = "allow"
                 model.model_rebuild(force=True)
         original(self, *args, **kwargs)
@@ -225,28 +225,28 @@ def _whose_kv_by_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
 _STATE = "vllm.v1.engine.output_processor:RequestState"
 _TOKENS = "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens"
 
-_EPOCHS = "upstream's spans tell versions with equal labels apart"
-_WHOSE_KV = "upstream knows which version computed a request's KV"
+_EPOCHS = "upstream's version spans distinguish versions with equal labels"
+_WHOSE_KV = "upstream tracks which version computed a request's KV"
 
 PATCHES = [
     Patch(
         target=f"{_STATE}._weight_version_spans",
         expects=("self",),
-        why="two updates with one label are two versions: spans carry the epoch",
+        why="version spans have the epoch, since two versions may have one label",
         remove_when=_EPOCHS,
         around=_with_epochs,
     ),
     Patch(
         target=f"{_STATE}._new_completion_output",
         expects=("self", "token_ids", "finish_reason", "stop_reason"),
-        why="a stream says at every chunk which weights sampled its tokens",
-        remove_when="upstream reports spans before the last chunk",
+        why="every chunk of a stream reports which weights sampled its tokens",
+        remove_when="upstream reports version spans before the last chunk",
         around=_on_every_chunk,
     ),
     Patch(
         target="vllm.outputs:RequestOutput.add",
         expects=("self", "next_output", "aggregate"),
-        why="chunks that are put together say whose KV the last of them read",
+        why="merged chunks have the KV provenance of the last chunk",
         remove_when=_WHOSE_KV,
         around=_newest_trail,
     ),
@@ -259,10 +259,9 @@ PATCHES = [
             "iteration_stats",
             "weight_version",
         ),
-        why="whose KV a request reads travels beside what a connector has to say; the "
-        "version of what was pooled is kept; and requests that embed, and sessions, "
-        "are ended by an abort of the engine's",
-        remove_when="an engine output has room for it, and upstream's pause aborts "
+        why="KV provenance travels beside a connector's parameters, pooled outputs "
+        "keep their version, and an engine's abort ends pooling requests and sessions",
+        remove_when="engine outputs have fields for this, and upstream's pause aborts "
         "requests of every kind",
         around=_take_trails,
     ),
@@ -278,15 +277,15 @@ PATCHES = [
             "ec_transfer_params",
             "error",
         ),
-        why="one that embeds and is aborted, or fails, has no answer, and not an empty "
-        "one",
-        remove_when="upstream's pooling outputs say that they were aborted",
+        why="a pooling request that is aborted or fails gets an error, and no empty "
+        "output",
+        remove_when="upstream's pooling outputs report an abort",
         around=_ended_is_an_error,
     ),
     Patch(
         target="vllm.outputs:WeightVersionSpan.__get_pydantic_core_schema__",
         expects=None,
-        why="a reply of /inference/v1/generate is written by the declared type",
+        why="a reply of /inference/v1/generate has the fields of the declared type",
         remove_when=_EPOCHS,
         around=_schema_with_epoch,
     ),
@@ -303,7 +302,7 @@ PATCHES = [
             "enable_prompt_tokens_details",
             "enable_log_outputs",
         ),
-        why="its models of replies were built before the spans had an epoch",
+        why="upstream built the reply models before version spans had an epoch",
         remove_when=_EPOCHS,
         around=_models_built_again,
     ),
@@ -317,7 +316,7 @@ PATCHES = [
             "model_name",
             "request_metadata",
         ),
-        why="a choice says whose KV it read, if that was asked for",
+        why="a choice reports its KV provenance, if the request asks for it",
         remove_when=_WHOSE_KV,
         around=_whose_kv,
     ),
@@ -331,7 +330,7 @@ PATCHES = [
             "model_name",
             "request_metadata",
         ),
-        why="the choices of a stream say so too",
+        why="the choices of a stream report their KV provenance, too",
         remove_when=_WHOSE_KV,
         around=_whose_kv_by_chunk,
     ),

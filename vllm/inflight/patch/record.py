@@ -1,9 +1,8 @@
-"""A patch is a record that refuses surprises.
+"""Records of changes to upstream, which are checked before they are applied.
 
-A record names its target, the signature it expects there, why the change is
-needed and when it can go. `around` gets the original callable and returns the
-one that takes its place; a record with `expects=None` adds a name that must be
-free.
+A record names its target and the signature that it expects there. It says why the
+change is needed and when it can be removed. `around` gets the original callable and
+returns its replacement. A record with `expects=None` adds a name that must be free.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from vllm.inflight.attached import ATTRIBUTE, Attached
 from vllm.inflight.errors import UpstreamChanged
 
 Original = Callable[..., Any]
-"""What upstream has in the place of a patch: its function, whatever it takes."""
+"""The function of upstream that a patch replaces, with any parameters."""
 
 MARK = "__inflight_patch__"
 RAYS = "_ray_trace_ctx"
@@ -41,11 +40,11 @@ class Patch:
     around: Callable[[Any], Any]
     """Original → replacement (None → addition where `expects` is None)."""
     only_on: str | None = None
-    """The platform that the target's module is of: to import that of another may change
-    torch for all of the process, as those of the CPU do."""
+    """The platform of the target's module; None for all platforms. Importing a module
+    of another platform may change torch for the whole process."""
 
     def is_meant(self) -> bool:
-        """Whether it is for the platform of this process."""
+        """Whether the patch is for the platform of this process."""
         if self.only_on is None:
             return True
         from vllm.platforms import current_platform
@@ -127,7 +126,7 @@ def locate(target: str) -> tuple[Any, str, Any]:
 def signature_of(function: object) -> tuple[str, ...]:
     """The parameter names of a function, static method or class method.
 
-    Without the one that Ray adds to the methods of its actors, and of their bases.
+    The parameter that Ray adds to methods of its actors is left out.
     """
     names = inspect.signature(plain(function)).parameters
     return tuple(name for name in names if name != RAYS)
@@ -203,7 +202,7 @@ def _names(kind: type, name: str) -> bool:
 
 
 def _assigns(owner: Any, name: str) -> bool:
-    """Whether code of `owner`, a class or a module, makes an attribute of that name."""
+    """Whether the code of `owner`, a class or a module, assigns attribute `name`."""
     made = rf'\.{name}\b(: [^=\n]+)?( =|\n)|register_buffer\(\s*"{name}"'
     return re.search(made, inspect.getsource(owner)) is not None
 

@@ -1,4 +1,4 @@
-"""Changes around upstream's calls that write into what a worker serves."""
+"""Changes around upstream's calls that write into live weights of a worker."""
 
 from __future__ import annotations
 
@@ -90,43 +90,43 @@ PATCHES = [
     Patch(
         target=f"{_WORKER}.reload_weights",
         expects=("self", "args", "kwargs"),
-        why="adapters stay loaded, and a step comes before it or after it",
+        why="adapters stay loaded, and no step runs during the reload",
         remove_when="upstream's reload keeps adapters",
         around=_reload,
     ),
     Patch(
         target=f"{_WORKER}.reset_weights",
         expects=("self",),
-        why="a step comes before it or after it",
-        remove_when="upstream's calls of workers run on the stream that computes",
+        why="no step runs during the reset",
+        remove_when="upstream's worker calls run on the stream of the steps",
         around=_reset,
     ),
     Patch(
         target=f"{_RELOAD}.layerwise:restore_layer_on_meta",
         expects=("layer", "info"),
-        why="no step is taken on a layer without memory, whoever has taken it aside",
-        remove_when="upstream's reload tells that it is under way",
+        why="no step runs on a layer whose memory a reload has taken away",
+        remove_when="upstream's reload reports that it is under way",
         around=_noted_when_aside,
     ),
     Patch(
         target=f"{_RELOAD}.layerwise:_copy_and_restore_kernel_tensors",
         expects=("layer", "info"),
-        why="a write into what is served is noted, whoever makes it by a reload",
-        remove_when="upstream's reload says what it has written",
+        why="a write into live weights by a reload is noted, from any caller",
+        remove_when="upstream's reload reports what it has written",
         around=_noted,
     ),
     Patch(
         target=f"{_RELOAD}.inplace:get_parameter_for_reload",
         expects=("model", "name"),
-        why="the same, of weights in kernel format",
-        remove_when="upstream's reload says what it has written",
+        why="a reload of weights in kernel format is noted, too",
+        remove_when="upstream's reload reports what it has written",
         around=_noted_when_found,
     ),
     *(
         Patch(
             target=f"{_WORKER}.{name}",
             expects=parameters,
-            why="a phase that a worker method calls on its rank alone is refused",
+            why="a worker's own call of a step of an update is rejected on its rank",
             remove_when="upstream's updates are transactional",
             around=_refused_alone,
         )

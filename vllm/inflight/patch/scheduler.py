@@ -1,4 +1,4 @@
-"""Changes in the scheduler: the mixin, and salts where requests are hashed or keyed."""
+"""Changes in the scheduler: the mixin, and cache salts for hashes and keys."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _hash_once(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 
     def preprocess_add_request(self: upstream.EngineCore, request: Any) -> Any:
-        # In the input thread, where hashing costs the loop nothing. A commit may
-        # come between here and the look-up, which then salts again.
+        # In the input thread, where hashing costs the engine loop no time. A commit may
+        # come before the look-up, which then changes the salt.
         ours = SchedulerState.of(self.scheduler)
         policy = ours.policy
         load = ours.adapters.load_of(request.lora_request)
@@ -59,7 +59,7 @@ def _keyed_again(original: Callable[..., Any]) -> Callable[..., Any]:
                 scheduler.make_offload_key(each, group.group_idx)
                 for each in hashes[end - 1 : end]
             ]
-            # Hashes are chained: under another root, the first differs as well.
+            # Hashes are chained, so in another namespace the first one differs, too.
             if state.offload_keys and state.offload_keys[:1] != first:
                 state.offload_keys.clear()
                 state.next_stored_chunk_idx = 0
@@ -74,22 +74,22 @@ PATCHES = [
     Patch(
         target="vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
         expects=("self",),
-        why="every scheduler stamps its steps, salts its requests and can retract",
+        why="every scheduler stamps steps, salts requests and can retract requests",
         remove_when="upstream stamps steps at schedule time and salts by version",
         around=_with_mixin,
     ),
     Patch(
         target="vllm.v1.engine.core:EngineCore.preprocess_add_request",
         expects=("self", "request"),
-        why="a request is hashed with its salt at once, not a second time later",
-        remove_when="upstream has a weight version in its block hashes",
+        why="a request is hashed with its salt at once, and not again later",
+        remove_when="upstream's block hashes contain a weight version",
         around=_hash_once,
     ),
     Patch(
         target=f"{_OFFLOADING}:RequestOffloadState.update_offload_keys",
         expects=("self",),
-        why="a request that was given another salt has other keys in a tier as well",
-        remove_when="upstream's offloading looks KV up by the hashes a request has",
+        why="a request with a new salt needs new keys in the offloaded KV, too",
+        remove_when="upstream's offloading looks KV up by the request's current hashes",
         around=_keyed_again,
     ),
 ]

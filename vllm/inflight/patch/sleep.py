@@ -1,4 +1,4 @@
-"""Changes around sleep: engine core and workers give memory back, and get it again."""
+"""Changes for sleep: updates and sleep of an engine do not disturb each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.context import EngineContext
+from vllm.inflight.patch.controllers import controller_of
 from vllm.inflight.patch.record import Patch
 from vllm.inflight.worker.worker_state import WorkerState
 
@@ -17,16 +17,27 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
         def give_back(level: int) -> Any:
             return original(self, level, mode)
 
-        return EngineContext.of(self).sleep.sleep(level, give_back)
+        return controller_of(self).sleep.sleep(level, give_back, mode)
 
     return sleep
 
 
 def _wake(original: Callable[..., Any]) -> Callable[..., Any]:
     def wake_up(self: Any, tags: list[str] | None = None) -> Any:
-        return EngineContext.of(self).sleep.wake(lambda: original(self, tags))
+        if tags is not None:
+            # Upstream wakes nothing if one of them is awake.
+            asleep = {*self.model_executor.sleeping_tags, "scheduling"}
+            tags = [tag for tag in tags if tag in asleep]
+        return controller_of(self).sleep.wake(lambda: original(self, tags))
 
     return wake_up
+
+
+def _with_kept_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    def release_kv_cache_memory(self: upstream.EngineCore) -> Any:
+        return controller_of(self).sleep.release_kv_cache(lambda: original(self))
+
+    return release_kv_cache_memory
 
 
 def _asleep_after_a_failure(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +56,7 @@ def _outside_of_pools(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.inflight.worker.memory.placement import is_wanted
 
         if tag == "weights" and is_wanted(self.vllm_config):
-            return nullcontext()  # pools do not nest, and the arena's is the inner one
+            return nullcontext()  # pools do not nest, and the arena has its own pool
         return original(self, tag)
 
     return _maybe_get_memory_pool_context
@@ -58,7 +69,7 @@ def _note_asleep(worker: upstream.WorkerBase, is_asleep: bool) -> None:
 
 def _noted_asleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: upstream.Worker, level: int = 1) -> None:
-        _note_asleep(self, True)  # also if it fails on its way
+        _note_asleep(self, True)  # also if the call fails half-way
         original(self, level)
 
     return sleep
@@ -83,7 +94,7 @@ def _adapters_again(original: Callable[..., Any]) -> Callable[..., Any]:
         if tags is None or "weights" in tags:
             _note_asleep(self, False)
         if WorkerState.of(self).stager is None:
-            return  # updates are upstream's, which lets adapters go at each
+            return  # upstream updates this engine, and unloads adapters each time
         if (tags is None or "weights" in tags) and not is_wanted(self.vllm_config):
             with between_steps(self):
                 write_again(self.model_runner)
@@ -92,7 +103,7 @@ def _adapters_again(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inflight_prepare_sleep(self: Any, level: int) -> dict[str, Any]:
-    """Prepare a sleep, as far as it can fail; level 0 takes that back."""
+    """Do the parts of a sleep that may fail; level 0 cancels the preparation."""
     from vllm.inflight.patch.worker_rpc import answered
 
     def prepare() -> None:
@@ -113,57 +124,64 @@ PATCHES = [
     Patch(
         target=f"{_CORE}.sleep",
         expects=("self", "level", "mode"),
-        why="no update is at work on memory that is given back",
-        remove_when="upstream's updates and its sleep know of each other",
+        why="no update writes into memory that a sleep frees",
+        remove_when="upstream coordinates its updates and its sleep",
         around=_sleep,
     ),
     Patch(
         target=f"{_CORE}.wake_up",
         expects=("self", "tags"),
-        why="waking up ends no pause of others, and nothing decodes without weights",
-        remove_when="upstream's updates and its sleep know of each other",
+        why="waking up ends no pause call's pause, and decoding waits for weights",
+        remove_when="upstream coordinates its updates and its sleep",
         around=_wake,
+    ),
+    Patch(
+        target=f"{_CORE}.release_kv_cache_memory",
+        expects=("self",),
+        why="requests that a pause keeps stay when the KV cache is given back",
+        remove_when="upstream retracts the requests that it calls kept",
+        around=_with_kept_requests,
     ),
     Patch(
         target="vllm.v1.executor.abstract:Executor.sleep",
         expects=("self", "level"),
-        why="where one rank fails to sleep, others sleep: waking up is the way on",
+        why="if one rank fails to sleep, the others sleep and can be woken up",
         remove_when="upstream does for sleep what it does for discard",
         around=_asleep_after_a_failure,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context",
         expects=("self", "tag"),
-        why="the arena's weights lie in no pool of upstream's sleep",
-        remove_when="upstream lets a sleep backend have pools of its own",
+        why="the weights in the arena are outside of the pools of upstream's sleep",
+        remove_when="upstream allows a sleep backend to have pools of its own",
         around=_outside_of_pools,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.sleep",
         expects=("self", "level"),
-        why="weights without memory are not looked at, whoever sent them to sleep",
-        remove_when="upstream tells which weights of a worker have memory",
+        why="weights without memory are not read, whichever call put them to sleep",
+        remove_when="upstream reports which weights of a worker have memory",
         around=_noted_asleep,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.discard",
         expects=("self", "tags"),
-        why="the same, of memory that is given back by itself",
-        remove_when="upstream tells which weights of a worker have memory",
+        why="weights whose memory was discarded are not read",
+        remove_when="upstream reports which weights of a worker have memory",
         around=_noted_discarded,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.wake_up",
         expects=("self", "tags"),
-        why="adapters stay loaded, also those that lay in a pool of upstream's",
-        remove_when="upstream keeps the stacks of adapters over a sleep",
+        why="adapters stay loaded, even if their memory was in upstream's pool",
+        remove_when="upstream keeps the tensors of adapters during a sleep",
         around=_adapters_again,
     ),
     Patch(
         target="vllm.v1.worker.worker_base:WorkerBase.inflight_prepare_sleep",
         expects=None,
-        why="memory is given back when every rank is ready for it, or on none",
-        remove_when="upstream's updates and its sleep know of each other",
+        why="memory is freed when every rank is ready for it, or on no rank",
+        remove_when="upstream coordinates its updates and its sleep",
         around=lambda _: inflight_prepare_sleep,
     ),
 ]

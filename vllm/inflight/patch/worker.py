@@ -1,4 +1,4 @@
-"""Changes in the worker: a shadow beside the model, and a thread that fills it."""
+"""Changes in the worker: the shadow model, and the staging thread that fills it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _own_scales(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: object,
         **kwargs: object,
     ) -> Any:
-        # It reads them by address: they must not be a parameter, which changes hands.
+        # oneDNN reads the scales by address, so they must not be a parameter.
         scales = weight_scales.clone()
         handler = pack(weight, scales, *args, **kwargs)
         handler.scales = scales
@@ -110,8 +110,8 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.inflight import upstream
 
         if self.device.type == "cpu":
-            # Upstream asks the system for AMX in no worker. On a CPU that has it, one
-            # in a process of its own would die at its first step.
+            # Upstream does not request AMX in its workers. On a CPU with AMX, a worker
+            # in its own process would crash at its first step.
             torch.cpu._init_amx()
         token = _loading.set(self)
         try:
@@ -133,7 +133,7 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
         staging = InflightConfig.of(self.vllm_config).staging
         if shadow.reason is not None and staging != "auto":
             raise ConfigError(
-                f"--inflight-staging {staging} cannot be had: {shadow.reason}"
+                f"--inflight-staging {staging} is not possible: {shadow.reason}"
             )
         state.stager = StagingWorker(self, shadow)
         both = shadow.live, shadow.module
@@ -145,11 +145,11 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.model_config.enable_sleep_mode:
             from vllm.inflight.worker.sleep import backend_of
 
-            # Upstream makes one when it is first needed, unless there is one.
+            # Upstream makes a backend when it first needs one, unless there is one.
             self._sleep_mode_backend = backend_of(state.stager)
         if shadow.copied_bytes:
-            # Upstream's budget for the KV cache sees what the arena holds, but not
-            # what torch holds beside the model.
+            # Upstream's budget for the KV cache counts the arena, but not torch's
+            # memory beside the model.
             self.model_runner.model_memory_usage += shadow.copied_bytes
 
     return load_model
@@ -167,16 +167,16 @@ def _with_room_for_the_cache(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _check_room(asked: int, device: torch.device) -> None:
-    """Upstream takes the user's word for it, and fails later without a reason."""
+    """Raise `ConfigError` if the KV cache does not fit; upstream does not check it."""
     import torch
 
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if asked > free:
         raise ConfigError(
-            f"kv_cache_memory_bytes asks for {asked / 2**30:.2f} GiB; beside two sets "
-            f"of weights {free / 2**30:.2f} GiB are free: ask for less, or keep the "
-            "shadow weights elsewhere with --inflight-staging host"
+            f"kv_cache_memory_bytes asks for {asked / 2**30:.2f} GiB, and beside live "
+            f"and shadow weights only {free / 2**30:.2f} GiB are free. Ask for less, "
+            "or keep the shadow weights in host memory with --inflight-staging host"
         )
 
 
@@ -186,8 +186,8 @@ def _wait_for_decoding_only(original: Callable[..., Any]) -> Callable[..., Any]:
         if stager is None or not stager.is_busy or self.device.type != "cuda":
             original(self)
             return
-        # A broadcast stands on the device as long as its trainer is silent; a pause
-        # waits for the steps, and not for that.
+        # A broadcast stays on the device while its trainer is silent. A pause waits for
+        # the steps only.
         import torch
 
         stream = stager.steps.stream or torch.cuda.current_stream(self.device)
@@ -219,7 +219,7 @@ def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
             from vllm.inflight.worker.model.drafter import trees
 
             if stager.is_busy or still_writes():
-                return  # memory that is written to is given back with the process
+                return  # memory that is still written is freed with the process
             for model in trees(stager.shadow.live):
                 release(model)
 
@@ -265,7 +265,7 @@ def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(
         self: upstream.WorkerBase, scheduler_output: upstream.SchedulerOutput
     ) -> Any:
-        # A step without tokens computes nothing, and comes while decoding is held.
+        # A step without tokens computes nothing, and happens during a pause, too.
         wire = WorkerState.of(self).tripwire
         if wire is not None and scheduler_output.total_num_scheduled_tokens:
             wire.put_back_for_step()
@@ -292,7 +292,7 @@ def _part(
         target=f"vllm.v1.worker.gpu_worker:Worker.{name}",
         expects=expects,
         why=why,
-        remove_when="upstream's workers say whether a step runs",
+        remove_when="upstream's workers report whether a step runs",
         around=around,
     )
 
@@ -305,7 +305,7 @@ PATCHES = [
         ),
         expects=("cls", "config", "vllm_config", "device", "model"),
         why="a transport receives into the shadow weights",
-        remove_when="upstream lets a transport be given its target",
+        remove_when="upstream lets callers choose a transport's target model",
         around=_create_on_shadow,
     ),
     Patch(
@@ -313,21 +313,21 @@ PATCHES = [
             "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model"
         ),
         expects=("self", "vllm_config", "model_config", "prefix"),
-        why="on a GPU, weights lie in memory whose pages can be exchanged",
-        remove_when="upstream lets a model be loaded into a given allocator",
+        why="on a GPU, weights are in an arena whose pages a flip exchanges",
+        remove_when="upstream can load a model with a given allocator",
         around=_load_into_arena,
     ),
     Patch(
         target="vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
         expects=("model",),
-        why="what is loaded into twins is in kernel format and needs no second pass",
+        why="shadow parameters get kernel format at once and need no layerwise reload",
         remove_when="upstream's transports leave the reload to their caller",
         around=_load_straight,
     ),
     Patch(
         target="vllm.model_executor.model_loader.reload:finalize_layerwise_reload",
         expects=("args", "kwargs"),
-        why="the other half of that",
+        why="shadow parameters need no end of a layerwise reload either",
         remove_when="upstream's transports leave the reload to their caller",
         around=_load_straight,
     ),
@@ -342,20 +342,20 @@ PATCHES = [
             "primitive_cache_size",
         ),
         why=(
-            "a packed int8 weight keeps its scales, whichever set it is in; its form "
-            "is that of the first of its size"
+            "a packed int8 weight keeps its scales at a flip, and all weights of one "
+            "size are packed alike"
         ),
-        remove_when="upstream's handler owns its scales, and knows its form",
+        remove_when="upstream's handler owns its scales and remembers its packing",
         around=_own_scales,
     ),
     Patch(
         target="vllm._custom_ops:create_onednn_mm",
         expects=("weight", "primitive_cache_size"),
         why=(
-            "oneDNN packs for a number of threads, and multiplies in the form of the "
-            "first matrix of a size; what a staging thread packs has to have that"
+            "oneDNN packs for a number of threads and multiplies with the packing of "
+            "the first matrix of a size, so the staging thread has to pack alike"
         ),
-        remove_when="upstream's handler multiplies in the form it has packed",
+        remove_when="upstream's handler multiplies with its own packing",
         around=_for_the_same_threads,
     ),
     Patch(
@@ -369,8 +369,8 @@ PATCHES = [
         target="vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
         expects=("self",),
         why=(
-            "what staging makes sets off collections of garbage, which hold decoding "
-            "up; they look at what is new alone, as those of GPU workers do"
+            "objects of staging trigger garbage collections, which delay decoding; as "
+            "in GPU workers, they now scan new objects only"
         ),
         remove_when="upstream freezes the heap of CPU workers too",
         around=_freeze_heap,
@@ -386,29 +386,29 @@ PATCHES = [
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
         expects=("self",),
-        why="kv_cache_memory_bytes goes past upstream's budget, and the shadow weights",
-        remove_when="upstream checks what it is asked for",
+        why="kv_cache_memory_bytes is checked, since upstream's budget ignores it",
+        remove_when="upstream checks kv_cache_memory_bytes against free memory",
         around=_with_room_for_the_cache,
     ),
     Patch(
         target="vllm.v1.worker.worker_base:WorkerBase.synchronize_device",
         expects=("self",),
         why="a pause does not wait for a transfer that has stalled",
-        remove_when="upstream waits for the stream that computes",
+        remove_when="upstream waits for the stream of the steps only",
         around=_wait_for_decoding_only,
     ),
     Patch(
         target="vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
         expects=("self", "request"),
-        why="a prompt that is computed again has no rows left of the first time",
-        remove_when="upstream drops them when it preempts",
+        why="a prompt that is computed again drops the pooled rows of the first run",
+        remove_when="upstream drops these rows when it preempts",
         around=_pool_from_the_start,
     ),
     Patch(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
         expects=("self", "scheduler_output"),
-        why="a request that resumes after a commit does not see with the tower before",
-        remove_when="upstream's workers are told the media of resumed requests again",
+        why="a request that resumes after a commit gets new encoder outputs",
+        remove_when="upstream's workers get the media names of resumed requests again",
         around=_with_new_names,
     ),
     _part(
@@ -420,12 +420,12 @@ PATCHES = [
     _part(
         "sample_tokens",
         ("self", "grammar_output"),
-        "the second half of a step: it samples, and a drafter drafts",
+        "this second half of a step samples, and a drafter drafts",
     ),
     _part(
         "execute_dummy_batch",
         ("self",),
-        "a step in which a rank has nothing to decode, and others wait for it",
+        "this is the step of a rank without requests, which other ranks wait for",
         _with_memory_too,
     ),
 ]

@@ -1,7 +1,7 @@
-"""RPCs that workers get: what the engine core asks of every rank.
+"""RPCs that are added to workers; the engine core calls them on every rank.
 
-They never raise: with several ranks one exception would leave the replies of the
-others in the queue, and every later RPC would read a stale one.
+They never raise. With several ranks, one exception would leave the replies of the other
+ranks in the queue, and every later RPC would read a stale reply.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.inflight.worker.worker_state import WorkerState
 def answered(call: Callable[[], Any]) -> dict[str, Any]:
     """The reply of an RPC: `{"ok": …}` or `{"error": …}`.
 
-    An error of ours keeps its code and its facts, as `described`.
+    For an `InflightError`, `described` has its code and its fields.
     """
     try:
         return {"ok": call()}
@@ -34,7 +34,7 @@ def answered(call: Callable[[], Any]) -> dict[str, Any]:
 def inflight_attach(
     self: upstream.WorkerBase, board_path: str, num_ranks: int
 ) -> dict[str, Any]:
-    """Open the status board; replies with what this rank can do."""
+    """Open the status board; replies with what this rank supports."""
     if (stager := WorkerState.of(self).stager) is None:
         off = {"reason": "staging is off", "bytes": 0, "is_reversible": False}
         return {"ok": {"rank": rank_in_engine(self.parallel_config)} | off}
@@ -90,7 +90,7 @@ def inflight_overwrite(
 def inflight_read(
     self: upstream.WorkerBase, what: str, *args: object
 ) -> dict[str, Any]:
-    """Read something of what this rank serves; see worker/verify/readback.py."""
+    """Read from the live weights of this rank; see worker/verify/readback.py."""
     from vllm.inflight.worker.step_tracker import between_steps
     from vllm.inflight.worker.verify import readback
 
@@ -109,7 +109,7 @@ def inflight_read(
 
 
 def inflight_scrub(self: upstream.WorkerBase, move: str) -> dict[str, Any]:
-    """Make one move of a scrub of what this rank serves; see `Stager.scrub`."""
+    """Make one move of a scrub on this rank; see `StagingWorker.scrub`."""
     return answered(lambda: WorkerState.of(self).require_stager().scrub(move))
 
 
@@ -132,17 +132,17 @@ def _added(function: Callable[..., Any], why: str) -> Patch:
         target=f"vllm.v1.worker.worker_base:WorkerBase.{function.__name__}",
         expects=None,
         why=why,
-        remove_when="upstream stages weights beside the live ones",
+        remove_when="upstream loads updates into shadow weights",
         around=lambda _: function,
     )
 
 
 PATCHES = [
-    _added(inflight_attach, "ranks report through shared memory"),
+    _added(inflight_attach, "ranks report through a status board in shared memory"),
     _added(inflight_command, "commands for the staging thread return at once"),
-    _added(inflight_flip, "the one RPC of a commit"),
-    _added(inflight_overwrite, "what others write into live weights is looked for"),
+    _added(inflight_flip, "a commit flips the weights of every rank with one RPC"),
+    _added(inflight_overwrite, "ranks detect out-of-band writes into live weights"),
     _added(inflight_adapter, "an adapter is loaded on every rank or on none"),
-    _added(inflight_scrub, "what is served is compared with what was committed"),
-    _added(inflight_read, "weights can be compared with a trainer's, rank by rank"),
+    _added(inflight_scrub, "live weights are compared with the committed digest"),
+    _added(inflight_read, "live weights can be read and compared with a trainer's"),
 ]

@@ -41,6 +41,8 @@ class SleepBackend(upstream.CuMemBackend):
         self._arena = arena
         self._backup: HostCopy | None = None
         """The host copy while the weights sleep, or are about to."""
+        self._keeps_weights = False
+        """Whether the host copy has the weights, or only what is beside them."""
         self._is_asleep = False
         """True until the last byte is back."""
 
@@ -52,6 +54,7 @@ class SleepBackend(upstream.CuMemBackend):
             RuntimeError: the host lacks the memory; nothing has changed.
 
         """
+        self._keeps_weights = level == 1
         if self._arena is not None and not self._is_asleep:
             self._backup = self._copy(self._arena, level == 1) if level else None
 
@@ -67,9 +70,13 @@ class SleepBackend(upstream.CuMemBackend):
         super().resume(tags)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Give back the memory that `tags` name; its content is lost."""
+        """Give back the memory that `tags` name; its content is lost.
+
+        Weights of the arena that `prepare` has copied come back with their content.
+        """
         if "weights" in tags:
-            self._give_back(keeps_weights=False)
+            has_copy = self._backup is not None and self._keeps_weights
+            self._give_back(keeps_weights=has_copy)
         super().discard(tags)
 
     def _copy(self, arena: Arena, keeps_weights: bool) -> HostCopy:

@@ -1,10 +1,10 @@
-"""Routes that a framework adds to vLLM's application, on paths that are ours as well.
+"""Framework routes on paths that the control routes use too.
 
-prime-rl, PipelineRL, SkyRL and others build vLLM's application and then add routes of
-their own to it, and their trainers call these. FastAPI answers with the first route
-that matches, and ours are there first. So a route of ours steps back from a request
-that a route of somebody else's answers too, whenever that one was added. What its
-handler then calls of the engine goes through our methods.
+prime-rl, PipelineRL, SkyRL and others build vLLM's application and then add their own
+routes, which their trainers call. FastAPI uses the first route that matches, and the
+control routes come first. So a control route does not match a request that a
+framework's route answers, even if that route was added later. The framework's handler
+calls the engine's methods, which are patched.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class HiddenRoutes(AttachedOnDemand):
 
 
 class DeferringRoute(APIRoute):
-    """A route of ours: it answers what no route of somebody else's answers."""
+    """A control route that gives way to a framework's route of the same path."""
 
     def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, Any]:
-        """As Starlette asks; no match where somebody else has this path and method."""
+        """Match as Starlette does, unless a framework has this path and method."""
         match, child = super().matches(scope)
         if match is Match.FULL and (app := scope.get("app")) is not None:
             method = scope["method"]
@@ -47,9 +47,9 @@ class DeferringRoute(APIRoute):
 
 
 def owner(app: FastAPI, method: str, path: str) -> str | None:
-    """The module that has a route of this path and method; None if only we have one.
+    """The module of a framework's route of this path and method; None without one.
 
-    Upstream's routes are nobody's in this sense: ours replace them.
+    Upstream's routes do not count, because the control routes replace them.
     """
     for route in app.routes:
         if (
@@ -73,19 +73,19 @@ def is_foreign(route: BaseRoute) -> bool:
 
 
 def module_of(route: BaseRoute) -> str | None:
-    """Where the handler of a route is written; None if it has none."""
+    """The module of a route's handler; None if the route has no handler."""
     return getattr(getattr(route, "endpoint", None), "__module__", None)
 
 
 def tell(app: FastAPI, method: str, path: str, module: str) -> None:
-    """Log once that a route of ours has stepped back."""
+    """Log once that a framework's route hides a control route."""
     told = HiddenRoutes.of(app).told
     if (method, path) not in told:
         told.add((method, path))
         logger.warning(
-            "%s %s is answered by %s, which has added a route of that path. The "
-            "control route of vllm-inflight is hidden by it, with its check of the "
-            "key; --inflight-port serves the control routes on a port of their own",
+            "%s %s is answered by %s, which has added a route of that path. That "
+            "route hides the control route of vllm-inflight and its check of the API "
+            "key. --inflight-port serves the control routes on a separate port",
             method,
             path,
             module,

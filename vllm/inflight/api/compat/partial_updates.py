@@ -143,7 +143,7 @@ async def take(
     when = "POST /end_weight_update" if memory.has_begun else "when all are"
     return {
         "message": f"staged: {every['complete']} of {every['total']} parameters are "
-        f"complete, and the version is served {when}",
+        f"complete, and the version is committed {when}",
         "update_id": active,
         "parameters": every,
     }
@@ -189,8 +189,8 @@ async def close(control: Control, memory: PartialUpdate) -> InflightError | None
         await _give_up(control, update_id, memory)
         memory.forget()
         return WrongPhase(
-            "the version was begun with POST /begin_weight_update and is not ended: "
-            "call POST /end_weight_update before this; it is given up",
+            "the version that POST /begin_weight_update began has not ended. It is "
+            "aborted; call POST /end_weight_update before this call",
             update_id=update_id,
         )
     try:
@@ -231,9 +231,9 @@ async def _open(
     known = active["weight_version"]
     if label is None and known is not None:
         raise UpdateBusy(
-            f"version {known!r} is under way in pieces, and this piece has no label: "
-            "give it its weight_version, or end the other one with POST "
-            "/begin_weight_update",
+            f"a partial update of version {known!r} is under way, and this call has no "
+            "label. Send the weight_version of these tensors, or abort the other "
+            "version with POST /begin_weight_update",
             update_id=active["update_id"],
         )
     if known not in (None, label):
@@ -260,8 +260,8 @@ async def _require_open(control: Control, memory: PartialUpdate) -> None:
     if (error := ended.get("error")) is not None:
         raise InflightError.from_dict(error)
     raise WrongPhase(
-        f"the version that was begun with POST /begin_weight_update is "
-        f"{ended['phase']}, and more of it comes: begin it again",
+        f"the version that POST /begin_weight_update began is {ended['phase']}, so "
+        "these tensors cannot belong to it; begin the version again",
         phase=ended["phase"],
         update_id=ended["update_id"],
     )

@@ -1,8 +1,9 @@
-"""PipelineRL's door: its request, its worker calls, its method of the engine.
+"""PipelineRL's interface: its HTTP requests, its worker calls, its engine method.
 
 A `WeightUpdateRequest` lists all tensors of a version in the order in which the trainer
-broadcasts them. PipelineRL pauses, writes and resumes. Here they go into the shadow
-weights while decoding goes on, and the version is committed when it is whole.
+broadcasts them. PipelineRL itself pauses, writes the weights and resumes. Here the
+tensors go into the shadow weights while decoding goes on. The version is committed when
+it is complete.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Handler = Callable[[Any, dict[str, Any]], Awaitable[Reply]]
 async def receive_weight_update(
     engine: upstream.EngineClient, body: dict[str, Any]
 ) -> Reply:
-    """Receive and serve what a `WeightUpdateRequest` announces."""
+    """Receive and commit the version that a `WeightUpdateRequest` lists."""
     return await receive(control_of(engine), body) | {"status": "ok"}
 
 
 async def receive(control: Control, request: object) -> Reply:
-    """The same, from a request in any of the forms in which it travels."""
+    """Receive and commit a version; `request` may be an object, a dict or JSON."""
     async with control.announced(GROUP) as announcement:
         label, info = announced(plain(request), announcement)
         opening = {"transport": "groups", "weight_version": label}
@@ -38,14 +39,14 @@ async def receive(control: Control, request: object) -> Reply:
 
 
 async def pause_and_update(self: upstream.AsyncLLM, request: object) -> Reply:
-    """PipelineRL's method: receive and serve a version; nothing has to be paused.
+    """PipelineRL's method: receive and commit a version, without a pause.
 
     Args:
         self: the engine.
         request: PipelineRL's `WeightUpdateRequest`, or its dict.
 
     Returns:
-        That of `finish_weight_update`.
+        The reply of `finish_weight_update`.
 
     Raises:
         WeightsMismatch: tensors are missing or not the model's.
@@ -58,7 +59,7 @@ async def pause_and_update(self: upstream.AsyncLLM, request: object) -> Reply:
 async def init_actor_update_group(
     engine: upstream.EngineClient, body: dict[str, Any]
 ) -> Reply:
-    """Have the workers join the trainer's group, as PipelineRL's start-up does."""
+    """Join the trainer's group on all workers, as PipelineRL does at its start."""
     names = ("actor_idx", "actor_ngpus", "init_method", "world_size")
     for name in names:
         if name not in body:

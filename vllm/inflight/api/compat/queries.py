@@ -15,25 +15,26 @@ from fastapi import Response
 
 from vllm.inflight import upstream
 from vllm.inflight.api.control.core_client import Reply
-from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.api.control.methods import (
+    RELEASE_MODES,
+    check_tags,
+    control_of,
+    release_memory,
+    require_sleep_mode,
+)
 from vllm.inflight.api.control.methods import weight_names as names_of
 from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.errors import (
-    Conflict,
-    EngineAsleep,
-    EngineFault,
     Malformed,
-    PauseConflict,
 )
 from vllm.inflight.worker.catalogue import dumped
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 
 ACTIONS = ("checksum", "compare")
-SLEEPS = {"weights", "kv_cache"}
 NO_ROWS = 100
 DIGITS = 19
-"""A number with as many digits is too large for an engine."""
+"""A number with this many digits or more is too large for an engine."""
 
 
 async def flush_cache(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
@@ -97,9 +98,9 @@ async def weight_version(engine: upstream.EngineClient, body: dict[str, Any]) ->
 async def weight_names(engine: upstream.EngineClient, body: dict[str, Any]) -> Response:
     """Name, shape and dtype of every tensor that an update may contain."""
     Fields(body).only()
-    told = await names_of(engine)
-    # In a thread, and in pieces: streams go on meanwhile.
-    content = await asyncio.to_thread(dumped, told)
+    names = await names_of(engine)
+    # A thread writes the JSON in parts, so that token streams go on meanwhile.
+    content = await asyncio.to_thread(dumped, names)
     return Response(content, media_type="application/json")
 
 
@@ -164,8 +165,8 @@ async def weights_checker(engine: upstream.EngineClient, body: dict[str, Any]) -
     if action != "checksum":
         raise Malformed(
             f"action {action!r} is not offered: it would write into live weights, or "
-            "keep a copy of them; 'checksum' tells what to compare, and 'verify' "
-            "compares with the digest of the label"
+            "keep a copy of them. Use 'checksum' for digests that you compare, or "
+            "'verify' to compare with the digest of the label"
         )
     is_target = selector == "target"
     replies = await control_of(engine).ask(
@@ -190,11 +191,11 @@ async def _verified(engine: upstream.EngineClient) -> Reply:
         f"{found['num_parameters']} parameters with what was staged"
     )
     message = {
-        "equal": f"what is served is what was committed: {compared}",
-        "different": f"what is served is NOT what was committed: {compared}; not equal "
-        f"are {', '.join(found['different'])}",
-        "unknown": "of what is served no digest is known; it has been read now, and "
-        "the next call compares with that",
+        "equal": f"the live weights are what was committed: {compared}",
+        "different": f"the live weights are NOT what was committed: {compared}; these "
+        f"differ: {', '.join(found['different'])}",
+        "unknown": "the live weights had no known digest; they have been read now, and "
+        "the next call compares with this digest",
     }[found["result"]]
     return {"success": found["result"] != "different", "message": message} | found
 
@@ -234,59 +235,56 @@ async def server_info(engine: upstream.EngineClient, body: dict[str, Any]) -> Re
     if form == "text":
         return {"vllm_config": str(config)}
     adapter = pydantic.TypeAdapter(type(config))
-    told = adapter.dump_python(config, mode="json", fallback=str)
-    _hide(told)
-    return {"vllm_config": told}
+    content = adapter.dump_python(config, mode="json", fallback=str)
+    _hide(content)
+    return {"vllm_config": content}
 
 
 async def release_memory_occupation(
     engine: upstream.EngineClient, body: dict[str, Any]
 ) -> Reply:
-    """Sleep: release the memory of weights and KV; running requests are aborted."""
-    tags = _tags(engine, body)
-    if tags == {"kv_cache"}:
-        await release_kv_cache(engine)
-        return {"success": True, "message": "the KV cache is asleep"}
-    # Level 1 keeps a copy of the weights in host memory, so waking needs no trainer.
-    await engine.sleep(level=1, mode="abort")
-    return {"success": True, "message": "asleep"}
+    """Sleep: release the memory of weights and KV; `mode` says what requests do.
+
+    Left out, requests that a pause keeps stay, and without such a pause all end.
+    """
+    fields = Fields(body)
+    mode = fields.one_of("mode", (None, *RELEASE_MODES))
+    tags = check_tags(fields.take("tags"))
+    fields.only()
+    reply = await release_memory(engine, tags, mode)
+    return {"success": True, "message": _released(reply)} | reply
 
 
 async def resume_memory_occupation(
     engine: upstream.EngineClient, body: dict[str, Any]
 ) -> Reply:
     """Wake up: everything, or one tag of SGLang at a time."""
-    tags = _tags(engine, body)
-    await engine.wake_up(sorted(tags) if tags else None)
+    fields = Fields(body)
+    tags = fields.take("tags")
+    chosen = check_tags(tags)
+    fields.only()
+    require_sleep_mode(engine)
+    await engine.wake_up(None if tags is None else sorted(chosen))
     return {"success": True, "message": "awake"}
 
 
-def _hide(told: dict[str, Any]) -> None:
+def _hide(config: dict[str, Any]) -> None:
     """Replace tokens of a model hub by `set`; a drafter's model has one too."""
-    for name, value in told.items():
+    for name, value in config.items():
         if isinstance(value, dict):
             _hide(value)
         elif name == "hf_token" and isinstance(value, str):
-            told[name] = "set"
+            config[name] = "set"
 
 
-def _tags(engine: upstream.EngineClient, body: dict[str, Any]) -> set[str]:
-    fields = Fields(body)
-    tags = fields.take("tags")
-    fields.only()
-    if tags is not None and not _are_ids(tags):
-        raise Malformed("tags must be a list of strings")
-    unknown = set(tags or ()) - SLEEPS
-    if unknown:
-        raise Malformed(
-            f"tags {sorted(unknown)} are unknown; there are weights, kv_cache"
-        )
-    if not engine.vllm_config.model_config.enable_sleep_mode:
-        raise Conflict(
-            "this server was started without --enable-sleep-mode, so it cannot give "
-            "memory back"
-        )
-    return set(tags or ())
+def _released(reply: Reply) -> str:
+    """What was released, in words."""
+    names = {"weights": "the weights", "kv_cache": "the KV cache"}
+    parts = [names[each] for each in reply["released"]]
+    if not parts:
+        return "asleep already"
+    verb = "is" if reply["released"] == ["kv_cache"] else "are"
+    return f"{' and '.join(parts)} {verb} asleep"
 
 
 async def _aborted(engine: upstream.EngineClient, ids: list[str] | None) -> int:
@@ -322,40 +320,3 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/server_info"): server_info,
 }
 """SGLang's routes, then upstream's."""
-
-
-async def release_kv_cache(engine: upstream.EngineClient) -> None:
-    """Abort requests, pause, and release the memory; the call may be repeated.
-
-    Raises:
-        EngineAsleep: the weights are asleep, and so most likely the KV cache.
-        PauseConflict: the pause was over, or a request ended, before the release.
-        EngineFault: the memory could not be released.
-
-    """
-    control = control_of(engine)
-    if any(reply["weights"] == "asleep" for reply in await control.ask("info")):
-        raise EngineAsleep(
-            "the weights are asleep, and so is the KV cache unless it was woken up "
-            "alone; it can be released by itself once the weights have been woken up"
-        )
-    before = await control.ask("rest")
-    await engine.sleep(level=0, mode="abort")
-    try:
-        await engine.renderer.clear_mm_cache_async()  # the engines drop theirs
-        await control.ask("release_kv_cache")
-    except (PauseConflict, EngineFault) as error:
-        if not any(each["ends_on_waking"] for each in before):
-            # A pause that was asked for outlives it, and ends as it would have. With
-            # the tag: of several engines some may have released theirs.
-            await engine.wake_up(["kv_cache"])
-        error.message += "; requests were aborted"
-        if not any(each["is_paused"] for each in before):
-            error.message += ", and the pause that this call began is over"
-        error.message += (
-            ". Call again"
-            if isinstance(error, PauseConflict)
-            else ". POST /resume_memory_occupation wakes up what sleeps, the server's "
-            "log says more"
-        )
-        raise

@@ -24,16 +24,16 @@ from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.api.request.schema import OPENING
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.engine.pause.lease import check_owner
+from vllm.inflight.engine.calls import check_owner
 from vllm.inflight.errors import Malformed, PauseConflict
 from vllm.inflight.transport.files.request_tensors import spooled
 from vllm.inflight.update import check_label
 
 NO_EFFECT = {
-    "torch_empty_cache": "nothing is allocated by an update",
-    "is_async": "staging is always beside decoding",
-    "recapture_cuda_graph": "addresses stay, and graphs with them",
-    "disable_draft_model": "a drafter keeps its weights where none come for it",
+    "torch_empty_cache": "an update allocates nothing",
+    "is_async": "updates always load while decoding goes on",
+    "recapture_cuda_graph": "addresses do not change, so CUDA graphs stay valid",
+    "disable_draft_model": "a drafter keeps its weights if the update has none for it",
 }
 """Flags of SGLang that have no effect here; both values are accepted."""
 
@@ -98,11 +98,11 @@ OLDER_MODES = {
     "retract_all": "retract",
     "non_blocking": "in_place",
 }
-"""Names of the modes, and of flags, in drafts of SGLang's pause."""
+"""Names of pause modes, and of flags, in drafts of SGLang's interface."""
 OLDER_FLAGS = OLDER_MODES | {"block_generation": "wait"}
 SAME = {"keep": "in_place"}
 ALONE = ("abort", "in_place", "wait", "retract")
-"""The mode of a pause without one is the first of these that no flag excludes."""
+"""A pause that names no mode has the first of these that no flag excludes."""
 
 OF_EVERY_REQUEST = ("rid", "http_worker_ipc")
 """Fields of every request dataclass of SGLang, which its clients send whole. They are
@@ -143,11 +143,11 @@ async def continue_generation(
     control = control_of(engine)
     owners = check_owner(asked.get("owner")), (await control.paused())["owner"]
     if None not in owners and len(set(owners)) == 2:
-        return await resume(engine, asked)  # a rejection, which ends no version
+        return await resume(engine, asked)  # is rejected, and ends no version
     missing = await partial_updates.close(control, partial_updates.memory_of(engine))
     reply = await resume(engine, asked)
     if missing is not None:
-        missing.message += "; decoding goes on with the weights before"
+        missing.message += "; decoding goes on with the live weights"
         raise missing
     return _ok(reply, "Generation continued successfully.") | {"status": "ok"}
 
@@ -195,7 +195,7 @@ async def update_weights_from_tensor(
     label = fields.only("weight_version").get("weight_version")
     allow = InflightConfig.of(engine.vllm_config).pickled_tensors == "on"
     with ExitStack() as stack:
-        # In a thread: this one passes the tokens of all streams on.
+        # In a thread, since this thread sends the tokens of all streams.
         spool = spooled(entries, load_format, allow_pickle=allow)
         names = await asyncio.to_thread(stack.enter_context, spool)
         info: Any = [{"shm": name} for name in names]
@@ -370,26 +370,29 @@ def _settle_mode(fields: Fields) -> None:
         fields.default("mode", mode)  # the engine rejects it
         return
     mode = None if mode is None else OLDER_MODES.get(mode, mode)
-    said = {} if mode is None else {SAME.get(mode, mode): "mode"}
-    denied: dict[str, str] = {}
+    named = {} if mode is None else {SAME.get(mode, mode): "mode"}
+    excluded: dict[str, str] = {}
     for name, meant in OLDER_FLAGS.items():
         flag = fields.flag(name, None)
         if flag:
-            said.setdefault(meant, name)
+            named.setdefault(meant, name)
         elif flag is not None:
-            denied[meant] = name
-    if len(said) > 1 or said.keys() & denied.keys():
-        ruled_out = [name for each, name in denied.items() if each in said]
+            excluded[meant] = name
+    if len(named) > 1 or named.keys() & excluded.keys():
+        flags = [name for each, name in excluded.items() if each in named]
         raise Malformed(
-            f"these fields contradict each other: {[*said.values(), *ruled_out]}; say "
-            "'mode' alone, as in_place, retract, abort or wait"
+            f"these fields contradict each other: {[*named.values(), *flags]}; send "
+            "'mode' alone: in_place, retract, abort or wait"
         )
-    if not said:
-        left = [each for each in ALONE if each not in denied]
+    if not named:
+        left = [each for each in ALONE if each not in excluded]
         if not left:
-            raise Malformed("these fields leave no mode; say one, as in_place")
+            raise Malformed(
+                "these fields exclude every mode; send 'mode' alone: in_place, "
+                "retract, abort or wait"
+            )
         mode = left[0]
-    fields.default("mode", mode or next(iter(said)))
+    fields.default("mode", mode or next(iter(named)))
 
 
 def _fields(body: dict[str, Any]) -> Fields:

@@ -1,10 +1,10 @@
-"""Upstream's phases, called on the workers of several engines at once.
+"""Upstream's worker calls that update weights, for all engines of one front end.
 
 Each engine core turns such a call into a call of its own controller
-(engine/compat/worker_calls.py). Where a front end has several engines, their cores
-would each open an update of their own and commit without a look at the others. So the
-front end takes the call over: it becomes one transaction of all engines, as the method
-of the same name is. It does the same with one engine if the call brings much.
+(engine/compat/worker_calls.py). With several engines, each core would open an update of
+its own and commit alone. So the front end intercepts the call. It becomes one
+transaction of all engines, like the engine method of the same name. The front end does
+the same for one engine if the call has large arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
     "finish_weight_update": Control.finish,
     RECEIVE: pipelinerl.receive,
 }
-"""Worker methods that are taken over, and the call of all engines that each becomes."""
+"""Intercepted worker methods, and the call of all engines that replaces each."""
 
 
 def takes(
@@ -40,10 +40,10 @@ def takes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> bool:
-    """Whether a worker call of `engine`, an `AsyncLLM`, becomes one of all engines.
+    """Whether a worker call of `engine`, an `AsyncLLM`, becomes a call of all engines.
 
-    One engine can carry it out by itself, unless it brings more than should travel as
-    it is: a large `update_info` is packed here (packed.py).
+    A single engine core executes the call itself unless its `update_info` is large. The
+    front end then packs it first (packed.py).
     """
     if not isinstance(method, str) or method not in CALLS:
         return False
@@ -54,7 +54,7 @@ def takes(
 
 
 def _is_large(info: object) -> bool:
-    """Whether an `update_info` has a list that would be packed."""
+    """Whether an `update_info` has a list that is long enough to be packed."""
     if isinstance(info, list):
         return any(map(_is_large, info))
     values = info.values() if isinstance(info, dict) else ()
@@ -67,10 +67,10 @@ async def carry_out(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> list[None]:
-    """Make the call; the reply of `collective_rpc`, one None for each rank.
+    """Make the call; returns the reply of `collective_rpc`, one None for each rank.
 
     Raises:
-        InflightError: what the engines refused; its message names the remedy.
+        InflightError: an engine rejected the call; the message names the remedy.
 
     """
     await CALLS[method](control_of(engine), *args, **(kwargs or {}))

@@ -475,8 +475,8 @@ class Control:
             i for i, e in enumerate(envelopes) if "ok" in e and "error" in undone[i]
         ]
         if stuck:
-            told = "; ".join(undone[i]["error"]["message"] for i in stuck)
+            reasons = "; ".join(undone[i]["error"]["message"] for i in stuck)
             raise EngineFault(
                 f"engines {stuck} of {len(envelopes)} serve {what} and could not be "
-                f"taken back ({told}), the others could not switch to it"
+                f"taken back ({reasons}), the others could not switch to it"
             )

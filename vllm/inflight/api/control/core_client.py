@@ -9,7 +9,6 @@ from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.transport.waiting import in_background
 
 T = TypeVar("T")
@@ -103,7 +102,9 @@ class SyncCoreClient:
         core = getattr(self._client, "engine_core", None)
         if core is None:
             return [self._elsewhere(method, body)]
-        controller = EngineContext.of(core)
+        from vllm.inflight.engine.controller import Controller
+
+        controller = Controller.of(core)
         answer = controller.step_queue.run(lambda: controller.call(method, body))
         # The monitor completes a Future, while steps go on.
         return [answer.result() if hasattr(answer, "result") else answer]

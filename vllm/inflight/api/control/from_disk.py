@@ -1,4 +1,4 @@
-"""An update from files that every engine's host can read, in one call."""
+"""An update from files, in one call. The host of every engine has to have the files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ async def from_disk(
     keep_pause: bool = False,
     **options: Any,
 ) -> Reply:
-    """All four phases; see `update_weights_from_disk` for what is taken and raised.
+    """Start, receive, prepare and commit an update from files.
 
-    With `keep_pause` the engine is paused in place when all has been received, and
-    stays so if the version is served.
+    See `update_weights_from_disk` for arguments and errors. With `keep_pause`, the
+    engine is paused in place when all tensors are received. It stays paused after a
+    commit.
     """
     given: list[dict[str, Any]] = [] if path is None else [{"path": path}]
     if draft_path is not None:
@@ -35,14 +36,14 @@ async def from_disk(
     paths = [info["path"] for info in given]
     if not given or not all(isinstance(p, str) and p for p in paths):
         raise Malformed(
-            "path must be the path of a safetensors checkpoint, or draft_path that "
-            "of a drafter's, or both"
+            "the call needs path, the path of a safetensors checkpoint, or draft_path, "
+            "the path of a drafter's checkpoint, or both"
         )
     stated = {"subset": subset, "draft": True if path is None else None}
-    if added := {name: said for name, said in stated.items() if said is not None}:
+    if added := {name: value for name, value in stated.items() if value is not None}:
         manifest = options.get("manifest")
         manifest = {"format": 1} if manifest is None else manifest
-        if isinstance(manifest, dict):  # else it is refused as it is
+        if isinstance(manifest, dict):  # otherwise `start` rejects it
             options["manifest"] = manifest | added
     opening = {"source": path, "draft_source": draft_path}
     opening |= {"transport": "local", "weight_version": weight_version} | options
@@ -62,7 +63,7 @@ async def from_disk(
 
 @asynccontextmanager
 async def _paused(control: Control) -> AsyncIterator[None]:
-    """A pause that begins here and stays, unless what is done meanwhile fails."""
+    """Pause in place; the pause stays unless the block fails."""
     is_new = not (await control.paused())["is_paused"]
     try:
         if is_new:
@@ -70,9 +71,9 @@ async def _paused(control: Control) -> AsyncIterator[None]:
         yield
     except BaseException:
         if is_new:
-            with suppress(InflightError):  # it is the first error that is told
+            with suppress(InflightError):  # the first error is raised
                 state = await control.paused()
-                # Else somebody has made it stricter or his own meanwhile.
+                # Otherwise another call has made the pause stricter, or owns it.
                 if (state["mode"], state["owner"]) == ("in_place", None):
                     await control.resume()
         raise

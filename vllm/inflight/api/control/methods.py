@@ -22,10 +22,15 @@ from vllm.inflight.api.control.core_client import (
 from vllm.inflight.api.control.from_disk import from_disk
 from vllm.inflight.api.control.restore import restore
 from vllm.inflight.api.request.fields import opening
-from vllm.inflight.errors import Malformed
+from vllm.inflight.errors import Conflict, InflightError, Malformed
 from vllm.inflight.worker.catalogue import unpacked
 
 T = TypeVar("T")
+
+MEMORY_TAGS = ("kv_cache", "weights")
+"""The parts of the memory that can be given back."""
+RELEASE_MODES = ("abort", "retract", "in_place")
+"""What can happen to requests when memory is given back."""
 
 
 def control_of(engine: upstream.EngineClient | upstream.LLM) -> Control:
@@ -375,6 +380,79 @@ async def weight_names(self: upstream.AsyncLLM) -> Reply:
         return unpacked(first["catalogues"])
     # A hundred thousand names would block the event loop.
     return await asyncio.to_thread(unpacked, first["catalogues"])
+
+
+async def release_memory_occupation(
+    self: upstream.AsyncLLM,
+    tags: list[str] | None = None,
+    *,
+    mode: str | None = None,
+) -> Reply:
+    """Give memory back until `wake_up`; a copy of the weights stays on the host.
+
+    Args:
+        self: the engine, which was started with `enable_sleep_mode`.
+        tags: `weights`, `kv_cache`; None for both.
+        mode: what happens to requests: `abort`, `retract` or `in_place`. None: that of
+            a pause `in_place` or `retract`, else `abort`.
+
+    Returns:
+        The reply of `POST /release_memory_occupation`.
+
+    Raises:
+        Malformed: there is no such tag or mode.
+        Conflict: the engine was started without `enable_sleep_mode`.
+        PauseConflict: a request cannot be kept; nothing has changed.
+        EngineFault: the memory could not be given back.
+
+    """
+    chosen = check_tags(tags)
+    if mode is not None and mode not in RELEASE_MODES:
+        named = ", ".join(map(repr, RELEASE_MODES))
+        raise Malformed(f"mode {mode!r:.80} is not supported; it can be {named}")
+    return await release_memory(self, chosen, mode)
+
+
+def check_tags(tags: object) -> set[str]:
+    """The parts of the memory that `tags` of a request names; None names both."""
+    if tags is None:
+        return set(MEMORY_TAGS)
+    if not isinstance(tags, list) or not tags:
+        raise Malformed("tags must be a list of strings")
+    for tag in tags:
+        if tag not in MEMORY_TAGS:
+            named = ", ".join(MEMORY_TAGS)
+            raise Malformed(f"tag {tag!r:.80} is unknown; there are {named}")
+    return set(tags)
+
+
+async def release_memory(
+    engine: upstream.EngineClient | upstream.LLM, tags: set[str], mode: str | None
+) -> Reply:
+    """Have every engine give memory back, or none, if one of them refuses to."""
+    require_sleep_mode(engine)
+    control = control_of(engine)
+    asked = {"tags": sorted(tags), "mode": mode}
+    await control.ask("release", **asked, is_trial=True)
+    try:
+        first, *others = await control.ask("release", **asked)
+    except InflightError:
+        await control.ask("undo_release")
+        raise
+    reply = dict(first)
+    for name in ("num_aborted", "num_retracted"):
+        reply[name] += sum(other[name] for other in others)
+    return reply
+
+
+def require_sleep_mode(engine: upstream.EngineClient | upstream.LLM) -> None:
+    """Raise `Conflict` if the engine cannot give memory back."""
+    config = getattr(engine, "llm_engine", engine).vllm_config
+    if not config.model_config.enable_sleep_mode:
+        raise Conflict(
+            "this server was started without --enable-sleep-mode, so it cannot give "
+            "memory back"
+        )
 
 
 def blocking(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]:

@@ -1,4 +1,4 @@
-"""Serving again what was served before a restart, by what the engine's journal says."""
+"""Restore the version from before a restart, from the engine's journal."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ POLL_S = 0.1
 
 
 async def restore(control: Control) -> Reply:
-    """Read the files again that led to what was served; the reply of `/weight_info`.
+    """Load the files of the version in the journal; returns the `/weight_info` reply.
 
-    The last of them is committed only if it makes the digest that the version had, so a
-    folder that was written over meanwhile does not pass for what it held. If it took
-    several updates, those before it are served until then, as `update-1` and so on.
+    The last update is committed only if its digest is the journal's. So a folder that
+    was overwritten meanwhile is rejected. If the version took several updates, the
+    earlier ones are live meanwhile as `update-1` and so on.
 
     Raises:
-        Conflict: there is no journal, what it says cannot be had from files, or an
+        Conflict: there is no journal, its version cannot be loaded from files, or an
             update was committed since the start.
-        InflightError: a file of it was refused.
+        InflightError: a file was rejected.
 
     """
     journal = (await control.ask("journal"))[0]
@@ -50,7 +50,7 @@ async def restore(control: Control) -> Reply:
     if noted["recipe"] is None:
         raise Conflict(f"version {label!r} did not come from files")
     if noted["recipe"]:
-        rate_limit.spend_once()  # held up half-way it could not be had again
+        rate_limit.spend_once()  # the rate limit must not stop it half-way
     for number, files in enumerate(noted["recipe"], 1):
         is_last = number == len(noted["recipe"])
         served = await from_disk(
@@ -73,18 +73,19 @@ async def restore(control: Control) -> Reply:
 
 
 async def restore_at_start(control: Control) -> None:
-    """`restore`, for a server that is about to answer; it answers in any case."""
+    """Restore when a server starts; the server starts even if that fails."""
     try:
         served = await restore(control)
-        logger.info("weights %r are served after the start", served["weight_version"])
+        logger.info("the live version at the start is %r", served["weight_version"])
     except InflightError as error:
         logger.error(
-            "what was served before the start cannot be served again: %s", error.message
+            "the version from before the restart could not be restored: %s",
+            error.message,
         )
     await control.ask("journal", tried=True)
 
 
 async def tried(control: Control) -> None:
-    """Until the first server has done `restore_at_start`; for those beside it."""
+    """Wait until the first of several API servers has tried to restore."""
     while not (await control.ask("journal"))[0]["tried"]:
         await asyncio.sleep(POLL_S)

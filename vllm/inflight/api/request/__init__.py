@@ -1,1 +1,1 @@
-"""One request: who sent it, what it says, and how often it may come."""
+"""One request: its caller, its fields, and its rate limit."""

@@ -1,11 +1,10 @@
-"""The body of a request: read no further than allowed, and plain all through.
+"""Request bodies: their size, numbers and nesting are limited.
 
-What a body says travels on to engine cores, in MessagePack: numbers have to fit into
-64 bits, and lists and objects lie in each other no deeper than there.
+A body travels on to engine cores in MessagePack. So its numbers have to fit into 64
+bits, and the nesting of its lists and objects is limited.
 
-An event loop that reads a body passes on the tokens of every stream as well. So a
-large body is read in slices (see packed.py), and the lists that are meant for the ranks
-are packed on the way: nobody before the ranks looks into them.
+The event loop that parses a body also sends the tokens of every stream. So a large body
+is parsed in slices (packed.py). Lists that only the ranks read are packed meanwhile.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from vllm.inflight.transport.files.request_tensors import LongText
 from vllm.inflight.update import INT64, MAX_MANIFEST_BYTES
 
 MAX_DEPTH = 32
-"""Of lists and objects in each other; a manifest has 4."""
+"""The deepest nesting of lists and objects; a manifest has 4 levels."""
 
 SMALL_BYTES = 1 << 16
-"""A body of no more is read at once: that takes a millisecond at most."""
+"""A body of at most this size is parsed at once, which takes up to a millisecond."""
 
 DECODED_BYTES, MARGIN_CHARS = 1 << 19, 1 << 16
-"""Of a large body, decoded at once; and what is shown of it before an entry is read."""
+"""Bytes of a large body to decode at once, and characters to have before an entry."""
 
 LONG_BYTES = 1 << 16
-"""A string of more stays where it is, in a body that may have such strings."""
+"""A longer string is not copied, in a body that may have such strings."""
 
 PACKED = ("manifest", "update_info", "names", "dtypes", "shapes")
-"""Fields whose long lists are for the ranks, or for `Manifest.packed`."""
+"""Fields whose long lists only the ranks, or `Manifest.packed`, read."""
 
 DEEP, ENTRIES = 3, 2
-"""Levels of a body down to which lists and objects are read in slices, and from which
-on the entries of a list are read at once: they are many, and small."""
+"""Lists and objects above level `DEEP` are parsed in slices. From level `ENTRIES` on,
+list entries are parsed at once, because they are many and small."""
 
 Body = bytes | bytearray
 
@@ -52,13 +51,13 @@ _space = pattern(r"[ \t\n\r]*").match
 
 
 async def read(request: Request, largest: int) -> Body:
-    """The body, of at most `largest` bytes; raises `Malformed` when there are more.
+    """The body; raises `Malformed` if it has more than `largest` bytes.
 
-    What its sender says about its length is believed if it is too much, and not else.
+    A `Content-Length` that is too large is rejected at once. A small one is ignored.
     """
     refusal = Malformed(f"the body is larger than the {largest} bytes this route takes")
-    told = request.headers.get("content-length", "0")
-    if told.isdecimal() and int(told[:20]) > largest:
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > largest:
         raise refusal
     raw = bytearray()
     try:
@@ -67,25 +66,25 @@ async def read(request: Request, largest: int) -> Body:
             if len(raw) > largest:
                 raise refusal
     except ClientDisconnect:
-        raise Malformed("the body ended before it was whole") from None
-    return raw  # to copy it would take as long as to receive some of it
+        raise Malformed("the body ended before it was complete") from None
+    return raw  # not a copy, which would take long
 
 
 def parse(raw: Body) -> dict[str, Any]:
-    """The JSON object in it; raises `Malformed` unless there is one, or nothing."""
+    """The JSON object in a body, empty for no body; else raises `Malformed`."""
     if not raw.strip(b" \t\n\r"):  # the space of JSON alone
         return {}
     try:
-        # Of bytes, json would take UTF-16, and halves of characters.
+        # From bytes, json would also accept UTF-16 and lone surrogates.
         text = raw.decode("utf-8-sig")
         body = _decoder.decode(text)
         if "\\ud" in text.lower():
-            # An escape of half a character cannot be said again in a reply.
+            # A reply could not contain an escaped lone surrogate.
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Malformed(f"the body is not JSON: {error}") from None
     if body is None:
-        return {}  # as a field that is null counts as left out
+        return {}  # null counts as left out, as for fields
     if not isinstance(body, dict):
         raise Malformed("the body must be a JSON object")
     _require_depth(body, MAX_DEPTH)
@@ -93,12 +92,12 @@ def parse(raw: Body) -> dict[str, Any]:
 
 
 def parse_in_slices(raw: Body) -> Work[dict[str, Any]]:
-    """The same, of a large body; in its fields `PACKED`, long lists are packed."""
+    """Parse a large body; long lists in its `PACKED` fields are packed."""
     try:
         reader = _Reader(raw)
         body = yield from reader.body()
         if reader.has_halves:
-            msgspec.msgpack.encode(body)  # what was packed has passed that
+            msgspec.msgpack.encode(body)  # packed lists were encoded before
     except (ValueError, RecursionError) as error:
         raise Malformed(f"the body is not JSON: {error}") from None
     if body is None:
@@ -109,10 +108,10 @@ def parse_in_slices(raw: Body) -> Work[dict[str, Any]]:
 
 
 def parse_around(raw: Body) -> Work[dict[str, Any]]:
-    """The same, of a body that may have strings of many bytes.
+    """Parse a body that may have very long strings.
 
-    These stay where they are: a field has a `LongText` in the place of such a string,
-    or in its list of strings.
+    Long strings are not copied: a field, or its list of strings, has a `LongText`
+    instead of such a string.
     """
     rest, texts = yield from _cut(raw)
     body = yield from parse_in_slices(rest)
@@ -127,12 +126,12 @@ def parse_around(raw: Body) -> Work[dict[str, Any]]:
 
 
 def _cut(raw: Body) -> Work[tuple[bytearray, dict[str, LongText]]]:
-    """The body with a mark in the place of each long string, and the strings."""
+    """The body with a mark instead of each long string, and the long strings."""
     rest, texts = bytearray(), dict[str, LongText]()
     done, slice_ = 0, TimeSlice()
 
     def quote(at: int) -> Work[int]:
-        """Where the next one is, from `at` on; behind all that there is, if none."""
+        """The position of the next quote from `at` on; the length without one."""
         while at < len(raw):
             if (found := raw.find(b'"', at, at + DECODED_BYTES)) >= 0:
                 return found
@@ -166,7 +165,7 @@ def _cut(raw: Body) -> Work[tuple[bytearray, dict[str, LongText]]]:
 
 
 def _is_escaped(raw: Body, at: int) -> bool:
-    """Whether an odd number of backslashes comes before it."""
+    """Whether an odd number of backslashes comes before position `at`."""
     first = at
     while raw[first - 1] == ord("\\"):
         first -= 1
@@ -174,7 +173,7 @@ def _is_escaped(raw: Body, at: int) -> bool:
 
 
 async def parsed(raw: Body, *, has_long_texts: bool = False) -> dict[str, Any]:
-    """The same; the event loop goes on meanwhile."""
+    """Parse a large body while the event loop goes on."""
     work = parse_around(raw) if has_long_texts else parse_in_slices(raw)
     while True:
         try:
@@ -186,10 +185,10 @@ async def parsed(raw: Body, *, has_long_texts: bool = False) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads JSON as Python's own reader does, a part at a time, and yields meanwhile.
+    """Parses JSON as Python's own parser does, part by part, and yields in between.
 
-    What is decoded is a window of the body. It has to show an entry whole, so before
-    each there is enough to come, and more where that was not enough.
+    A window of the body is decoded at a time. The window has to contain the whole next
+    entry, so it is extended before and, if needed, while an entry is parsed.
     """
 
     def __init__(self, raw: Body) -> None:
@@ -198,13 +197,13 @@ class _Reader:
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._text = ""
         self._at = self._before = 0
-        """Where in the window it reads, and how many characters lie before that."""
+        """The position in the window, and the number of characters before it."""
         self._slice = TimeSlice()
         self.has_halves = False
-        """Whether escapes in it may be halves of characters."""
+        """Whether the body may contain escaped lone surrogates."""
 
     def body(self) -> Work[Any]:
-        """All of the text, which is one value; an empty object if there is nothing."""
+        """Parse the whole text as one value; an empty text is an empty object."""
         self._skip()
         if self._at == len(self._text):
             return {}
@@ -234,7 +233,7 @@ class _Reader:
                 if isinstance(error, StopIteration):
                     raise self._error("Expecting value") from None
                 raise
-            # A number may go on behind the window, with what is no part of it so far.
+            # A number may go on behind the window, for example with an exponent.
             if end + len("e+") < len(self._text) or not self._show_more():
                 break
         self._at = end
@@ -290,7 +289,7 @@ class _Reader:
         return found
 
     def _ends(self, last: str) -> bool:
-        """Whether the entry was the last; where it was not, another one follows."""
+        """Whether the list or object ends here; if not, skip the comma."""
         self._skip()
         if self._takes(last):
             return True
@@ -300,7 +299,7 @@ class _Reader:
         return False
 
     def _skip(self, count: int = 0) -> None:
-        """Go on behind `count` characters and the space after them."""
+        """Skip `count` characters and the white space after them."""
         self._at += count
         while True:
             if len(self._text) - self._at < MARGIN_CHARS:
@@ -310,7 +309,7 @@ class _Reader:
             self._at = _space(self._text, self._at).end()  # type: ignore[union-attr]
 
     def _show_more(self, most: int = 0) -> bool:
-        """Move the window on, by `most` bytes or as usual; whether it shows more."""
+        """Decode `most` or the usual number of bytes more; False at the end."""
         start, end = self._num_decoded, len(self._raw)
         if start == end:
             return False
@@ -328,7 +327,7 @@ class _Reader:
 
 
 def _require_depth(value: object, most: int) -> None:
-    """Raise `Malformed` if there are more than `most` levels of lists and objects."""
+    """Raise `Malformed` if lists and objects are nested deeper than `most` levels."""
     level: list[object] = [value]
     for _ in range(most):
         level = [inner for outer in level for inner in _within(outer)]
@@ -352,10 +351,10 @@ def _integer(text: str) -> int:
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text:.40} is no number")
+        raise ValueError(f"{text:.40} is not a number")
     return value
 
 
 _decoder = JSONDecoder(parse_int=_integer, parse_float=_number, parse_constant=_number)
 _scan: Any = _decoder.scan_once  # type: ignore[attr-defined]
-"""(value, where it ends) of what begins at a position; C, and Python's own."""
+"""Scans the value at a position; returns it and its end. Python's own C function."""

@@ -1,7 +1,7 @@
-"""A port for the control routes alone: `--inflight-port`.
+"""The control port: a separate port for the control routes (`--inflight-port`).
 
-It is served beside vLLM's own, in the same process and event loop, with the same engine
-behind it, so that a firewall or a proxy can tell who controls from who asks for tokens.
+It is served in the process and event loop of vLLM's own port, for the same engine. So a
+firewall or a proxy can separate control calls from requests for tokens.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ logger = upstream.init_logger(__name__)
 
 
 def config_of(args: Namespace) -> InflightConfig:
-    """What the flags of a server say, before there is an engine."""
+    """The configuration from the flags of a server, before there is an engine."""
     extra = getattr(args, "additional_config", None) or {}
     return InflightConfig.parse(extra.get("inflight"))
 
 
 def is_first(engine: upstream.EngineClient) -> bool:
-    """Whether this is the only API server before its engine, or the first of them."""
+    """Whether this is the first of the API servers of its engine."""
     return getattr(engine.engine_core, "client_index", 0) == 0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens there; raises `ConfigError` if it cannot be had."""
+    """A socket that listens on a port; raises `ConfigError` if that fails."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
@@ -43,7 +43,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(app: FastAPI, listener: socket.socket, args: Namespace) -> asyncio.Task[None]:
-    """Answer there until the event loop ends; with the TLS files of vLLM's own port."""
+    """Serve the control port until the event loop ends, with vLLM's TLS files."""
     config = uvicorn.Config(
         app,
         lifespan="off",
@@ -56,7 +56,7 @@ def serve(app: FastAPI, listener: socket.socket, args: Namespace) -> asyncio.Tas
         ssl_ciphers=args.ssl_ciphers,
     )
     host, port = listener.getsockname()[:2]
-    logger.info("control routes answer on %s port %d, and nowhere else", host, port)
+    logger.info("control routes answer on %s port %d only", host, port)
     server = upstream.NoSignalServer(config)
 
     async def until_the_end() -> None:

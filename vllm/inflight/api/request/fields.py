@@ -1,4 +1,4 @@
-"""The fields of a request: each is taken once, and what is left over is unknown."""
+"""The fields of a request: handlers take them, and fields that remain are unknown."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Default = TypeVar("Default", bool, None)
 Text = TypeVar("Text", str, None)
 
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
-"""How a query parameter says a flag."""
+"""The values of a flag as a query parameter."""
 WORDS = FLAGS | {
     **dict.fromkeys(("yes", "y", "on", "t"), True),
     **dict.fromkeys(("no", "n", "off", "f"), False),
 }
-"""How it says one of upstream's, which reads more words."""
+"""The values of a flag of upstream's routes, which accept more words."""
 
 
 class Fields:
-    """One request's body; a field that is null counts as left out."""
+    """The body of one request; a field that is null counts as left out."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self._left = {name: value for name, value in body.items() if value is not None}
         self._known: list[str] = []
 
     def take(self, name: str) -> Any:
-        """Its value; None if it is not there."""
+        """Take a field; None if it is missing."""
         self._known.append(name)
         return self._left.pop(name, None)
 
     def needed(self, name: str) -> Any:
-        """Its value, which has to be there."""
+        """Take a field; raises `Malformed` if it is missing."""
         value = self.take(name)
         if value is None:
             raise Malformed(f"the body needs the field {name!r}")
@@ -43,7 +43,7 @@ class Fields:
     def flag(
         self, name: str, default: Default, words: Mapping[str, bool] = FLAGS
     ) -> bool | Default:
-        """`true` or `false`; a query parameter says it as one of `words`."""
+        """Take a boolean; a query parameter may be one of `words`."""
         value = self.take(name)
         if isinstance(value, str):
             value = words.get(value.lower(), value)
@@ -54,11 +54,11 @@ class Fields:
         return value
 
     def word(self, name: str, default: Default) -> bool | Default:
-        """A flag of one of upstream's own routes."""
+        """Take a boolean of one of upstream's own routes."""
         return self.flag(name, default, WORDS)
 
     def text(self, name: str, default: Text) -> str | Text:
-        """A string."""
+        """Take a string."""
         value = self.take(name)
         if value is None:
             return default
@@ -67,7 +67,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float) -> Any:
-        """A number."""
+        """Take a number."""
         value = self.take(name)
         if value is None:
             return default
@@ -76,7 +76,7 @@ class Fields:
         return value
 
     def one_of(self, name: str, choices: Sequence[str | None]) -> str | None:
-        """One of these strings, or left out."""
+        """Take one of `choices`; None in `choices` allows a missing field."""
         value = self.take(name)
         if value not in choices:
             named = ", ".join(repr(choice) for choice in choices if choice)
@@ -88,11 +88,11 @@ class Fields:
         self._left = settled(self._left, table)
 
     def default(self, name: str, value: object) -> None:
-        """Say it for the caller, who has not."""
+        """Set a field that the caller has left out."""
         self._left.setdefault(name, value)
 
     def only(self, *names: str) -> dict[str, Any]:
-        """Those of `names` that are there; raises if anything else is left."""
+        """Take the fields `names`; raises `Malformed` if others remain."""
         known = dict.fromkeys([*self._known, *names])
         for name in self._left:
             if name not in known:
@@ -101,9 +101,9 @@ class Fields:
         return dict(self._left)
 
     def described(self, schemas: Mapping[str, Schema], *names: str) -> dict[str, Any]:
-        """`only` of `schemas` and `names`; what is a flag by its schema is read as one.
+        """Take the fields of `schemas` and `names`; raises if others remain.
 
-        What else they may be is the engine's to say.
+        Only booleans are checked here. The engine checks the other values.
         """
         flags = {
             name: value
@@ -115,12 +115,12 @@ class Fields:
 
 
 def opening(options: dict[str, Any], *others: str) -> dict[str, Any]:
-    """`options` of a method that opens an update, if it knows all of them.
+    """Check the names of the options of a method that opens an update.
 
-    With a slip in its name `base_version` would guard nothing, and nobody would see it.
+    A misspelt `base_version` would otherwise be ignored without an error.
 
     Raises:
-        Malformed: one is none of those of `/start_weight_update`, nor of `others`.
+        Malformed: an option is neither one of `/start_weight_update` nor in `others`.
 
     """
     for name in options:

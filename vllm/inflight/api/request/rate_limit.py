@@ -1,7 +1,8 @@
-"""How often a caller may begin an update: `--inflight-begin-rate`.
+"""The rate limit of starts per caller: `--inflight-begin-rate`.
 
-A bucket for each caller holds a minute's worth and fills at the rate; a beginning takes
-one out. A route may begin an update or go on with one, so it is asked where one begins.
+Each caller has a token bucket. It holds the tokens of one minute and fills at the rate.
+A start takes one token. Some routes start an update or continue one. So the token is
+taken in the code that starts the update.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from dataclasses import dataclass
 from vllm.inflight.errors import TooManyUpdates
 
 MOST_CALLERS = 1024
-"""After that, those that have been quiet for a minute are forgotten."""
+"""With more callers, those without a start in the last minute are forgotten."""
 
 allowance: ContextVar[Callable[[], None] | None] = ContextVar(
     "inflight_allowance", default=None
 )
-"""Takes one out for whoever sent the request; None where any number may begin."""
+"""Takes a token of the caller of this request; None without a rate limit."""
 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """What is left to one caller."""
+    """The token bucket of one caller."""
 
     left: float
     at: float
-    """When that was so, on the monotonic clock."""
+    """The time of the value `left`, on the monotonic clock."""
 
 
 class RateLimit:
-    """The buckets of one server."""
+    """The token buckets of one server."""
 
     def __init__(
         self, per_minute: float, clock: Callable[[], float] = time.monotonic
@@ -45,11 +46,11 @@ class RateLimit:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is a rate at all."""
+        """Whether there is a rate limit."""
         return self._per_second > 0
 
     def spend(self, caller: str) -> None:
-        """Let `caller` begin an update; raises `TooManyUpdates` if it has to wait."""
+        """Take a token of `caller`; raises `TooManyUpdates` if there is none."""
         if not self.is_limited:
             return
         now = self._clock()
@@ -61,25 +62,25 @@ class RateLimit:
         if bucket.left < 1:
             wait_s = math.ceil((1 - bucket.left) / self._per_second)
             raise TooManyUpdates(
-                f"this caller may begin {self._per_second * 60:g} updates a minute; "
-                f"the next one in {wait_s} s",
+                f"this caller may start {self._per_second * 60:g} updates a minute; "
+                f"start the next one in {wait_s} s",
                 retry_after_s=wait_s,
             )
         bucket.left -= 1
 
 
 def is_limited() -> bool:
-    """Whether what begins now has to be spent for."""
+    """Whether a start takes a token."""
     return allowance.get() is not None
 
 
 def spend() -> None:
-    """An update begins; raises `TooManyUpdates` if its caller has to wait."""
+    """Take a token for a start; raises `TooManyUpdates` if there is none."""
     if (take := allowance.get()) is not None:
         take()
 
 
 def spend_once() -> None:
-    """The same, for all updates that this call begins from now on."""
+    """Take one token for all starts of this call."""
     spend()
     allowance.set(None)

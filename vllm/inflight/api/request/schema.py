@@ -156,6 +156,12 @@ PAUSING: dict[str, Schema] = _explained(
 MEMORY_TAGS: dict[str, Schema] = _explained(
     {"tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}}
 )
+RELEASING: dict[str, Schema] = MEMORY_TAGS | _explained(
+    {"mode": {"type": "string", "enum": ["abort", "retract", "in_place"]}},
+    mode="What happens to requests: they end (`abort`), go back to the queue without "
+    "their KV (`retract`), or stay with it (`in_place`, only with tag `weights` alone "
+    "while they run). Left out: as in a pause `in_place` or `retract`, else `abort`.",
+)
 
 FIELDS: dict[str, dict[str, Schema]] = {
     "/pause": _explained(
@@ -273,7 +279,7 @@ FIELDS: dict[str, dict[str, Schema]] = {
         action="`checksum`: the digest of every parameter. `compare`: compare the "
         "digests with `baseline`.",
     ),
-    "/release_memory_occupation": MEMORY_TAGS,
+    "/release_memory_occupation": RELEASING,
     "/resume_memory_occupation": MEMORY_TAGS,
 }
 """Path → the fields of its body, or of the query of a GET; other paths take none."""

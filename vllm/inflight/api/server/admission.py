@@ -65,7 +65,7 @@ class RejectedWhilePaused(upstream.GracefulHTTPError, EnginePaused):
 
 
 class Admission:
-    """ASGI middleware: rejects what would generate while the engine is paused."""
+    """ASGI middleware that rejects requests while the engine is paused."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

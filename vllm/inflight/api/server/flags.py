@@ -1,9 +1,8 @@
 """The flags of `vllm serve`, made from the fields of `InflightConfig`.
 
-A flag writes its value into `args.additional_config["inflight"]` at the moment
-it is parsed, because that is what vLLM hands to every process, spawned API
-servers included. The admin key is the exception: it goes into the environment,
-since configurations are logged.
+A flag writes its value into `args.additional_config["inflight"]` when it is parsed,
+because vLLM passes that to every process, also to spawned API servers. The admin key is
+the exception. It goes into the environment, since configurations are logged.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ GROUP = "InflightConfig"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the group of flags to `parser`, once."""
+    """Add our flags to `parser`, once."""
     if any(group.title == GROUP for group in parser._action_groups):
         return
     group = parser.add_argument_group(
@@ -45,13 +44,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action=_Keep,
         default=argparse.SUPPRESS,
         help="Key of the control routes; with it the API key no longer opens them. "
-        f"Better given in the environment, as {ADMIN_KEY_ENV}: command lines can be "
-        "seen by other users.",
+        f"Better set it in the environment as {ADMIN_KEY_ENV}, because other users "
+        "can see command lines.",
     )
     # Without this, an --additional-config after our flags would discard them.
     given = parser._option_string_actions["--additional-config"]
     given.__class__ = type("_Merge", (_MergeMixin, type(given)), {})
-    # Only a server's parser has it.
+    # Only the parser of a server has this flag.
     if (keys := parser._option_string_actions.get("--api-key")) is not None:
         keys.__class__ = type("_Keys", (_KeysMixin, type(keys)), {})
 
@@ -78,7 +77,7 @@ class _Fold(argparse.Action):
 
 
 class _Keep(argparse.Action):
-    """Put a secret into the environment, and nowhere else."""
+    """Put a secret only into the environment."""
 
     def __call__(
         self,
@@ -95,7 +94,7 @@ class _Keep(argparse.Action):
 
 
 class _KeysMixin:
-    """Refuse blank keys of vLLM's own flag, which open the control routes as well."""
+    """Reject blank keys of vLLM's `--api-key`, which open the control routes too."""
 
     def __call__(
         self,
@@ -112,7 +111,7 @@ class _KeysMixin:
 
 
 class _MergeMixin:
-    """Let `--additional-config` add to what our flags have put there."""
+    """Merge `--additional-config` with the values of our flags."""
 
     def __call__(
         self,

@@ -62,19 +62,19 @@ class Scrapes:
             self._stale_at = time.monotonic() + FRESH_S
 
     async def _ask(self) -> bytes:
-        told = {}
+        replies = {}
         answers = await self._client.call_each("metrics", {}, ANSWER_TIMEOUT_S)
         for number, answer in enumerate(answers):
             if "error" in answer:
                 why = answer["error"]["message"]
-                logger.warning("engine %d did not tell its metrics: %s", number, why)
+                logger.warning("engine %d did not report its metrics: %s", number, why)
             else:
-                told[number] = answer["ok"]
-        return exposition(told)
+                replies[number] = answer["ok"]
+        return exposition(replies)
 
 
 async def metrics(request: Request) -> Response:
-    """Everything in Prometheus' text form."""
+    """All metrics in Prometheus' text format."""
     engine = request.app.state.engine_client
     state = ClientState.of(engine)
     if (found := state.scrapes) is None:
@@ -87,27 +87,31 @@ PREFIX = "vllm:inflight_"
 ENGINE = "engine"
 
 GAUGES = {
-    "epoch": "Epoch of the weights served; grows at every commit and rollback.",
-    "paused": "Whether decoding stands still.",
-    "weights_differ": "Whether a scrub found that what is served is not what its "
-    "digest says.",
+    "epoch": "Epoch of the live weights; grows at every commit and rollback.",
+    "paused": "Whether decoding is paused.",
+    "weights_differ": "Whether a scrub found live weights that differ from their "
+    "digest.",
     "updating": "Whether an update is under way.",
     "update_staged_bytes": "Bytes that the update under way has staged so far.",
-    "update_stalled_seconds": "For how long nothing of it has moved.",
-    "wire_window_bytes": "Most bytes under way at once on the wire.",
-    "wire_bucket_wait_ms": "How long the last bucket was waited for.",
+    "update_stalled_seconds": "Seconds since the last progress of the update.",
+    "wire_window_bytes": "Most bytes in flight at once on the transport.",
+    "wire_bucket_wait_ms": "Milliseconds that the receiver waited for the last bucket.",
 }
 COUNTERS = {
     "staging_seconds": ("staging_s", "Seconds spent staging committed versions."),
     "staged_bytes": ("staged_bytes", "Bytes of committed versions, of all ranks."),
-    "rollbacks": ("rollbacks", "Returns to the version served before."),
-    "lease_expiries": ("leases_expired", "Pauses that ended because their lease did."),
+    "rollbacks": ("rollbacks", "Flips back to the rollback target."),
+    "lease_expiries": ("leases_expired", "Pauses that ended with their lease."),
 }
 KINDS = {
-    "updates": ("outcomes", "outcome", "Updates that have ended."),
-    "scrubs": ("scrubs", "result", "Comparisons of what is served with its digest."),
-    "requests": ("requests", "what", "Requests that pauses and commits treated so."),
-    "pause_seconds": ("pause_s", "mode", "Seconds of pauses that are over."),
+    "updates": ("outcomes", "outcome", "Updates that have ended, by outcome."),
+    "scrubs": ("scrubs", "result", "Scrubs of the live weights, by result."),
+    "requests": (
+        "requests",
+        "what",
+        "Requests that pauses and commits have stopped.",
+    ),
+    "pause_seconds": ("pause_s", "mode", "Seconds of ended pauses, by mode."),
 }
 
 
@@ -134,7 +138,7 @@ class _Families:
         yield self._gaps()
         info = GaugeMetricFamily(
             f"{PREFIX}weights_info",
-            "The version served, as labels.",
+            "The live version, as labels.",
             labels=[ENGINE, "version", "digest"],
         )
         for number, engine in self._engines.items():
@@ -145,7 +149,7 @@ class _Families:
     def _gauges(self) -> Iterator[Metric]:
         drift = GaugeMetricFamily(
             f"{PREFIX}drift",
-            "How far the last commit moved the weights, as a share of their length.",
+            "Drift of the weights at the last commit, relative to their norm.",
             labels=[ENGINE],
         )
         for number, engine in self._engines.items():
@@ -176,7 +180,7 @@ class _Families:
     def _gaps(self) -> Metric:
         family = HistogramMetricFamily(
             f"{PREFIX}commit_gap_milliseconds",
-            "How long the turn took in which an engine switched versions.",
+            "Milliseconds between two steps in which an engine changed its version.",
             labels=[ENGINE],
         )
         for number, engine in self._engines.items():

@@ -28,9 +28,9 @@ from vllm.inflight.errors import BY_CODE
 
 KEY = HTTPBearer(
     scheme_name="control key",
-    description="The key of `--inflight-admin-key`, or without one of `--api-key`. A "
-    "server without a key answers callers on its own host only, and no browser: this "
-    "page can then call none of these routes.",
+    description="The key of `--inflight-admin-key`, or without that the key of "
+    "`--api-key`. A server without a key answers callers on its own host only, and no "
+    "browser. So this page cannot call these routes then.",
     auto_error=False,
 )
 
@@ -334,7 +334,7 @@ def serve_docs_offline(app: FastAPI) -> None:
 
 
 def described(method: str, path: str) -> dict[str, Any]:
-    """What FastAPI is told of a route, as arguments of `add_api_route`."""
+    """The description of a route for FastAPI, as arguments of `add_api_route`."""
     responses: dict[int | str, Any] = {
         status: _json(_reasons(status), ERROR)
         for status in sorted((*ALWAYS, *STATUSES[path]))

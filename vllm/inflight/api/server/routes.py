@@ -225,7 +225,7 @@ class InflightEndpoints:
                 or framework_routes.is_foreign(route)
             ]
         else:
-            # Upstream would take the routes of other plugins out for ours.
+            # Otherwise upstream would remove the routes of other plugins.
             taken = {
                 key for key in ROUTES if framework_routes.owner(app, *key) is not None
             }
@@ -323,12 +323,12 @@ def _endpoint(
             raw = await read(request, largest)
             if len(raw) > SMALL_BYTES:
                 is_longer = largest > MAX_MANIFEST_BYTES
-                said = await parsed(raw, has_long_texts=is_longer)
+                fields = await parsed(raw, has_long_texts=is_longer)
             else:
-                said = parse(raw)
+                fields = parse(raw)
             del raw
             # Path, query and body as one object.
-            body = {**request.query_params, **said, **request.path_params}
+            body = {**request.query_params, **fields, **request.path_params}
             engine = request.app.state.engine_client
             answer = await handler(engine, body)
             return answer if isinstance(answer, Response) else JSONResponse(answer)

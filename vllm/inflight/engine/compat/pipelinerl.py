@@ -1,10 +1,10 @@
 """PipelineRL's worker calls, as calls of the controller.
 
-They join the trainer's group, and receive and load a version. The engine core carries
-them out where its workers have no such methods: the trainer then opens its group with
-`torch.distributed`. PipelineRL's own package gives its workers these methods through
-`worker_extension_cls`, and they meet a group that is not torch's. So what the workers
-have themselves is left to them.
+The calls join the trainer's group, and receive and load a version. The engine core
+executes them if its workers have no such methods. The trainer then opens its group with
+`torch.distributed`. PipelineRL's own package adds these methods to its workers through
+`worker_extension_cls`, for a group of another kind. So the engine core does not
+intercept methods that the workers have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed
 
 GROUP = "actor"
-"""What PipelineRL calls the group of its trainer and its engines."""
+"""PipelineRL's name for the group of its trainer and its engines."""
 
 JOIN, RECEIVE = "init_actor_update_group", "receive_weight_update"
 LEAVE = ("destroy_actor_update_group", "close_communicator")
@@ -30,7 +30,7 @@ def takes(
     *,
     has_actor_group: bool,
 ) -> bool:
-    """Whether this worker call is PipelineRL's, and the workers do not have it."""
+    """Whether this is a worker call of PipelineRL that the workers do not have."""
     if method == JOIN:
         is_its = len(args) == 4 and isinstance(args[2], str)
     elif method == RECEIVE:
@@ -45,7 +45,7 @@ def _workers_have(vllm_config: upstream.VllmConfig, method: str) -> bool:
     parallel = vllm_config.parallel_config
     classes = [parallel.worker_extension_cls, parallel.worker_cls]
     if str(classes[1]).partition(".")[0] in ("auto", "vllm"):
-        # Upstream's worker keeps what an earlier engine of this process extended it by.
+        # Upstream's worker class keeps extensions of earlier engines of this process.
         classes.pop()
     found = (
         upstream.resolve_obj_by_qualname(each) if isinstance(each, str) else each
@@ -72,14 +72,14 @@ def group(
 
 
 def announced(request: Any, announcement: str) -> tuple[str, dict[str, Any]]:
-    """The label of a `WeightUpdateRequest`, and what it says will be broadcast.
+    """The label of a `WeightUpdateRequest`, and the `update_info` of its broadcast.
 
     Args:
-        request: plain.
+        request: the request as a dict.
         announcement: an id of this call.
 
     Raises:
-        Malformed: it is no such request, or of slices.
+        Malformed: it is no such request, or it lists slices of tensors.
 
     """
     if not _is_request(request):
@@ -93,7 +93,7 @@ def announced(request: Any, announcement: str) -> tuple[str, dict[str, Any]]:
         if info.get("shard") is not None:
             raise Malformed(
                 f"{info['name']}: 'shard' is not supported; broadcast whole tensors, "
-                "which every rank cuts for itself"
+                "of which every rank takes its part"
             )
     return str(version), {
         "names": [info["name"] for info in infos],
@@ -105,7 +105,7 @@ def announced(request: Any, announcement: str) -> tuple[str, dict[str, Any]]:
 
 
 def plain(request: object, *, strict: bool = True) -> Any:
-    """A request given as pydantic's model, as its JSON, or as a dict."""
+    """A request as a dict, from a pydantic model, JSON or a dict."""
     if hasattr(request, "model_dump"):
         return request.model_dump()
     if isinstance(request, str | bytes):
@@ -121,7 +121,7 @@ CALLS: dict[str, Callable[..., dict[str, Any]]] = {
     JOIN: lambda *args: {"command": "join", "init_info": group(*args)},
     **{name: lambda: {"command": "leave", "init_info": GROUP} for name in LEAVE},
 }
-"""Worker calls that are calls of the transport `groups`."""
+"""Worker calls that become commands of the transport `groups`."""
 
 
 def _is_request(request: object) -> bool:

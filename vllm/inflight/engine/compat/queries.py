@@ -1,6 +1,7 @@
-"""What the doors of other frameworks ask of an engine core, beside its updates.
+"""Control calls for routes of other frameworks: reads, caches, requests, KV memory.
 
-Calls of the controller, as those in controller.py; none changes what is served.
+They are calls of the controller, like those in controller.py. None of them changes the
+live weights.
 """
 
 from __future__ import annotations
@@ -11,36 +12,31 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.context import EngineContext
-from vllm.inflight.engine.scheduling.abort import abort_requests
+from vllm.inflight.engine.pause.abort import abort_requests
 from vllm.inflight.errors import EngineFault, Malformed, PauseConflict
+from vllm.inflight.update import PauseMode
 from vllm.inflight.worker.catalogue import CHECKPOINT
 
 logger = upstream.init_logger(__name__)
 
 MAX_ROWS = 1 << 16
 
-KV_CACHE = "kv_cache"
-"""Upstream's name of this part of the memory."""
-
-NOT_AT_REST = "requires a completed pause"
-"""How upstream refuses a release of the KV cache under an engine that goes on."""
-
 
 def flush(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Drop every cache, and tell what was in it; refused while requests hold KV."""
+    """Drop every cache, and report its size; rejected while requests hold KV."""
     del body
     counts = requests(controller, {})
     if counts["num_running"]:
         state = "are frozen" if counts["paused"] else "are running"
         raise PauseConflict(
             f"{counts['num_running']} requests {state} and hold KV that cannot be "
-            "dropped under them; pause with mode 'retract' (or 'abort') first"
+            "dropped; pause with mode 'retract' (or 'abort') first"
         )
     return counts | controller.pauses.flush()
 
 
 def requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """How many requests run and wait, and whether they stand still."""
+    """How many requests run and wait, and whether decoding is paused."""
     del body
     running, waiting = controller.core.scheduler.get_request_counts()
     return {
@@ -50,55 +46,29 @@ def requests(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rest(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Whether decoding stands still, and whether waking up would end that.
+def release(controller: EngineContext, body: dict[str, Any]) -> Any:
+    """Give back memory, by `tags` and `mode` of the request; see `Sleep.release`."""
+    mode = body.get("mode")
+    return controller.sleep.release(
+        set(body["tags"]),
+        None if mode is None else PauseMode(mode),
+        is_trial=bool(body.get("is_trial")),
+    )
 
-    It ends a sleep of level 0, and a pause of upstream's own that nobody here knows of.
-    """
+
+def undo_release(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
+    """Take memory back that was released while another engine could not."""
     del body
-    pauses, sleep = controller.pauses, controller.sleep
-    is_held = pauses.asked or pauses.commit is not None or sleep.weights == "gone"
-    return {
-        "is_paused": pauses.is_paused,
-        "ends_on_waking": sleep.is_paused_by_sleep
-        or (pauses.is_paused and not is_held),
-    }
-
-
-def release_kv_cache(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Give the KV cache's memory back, under a pause that is complete.
-
-    Raises:
-        PauseConflict: there is none.
-        EngineFault: the memory could not be given back.
-
-    """
-    del body
-    core = controller.core
-    is_asleep = KV_CACHE in core.model_executor.sleeping_tags
-    if not is_asleep:
-        try:
-            core.release_kv_cache_memory()
-        except Exception as error:
-            if NOT_AT_REST in str(error):
-                raise PauseConflict(
-                    "the KV cache was not released: somebody has continued meanwhile, "
-                    "or a request came and was given up"
-                ) from error
-            logger.exception("the KV cache could not be released")
-            raise EngineFault(
-                f"the KV cache could not be released: {type(error).__name__}: {error}"
-            ) from error
-    return {"released": not is_asleep}
+    controller.sleep.undo_release()
+    return {}
 
 
 def checksums(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Digests of every parameter of every rank, read from what decoding uses.
+    """Digests of every parameter of every rank, read from the live weights.
 
     Args:
         controller: of the engine.
-        body: `skip`, parts of names that are left out, and `is_target`, whether the
-            drafter is.
+        body: `skip` has parts of names to leave out; `is_target` omits the drafter.
 
     """
     skipped, is_target = body.get("skip") or [], bool(body.get("is_target"))
@@ -107,7 +77,7 @@ def checksums(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]
 
 
 def rows(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """The first rows of one tensor, put together from all ranks."""
+    """The first rows of one tensor, joined from all ranks."""
     name, count = body.get("name"), body.get("num_rows")
     if not isinstance(name, str) or not name:
         raise Malformed("name must be the name of a tensor")
@@ -121,16 +91,16 @@ def rows(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     for part in parts:
         if "refused" in part:
             raise Malformed(part["refused"])
-    # An embedding that the head is tied to is in the first stage and in the last.
+    # The first and the last pipeline stage both have a tied embedding.
     stages = {part["stage"] for part in parts}
     found = [joined([p for p in parts if p["stage"] == s], count) for s in stages]
     if any(whole != found[0] for whole in found):
-        raise EngineFault("the stages serve different values of one parameter")
+        raise EngineFault("two pipeline stages have different values of one parameter")
     return {"rows": found[0]}
 
 
 def names(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """What a trainer may send, packed by each rank; see worker/catalogue.py.
+    """The tensors that a trainer may send, packed by each rank (worker/catalogue.py).
 
     Raises:
         StagingUnavailable: weights of this engine cannot be updated in flight.
@@ -139,16 +109,16 @@ def names(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
     del body
     controller.ranks.require_staging()
     catalogues = _read(controller, "names")
-    # All ranks of an engine started from one checkpoint, and tell all of it.
+    # All ranks started from one checkpoint, and each reports all of its tensors.
     is_whole = catalogues[0]["of"] == CHECKPOINT
     return {"catalogues": catalogues[:1] if is_whole else catalogues}
 
 
 def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
-    """The parts of a stage's ranks as one; raises `EngineFault` if copies differ."""
+    """Join the parts of a stage's ranks; raises `EngineFault` if copies differ."""
     if parts[0]["dim"] is None:
         if any(part["rows"] != parts[0]["rows"] for part in parts):
-            raise EngineFault("the ranks serve different values of one parameter")
+            raise EngineFault("two ranks have different values of one parameter")
         return list(parts[0]["rows"][:count])
     own = [part["rows"] for part in parts if not part["is_copy"]]
     if parts[0]["dim"] == 0:
@@ -157,14 +127,14 @@ def joined(parts: list[dict[str, Any]], count: int) -> list[Any]:
 
 
 def unused(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """Of the tensors in `names`, those that fill no parameter of any rank.
+    """The tensors in `names` that fill no parameter of any rank.
 
     Args:
         controller: of the engine.
-        body: `names`, as a checkpoint has them.
+        body: `names` are the names in a checkpoint.
 
     Returns:
-        `unused`, and those of them that are `tied` to a parameter.
+        `unused` tensors, and the `tied` ones among them, which equal a parameter.
 
     Raises:
         StagingUnavailable: weights of this engine cannot be updated in flight.
@@ -179,7 +149,7 @@ def unused(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def source(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """The path that what is served was read from, and its version."""
+    """The path that the live weights were loaded from, and their version."""
     del body
     update = controller.live_version.update
     return {
@@ -190,7 +160,7 @@ def source(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def journal(controller: EngineContext, body: dict[str, Any]) -> dict[str, Any]:
-    """What the journal tells; with `tried`, what was found there has been tried."""
+    """The state of the journal; `tried` notes that a restore was tried."""
     kept = controller.live_version.journal
     kept.tried = kept.tried or bool(body.get("tried"))
     told: dict[str, Any] = kept.told()
@@ -211,8 +181,8 @@ CALLS: dict[str, Callable[[EngineContext, dict[str, Any]], Any]] = {
     "abort_requests": abort_requests,
     "flush": flush,
     "requests": requests,
-    "rest": rest,
-    "release_kv_cache": release_kv_cache,
+    "release": release,
+    "undo_release": undo_release,
     "checksums": checksums,
     "rows": rows,
     "names": names,

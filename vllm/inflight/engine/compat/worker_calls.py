@@ -1,9 +1,9 @@
-"""Upstream's phases, called on the workers, become calls of the controller.
+"""Upstream's worker calls that update weights become calls of the controller.
 
-Clients of upstream (its own `LLM` and front ends, a Rust one included, and
-frameworks that use `collective_rpc`) drive an update by worker methods. On the
-workers these would load into the shadow weights and never commit it, so the engine
-core takes them over before they get there.
+Clients of upstream drive an update by worker methods. Such clients are its own `LLM`,
+its front ends (also the one in Rust), and frameworks that use `collective_rpc`. On the
+workers, these calls would load the shadow weights and never commit them. So the engine
+core intercepts them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.errors import InflightError, Malformed
 
 Answer = Any
-"""What a call of the controller returns: an envelope, or a Future of one."""
+"""The result of a call of the controller: an envelope, or a Future of one."""
 
 
 def ask(controller: EngineContext, method: str, body: dict[str, Any]) -> Answer:
-    """A call of the controller between two steps, whichever thread makes it."""
+    """Call the controller between two steps, from any thread."""
     if not controller.in_process:
         return controller.call(method, body)
     return controller.step_queue.run(lambda: controller.call(method, body))
@@ -36,15 +36,15 @@ def _start(controller: EngineContext, kwargs: dict[str, Any]) -> Answer:
 
 
 def _finish(controller: EngineContext, update: dict[str, Any]) -> Answer:
-    """Seal, and commit in a turn of its own once every rank has voted."""
+    """Prepare, and commit in a later queued call once every rank is prepared."""
     if not update and (active := controller.updates.ledger.active) is not None:
-        update = {"update_id": active.update_id}  # the same one, whatever comes between
+        update = {"update_id": active.update_id}  # both calls are for this update
     prepared = ask(controller, "prepare", update)
     return _then(controller, prepared, lambda: ask(controller, "commit", update))
 
 
 def _receive_whole(controller: EngineContext, request: object) -> Answer:
-    """All of PipelineRL's update: begin, receive what is broadcast, vote, commit."""
+    """PipelineRL's update in one call: start, receive the broadcast, finish."""
     announcement, began = uuid.uuid4().hex, time.monotonic()
     update = {"update_id": announcement}
 
@@ -53,7 +53,7 @@ def _receive_whole(controller: EngineContext, request: object) -> Answer:
         return ask(controller, "miss", {"group_name": pipelinerl.GROUP} | missed)
 
     def finish() -> Answer:
-        # Who made one call of it would not know that it is still staged.
+        # The caller does not know the update and could not abort it.
         end = _finish(controller, update)
         return _then(
             controller, end, otherwise=lambda: ask(controller, "abort", update)
@@ -80,9 +80,10 @@ def _then(
     following: Callable[[], Answer] | None = None,
     otherwise: Callable[[], Any] = lambda: None,
 ) -> Answer:
-    """`following` in a turn of its own, once `answer` is there and no error.
+    """Call `following` in a later queued call, if `answer` is not an error.
 
-    Without one it is the answer. After an error `otherwise`, and the error is told.
+    Without `following`, the result is `answer`. After an error, `otherwise` is called,
+    and the result is the error.
     """
     if isinstance(answer, Future) and controller.in_process:
         answer = answer.result()
@@ -102,8 +103,8 @@ def _then(
 
     def arrived(done: Future[dict[str, Any]]) -> None:
         if "error" in (found := done.result()):
-            told = controller.step_queue.submit(otherwise)
-            told.add_done_callback(lambda _: result.set_result(found))
+            handled = controller.step_queue.submit(otherwise)
+            handled.add_done_callback(lambda _: result.set_result(found))
         elif following is None:
             result.set_result(found)
         else:
@@ -131,14 +132,14 @@ PHASES: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     ),
     "finish_weight_update": lambda controller, kwargs: _finish(controller, {}),
 }
-"""Worker methods of upstream that change weights, and what they become."""
+"""Upstream's worker methods that change weights, and the calls that replace them."""
 
 _PARAMETERS = {
     "init_weight_transfer_engine": ("init_info",),
     "start_weight_update": tuple(release_fields.START),
     "update_weights": ("update_info",),
 }
-"""Their parameters in order, and those of vLLM's older releases."""
+"""The parameters of these methods in order, also those of older vLLM releases."""
 
 
 def intercepts(
@@ -182,7 +183,7 @@ def _answer(
 def _named(
     method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a phase by name; raises `Malformed` if it has no such one."""
+    """The arguments of a worker method by name; raises `Malformed` for unknown ones."""
     names = _PARAMETERS.get(method, ())
     unknown = [name for name in kwargs if name not in names]
     if unknown or len(args) > len(names):
@@ -200,10 +201,13 @@ def execute(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> Any:
-    """Run a phase; the reply of `collective_rpc`, one None per rank, or a Future.
+    """Execute a worker call by calls of the controller.
+
+    Returns:
+        the reply of `collective_rpc`: None for each rank, or a Future of that.
 
     Raises:
-        InflightError: what the controller refused; its message names the remedy.
+        InflightError: the controller rejected the call; the message names the remedy.
 
     """
     answer = _answer(controller, method, args, kwargs)

@@ -1,21 +1,21 @@
-"""What others write into the weights that are served, past any update.
+"""Out-of-band writes: writes into live weights outside of any update.
 
-An update is staged beside what is served. Four kinds of calls write into live weights
-instead, and this engine core is told of them by its ranks
-(worker/integrity/tripwire.py):
+An update is loaded into the shadow weights. Four kinds of code write into live weights
+instead. The ranks report such writes to the engine core (worker/integrity/tripwire.py):
 
-| who writes | when it is looked for |
+| who writes | when the engine core checks |
 |---|---|
-| upstream's `reload_weights`, `reset_weights` | they are carried out here |
-| any other call of the workers that is not known to be harmless | before and after it |
+| upstream's `reload_weights`, `reset_weights` | they are executed here |
+| any other worker call that is not known to be harmless | before and after the call |
 | Python code beside an engine in its caller's process | before the next step |
-| a thread of a worker, or a call past the engine core | before the next step |
+| a thread of a worker, or a call that avoids the engine core | before the next step |
 
-What was written is a version of its own, with a label of its own and no digest: its KV
-has a root of its own, nothing returns to what was there before, and the next subset
-copies all that it does not replace. A call that fails when it has written leaves
-nothing to decode with. A reload that a call begins and does not end holds decoding
-until a later call ends it, or its deadline.
+The written weights become a version with its own label and no digest. Its KV has its
+own prefix-cache namespace, and the rollback target is dropped. The next subset copies
+all weights that it does not replace.
+
+A call that fails after it has written leaves no weights to decode with. A reload that
+spans several calls stops decoding until a call ends it, or until its deadline.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from vllm.inflight.update import PauseMode
 logger = upstream.init_logger(__name__)
 
 FILLING = ("reload_weights", "reset_weights")
-"""Upstream's calls of the workers that write into live weights."""
+"""Upstream's worker calls that write into live weights."""
 
 READING = (
     "compute_weight_checksums",
     "save_sharded_state",
     "save_tensorized_model",
 )
-"""Upstream's calls of the workers that read them."""
+"""Upstream's worker calls that read live weights."""
 
 HARMLESS = frozenset(
     {
@@ -75,26 +75,26 @@ HARMLESS = frozenset(
         "update_max_model_len",
     }
 )
-"""Upstream's calls of the workers that write into no weights; all others are watched.
+"""Upstream's worker calls that write into no weights; all other calls are watched.
 
-That costs a sample of the weights before and after the call.
+Watching a call costs a sample of the weights before and after it.
 """
 
 OURS = "inflight_"
-"""How the names of our own calls of the workers begin."""
+"""The prefix of our own worker calls."""
 
 BESIDE = "code beside the engine"
-"""What is called a write that no call of the workers has made."""
+"""The name, in messages, of a write that no worker call has made."""
 
 PATIENCE_S = 10.0
-"""How long ranks are waited for whose call was given up by whoever made it."""
+"""Longest wait for the ranks after a client has given up its call."""
 
 QUIET_S = 5.0
-"""Writes that follow each other faster, by calls of one name, are logged once."""
+"""Writes by calls of one name are logged once while they follow each other faster."""
 
 
 class OutsideWrites:
-    """Those of one engine core; changed between two steps only."""
+    """The out-of-band writes of one engine core; changed between two steps only."""
 
     def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         self._core = core
@@ -105,31 +105,31 @@ class OutsideWrites:
         config = InflightConfig.of(core.vllm_config)
         self._deadline_s = config.update_deadline_s
         self._thread: int | None = None
-        """Of the caller's process, that has begun the reload under way."""
+        """The thread of the caller's process that has begun the open reload."""
         self._found: list[dict[str, Any]] = []
-        """What the ranks reported last."""
+        """The last reports of the ranks."""
         self._is_torn = False
-        """Whether layers may have no memory, as they could not be put back."""
+        """Whether layers may have no memory, because restoring them failed."""
         self._is_closed = False
-        """Whether the weights' memory is given back, and may be another engine's."""
+        """Whether the weights' memory is freed, so that another engine may own it."""
         self._was_idle = True
-        """Whether there was no request since the last step with one."""
-        self._told = ("", -QUIET_S)
-        """Whose write was logged last, and when."""
+        """Whether the engine had no request at some time since its last step."""
+        self._last_logged = ("", -QUIET_S)
+        """The call whose write was logged last, and when."""
 
     # ---------------------------------------------------------------- the calls
     def call(self, method: Any, call: Callable[[], Any]) -> Any:
-        """`call` the workers for a client, and see what that writes.
+        """Make a client's worker call, and detect writes into live weights.
 
         Args:
-            method: its name, or what is to be run on the workers.
+            method: the name of the worker method, or the function to run on workers.
             call: makes the call; returns the replies of the ranks.
 
         Raises:
-            Conflict: it needs weights that are not there, or writes into those that an
-                update is about to replace.
-            EngineFault: upstream's reload has failed and has left half of it written.
-            Exception: what the call itself raises.
+            Conflict: the call needs weights that are missing, or writes into weights
+                while an update is under way.
+            EngineFault: upstream's reload failed and left the weights half written.
+            Exception: any error of the call itself.
 
         """
         sleep, turns = self._controller.sleep, self._controller.step_queue
@@ -154,17 +154,20 @@ class OutsideWrites:
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Around a step: see what was written since the last one.
+        """Before a step, detect writes since the last step.
 
-        What nobody was to end any more is put back. Python code beside an engine in its
-        caller's process may have done anything while there was no request.
+        A reload that its thread has abandoned is undone. Python code beside an engine
+        in its caller's process may write at any time while there is no request.
         """
         if self._core.scheduler.requests and not self._is_closed:
             was_idle, self._was_idle = self._was_idle, False
             try:
                 self._look_before_step(was_idle)
-            except Exception as error:  # of a look, which a step may not fail with
-                self._lose(f"nobody knows what was written ({_told(error)})")
+            except Exception as error:  # a failed check must not fail the step
+                self._lose(
+                    f"checking for out-of-band writes failed ({_text(error)}), so the "
+                    "weights are unknown"
+                )
         try:
             yield
         finally:
@@ -179,31 +182,31 @@ class OutsideWrites:
             logger.warning("a request waits: %s", sleep.detail)
 
     def before_call(self, *, is_certain: bool) -> None:
-        """See what was written by nobody's call, before that can matter.
+        """Detect writes that no worker call has made, before they take effect.
 
         Args:
-            is_certain: do so without a sign of it, where Python code beside the engine
-                could have written unseen.
+            is_certain: check without a sign of a write, if Python code beside the
+                engine could have written undetected.
 
         """
         if self._is_closed or self._controller.sleep.weights == "asleep":
-            return  # there is nothing that could be read
+            return  # there are no weights to read
         is_likely = is_certain and self._controller.in_process
         if is_likely or self._controller.ranks.is_touched():
             self._look(BESIDE)
 
     def abort(self, why: str = "it was aborted") -> bool:
-        """End a reload of somebody's that is under way; whether there was one."""
+        """End an open out-of-band reload; returns whether there was one."""
         if self._controller.sleep.weights != "loading":
             return False
         self._break_off(self._lease.owner, why)
         return True
 
     def heal(self) -> None:
-        """Put layers back where that has failed, before other weights come.
+        """Restore layers whose restoring failed before, so that weights can be loaded.
 
         Raises:
-            EngineFault: it has failed once more.
+            EngineFault: restoring has failed again.
 
         """
         if self._controller.sleep.weights == "gone" and self._is_torn:
@@ -211,26 +214,26 @@ class OutsideWrites:
             self._is_torn = False
 
     def make_blank(self, *, keeps_some: bool) -> None:
-        """Make the weights blank, which are lost; else nobody could tell what comes.
+        """Fill lost weights with a marker, so that later writes can be counted.
 
         Args:
-            keeps_some: whether upstream has kept some of them over a sleep.
+            keeps_some: whether upstream has kept some of the weights during a sleep.
 
         """
         if self._controller.ranks.reason is not None:
-            return  # weights that cannot be updated are upstream's to fill
+            return  # upstream fills weights that cannot be updated
         try:
             self._controller.ranks.overwrite("make_blank", keeps_some)
             self._found = self._controller.ranks.overwrite("look")
         except Exception:
             self._found = []
             logger.exception(
-                "weights that are lost could not be made blank, so that decoding "
-                "goes on with a published version only"
+                "lost weights could not be marked, so writes into them cannot be "
+                "counted; decoding goes on after an update of all tensors"
             )
 
     def progress(self) -> str:
-        """How much has come of weights that were lost, for the end of a sentence."""
+        """The end of a message: how many parameters of lost weights were written."""
         missing = [r for r in self._found if r["num_missing"]]
         if not missing:
             return ""
@@ -239,12 +242,12 @@ class OutsideWrites:
         named = ", ".join(missing[0]["missing"])
         return (
             f": {num_required - num_missing} of {num_required} parameters have been "
-            f"written since, and not yet {named}"
+            f"written since; still missing are {named}"
             + (", …" if num_missing > len(missing[0]["missing"]) else "")
         )
 
     def close(self) -> None:
-        """No deadline outlives its engine, and nobody looks at its weights any more."""
+        """Stop checking the weights, and end the deadline, at the engine's end."""
         self._is_closed = True
         self._lease.drop()
 
@@ -255,7 +258,7 @@ class OutsideWrites:
         try:
             ranks.overwrite("arm")
         except Exception:
-            # It sees less then: what is handed to `load_weights`, and reloads.
+            # The check then detects only `load_weights` and reloads.
             logger.exception("the weights could not be sampled before %s", name)
         try:
             replies = call()
@@ -266,7 +269,7 @@ class OutsideWrites:
         return replies
 
     def _look(self, name: str, error: BaseException | None = None) -> None:
-        """See what `name` has written, now that it is over, and act on it."""
+        """Detect what the call `name` has written, after its end, and act on it."""
         self._controller.ranks.untouch()
         given_up = isinstance(error, TimeoutError)
         try:
@@ -275,13 +278,16 @@ class OutsideWrites:
             )
             self._found = found
         except Exception as fault:
-            self._lose(f"nobody knows what {name} has written ({_told(fault)})")
+            self._lose(
+                f"checking what {name} has written failed ({_text(fault)}), so the "
+                "weights are unknown"
+            )
             self._renew(name)
             return
         self._note_displaced(name)
         is_loading = any(report["is_loading"] for report in found)
         if is_loading and error is not None:
-            self._break_off(name, f"it has failed ({_told(error)})")
+            self._break_off(name, f"it has failed ({_text(error)})")
         elif is_loading and not self._is_torn:
             self._keep_open(name)
         elif not is_loading:
@@ -294,16 +300,16 @@ class OutsideWrites:
                 self._controller.sleep.end_load()
 
     def _written(self, name: str, error: BaseException | None) -> None:
-        """What is served now is a version of its own, if it is one at all."""
+        """Make the written weights a new version, or mark them as lost."""
         sleep, was_lost = self._controller.sleep, self._controller.sleep.is_lost
         if error is not None and not was_lost:
-            # First: whatever fails from here on, nothing decodes.
+            # First, so that nothing decodes if anything below fails.
             self._lose(
-                f"{name} has failed and left the weights half written ({_told(error)})"
+                f"{name} has failed and left the weights half written ({_text(error)})"
             )
         if was_lost and (error is not None or self._num_missing() != 0):
             self._acknowledge(name)
-            self._tell(name, "weights come%s", self.progress())
+            self._log_write(name, "has written lost weights%s", self.progress())
             return
         self._renew(name)
         if error is not None:
@@ -311,21 +317,21 @@ class OutsideWrites:
             return
         sleep.filled()
         version = self._controller.version
-        self._tell(
+        self._log_write(
             name,
-            "has written into the weights that are served: they are %r (epoch %d) from "
-            "here on, without a digest, and nothing returns to those before",
+            "has written into the live weights. They are version %r (epoch %d) from "
+            "now on, without a digest and without a rollback target",
             version.label,
             version.epoch,
         )
 
     def _note_displaced(self, name: str) -> None:
-        """Refuse updates from here on if parameters do not lie where they would go."""
+        """Reject further updates if a call has replaced parameters by other tensors."""
         displaced = [each for report in self._found for each in report["displaced"]]
         if displaced and self._controller.ranks.reason is None:
             reason = (
-                f"{name} has put {displaced[0]} elsewhere, in another shape or dtype; "
-                "restart the engine"
+                f"{name} has replaced the tensor of {displaced[0]}, or its shape or "
+                "dtype; restart the engine"
             )
             self._controller.ranks.reason = reason
             logger.error(
@@ -334,9 +340,9 @@ class OutsideWrites:
             )
 
     def _num_missing(self) -> int | None:
-        """Parameters of lost weights that have not come; None if nobody can tell.
+        """How many parameters of lost weights are missing; None if that is unknown.
 
-        Weights that cannot be updated are taken for whole once they are written.
+        Weights that cannot be updated count as complete after a write.
         """
         if self._controller.ranks.reason is not None:
             return 0
@@ -351,8 +357,8 @@ class OutsideWrites:
         controller.live_version.forget_before()
         controller.updates.end(
             UpdateBusy(
-                f"{name} has written into the weights that are served, on which the "
-                "update was to follow; begin it again"
+                f"{name} has written into the live weights that the update was based "
+                "on; start the update again"
             )
         )
         self._acknowledge(name)
@@ -370,11 +376,11 @@ class OutsideWrites:
             encoder_cache.see_again(core)
             controller.pauses.treat(mode)
         except Exception as refusal:
-            # It is too late to refuse the write.
-            logger.error("requests may go on with KV of other weights: %s", refusal)
+            # It is too late to reject the write.
+            logger.error("requests may use KV of the weights before: %s", refusal)
 
     def _acknowledge(self, name: str) -> None:
-        """Have the ranks forget what they knew of what they serve."""
+        """Make the ranks forget the digests and samples of their live weights."""
         try:
             self._controller.ranks.overwrite("let_go")
         except Exception as fault:  # a transfer of the update that was ended above
@@ -382,10 +388,8 @@ class OutsideWrites:
         try:
             self._controller.ranks.overwrite("overwritten")
         except Exception as fault:
-            # What a rank does not forget, it would carry into the next subset.
-            self._lose(
-                f"{name} has written, and a rank failed over it ({_told(fault)})"
-            )
+            # Such a rank would copy wrong weights into the next subset.
+            self._lose(f"{name} has written, and then a rank failed ({_text(fault)})")
 
     def _lose(self, why: str) -> None:
         self._found = []
@@ -394,25 +398,25 @@ class OutsideWrites:
 
     # ------------------------------------------------- a reload in several calls
     def _keep_open(self, name: str) -> None:
-        """Hold decoding while layers have no memory; later calls may end that."""
+        """Stop decoding while layers have no memory, until a later call ends that."""
         controller = self._controller
         if controller.dp_commit.is_kept and self._core.engines_running:
             # The other engines would wait for a step of this one, and it has none.
             why = (
-                "engines that step together step, and would wait for this one; call "
+                "other data-parallel engines would wait for this one; call "
                 "pause_generation first"
             )
             self._break_off(name, why)
             if name == BESIDE:
-                return  # nobody has called
+                return  # there is no call to answer
             raise PauseConflict(f"{name} has begun a reload of live weights: {why}")
         if controller.sleep.weights != "loading":
             controller.updates.end(
                 UpdateBusy(f"{name} has begun a reload of live weights")
             )
             logger.info(
-                "%s has begun a reload of the weights that are served: decoding stands "
-                "still until it has ended",
+                "%s has begun a reload of the live weights; decoding stops until it "
+                "has ended",
                 name,
             )
             self._thread = self._thread_of(name)
@@ -420,7 +424,7 @@ class OutsideWrites:
         self._lease.take(controller.sleep.loading, self._deadline_s)
 
     def _thread_of(self, name: str) -> int | None:
-        """The thread of this process that is to end the reload; None if none is."""
+        """The thread of this process that should end the reload; None if unknown."""
         if not self._controller.in_process:
             return None
         if name != BESIDE:
@@ -430,20 +434,20 @@ class OutsideWrites:
         return own[0] if own else None
 
     def _is_abandoned(self) -> bool:
-        """Whether the thread that steps now is the one that was to end the reload."""
+        """Whether the thread that should end the reload runs a step instead."""
         return self._thread == threading.get_ident()
 
     def _expired(self) -> None:
         self._break_off(self._lease.owner, "its deadline has passed")
 
     def _break_off(self, name: str | None, why: str) -> None:
-        """Put layers back that a reload has taken aside and does not fill.
+        """Restore the layers of a reload that does not end by itself.
 
-        Decoding is held until it is known what is there. It stays so if a rank fails to
-        put them back, or if the reload had written.
+        Decoding stops meanwhile. It stays stopped if a rank fails to restore layers, or
+        if the reload has written.
         """
         controller = self._controller
-        told = f"the reload of live weights that {name} began was broken off: {why}"
+        message = f"the reload of live weights that {name} began was ended: {why}"
         self._lease.drop()
         self._thread = None
         controller.sleep.begin_load(name or "a call")
@@ -452,30 +456,30 @@ class OutsideWrites:
             self._found = controller.ranks.overwrite("put_back")
         except Exception as fault:
             self._is_torn = True
-            self._lose(f"{told}; and layers could not be put back: {_told(fault)}")
+            self._lose(f"{message}; restoring the layers failed: {_text(fault)}")
             self._renew(str(name))
             return
         if not any(report["is_written"] for report in self._found):
-            logger.warning("%s; the weights that are served are unchanged", told)
+            logger.warning("%s; the live weights are unchanged", message)
             controller.sleep.end_load()
             return
-        self._lose(f"{told}, and it has left the weights half written")
+        self._lose(f"{message}, and it has left the weights half written")
         self._renew(str(name))
         self.make_blank(keeps_some=False)
 
     # --------------------------------------------------------- upstream's calls
     def _reload(self, method: str, call: Callable[[], Any]) -> Any:
-        """`call` what writes into live weights: a commit of what nobody knows."""
+        """Make a call that writes into live weights, under the rules of a commit."""
         mode = self._prepare_reload(method)
         replies = self._carry_out_reload(method, call)
         self._controller.pauses.treat(mode)
         return replies
 
     def _prepare_reload(self, method: str) -> PauseMode:
-        """Refuse it as a commit is refused; how requests are treated after it.
+        """Check what a commit checks; returns the mode for requests.
 
         Raises:
-            Conflict: something is under way that a commit or an update has to wait for.
+            Conflict: another call is under way, and a commit has to wait for it.
 
         """
         controller, scheduler = self._controller, self._core.scheduler
@@ -484,8 +488,8 @@ class OutsideWrites:
             controller.updates.require_connected()
         except UpdateBusy as error:
             raise UpdateBusy(
-                f"{method} writes into the weights that are served, which has to wait: "
-                f"{error.message}. update_weights_from_disk loads files beside them"
+                f"{method} writes into the live weights, which has to wait: "
+                f"{error.message}. update_weights_from_disk does not write into them"
             ) from error
         kv_connectors.check_connectors(scheduler)
         mode = calls.read_mode({}, kv_connectors.default_mode(scheduler))
@@ -507,8 +511,7 @@ class OutsideWrites:
             if is_lost and isinstance(error, Exception):
                 raise EngineFault(
                     f"{method} has failed and left the weights half written "
-                    f"({_told(error)}); decoding goes on when a whole version has been "
-                    "published"
+                    f"({_text(error)}); decoding goes on after an update of all tensors"
                 ) from error
             raise
         self._controller.ranks.untouch()
@@ -520,17 +523,19 @@ class OutsideWrites:
         encoder_cache.see_again(self._core)
         if was_lost and self._num_missing():
             logger.warning(
-                "%s has not brought all: %s", method, self._controller.sleep.detail
+                "%s has not filled all weights: %s",
+                method,
+                self._controller.sleep.detail,
             )
         else:
             self._controller.sleep.filled()
         return replies
 
     def _reload_together(self, method: str, call: Callable[[], Any]) -> Any:
-        """The same on every engine that steps together, between the same two steps.
+        """Reload on all engines that step together, between the same two steps.
 
-        A step in which one engine has new weights and another has old ones would be of
-        no version. If one cannot write, none does; if one has failed to, none decodes.
+        Otherwise one step would mix new weights of one engine and old ones of another.
+        If one engine cannot write, none does. If a write fails on one, none decodes.
         """
         outcome: Future[Any] = Future()
 
@@ -538,7 +543,7 @@ class OutsideWrites:
             try:
                 return {"replies": self._reload_in_step(method, call)}
             except Exception as error:
-                return {"error": error}  # as it is; the engines have voted on it
+                return {"error": error}  # the engines have agreed on the failure
 
         def done(armed: Future[Any]) -> None:
             error = armed.exception() or armed.result().get("error")
@@ -560,8 +565,7 @@ class OutsideWrites:
             failure = error
         if not dp_commit.all_could(failure is None):
             raise failure or Conflict(
-                f"another engine that steps with this one refuses {method}; nothing "
-                "was written"
+                f"another data-parallel engine rejected {method}; nothing was written"
             )
         try:
             replies = self._carry_out_reload(method, call)
@@ -571,28 +575,28 @@ class OutsideWrites:
             self._controller.pauses.treat(mode)
             return replies
         if not self._controller.sleep.is_lost:
-            self._lose(f"{method} has failed on an engine that steps with others")
+            self._lose(f"{method} has failed on another data-parallel engine")
             self.make_blank(keeps_some=False)
         raise failure or EngineFault(
-            f"{method} has failed on another engine that steps with this one; decoding "
-            "goes on when a whole version has been published"
+            f"{method} has failed on another data-parallel engine; decoding goes on "
+            "after an update of all tensors"
         )
 
     # ----------------------------------------------------------------- helpers
-    def _tell(self, name: str, text: str, *facts: object) -> None:
-        """Log what a call has written, once for calls that follow each other."""
-        now, (last, when) = time.monotonic(), self._told
+    def _log_write(self, name: str, text: str, *facts: object) -> None:
+        """Log a write; repeated calls of one name are logged once."""
+        now, (last, when) = time.monotonic(), self._last_logged
         level = logger.debug if last == name and now - when < QUIET_S else logger.info
         level(f"%s: {text}", name, *facts)
-        self._told = name, now
+        self._last_logged = name, now
 
 
 def _name_of(method: object) -> str:
-    """What a call of the workers is called in messages."""
+    """The name of a worker call in messages."""
     if isinstance(method, str):
         return method
     return str(getattr(method, "__qualname__", type(method).__name__))
 
 
-def _told(error: BaseException) -> str:
+def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1000]

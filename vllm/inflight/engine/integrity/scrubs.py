@@ -1,9 +1,9 @@
-"""Scrubs of an engine: whether what it serves is what the digest of its label says.
+"""Scrubs: the live weights are read back and compared with the committed digest.
 
-The ranks read what they serve in slices, between steps (worker/integrity/scrub.py).
-Here slices are asked for at a low pace, and what the ranks found is added up: a tensor
-of which each rank has a part is compared as a whole, and parts that several ranks have
-must agree.
+The ranks read their live weights in slices, between steps (worker/integrity/scrub.py).
+The engine core requests slices at a low pace and merges the results of the ranks. A
+tensor that is spread over several ranks is compared as a whole. Parts that several
+ranks hold must be equal.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from vllm.inflight.errors import EngineAsleep, EngineFault
 
 DIFFERENT = "different"
 PAUSE_S = 0.05
-"""Between two slices of a scrub that nobody hurries."""
+"""Pause between two slices of a scrub that no caller waits for."""
 RETRY_S = 0.01
-"""Before what is served is read again, because it changed meanwhile."""
+"""Pause before a new scrub, because the live weights changed during the last one."""
 MOST_NAMED = 16
 
 logger = upstream.init_logger(__name__)
@@ -40,7 +40,7 @@ Result = dict[str, Any]
 
 
 class Scrubs:
-    """Those of one engine core."""
+    """The scrubs of one engine core."""
 
     def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         config = InflightConfig.of(core.vllm_config)
@@ -48,29 +48,29 @@ class Scrubs:
         self._interval_s = config.scrub_interval_s
         self._is_always_due = config.verify == "served"
         self._num_relied_on = 0
-        """Records of loaders that served versions relied on, and a scrub has seen."""
+        """The most replayed tensors of a version that a scrub was started for."""
         self._lock = threading.Lock()
         self._waiting: list[Future[Result]] = []
         self._thread: Background | None = None
         self._is_due = False
-        """Whether what is served has to be scrubbed, though nobody waits for it."""
+        """Whether a commit requires a scrub that no caller waits for."""
         self._wake = threading.Event()
         self._is_closed = False
         self._num_changes = 0
-        """Of the weights, when the last scrub read them."""
+        """The change count of the weights that the last scrub read."""
         self.last: Result | None = None
-        """What the last scrub found."""
+        """The result of the last scrub."""
         self.results: Counter[str] = Counter()
-        """Scrubs by their result."""
+        """How many scrubs had which result."""
         if self._interval_s:
             with self._lock:
                 self._ensure_thread()
 
     def verify(self, body: dict[str, Any]) -> Future[Result]:
-        """Scrub once; done when the ranks have read all that they serve.
+        """Scrub once; the Future is done when the ranks have read all live weights.
 
-        Whoever asks while one is under way gets the result of the next one: the one
-        under way may have read by now what has changed since.
+        A call during a scrub gets the result of the next scrub. The scrub under way may
+        have read weights that have changed since.
         """
         del body
         self._controller.ranks.require_staging()
@@ -82,10 +82,10 @@ class Scrubs:
         return future
 
     def committed(self, update: Update) -> None:
-        """A version is served: scrub it if that was asked for, or is due.
+        """After a commit, scrub if `--inflight-verify served` or a replay requires it.
 
-        It is due when the version was loaded by records (plan.py) that none before was
-        loaded by: that they are right has been proved, and now it is seen.
+        A replay requires it if the version used more replay plans (replay_plan.py) than
+        any scrubbed version before.
         """
         is_new = update.num_replayed > self._num_relied_on
         if is_new or self._is_always_due:
@@ -96,33 +96,33 @@ class Scrubs:
             self._wake.set()
 
     def state(self) -> Result | None:
-        """What the last scrub found; None if what it read is not served any more.
+        """The result of the last scrub; None if the live weights have changed since.
 
-        What is served under another name is the same weights still.
+        A rename does not change the weights.
         """
         is_served = self._num_changes == self._controller.live_version.changes
         return self.last if is_served else None
 
     @property
     def differs(self) -> bool:
-        """Whether what is served is known not to be what its digest says."""
+        """Whether a scrub found live weights that differ from their digest."""
         state = self.state()
         return state is not None and state["result"] == DIFFERENT
 
     @property
     def detail(self) -> str | None:
-        """What is wrong with what is served, and what to do; None if nothing is."""
+        """The difference that a scrub found, and the remedy; None without one."""
         if not self.differs:
             return None
         assert self.last is not None
         return (
-            "the weights served are not what was committed under their label: "
-            f"{', '.join(self.last['different'])}; publish a whole version, or roll "
-            "back"
+            "the live weights are not what was committed under their label: "
+            f"{', '.join(self.last['different'])}; publish all tensors of a version, "
+            "or roll back"
         )
 
     def close(self) -> None:
-        """End the thread; whoever waits is told."""
+        """End the thread; waiting calls fail."""
         self._close()
         if (thread := self._thread) is not None:
             thread.join(timeout=1.0)
@@ -134,7 +134,7 @@ class Scrubs:
     # ------------------------------------------------------------- the thread
     def _ensure_thread(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            # Between two scrubs it holds no engine: one that is dropped is given back.
+            # Between two scrubs the thread has no reference that keeps the engine.
             engine = weakref.ref(self)
             self._thread = Background(
                 partial(_work, engine, self._wake, self._interval_s or None),
@@ -144,7 +144,7 @@ class Scrubs:
             self._thread.start()
 
     def _turn(self) -> bool:
-        """Scrub for whoever waits, or because it is time; whether there is more."""
+        """Scrub for waiting calls or on schedule; returns whether to continue."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
             is_due, self._is_due = self._is_due, False
@@ -175,7 +175,7 @@ class Scrubs:
                 result = self._once(0.0)
         except Exception as error:
             if not waiting and not isinstance(error, EngineAsleep):
-                logger.warning("the weights served could not be scrubbed: %s", error)
+                logger.warning("the live weights could not be scrubbed: %s", error)
             for future in waiting:
                 future.set_exception(error)
             return
@@ -184,7 +184,7 @@ class Scrubs:
             future.set_result(result)
 
     def _once(self, pause_s: float) -> Result | None:
-        """One scrub; None if what is served has changed meanwhile, or is about to."""
+        """Scrub once; None if the live weights changed meanwhile or are about to."""
         began = time.monotonic()
         version = self._between_steps(self._begin)
         if version is None:
@@ -200,7 +200,7 @@ class Scrubs:
         if result is not None:
             result["seconds"] = round(time.monotonic() - began, 3)
             self._num_changes = num_changes
-            self._tell(result)
+            self._report(result)
         return result
 
     def _between_steps(self, call: Callable[[], Any]) -> Any:
@@ -210,7 +210,7 @@ class Scrubs:
         return turns.submit(call).result()
 
     def _begin(self) -> Result | None:
-        """What is to be scrubbed; None while a rank works out where things are."""
+        """Begin a scrub; None while a rank still computes where its tensors are."""
         self._controller.sleep.check_weights(is_whole=False)
         num_slices = self._controller.ranks.scrub("begin")
         if any(each is None for each in num_slices):
@@ -225,14 +225,14 @@ class Scrubs:
         }
 
     def _end(self, version: Result) -> Result | None:
-        """What was found; None if the weights have changed since it began."""
+        """End a scrub; None if the live weights have changed since its begin."""
         self._controller.sleep.check_weights(is_whole=False)
         found = self._controller.ranks.scrub("result")
         if any(each is None for each in found):
             return None
         return version | judged(found)
 
-    def _tell(self, result: Result) -> None:
+    def _report(self, result: Result) -> None:
         self.results[result["result"]] += 1
         self.last = result | {"at": time.time()}
         facts = (
@@ -244,9 +244,9 @@ class Scrubs:
         )
         if result["result"] == DIFFERENT:
             logger.critical(
-                "the weights served as %r (epoch %d) are NOT what was committed under "
-                "that label: %s; publish a whole version, or roll back (%d tensors and "
-                "%d parameters compared in %.2f s)",
+                "the live weights %r (epoch %d) are NOT what was committed under that "
+                "label: %s; publish all tensors of a version, or roll back (%d tensors "
+                "and %d parameters compared in %.2f s)",
                 *facts[:2],
                 ", ".join(result["different"]),
                 *facts[2:],
@@ -280,20 +280,20 @@ def _end(engine: weakref.ref[Scrubs]) -> None:
 
 
 def judged(ranks: list[dict[str, Any]]) -> Result:
-    """What the ranks of one engine found, added up.
+    """Merge the scrub results of the ranks of one engine.
 
     Args:
-        ranks: of each the result of its scrub; see `Scrub.result`.
+        ranks: the result of each rank; see `Scrub.result`.
 
     Returns:
-        `result`: `equal`, `different`, or `unknown` where there was nothing to compare
-        with; `num_tensors` that were compared with their digests; `num_parameters` that
-        were compared with what was staged; the names of what is `different`, at most
-        16, and `num_different`; likewise `unknown`, which nothing was there to
-        compare with.
+        `result`: `equal`, `different`, or `unknown` if nothing could be compared.
+        `num_tensors`: tensors compared with their digests. `num_parameters`: parameters
+        compared with what was staged. `different`: at most 16 names that differ, and
+        `num_different`. `unknown`: at most 16 names that could not be compared, and
+        `num_unknown`.
 
     """
-    # Of a stage of a pipeline, or a rank with some of the experts, not all are here.
+    # A pipeline stage, or a rank with some of the experts, has only some of the names.
     names = sorted({name for each in ranks for name in each["names"]})
     found = [_Found.of(each, names) for each in ranks]
     total = torch.zeros(len(names), 2, dtype=torch.int64)
@@ -334,7 +334,7 @@ def judged(ranks: list[dict[str, Any]]) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What one rank found of every name; see `Scrub.result`."""
+    """The scrub result of one rank, as arrays over all names; see `Scrub.result`."""
 
     sums: torch.Tensor
     expected: torch.Tensor
@@ -343,15 +343,15 @@ class _Found:
     holds: torch.Tensor
 
     @classmethod
-    def of(cls, told: dict[str, Any], names: list[str]) -> Self:
-        """Of a rank's reply, in the order of `names`; zeros of what it has not."""
+    def of(cls, reply: dict[str, Any], names: list[str]) -> Self:
+        """Read a rank's reply in the order of `names`; its missing names are zeros."""
         numbers = {name: number for number, name in enumerate(names)}
-        at = torch.tensor([numbers[name] for name in told["names"]], dtype=torch.int64)
+        at = torch.tensor([numbers[name] for name in reply["names"]], dtype=torch.int64)
 
         def spread(key: str, *width: int) -> torch.Tensor:
             wide = torch.zeros(len(names), *width, dtype=torch.int64)
-            if told["names"]:
-                packed = bytearray(told[key])
+            if reply["names"]:
+                packed = bytearray(reply[key])
                 wide[at] = torch.frombuffer(packed, dtype=torch.int64).view(-1, *width)
             return wide
 

@@ -1,8 +1,8 @@
-"""A lease, as on a pause: what it is on ends by itself when nobody renews it.
+"""Leases: a pause with a lease ends by itself when its owner does not renew it.
 
-A controller that dies must not park an engine for ever. So a pause may say for how long
-it holds and whose it is; asking again renews it, and when it runs out, the engine goes
-on with the weights it has.
+A trainer that dies must not leave an engine paused for ever. So a pause call may name
+its owner and the length of its lease. The same call again renews the lease. When the
+lease runs out, the engine continues with its live weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Malformed, OwnedByAnother
-from vllm.inflight.update import MAX_NAME_CHARS
 
 LONGEST_S = 86400
 RETRY_S = 1.0
@@ -23,12 +22,12 @@ logger = upstream.init_logger(__name__)
 
 
 class Lease:
-    """A lease of one engine core; changed between two steps only.
+    """A lease of one engine core. It changes only between two steps.
 
     Args:
-        turn: has a call run between two steps.
-        expire: called when it runs out.
-        what: it is on, for the log.
+        turn: runs a call between two steps.
+        expire: called when the lease runs out.
+        what: the thing that is leased, for the log.
 
     """
 
@@ -48,13 +47,13 @@ class Lease:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until it runs out; None if it does not."""
+        """Seconds until the lease runs out; None without an end."""
         return None if self._ends is None else max(0.0, self._ends - time.monotonic())
 
     def check(self, owner: str | None) -> None:
-        """Raise `OwnedByAnother` if the pause is somebody else's.
+        """Raise `OwnedByAnother` if the pause has another owner.
 
-        Who names no owner is not held up: that is an operator's way in.
+        A call that names no owner is allowed, so that an operator can always act.
         """
         if None not in (owner, self.owner) and owner != self.owner:
             left = self.left_s
@@ -64,7 +63,7 @@ class Lease:
             )
 
     def take(self, owner: str | None, seconds: float | None) -> None:
-        """Begin, or renew; without `seconds` it does not run out."""
+        """Begin or renew the lease; without `seconds` it has no end."""
         self.drop()
         self.owner = owner
         if seconds is not None:
@@ -75,7 +74,7 @@ class Lease:
             timer.start()
 
     def drop(self) -> None:
-        """The pause is over, or has another lease now."""
+        """End the lease, because the pause is over or another lease replaces it."""
         if self._timer is not None:
             self._timer.cancel()
         self.owner = self._ends = self._timer = None
@@ -85,14 +84,19 @@ class Lease:
 
         def end() -> None:
             if self._timer is not timer:
-                return  # renewed, or over, before this turn came
+                return  # renewed or ended before this call ran
             logger.warning(
-                "the lease of %r on %s has run out: it is over", self.owner, self._what
+                "the lease of %r on %s has run out, so %s ends",
+                self.owner,
+                self._what,
+                self._what,
             )
             try:
                 self._expire()
             except Exception:
-                logger.exception("it could not go on; once more in %g s", RETRY_S)
+                logger.exception(
+                    "%s could not be ended; trying again in %g s", self._what, RETRY_S
+                )
                 self.take(self.owner, RETRY_S)
                 return
             self.num_expired += 1
@@ -102,22 +106,10 @@ class Lease:
 
 
 def lease_seconds(value: Any, default: float) -> float | None:
-    """`lease_s` of a request; 0 is none, and `default` is for one that says nothing."""
+    """Read `lease_s` of a request: 0 means no lease, and None means `default`."""
     if value is None:
         value = default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= LONGEST_S:
         raise Malformed(f"lease_s must be seconds from 0 to {LONGEST_S}, got {value!r}")
     return float(value) or None
-
-
-def check_owner(value: object) -> str | None:
-    """`owner` of a request."""
-    if value is None:
-        return None
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise Malformed(
-            f"owner must be a string of 1 to {MAX_NAME_CHARS} characters, got "
-            f"{value!r:.80}"
-        )
-    return value

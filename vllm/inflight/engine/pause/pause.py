@@ -5,10 +5,11 @@
 | wait     | run to their end                 | –        | queued           |
 | in_place | frozen where they are            | kept     | queued           |
 | retract  | back to the front of the queue   | freed    | queued           |
-| abort    | finished now, with what they have| freed    | finished too     |
+| abort    | finished now, with their tokens  | freed    | finished too     |
 
-A pause takes effect between two steps. A commit treats requests the same way but
-stops nothing; with `wait` it holds new requests back until the running ones are done.
+A pause takes effect between two steps. A commit treats requests in the same way and
+does not stop decoding. With `wait`, a commit queues new requests until the running ones
+are done.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.calls import check_owner
 from vllm.inflight.engine.context import EngineContext
-from vllm.inflight.engine.pause.lease import Lease, check_owner, lease_seconds
-from vllm.inflight.engine.scheduling import abort, kv_connectors, request_checks
+from vllm.inflight.engine.pause import abort
+from vllm.inflight.engine.pause.lease import Lease, lease_seconds
+from vllm.inflight.engine.scheduling import kv_connectors, request_checks
 from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
+from vllm.inflight.engine.switch import Switch, WaitingSwitch
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.errors import (
     DeadlineExceeded,
@@ -37,46 +40,8 @@ from vllm.inflight.update import PAUSE_MOVES, PauseMode
 Reply = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """What a commit or a rollback does between two steps, and whose it is."""
-
-    what: str
-    """As a message calls it: `the commit of update 'u'`."""
-    make: Callable[[], Reply]
-    update: Update | None
-    """That is committed, and ends it with its own end; None for a rollback."""
-    to_version: str | None = None
-    """Of a rollback: the label that it returns to."""
-    longest_s: float | None = None
-    """Most seconds that it waits for requests; None: its update has a deadline."""
-
-    @property
-    def if_given_up(self) -> str:
-        """What a message says of it when it does not come to be."""
-        if self.update is None:
-            return "the version served stays"
-        return "it is still staged"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WaitingSwitch:
-    """A switch that waits for the running requests; new ones wait for it."""
-
-    switch: Switch
-    answer: Future[Reply]
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until it is given up; None if its update has the deadline."""
-        if self.switch.longest_s is None:
-            return None
-        return max(0.0, self.began + self.switch.longest_s - time.monotonic())
-
-
 class Pauses:
-    """The pause of one engine core, if there is one."""
+    """The pause of one engine core, while there is one."""
 
     def __init__(
         self, core: upstream.EngineCore, controller: EngineContext, *, lease_s: float
@@ -84,22 +49,22 @@ class Pauses:
         self._core = core
         self._controller = controller
         self.asked: PauseMode | None = None
-        """The mode somebody asked for; upstream's own calls leave none here."""
+        """The mode that a call of ours asked for; upstream's own calls set none."""
         self._lease = Lease(controller.step_queue.submit, self._go_on)
         self._lease_s = lease_s
         self._settling: list[Future[Reply]] = []
-        """Pauses that have not taken effect yet, because steps are in flight."""
+        """Replies to pauses that wait for steps in flight before they take effect."""
         self.commit: WaitingSwitch | None = None
-        """The commit or rollback that waits for running requests, if one does."""
+        """The commit or rollback that waits for running requests; None if none does."""
 
     @property
     def is_paused(self) -> bool:
-        """Whether decoding stands still or is about to."""
+        """Whether decoding is stopped, or stops after the steps in flight."""
         return bool(self._core.is_scheduler_paused())
 
     @property
     def mode(self) -> PauseMode | None:
-        """The mode of the pause in force, whoever began it; None without one."""
+        """The mode of the current pause, also of upstream's; None without a pause."""
         if not self.is_paused:
             return None
         if self.asked is not None:
@@ -119,8 +84,10 @@ class Pauses:
     ) -> Any:
         """Pause, make a pause stricter, or renew its lease.
 
-        Replies when the mode has taken effect; once is as good as twice. A trial is
-        refused as the pause would be; else it replies, and does nothing.
+        The reply comes when the mode has taken effect. The call may be repeated: in the
+        mode that is in force it is a renewal, and requests queued since the pause began
+        stay queued. A trial raises the errors of the pause, and otherwise replies and
+        changes nothing.
         """
         started = time.perf_counter()
         owner, seconds = check_owner(owner), lease_seconds(lease_s, self._lease_s)
@@ -132,19 +99,23 @@ class Pauses:
                 f"from there to {mode.value}: what it has let go of does not come "
                 "back. Continue first"
             )
-        self._check(mode, flush_cache, is_later=True)
+        is_renewal = self.is_paused and self.asked is mode
+        if not is_renewal:
+            self._check_mode(mode)
+        if flush_cache:
+            request_checks.check_flush(self._core.scheduler, mode, is_later=True)
         if is_trial:
             return self._reply(started)
         counts = {"num_aborted": 0, "num_retracted": 0}
-        if mode is PauseMode.ABORT:
+        if mode is PauseMode.ABORT and not is_renewal:
             counts |= abort.abort_requests(self._controller, {})
         stopped = self._stop(mode)
-        is_renewed, self.asked = self.asked is mode, mode
+        self.asked = mode
         self._controller.counts.paused(mode)
         self._lease.take(owner, seconds)
 
         def settle() -> Reply:
-            # A stricter pause may have come meanwhile, and has done its own part.
+            # A stricter pause may have replaced this one, and has treated the requests.
             if mode is PauseMode.RETRACT and self.asked is mode:
                 counts["num_retracted"] = SchedulerState.of(
                     self._core.scheduler
@@ -152,7 +123,7 @@ class Pauses:
             flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
             treated = self._controller.counts.treated(counts)
             reply: Reply = self._reply(started) | treated | flushed
-            if not is_renewed:
+            if not is_renewal:
                 running, waiting = reply["num_running"], reply["num_waiting"]
                 still = f"{running} requests running, {waiting} waiting"
                 self._controller.events.paused(mode, owner, still, reply["seconds"])
@@ -160,8 +131,37 @@ class Pauses:
 
         return self._then(stopped, settle)
 
+    def stop_for_release(
+        self, mode: PauseMode, release: Callable[[Reply], Reply]
+    ) -> Any:
+        """Have decoding stand still for memory that is given back.
+
+        Calls `release` with the counts of requests once no step is in flight and
+        `mode` has been done to them. The pause that somebody asked for stays; only one
+        in place whose requests are retracted is in mode `retract` from then on.
+        """
+        counts = {"num_aborted": 0, "num_retracted": 0}
+        if mode is PauseMode.ABORT:
+            counts |= abort.abort_requests(self._controller, {})
+        stopped = self._stop(mode)
+
+        def settle() -> Reply:
+            if mode is PauseMode.RETRACT:
+                counts["num_retracted"] = SchedulerState.of(
+                    self._core.scheduler
+                ).retract()
+                self.note_retracted()
+            return release(self._controller.counts.treated(counts))
+
+        return self._then(stopped, settle)
+
+    def note_retracted(self) -> None:
+        """The requests that a pause held in place have given up their KV."""
+        if self.asked is PauseMode.IN_PLACE:
+            self.asked = PauseMode.RETRACT
+
     def resume(self, owner: object = None) -> Reply:
-        """Go on, on whatever weights are live; twice is as good as once."""
+        """Continue decoding with the live weights. The call may be repeated."""
         started = time.perf_counter()
         if self.is_paused:
             self._lease.check(check_owner(owner))
@@ -187,19 +187,19 @@ class Pauses:
         return self._reply(started)
 
     def hold(self) -> bool:
-        """Have the scheduler stand as it was asked to; False if nobody has asked."""
+        """Stop the scheduler again in the current mode; False if there is no pause."""
         mode = PauseMode.WAIT if self.asked is None and self.commit else self.asked
         if mode is not None:
             self._hold(mode)
         return mode is not None
 
     def flush(self) -> Reply:
-        """Drop every cached block nobody holds; refused while one is held."""
+        """Drop every cached block; rejected while a request holds one."""
         request_checks.check_flush(self._core.scheduler, PauseMode.IN_PLACE)
         return {"dropped": flush(self._core, media=True)}
 
     def state(self) -> Reply:
-        """Whether decoding stands still, in which mode, whose it is and how long."""
+        """The pause, its mode, its owner and its lease, for `GET /is_paused`."""
         mode = self.mode
         return {
             "is_paused": self.is_paused,
@@ -213,14 +213,16 @@ class Pauses:
         }
 
     def close(self) -> None:
-        """No lease outlives its engine."""
+        """End the lease, so that it does not outlive its engine."""
         self._lease.drop()
 
     # ------------------------------------------------------------- at a commit
     def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
-        """Raise if a commit cannot treat requests as `mode` says, here and now."""
+        """Raise if a commit cannot treat requests as `mode` says at this moment."""
         kv_connectors.check_commit(self._core.scheduler, mode)
-        self._check(mode, flush_cache, is_later=False)
+        self._check_mode(mode)
+        if flush_cache:
+            request_checks.check_flush(self._core.scheduler, mode)
         if mode is PauseMode.WAIT and self._controller.dp_commit.is_kept:
             raise PauseConflict(
                 "engines that step together do not end their requests together, so "
@@ -237,10 +239,10 @@ class Pauses:
             )
 
     def between_requests(self, mode: PauseMode, switch: Switch) -> Any:
-        """Make `switch` now, or for `wait` once the running requests are done.
+        """Make `switch` now, or in mode `wait` when the running requests are done.
 
-        One that waits ends by the deadline of its update, or after its own longest
-        wait; `give_up` ends it as well.
+        The deadline of its update, or `longest_s`, bounds the wait. `give_up` ends it
+        as well.
         """
         scheduler = self._core.scheduler
         if mode is not PauseMode.WAIT or not SchedulerState.of(scheduler).is_busy():
@@ -254,10 +256,11 @@ class Pauses:
                     or SchedulerState.of(scheduler).sent_back()
                 ):
                     raise PauseConflict(
-                        "requests were paused while it waited; " + switch.if_given_up
+                        f"requests were paused while {switch.what} waited for them; "
+                        + switch.if_given_up
                     )
                 kv_connectors.check_commit(scheduler, mode)
-                # What a sleep has saved already would come back under a new label.
+                # A sleep may have saved the old weights, and waking restores those.
                 self._controller.sleep.check_weights(is_whole=True)
                 return switch.make()
             finally:
@@ -273,8 +276,8 @@ class Pauses:
     def give_up(self, error: InflightError, update: Update | None = None) -> None:
         """End the wait of the commit of `update`, or of a rollback if that is None.
 
-        New requests are let in again. Whoever waits for it is told `error`. Does
-        nothing where it is something else that waits, or nothing does.
+        New requests are scheduled again, and the waiting call gets `error`. Nothing
+        happens if another switch waits, or none.
         """
         waits = self.commit
         if waits is None or waits.switch.update is not update:
@@ -291,7 +294,7 @@ class Pauses:
             self._go_on()
 
     def require_no_rollback(self) -> None:
-        """Raise `UpdateBusy` while a rollback waits: it needs what would be changed."""
+        """Raise `UpdateBusy` while a rollback waits, since it needs its target."""
         if self.commit is not None and self.commit.switch.update is None:
             raise UpdateBusy(
                 f"{self.commit.switch.what} waits for running requests; wait for it, "
@@ -299,7 +302,7 @@ class Pauses:
             )
 
     def treat(self, mode: PauseMode, *, flush_cache: bool = False) -> Reply:
-        """Do to the requests what a commit in `mode` does; returns the counts."""
+        """Retract or abort requests as a commit in `mode` does; returns the counts."""
         facts: Reply = {}
         if mode is PauseMode.RETRACT:
             facts["num_retracted"] = SchedulerState.of(self._core.scheduler).retract()
@@ -309,25 +312,23 @@ class Pauses:
 
     # ---------------------------------------------------------------- helpers
     def _flushed(self, *, media: bool) -> Reply:
-        """Drop the caches where that can be told, but not be refused any more."""
+        """Drop the caches; a failure goes into the reply, since it comes too late."""
         try:
             return {"dropped": flush(self._core, media=media)}
         except PauseConflict as error:
             return {"dropped": None, "not_dropped": error.message}
 
-    def _check(self, mode: PauseMode, flush_cache: bool, *, is_later: bool) -> None:
-        scheduler = self._core.scheduler
+    def _check_mode(self, mode: PauseMode) -> None:
         request_checks.check_mode(
-            scheduler, mode, in_process=self._controller.in_process
+            self._core.scheduler, mode, in_process=self._controller.in_process
         )
-        if flush_cache:
-            request_checks.check_flush(scheduler, mode, is_later=is_later)
 
     def _stop(self, mode: PauseMode) -> Future[Any] | None:
-        """Have the scheduler stop; done when no step is in flight."""
+        """Stop the scheduler; the Future is done when no step is in flight."""
         if not self._controller.in_process:
-            known = {PauseMode.WAIT: "wait", PauseMode.ABORT: "abort"}
-            name = known.get(mode, "keep")
+            # Upstream's "abort" ends every request, also when a pause is renewed.
+            # What this pause aborts has ended already, so nothing is left to wait for.
+            name = "wait" if _holds_new(mode) else "keep"
             pending: Future[Any] | None = self._core.pause_scheduler(name, False)
             return pending
         before = self._core.scheduler.pause_state
@@ -335,13 +336,13 @@ class Pauses:
         try:
             self._controller.drain()
             self._core.model_executor.collective_rpc("synchronize_device")
-        except BaseException:  # Ctrl-C, too: nobody would know of such a pause
+        except BaseException:  # Ctrl-C, too: the caller would not know of the pause
             self._core.scheduler.set_pause_state(before)
             raise
         return None
 
     def _end_in_time(self, waits: WaitingSwitch) -> None:
-        """Give a switch up that waits for too long, if no update ends it."""
+        """Give up a rollback after its longest wait."""
         if (longest_s := waits.switch.longest_s) is None:
             return
 
@@ -361,13 +362,12 @@ class Pauses:
 
     def _hold(self, mode: PauseMode) -> None:
         states = upstream.PauseState
-        is_loose = mode in (PauseMode.WAIT, PauseMode.ABORT)
-        state = states.PAUSED_NEW if is_loose else states.PAUSED_ALL
+        state = states.PAUSED_NEW if _holds_new(mode) else states.PAUSED_ALL
         self._core.scheduler.set_pause_state(state)
 
     def _go_on(self, *, is_asked: bool = False) -> None:
         if self.commit is None and self._controller.sleep.may_go_on(is_asked):
-            # First: where engines step together it may not be the time for it.
+            # First, since it raises where engines step together and must wait.
             self._controller.dp_commit.resume()
         mode, self.asked = self.asked, None
         seconds = self._controller.counts.resumed()
@@ -381,13 +381,13 @@ class Pauses:
                 )
         self._settling = [pending for pending in self._settling if pending is kept]
         if self.commit is not None:
-            # Somebody's pause is over, the wait of the commit is not.
+            # The pause is over, and the commit still waits for running requests.
             self._hold(PauseMode.WAIT)
-        # A loop that was idle would go on waiting for its input queue.
+        # An idle engine loop would keep waiting for its input queue.
         self._controller.wake()
 
     def _then(self, pending: Future[Any] | None, call: Callable[[], Reply]) -> Any:
-        """`call` now, or when `pending` is done, on the thread that finishes it."""
+        """Run `call` now, or when `pending` is done, on the thread that finishes it."""
         if pending is None:
             return call()
         result: Future[Reply] = Future()
@@ -395,7 +395,7 @@ class Pauses:
 
         def done(finished: Future[Any]) -> None:
             if result not in self._settling:
-                return  # answered already: it was overtaken
+                return  # another call has answered it already
             self._settling.remove(result)
             try:
                 finished.result()
@@ -421,19 +421,26 @@ class Pauses:
         }
 
 
+def _holds_new(mode: PauseMode) -> bool:
+    """Whether a pause in `mode` holds new requests and lets running ones go on.
+
+    After an abort no request is left that could.
+    """
+    return mode in (PauseMode.WAIT, PauseMode.ABORT)
+
+
 def flush(core: upstream.EngineCore, *, media: bool) -> dict[str, Any]:
     """Drop every cache of an engine that holds no request's KV.
 
     Args:
         core: upstream's.
-        media: also what was made of pictures and sounds before any weight saw them.
-            The front end has the same under the same names, and sends the name alone
-            of what it believes to be here: it has to drop its own first.
+        media: also drop preprocessed images and audio. The front end caches the same
+            items and then sends only their names. So it must drop its own first.
 
     Returns:
-        `blocks`: cached KV blocks dropped. `connector`: True if its cache was
-        dropped, False if it cannot say so, None without one. `encoder_outputs`:
-        of media, dropped.
+        `blocks`: number of KV blocks dropped. `connector`: True if the connector's
+        cache was dropped, False if the connector did not confirm it, None without a
+        connector. `encoder_outputs`: number of outputs of the media encoder dropped.
 
     Raises:
         PauseConflict: blocks are in use, or the connector refused.
@@ -467,5 +474,5 @@ def _flush_connector(connector: upstream.KVConnectorBase_V1 | None) -> bool | No
             f"{type(connector).__name__} could not reset its cache; try again when its "
             "transfers are over"
         )
-    # None is upstream's "not implemented": what it holds is still there.
+    # None is upstream's "not implemented": the connector still has its cache.
     return answer is True

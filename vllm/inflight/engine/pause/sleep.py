@@ -1,16 +1,16 @@
-"""Sleep: what of an engine's weights is not there, and what that rules out.
+"""Sleep: the state of an engine's weights, and which calls that state allows.
 
-| weights   | since                                   | updates | decoding            |
-|-----------|-----------------------------------------|---------|---------------------|
-| `live`    |                                         | yes     | once KV is awake too|
-| `asleep`  | a sleep of level 1 or 2                 | refused | no                  |
-| `gone`    | waking from level 2, or a call of       | whole   | once whole weights  |
-|           | somebody's that broke off as it wrote   |         | have come           |
-| `loading` | a call of somebody's began a reload and | refused | once that reload    |
-|           | has not ended it                        |         | has ended           |
+| weights   | cause                                | updates      | decoding           |
+|-----------|--------------------------------------|--------------|--------------------|
+| `live`    | the weights are complete             | all          | if KV is awake too |
+| `asleep`  | a sleep of level 1 or 2              | none         | no                 |
+| `gone`    | waking up from level 2, or a failed  | of all       | after an update of |
+|           | out-of-band write                    | tensors only | all tensors        |
+| `loading` | an out-of-band reload has begun      | none         | when it has ended  |
 
-Upstream puts the engine to sleep and wakes it up; this says who may do what meanwhile.
-What writes into weights past any update is outside_writes.py's.
+Upstream puts the engine to sleep and wakes it up. This module decides which control
+calls are allowed meanwhile, and whether the engine decodes. outside_writes.py detects
+out-of-band writes.
 """
 
 from __future__ import annotations
@@ -21,37 +21,49 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.context import EngineContext
-from vllm.inflight.errors import EngineAsleep, UpdateBusy
+from vllm.inflight.engine.pause import pause
+from vllm.inflight.engine.scheduling import request_checks
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
+from vllm.inflight.errors import (
+    EngineAsleep,
+    EngineFault,
+    PauseConflict,
+    UpdateBusy,
+)
+from vllm.inflight.update import PauseMode
+from vllm.inflight.worker.memory.placement import is_wanted
 
 logger = upstream.init_logger(__name__)
 
 WEIGHTS = "weights"
-"""Upstream's name of this part of the memory."""
+KV_CACHE = "kv_cache"
+"""Upstream's names of the parts of the memory."""
 
 FILLING = ("start", "receive", "prepare", "commit", "rollback", "undo", "unused")
 READING = ("checksums", "rows", "rename", "verify")
-"""Control calls that put weights into the memory, and that read or name those there."""
+"""Control calls that fill the weights' memory, and calls that read or label it."""
 
 GIVEN_UP = "a sleep of level 2 has given the weights up"
 
 
 class Sleep:
-    """The sleep of one engine core, whoever asked for it."""
+    """The sleep of one engine core, whichever call began it."""
 
     def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         self._core = core
         self._controller = controller
         self._level_under_way = 0
-        """The level, from the call on until memory is given back; requests may run."""
+        """The level of a sleep that has not released memory yet; requests may run."""
         self._under_way: Future[Any] | None = None
-        """What tells that it has been given back, if requests have to end first."""
+        """The Future of that sleep, while requests have to end first."""
         self._lost: str | None = None
-        """Why what the weights' memory held is lost; None if it is not, or if other
-        weights have come in its place."""
+        """Why the weights are lost; None if they are not, or are filled again."""
         self._loading: str | None = None
-        """What has begun a reload of live weights that has not ended."""
+        """The call that has begun a reload of live weights and has not ended it."""
+        self._released: tuple[set[str], upstream.PauseState] | None = None
+        """The parts that the last release gave back, and the pause state before it."""
         self.is_paused_by_sleep = False
-        """From a sleep of level 0 on, which gives nothing back, until it is ended."""
+        """True during a sleep of level 0, which pauses and releases no memory."""
 
     @property
     def weights(self) -> str:
@@ -64,44 +76,50 @@ class Sleep:
 
     @property
     def detail(self) -> str | None:
-        """Why nothing is decoded with the weights, in a sentence; None if they live."""
+        """Why the engine cannot decode with its weights; None if they are live."""
         state = self.weights
         if state == "asleep":
             return "the weights of this engine are asleep"
         if state == "loading":
             return (
-                f"{self._loading} has begun a reload of the weights that are served "
-                "and has not ended it; decoding goes on when it has, and what it has "
-                "taken aside is put back by POST /abort_weight_update, or when "
-                "--inflight-update-deadline-s has passed since its last call"
+                f"{self._loading} has begun a reload of the live weights and has not "
+                "ended it. Decoding goes on when it has. POST /abort_weight_update "
+                "ends it and restores the weights. The engine does so by itself when "
+                "--inflight-update-deadline-s has passed since the last call"
             )
         if state == "gone":
             has_come = self._controller.outside_writes.progress()
-            return f"{self._lost}; decoding waits for whole weights{has_come}"
+            return f"{self._lost}; decoding waits for all weights{has_come}"
         return None
 
     @property
     def may_decode(self) -> bool:
-        """Whether everything is there that a step needs."""
+        """Whether weights and KV cache are awake, and the weights complete."""
         return self.weights == "live" and not self._core.model_executor.is_sleeping
 
     def may_go_on(self, is_asked: bool = False) -> bool:
-        """Whether decoding goes on: of itself where it does not doze, or on demand."""
+        """Whether the engine decodes again when a pause ends.
+
+        A sleep of level 0 prevents it, unless a call asked to continue (`is_asked`).
+        """
         return self.may_decode and (is_asked or not self.is_paused_by_sleep)
 
     def check(self, method: str, body: dict[str, Any]) -> None:
-        """Raise if a control call needs what is not there; see `check_weights`."""
+        """Raise if a control call needs weights that are missing.
+
+        See `check_weights` for the errors.
+        """
         if method == "resume" and self.weights == "loading":
             raise UpdateBusy(str(self.detail))
         if method == "resume" and not self.may_decode:
             raise EngineAsleep(
                 f"the engine is asleep (weights: {self.weights}); decoding goes on "
-                "when all of it has been woken up and there are weights"
+                "when all of it has been woken up and its weights are complete"
                 + (f": {self.detail}" if self.weights == "gone" else "")
             )
         if method in FILLING:
             manifest = body.get("manifest")
-            # One that is no object is refused as what it is, awake or asleep.
+            # A manifest that is not an object is rejected later, awake or asleep.
             is_part = isinstance(manifest, dict) and (
                 manifest.get("subset") or manifest.get("draft")
             )
@@ -110,11 +128,11 @@ class Sleep:
             self.check_weights(is_whole=False)
 
     def check_weights(self, *, is_whole: bool) -> None:
-        """Raise unless there are weights, or all of them come.
+        """Raise if the weights are missing, unless this call brings all of them.
 
         Raises:
-            EngineAsleep: there are none, and not all come.
-            UpdateBusy: a reload of somebody's is under way.
+            EngineAsleep: the weights are asleep, or lost and not all of them come.
+            UpdateBusy: an out-of-band reload is under way.
 
         """
         if self.weights == "loading":
@@ -125,51 +143,64 @@ class Sleep:
             )
 
     def lose(self, why: str) -> None:
-        """The weights are of no use any more: nothing decodes until others come.
+        """Mark the weights as lost, and stop decoding until an update fills them.
 
         Args:
-            why: without an end, as it goes into sentences.
+            why: the reason, as a clause for messages.
 
         """
         self._lost, self._loading = why, None
         self._hold()
 
     def begin_load(self, name: str) -> None:
-        """A call named `name` has taken layers aside: nothing decodes meanwhile."""
+        """Stop decoding, because the call `name` has begun to reload layers."""
         self._loading = name
         self._hold()
 
     def end_load(self) -> None:
-        """Every layer has its memory again."""
+        """Continue decoding, because every layer has its memory again."""
         if self._loading is not None:
             self._loading = None
             self._go_on()
 
     @property
     def loading(self) -> str | None:
-        """What has begun a reload of live weights that has not ended; None if none."""
+        """The call that has begun a reload of live weights; None if none is open."""
         return self._loading
 
     @property
     def is_lost(self) -> bool:
-        """Whether the weights are of no use, be they awake or not."""
+        """Whether the weights are lost, whether they are awake or asleep."""
         return self._lost is not None
 
-    def sleep(self, level: int, sleep: Callable[[int], Any]) -> Any:
-        """Put the engine to sleep by `sleep`, once no rank works on its shadow weights.
+    def sleep(
+        self, level: int, sleep: Callable[[int], Any], mode: str = "abort"
+    ) -> Any:
+        """Call `sleep` when no rank works on its shadow weights any more.
 
-        One that comes while another still waits for requests treats them as it says,
-        and is of the level that the ranks were prepared for.
+        Mode `keep` retracts the requests, because the contents of the KV cache are
+        lost. A second call while the first waits for requests keeps the level of the
+        first, and treats requests in its own mode.
 
         Raises:
-            EngineFault: a transfer does not let go, or a host lacks memory for what
-                is to be kept; only the update that was under way has ended.
+            PauseConflict: mode `keep`, and a request cannot be retracted; nothing has
+                changed.
+            EngineFault: a transfer did not stop, or a host lacks memory for the copy.
+                The engine stays awake; its update under way has ended.
 
         """
         if level < 1:
             answer = sleep(level)
             self.is_paused_by_sleep = True
             return answer
+        if mode == "keep":
+            request_checks.check_mode(
+                self._core.scheduler,
+                PauseMode.RETRACT,
+                in_process=self._controller.in_process,
+            )
+            self._check_kv(self._core.scheduler)
+            self._controller.pauses.note_retracted()
         if self.weights == "asleep":
             return sleep(self._level_under_way or level)
         self._controller.outside_writes.abort("the engine was put to sleep")
@@ -188,16 +219,138 @@ class Sleep:
             self._slept(level, None)
         return answer
 
-    def wake(self, wake: Callable[[], bool]) -> Any:
-        """Wake up by `wake`; a pause that somebody else began goes on.
+    @property
+    def gives_weights_alone(self) -> bool:
+        """Whether the weights can be given back while the KV cache stays.
 
-        While a sleep waits for requests, a Future of that: else memory would be given
-        back after it, under an engine that decodes.
+        They can where they lie in the arena. Upstream has one sleep for all its pools.
+        """
+        return is_wanted(self._core.vllm_config)
+
+    def release(
+        self, tags: set[str], mode: PauseMode | None, *, is_trial: bool = False
+    ) -> Any:
+        """Give back the parts of the memory that `tags` name, until they are woken up.
+
+        A copy of the weights is kept on the host. What the KV cache held is lost, so
+        no request may hold KV there. Parts that are asleep already are left alone; if
+        all are, no request is touched. A trial is refused as the release would be; else
+        it replies, and does nothing.
+
+        Args:
+            tags: `weights`, `kv_cache`.
+            mode: `abort`, `retract` or `in_place`, for the requests. None: that of a
+                pause in place or with retraction, else `abort`.
+            is_trial: whether this is a trial.
+
+        Raises:
+            PauseConflict: a request cannot be kept as `mode` says; nothing has changed.
+            EngineFault: the memory could not be given back.
+
+        """
+        if self._under_way is not None:
+            raise PauseConflict(
+                "memory of the engine is being given back already; wait for the reply "
+                "to that call"
+            )
+        executor = self._core.model_executor
+        self._released = None
+        parts = set(tags)
+        if WEIGHTS in parts and not self.gives_weights_alone:
+            parts.add(KV_CACHE)
+        parts -= executor.sleeping_tags
+        if mode is None:
+            mode = self._controller.pauses.asked
+            if mode not in (PauseMode.IN_PLACE, PauseMode.RETRACT):
+                mode = PauseMode.ABORT
+        reply = {"released": sorted(parts), "mode": mode.value}
+        if parts:
+            self._check_release(parts, mode, is_forced=KV_CACHE not in tags)
+        if is_trial or not parts:
+            return reply | {"num_aborted": 0, "num_retracted": 0}
+        has_weights = WEIGHTS in parts
+        before = self._core.scheduler.pause_state
+        if has_weights:
+            self._controller.outside_writes.abort("the weights were put to sleep")
+            self._level_under_way = 1
+
+        def ended(error: BaseException | None) -> None:
+            self._under_way = None
+            if has_weights:
+                self._slept(1, error)
+            if error is None:
+                self._released = (parts, before)
+            else:
+                self._not_released(parts, before)
+
+        def give_back(counts: dict[str, Any]) -> dict[str, Any]:
+            if KV_CACHE in parts:
+                self._drop_caches()
+            try:
+                if len(parts) > 1 or (has_weights and not self.gives_weights_alone):
+                    executor.sleep(1)
+                else:
+                    executor.discard(tuple(parts))
+            except Exception as error:
+                logger.exception("memory could not be given back")
+                raise EngineFault(
+                    f"memory ({', '.join(sorted(parts))}) could not be given back: "
+                    f"{type(error).__name__}: {error}"
+                    + ("; requests were aborted" if mode is PauseMode.ABORT else "")
+                ) from error
+            return reply | counts
+
+        try:
+            if has_weights:
+                self._controller.updates.end(
+                    EngineAsleep("the engine was put to sleep")
+                )
+                self._controller.ranks.prepare_sleep(1)
+            answer = self._controller.pauses.stop_for_release(mode, give_back)
+        except BaseException as error:
+            ended(error)
+            raise
+        if isinstance(answer, Future):
+            self._under_way = answer
+            answer.add_done_callback(lambda done: ended(done.exception()))
+        else:
+            ended(None)
+        return answer
+
+    def undo_release(self) -> None:
+        """Take back the memory of the last release, because another engine failed.
+
+        Requests that it retracted or ended stay so.
+        """
+        if self._released is None:
+            return
+        (parts, before), self._released = self._released, None
+        self._core.model_executor.wake_up(sorted(parts))
+        self._not_released(parts, before)
+
+    def release_kv_cache(self, release: Callable[[], Any]) -> Any:
+        """Give the KV cache back under a pause: by `release` if no request is kept.
+
+        Upstream's own refuses to with requests, though it calls them kept.
+        """
+        core, asked = self._core, self._controller.pauses.asked
+        if not core.is_scheduler_paused() or not core.scheduler.requests:
+            return release()
+        is_in_place = asked is PauseMode.IN_PLACE
+        mode = PauseMode.IN_PLACE if is_in_place else PauseMode.RETRACT
+        return self.release({KV_CACHE}, mode)
+
+    def wake(self, wake: Callable[[], bool]) -> Any:
+        """Call `wake`. A pause that a pause call began stays in force.
+
+        While a sleep waits for requests, waking waits for it too and returns a Future.
+        Otherwise the sleep would release memory of an engine that decodes.
         """
         if self._under_way is not None:
             woken: Future[bool] = Future()
             self._under_way.add_done_callback(lambda _: self._wake_later(woken, wake))
             return woken
+        self._released = None
         dp_commit = self._controller.dp_commit
         stood_still = dp_commit.is_kept and not self._core.engines_running
         were_asleep = self.weights == "asleep"
@@ -211,8 +364,70 @@ class Sleep:
                 dp_commit.settle(is_held)
             self._controller.wake()
             if self.weights == "gone":
-                logger.warning("awake, without weights: %s", self.detail)
+                logger.warning("the engine is awake without weights: %s", self.detail)
         return is_awake
+
+    def _check_release(
+        self, parts: set[str], mode: PauseMode, *, is_forced: bool
+    ) -> None:
+        """Raise `PauseConflict` if a request cannot be kept as `mode` says."""
+        scheduler, pauses = self._core.scheduler, self._controller.pauses
+        if mode is PauseMode.ABORT:
+            return
+        if pauses.mode is PauseMode.WAIT and SchedulerState.of(scheduler).is_busy():
+            raise PauseConflict(
+                "requests run to their end under a pause of mode 'wait', or for a "
+                f"commit; mode '{mode.value}' would stop them half-way: call again "
+                "when they are done"
+            )
+        if KV_CACHE in parts:
+            if mode is PauseMode.IN_PLACE and scheduler.running:
+                together = (
+                    "; here the weights are given back only together with the KV cache"
+                    if is_forced
+                    else ""
+                )
+                raise PauseConflict(
+                    f"{len(scheduler.running)} requests stay in place and hold KV, "
+                    "which would be lost with the memory of the KV cache; use mode "
+                    f"'retract', which computes it again{together}"
+                )
+            self._check_kv(scheduler)
+        if mode is PauseMode.RETRACT:
+            request_checks.check_mode(
+                scheduler, mode, in_process=self._controller.in_process
+            )
+
+    def _drop_caches(self) -> None:
+        try:
+            # Front ends keep what they know of media: a request that came meanwhile
+            # has sent their names alone.
+            pause.flush(self._core, media=False)
+        except PauseConflict as error:
+            raise PauseConflict(
+                "the KV cache was not given back, because something still uses it "
+                f"({error.message}); call again"
+            ) from error
+
+    def _check_kv(self, scheduler: upstream.Scheduler) -> None:
+        if held := request_checks.holders(scheduler, is_later=True):
+            raise PauseConflict(
+                f"the KV cache cannot be given back under {held}; wait for them, or "
+                "use mode 'abort'"
+            )
+
+    def _not_released(self, parts: set[str], before: upstream.PauseState) -> None:
+        """Let decoding go on as before a release that has failed, where it can."""
+        sleeping = self._core.model_executor.sleeping_tags
+        if sleeping & parts == {KV_CACHE}:
+            # Some ranks may have given theirs back; nothing of value was left in it.
+            self._core.model_executor.wake_up([KV_CACHE])
+        if sleeping:
+            return
+        if before == upstream.PauseState.UNPAUSED:
+            self._go_on()
+        else:
+            self._core.scheduler.set_pause_state(before)
 
     def _wake_later(self, woken: Future[bool], wake: Callable[[], bool]) -> None:
         try:
@@ -221,14 +436,14 @@ class Sleep:
             woken.set_exception(error)
 
     def filled(self) -> None:
-        """Whole weights have come in the place of those that were lost."""
+        """Continue decoding, because an update has filled all lost weights."""
         if self._lost is not None:
             self._lost = None
             self._controller.live_version.forget_before()
             self._go_on()
 
     def _go_on(self) -> None:
-        """Let decoding go on, unless something else is missing or somebody paused."""
+        """Continue decoding, unless weights are missing or a pause is in force."""
         if not self._hold() and self.may_go_on():
             self._controller.dp_commit.resume()
             self._controller.wake()
@@ -236,13 +451,12 @@ class Sleep:
     def _slept(self, level: int, error: BaseException | None) -> None:
         self._level_under_way, self._under_way = 0, None
         if error is not None and WEIGHTS not in self._core.model_executor.sleeping_tags:
-            self._controller.ranks.prepare_sleep(
-                0
-            )  # it failed before any rank was told
+            # The call failed before any rank began to sleep.
+            self._controller.ranks.prepare_sleep(0)
             return
         self._controller.live_version.forget_before()
         config = self._core.vllm_config.model_config
-        # Who cannot be updated is upstream's to fill again, and to trust that it was.
+        # Upstream refills an engine that cannot be updated, without a report of it.
         if (
             level > 1
             and config.enable_sleep_mode
@@ -252,7 +466,7 @@ class Sleep:
             self._controller.live_version.lose()
 
     def _hold(self) -> bool:
-        """Have the scheduler stand still if something is missing, or somebody asked."""
+        """Stop the scheduler if weights are missing or a pause is in force."""
         is_missing = self.weights in ("gone", "loading")
         if not self._core.model_executor.is_sleeping and is_missing:
             self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_ALL)

@@ -1,9 +1,9 @@
-"""Sessions that were aborted: what their front end had sent before it knew.
+"""Aborted streaming sessions: later chunks of them must not begin a new request.
 
-Their context is gone, so a chunk that comes late begins no request. How late cannot be
-told: it may wait for as long as a step takes. So it is not the time that is remembered,
-but whose they were; and the front end marks the chunk that begins a session, since
-another may have the same id.
+The front end may have sent a chunk before it knew of the abort. The session's context
+is gone, so such a late chunk is dropped. The chunk may arrive at any later time, so the
+ids of aborted sessions are remembered. The front end marks the first chunk of a
+session, since a new session may have the same id.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEGINS = "inflight_begins"
 """The extra argument of a session's first chunk."""
 
 SIGNAL = [0]
-"""The prompt with which upstream's front end says that a session's input has ended."""
+"""The prompt by which upstream's front end marks the end of a session's input."""
 
 
 @dataclass(slots=True)
@@ -31,17 +31,17 @@ class SessionQueue(AttachedOnDemand):
 
 
 def mark(request: upstream.Request) -> None:
-    """Have this chunk, as the front end sends it, begin a session."""
+    """Mark the first chunk of a session, in the front end."""
     params = request.sampling_params
     params.extra_args = {**(params.extra_args or {}), BEGINS: True}
 
 
 class AbortedSessions:
-    """The aborted sessions of one scheduler, as many as are remembered."""
+    """The last aborted sessions of one scheduler."""
 
     def __init__(self) -> None:
         self._arrivals: dict[str, float] = {}
-        """Id → when the last chunk that it had taken up was made; the oldest first."""
+        """The arrival time of the last accepted chunk, by id; the oldest id first."""
 
     def add(self, session: upstream.Request) -> None:
         """Remember `session`, in place of the oldest."""
@@ -51,18 +51,18 @@ class AbortedSessions:
             del self._arrivals[next(iter(self._arrivals))]
 
     def forget(self, request: upstream.Request) -> None:
-        """Its id is another's now, or nothing more comes for it."""
+        """Forget a session: its id is reused, or no more chunks come."""
         self._arrivals.pop(request.request_id, None)
 
     def is_late(self, request: upstream.Request) -> bool:
-        """Whether `request` is of such a session, and not another of the same id."""
+        """Whether `request` is a late chunk, not of a new session with the same id."""
         arrival = self._arrivals.get(request.request_id)
         if arrival is None:
             return False
         if request.resumable and not _begins(request):
             return True
-        self.forget(request)  # a new one, or the last of it
-        # The end of the input is made in advance, before the first chunk.
+        self.forget(request)  # a new session, or the last chunk of the old one
+        # The front end creates the end marker before the first chunk.
         is_signal = not request.resumable and request.prompt_token_ids == SIGNAL
         return bool(is_signal and request.arrival_time <= arrival)
 

@@ -1,11 +1,12 @@
-"""Encoder outputs of media: of one version of the weights, as KV is.
+"""The encoder cache: encoder outputs belong to one version, as KV does.
 
-vLLM keeps what a vision tower has made of an image under a name that tells the image
-and no weights. So a request that begins under a root (see prefix_cache.py) calls its
-media by names of that root. A request that runs on keeps its names. A request that has
-lost its KV, and resumes under another root, gets other names, and its workers are told.
-What no request refers to is dropped when the weights change. Where workers have dropped
-what they had, a request in the middle of an item begins again.
+vLLM caches the encoder output of an image under a name that identifies the image and no
+weights. So a request names its media by its prefix-cache namespace (prefix_cache.py).
+
+A running request keeps its names. A request that lost its KV and resumes in another
+namespace gets new names, which the workers learn. Outputs that no request refers to are
+dropped when the weights change. If the workers have dropped an output that a request
+still reads, that request begins again.
 """
 
 from __future__ import annotations
@@ -22,31 +23,32 @@ from vllm.inflight.engine.scheduling.step_state import StepState
 from vllm.inflight.errors import PauseConflict
 
 Rename = Callable[[str], str]
-"""The name of an item → its name under a root."""
+"""Maps the name of an item to its name in a namespace."""
 
 
 def plant(request: upstream.Request, rename: Rename) -> None:
-    """Give the media of a request that has no KV, and so reads no output, their names.
+    """Rename the media of a request without KV, which reads no encoder output.
 
-    Workers may know it by other names, of before it was preempted: see `tell`.
+    Workers may have old names from before its preemption; see `tell`.
     """
     if not request.mm_features:
         return
-    # As they came; a session's grow.
+    # The original names. A session gets more items over time.
     names = RequestState.of(request).media
     names += names_of(request.mm_features[len(names) :])
     request.mm_features = renamed(request.mm_features, names, rename)
 
 
 def names_of(items: Sequence[Any]) -> list[str]:
-    """What the items of a request are called."""
+    """The names of the items of a request."""
     return [item.identifier for item in items]
 
 
 def renamed(items: Sequence[Any], names: Sequence[str], rename: Rename) -> list[Any]:
-    """The items under other names; others may hold the same, as samples of one prompt.
+    """Copies of the items under other names.
 
-    What a processor made of them has no version, and is found as before.
+    Several requests may share the items. The processor cache has no version, so
+    `mm_hash` does not change.
     """
     return [
         replace(item, identifier=rename(name), mm_hash=item.mm_hash or name)
@@ -55,13 +57,15 @@ def renamed(items: Sequence[Any], names: Sequence[str], rename: Rename) -> list[
 
 
 def tell(requests: Mapping[str, Any], output: Any) -> None:
-    """Have a step tell the names of those that resume; workers keep those they had.
+    """Add the media names of resumed requests to a step.
 
-    Otherwise a worker would read what another request of an older root still holds.
+    Workers keep the old names. With those, a worker would read an output of an older
+    namespace that another request still holds.
 
     Args:
-        requests: those of the scheduler, by id.
-        output: upstream's `SchedulerOutput`; its `StepState` gets the names.
+        requests: the scheduler's requests by id.
+        output: upstream's `SchedulerOutput`. Its `StepState` gets the names of media
+            of resumed requests.
 
     """
     found = {}
@@ -73,11 +77,11 @@ def tell(requests: Mapping[str, Any], output: Any) -> None:
 
 
 def learn(known: Mapping[str, Any], output: object) -> None:
-    """Call the media of a worker's requests by the names that a step tells.
+    """Rename the media of a worker's requests to the names of a step.
 
     Args:
-        known: the requests of the worker, by id.
-        output: what `tell` has seen.
+        known: the worker's requests by id.
+        output: the `SchedulerOutput` after `tell`.
 
     """
     for each, names in StepState.of(output).media.items():
@@ -86,11 +90,11 @@ def learn(known: Mapping[str, Any], output: object) -> None:
 
 
 def drop_idle(manager: Any) -> int:
-    """Evict what no request refers to; returns how many outputs.
+    """Evict outputs that no request refers to; returns their number.
 
     Args:
-        manager: upstream's encoder cache; others than its default keep no such list,
-            and go by the names.
+        manager: upstream's encoder cache. Other kinds than the default have no list of
+            such outputs, and rely on the names.
 
     """
     idle: dict[str, int] = getattr(manager, "freeable", {})
@@ -104,26 +108,26 @@ def drop_idle(manager: Any) -> int:
 
 
 def readers(scheduler: upstream.Scheduler) -> set[str]:
-    """The requests that have yet to read an output that there is, by id."""
-    # Of an encoder whose decoder keeps what it makes of it, nobody has.
+    """The ids of requests that still have to read a cached encoder output."""
+    # The cache of encoder-decoder models has no such list.
     items = getattr(scheduler.encoder_cache_manager, "request_cached_ids", {})
     return {name for name, numbers in items.items() if numbers}
 
 
 def check_retractable(scheduler: upstream.Scheduler) -> None:
-    """Raise `PauseConflict` if somebody cannot see again what it is looking at."""
+    """Raise `PauseConflict` if a request that reads an output cannot be retracted."""
     stuck = request_checks.unretractable(scheduler, readers(scheduler))
     if stuck := stuck or request_checks.scoring(scheduler):
         raise PauseConflict(
-            f"the encoder outputs that are dropped with these weights are read by "
-            f"{stuck}; try again when its turn is over"
+            f"the encoder outputs that are dropped with these weights are in use by "
+            f"{stuck}; try again when they are done"
         )
 
 
 def see_again(core: upstream.EngineCore) -> None:
-    """Have all items computed anew, since workers may have dropped what they had."""
+    """Compute all encoder outputs again, since workers may have dropped theirs."""
     scheduler = core.scheduler
     SchedulerState.of(scheduler).retract(readers(scheduler))
-    # Upstream's own call of both parts warns of requests that read what is dropped.
+    # Upstream's call for both parts would warn of requests that read the outputs.
     scheduler.reset_encoder_cache()
     core.model_executor.reset_encoder_cache()

@@ -1,13 +1,13 @@
-"""KV connectors: KV that leaves the engine must not come back under other weights.
+"""KV connectors: KV that leaves the engine must not return under other weights.
 
 | a connector that                        | at a commit                          |
 |-----------------------------------------|--------------------------------------|
-| keys its KV by the engine's block hashes| nothing: the hashes have our salt    |
-| has keys of its own, and `reset_cache`  | its cache is dropped, or no commit;  |
-|                                         | nothing may run on in place          |
-| has keys of its own, and nothing else   | updates are refused                  |
+| keys its KV by the engine's block hashes| nothing to do: hashes have our salt  |
+| has keys of its own, and `reset_cache`  | its cache is dropped; requests must  |
+|                                         | not stay in place                    |
+| has keys of its own, no `reset_cache`   | updates are rejected                 |
 
-Epochs begin at 0 with every engine, so where KV leaves it the salt has a nonce too.
+Epochs begin at 0 in every engine. So with a connector the salt also has a nonce.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ HASHED = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
 
 
 def nonce_for(connector: upstream.KVConnectorBase_V1 | None) -> str:
-    """What tells this engine's salts from another's; empty where KV stays inside."""
+    """A nonce that makes this engine's salts unique; empty without a connector."""
     return "" if connector is None else f".{secrets.token_hex(8)}"
 
 
 def check_connectors(scheduler: upstream.Scheduler) -> None:
-    """Raise `Conflict` if KV of older weights could come back through a connector."""
+    """Raise `Conflict` if a connector could return KV of older weights."""
     for each in _apart(scheduler):
         if not _can_reset(each):
             raise Conflict(
                 f"the KV connector {type(each).__name__} keys KV by tokens alone and "
-                "cannot drop it, so new weights would read KV of old ones; serve "
-                "without it, or with --inflight-prefix-cache shared"
+                "cannot drop it, so new weights would read KV of old ones; start the "
+                "engine without it, or with --inflight-prefix-cache shared"
             )
 
 
 def default_mode(scheduler: upstream.Scheduler) -> str:
-    """That of a commit or a rollback which names none: `in_place`, if it can be."""
+    """The mode of a commit or rollback that names none: `in_place` if possible."""
     try:
         check_commit(scheduler, PauseMode.IN_PLACE)
     except PauseConflict:
@@ -51,40 +51,41 @@ def default_mode(scheduler: upstream.Scheduler) -> str:
 
 
 def check_commit(scheduler: upstream.Scheduler, mode: PauseMode) -> None:
-    """Raise `PauseConflict` if KV of older weights could get there after a commit."""
+    """Raise `PauseConflict` if requests could save KV of old weights after a commit."""
     num_running = len(scheduler.running) if mode is PauseMode.IN_PLACE else 0
-    # Those that wait hold KV that is on its way, or of a session between two inputs.
+    # Waiting requests that hold KV: it still arrives, or belongs to a session.
     num_waiting = len(scheduler.kv_holding_waiting)
     if mode is PauseMode.ABORT or (mode is PauseMode.WAIT and scheduler.running):
-        num_waiting = 0  # none is left, or asked about again when none runs
+        num_waiting = 0  # all are aborted, or checked again when none runs
     for each in _apart(scheduler) if num_running + num_waiting else ():
         instead = "'abort'" if num_waiting else "'retract', 'abort' or 'wait'"
         raise PauseConflict(
             f"the KV connector {type(each).__name__} keys KV by tokens alone, and "
-            f"{num_running + num_waiting} requests that keep theirs would go on "
-            f"bringing it KV of the old weights; use mode {instead}"
+            f"{num_running + num_waiting} requests would keep saving KV of the old "
+            f"weights in it; use mode {instead}"
         )
 
 
 def drop(scheduler: upstream.Scheduler, in_flight: executors.InFlight | None) -> None:
-    """Drop what connectors with keys of their own hold.
+    """Drop the caches of connectors with keys of their own.
 
     Raises:
-        Conflict: one does not.
+        Conflict: a connector did not drop its cache.
         EngineFault: a step in flight has failed.
 
     """
     for each in _apart(scheduler):
-        executors.wait_for_steps(in_flight)  # what these compute is saved as well
+        executors.wait_for_steps(in_flight)  # their KV is saved as well
         if each.reset_cache() is not True:
             raise Conflict(
-                f"the KV connector {type(each).__name__} did not drop its cache; "
-                "nothing has been switched, try again when its transfers are over"
+                f"the KV connector {type(each).__name__} did not drop its cache, so "
+                "the live weights have not changed; try again when its transfers are "
+                "over"
             )
 
 
 def _apart(scheduler: upstream.Scheduler) -> list[Any]:
-    """Connectors with keys of their own; none if requests may read old KV anyway."""
+    """The connectors with keys of their own; none if requests may read old KV."""
     if SchedulerState.of(scheduler).policy.oldest is None:
         return []
     parts = _parts(scheduler.connector)
@@ -92,7 +93,7 @@ def _apart(scheduler: upstream.Scheduler) -> list[Any]:
 
 
 def _parts(connector: upstream.KVConnectorBase_V1 | None) -> list[Any]:
-    """The connector, or those that it is made of."""
+    """The connector, or the connectors that it consists of."""
     if connector is None:
         return []
     return list(getattr(connector, "_connectors", [connector]))

@@ -1,9 +1,9 @@
-"""Provenance: which version computed the KV that a request attends to.
+"""KV provenance: which version computed the KV that a request attends to.
 
-A request has a *trail*: the positions at which its KV began to come from another
-version. Blocks remember the trail of the request that filled them, so a request that
-finds them in the prefix cache takes over that part of it. Nothing is done per token:
-trails grow when the version changes and when a request is admitted.
+Each request has a list of positions at which its KV begins to come from another
+version. Each block refers to the list of the request that filled it. A request that
+finds the block in the prefix cache copies that part of the list. There is no work per
+token: lists grow when the version changes and when a request is admitted.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from vllm.inflight.engine.scheduling.step_state import StepState
 from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD, KV_OPTION
 
 UNKNOWN: Trail = [(0, None)]
-"""Of KV that a connector brought in."""
+"""The provenance of KV that a connector has loaded."""
 
 
 class KvProvenance:
-    """The trails of one scheduler's requests and blocks."""
+    """The KV provenance of one scheduler's requests and blocks."""
 
     def __init__(self, block_size: int, group: int | None) -> None:
         self._block_size = block_size
         self._group = group
-        """Of several KV-cache groups the one that keeps every position.
+        """The KV-cache group that keeps every position.
 
-        None where there is no KV, as in encoders.
+        None for models without KV, such as encoders.
         """
         self._of_block: dict[int, Trail] = {}
         self._stamp: str | None = None
@@ -35,7 +35,7 @@ class KvProvenance:
         """Requests that have not been scheduled since the version changed."""
 
     def note(self, requests: dict[str, Any], scheduled: Any, stamp: str) -> None:
-        """Note what a step, stamped `stamp`, is about to compute."""
+        """Note the blocks that a step with version stamp `stamp` computes."""
         if self._group is None:
             return
         StepState.of(scheduled).kv_stamp = stamp
@@ -63,7 +63,7 @@ class KvProvenance:
                 for block in blocks[self._group]:
                     self._of_block[block] = trail
         if admitted:
-            # In the order of scheduling: one may find blocks of the one before it.
+            # In scheduling order, since a request may find blocks of the one before.
             for name in scheduled.num_scheduled_tokens:
                 if name in admitted:
                     self._admit(requests[name], *admitted[name])
@@ -71,14 +71,14 @@ class KvProvenance:
     def settle(
         self, requests: dict[str, Any], scheduled: Any, ran: Any, num_sampled: int
     ) -> None:
-        """Note what a step has rejected that others were scheduled behind.
+        """Correct positions after a step has rejected draft tokens.
 
-        With asynchronous scheduling the next step is scheduled as if all drafts of this
-        one were right. If the version changed between the two, the next one has begun
-        as many positions earlier as drafts were wrong.
+        Asynchronous scheduling assumes that all drafts of a step are accepted. If the
+        version changed after that step, the next version begins earlier. The shift is
+        the number of rejected drafts.
 
         Args:
-            requests: those of the scheduler, by id, before they know of the step.
+            requests: the scheduler's requests by id, before they are updated.
             scheduled: upstream's `SchedulerOutput`, after `note`.
             ran: upstream's `ModelRunnerOutput`.
             num_sampled: how many tokens a request samples besides its drafts.
@@ -90,19 +90,19 @@ class KvProvenance:
         for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
             request = requests.get(name)
             if request is None or request.num_stale_output_tokens:
-                continue  # it has lost that KV
+                continue  # the request has lost that KV
             made = len(ran.sampled_token_ids[ran.req_id_to_index[name]])
             if made:
                 num_rejected = len(drafts) - max(made - num_sampled, 0)
                 _come_back(trail_of(request) or [], stamp, num_rejected)
 
     def _admit(self, request: upstream.Request, start: int, blocks: Any) -> None:
-        """A request begins, begins again or goes on, with `start` positions there."""
+        """Note that a request is admitted, with KV for `start` positions."""
         assert self._group is not None
         mine = blocks[self._group]
         state = RequestState.of(request)
         if (trail := state.trail) is not None:
-            num_known = start  # a session's next chunk: the KV has stayed
+            num_known = start  # the next chunk of a session, which keeps its KV
         else:
             trail = state.trail = []
             num_known = min(start, state.num_found)
@@ -117,7 +117,7 @@ class KvProvenance:
 
 
 def trail_of(request: upstream.Request) -> Trail | None:
-    """What is known of the KV of a request; None of one that has none yet."""
+    """The KV provenance of a request; None before it has KV."""
     state = RequestState.find(request)
     return None if state is None else state.trail
 
@@ -130,12 +130,12 @@ def _known_trail_of(request: upstream.Request) -> Trail:
 
 
 def forget(request: upstream.Request) -> None:
-    """`request` has lost its KV, and looks for some."""
+    """Forget the provenance of `request`, which has lost its KV."""
     RequestState.of(request).trail = None
 
 
 def _turn(trail: Trail, start: int, stamp: str | None) -> None:
-    """From position `start` on, KV is of `stamp`: what came after it is gone."""
+    """Note that KV from position `start` on is of `stamp`; drop later entries."""
     while trail and trail[-1][0] >= start:
         trail.pop()
     if not trail or trail[-1][1] != stamp:
@@ -143,7 +143,7 @@ def _turn(trail: Trail, start: int, stamp: str | None) -> None:
 
 
 def _come_back(trail: Trail, stamp: str | None, count: int) -> None:
-    """Have what came after `stamp` begin `count` positions earlier."""
+    """Let the entries after `stamp` begin `count` positions earlier."""
     stamps = [stamped for _, stamped in trail]
     if stamp not in stamps:
         return
@@ -155,7 +155,7 @@ def _come_back(trail: Trail, stamp: str | None, count: int) -> None:
 
 
 def _follow(trail: Trail, origin: Trail, first: int, end: int) -> None:
-    """Append to `trail` what `origin` says of the positions [first, end)."""
+    """Append the part of `origin` for positions [first, end) to `trail`."""
     stamp: str | None = None
     for start, stamped in origin:
         if start >= end:
@@ -169,43 +169,43 @@ def _follow(trail: Trail, origin: Trail, first: int, end: int) -> None:
 
 
 class ProvenanceReports:
-    """Those of one scheduler.
+    """The requests of one scheduler that get reports of their KV provenance.
 
     Args:
-        hear_all: whether every request is one.
+        hear_all: whether every request gets reports.
 
     """
 
     def __init__(self, *, hear_all: bool) -> None:
         self._hear_all = hear_all
         self.told: dict[str, tuple[Any, Trail]] = {}
-        """By id."""
+        """Request and last report, by request id."""
 
     def add(self, request: upstream.Request, known: object) -> None:
-        """Note whether `request` asks; `known` is what it becomes a part of, or None.
+        """Note whether `request` asks for reports.
 
-        The next chunk of a session becomes a part of the request there is.
+        The next chunk of a session becomes part of the request `known`.
         """
         options = request.sampling_params and request.sampling_params.extra_args
         if self._hear_all or (options and options.get(KV_OPTION)):
             self.told.setdefault(request.request_id, (known or request, []))
 
     def tell(self, outputs: Any) -> None:
-        """Send along the trails that have changed; the front end keeps the last."""
+        """Add changed provenance to `outputs`; the front end keeps the last one."""
         for output in outputs:
             if (told := self.told.get(output.request_id)) is None:
                 continue
             request, known = told
-            # One that ends before it was ever scheduled has none.
+            # A request that ends before it was scheduled has no provenance.
             trail = list(trail_of(request) or known)
             if trail != known:
                 self.told[output.request_id] = (request, trail)
                 params = output.kv_transfer_params or {}
                 output.kv_transfer_params = params | {KV_FIELD: trail}
-            # So does every chunk of a session, which goes on.
+            # Chunks of a session have a finish reason too, and the session goes on.
             if output.finish_reason is not None and request.is_finished():
                 del self.told[output.request_id]
 
     def forget(self, request: upstream.Request) -> None:
-        """Tell it nothing more; it has been aborted."""
+        """Send no more reports to `request`, which was aborted."""
         self.told.pop(request.request_id, None)

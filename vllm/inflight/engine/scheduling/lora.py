@@ -1,27 +1,25 @@
-"""Adapters: loaded on all ranks or on none, and how often each was loaded.
+"""LoRA adapters: they load on all ranks or on none, and their loads are counted.
 
-A worker loads an adapter when it is asked to (`add_lora`), or when a request comes of
-one that it does not have. It loads an adapter again under the same name when
-`load_inplace` says so, or under another number after the name was let go. vLLM's block
-hashes know the name and the path, which are the same then; the KV is not. So loads are
-counted by name, and the count is a part of a request's root, and of what its tokens are
-stamped with.
+A worker loads an adapter at `add_lora`, or when the first request for it comes. It
+loads the adapter again at `load_inplace`, or under another number after an unload.
+vLLM's block hashes contain name and path, which are then the same. The KV differs. So
+loads are counted by name. The count is part of a request's prefix-cache namespace and
+of its version stamp.
 
-An adapter is loaded before its request gets to the scheduler, in a turn of its own. So
-what cannot be loaded ends that request, and no step. The workers keep it in the host's
-memory until no request needs it.
+An adapter is loaded between two steps, before its request gets to the scheduler. So an
+adapter that cannot be loaded ends that request only. The workers keep it in host memory
+until no request needs it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.executors import asking
 from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.engine.scheduling.version_stamp import Loads
@@ -32,27 +30,31 @@ from vllm.inflight.worker.lora import Key, allowed, key_of
 logger = upstream.init_logger(__name__)
 
 
-def add(controller: EngineContext, adapter: upstream.LoRARequest) -> bool:
-    """Load an adapter for an engine core, and have the workers keep it.
+def add(
+    core: upstream.EngineCore,
+    adapter: upstream.LoRARequest,
+    wait_for_steps: Callable[[Any], object],
+) -> bool:
+    """Load an adapter on the workers of an engine core, and keep it there.
 
     Args:
-        controller: of the engine whose workers load it, in a turn of its own.
-        adapter: as upstream names it.
+        core: the engine core; call this between two steps.
+        adapter: the adapter.
+        wait_for_steps: waits for the steps of a batch queue, see `Ranks`.
 
     Returns:
         whether there was something to load.
 
     Raises:
-        Forbidden: its files lie outside of the folders that are allowed.
+        Forbidden: its files are outside of the allowed folders.
         Malformed: a rank cannot read it.
-        EngineFault: a rank could read it, and could not take it.
+        EngineFault: a rank has read it and could not load it.
 
     """
-    core = controller.core
     adapters = SchedulerState.of(core.scheduler).adapters
     adapter = allowed(adapter, core.vllm_config)
-    # Whoever is scheduled from here on has the new one.
-    controller.ranks.wait_for_steps(core.batch_queue)
+    # Steps that are scheduled from here on use the new adapter.
+    wait_for_steps(core.batch_queue)
     needed = adapters.needed(key_of(adapter))
     is_new = load_everywhere(core.model_executor, adapter, needed)
     adapters.keep(key_of(adapter))
@@ -62,25 +64,30 @@ def add(controller: EngineContext, adapter: upstream.LoRARequest) -> bool:
     return is_new
 
 
-def admit(controller: EngineContext, request: upstream.Request) -> str | None:
-    """Have the adapter of a request loaded, if the workers do not keep it already.
+def admit(
+    core: upstream.EngineCore,
+    request: upstream.Request,
+    wait_for_steps: Callable[[Any], object],
+) -> str | None:
+    """Load the adapter of a request, unless the workers keep it already.
 
     Args:
-        controller: of the engine core that the request has come to.
-        request: of the scheduler's; `load_inplace` is done with afterwards.
+        core: the engine core of the request.
+        request: the request, in the scheduler's form; its `load_inplace` becomes False.
+        wait_for_steps: waits for the steps of a batch queue, see `Ranks`.
 
     Returns:
-        why its adapter cannot be had; None if the request may be scheduled.
+        why the adapter cannot be loaded; None if the request may be scheduled.
 
     """
     adapter = request.lora_request
-    adapters = SchedulerState.of(controller.core.scheduler).adapters
+    adapters = SchedulerState.of(core.scheduler).adapters
     if adapter is None or adapters.keeps(adapter):
         return None
     try:
-        add(controller, adapters.from_last_files(adapter))
+        add(core, adapters.from_last_files(adapter), wait_for_steps)
     except InflightError as error:
-        logger.error("request %s is given up: %s", request.request_id, error.message)
+        logger.error("request %s is aborted: %s", request.request_id, error.message)
         return error.message
     request.lora_request = replace(adapter, load_inplace=False)
     return None
@@ -94,16 +101,16 @@ def load_everywhere(
     """Load an adapter on every rank, or change it on none.
 
     Args:
-        executor: of the ranks.
-        adapter: as upstream names it.
-        needed: the adapters that ranks go on keeping in the host's memory; None: all.
+        executor: the executor of the ranks.
+        adapter: the adapter.
+        needed: the adapters that ranks keep in host memory; None for all.
 
     Returns:
         whether there was something to load.
 
     Raises:
         Malformed: a rank cannot read it.
-        EngineFault: a rank could read it, and could not take it.
+        EngineFault: a rank has read it and could not load it.
 
     """
 
@@ -120,8 +127,8 @@ def load_everywhere(
         read = ask("propose", needed)
         if failed := [reply["error"] for reply in read if "error" in reply]:
             raise Malformed(
-                f"adapter {name!r} cannot be loaded, and what was loaded under its "
-                f"name stays: {failed[0]}"
+                f"adapter {name!r} cannot be loaded, and an earlier load of that name "
+                f"stays: {failed[0]}"
             )
         if not any(reply["ok"] for reply in read):
             return False
@@ -135,7 +142,7 @@ def load_everywhere(
             back = ask("put_back") if failed else []
         if failed:
             lost = [reply["error"] for reply in back if "error" in reply]
-            what = f"; and what was before is lost: {lost[0]}" if lost else ""
+            what = f"; and its earlier load is lost: {lost[0]}" if lost else ""
             raise EngineFault(
                 f"adapter {name!r} does not fit, and no rank has it: {failed[0]}{what}"
             )
@@ -145,11 +152,11 @@ def load_everywhere(
 
 
 class Adapters:
-    """Those of one engine core, as `LoRARequest`s name them.
+    """The LoRA adapters of one engine core.
 
     Args:
-        requests: of its scheduler, by id.
-        num_idle: how many adapters workers keep that no request needs.
+        requests: the scheduler's requests by id.
+        num_idle: how many adapters the workers keep that no request needs.
 
     """
 
@@ -157,21 +164,22 @@ class Adapters:
         self._requests = requests
         self._num_idle = num_idle
         self._kept: dict[Key, None] = {}
-        """Those that workers keep; the one that was asked for last at the end."""
+        """The adapters that workers keep; the last used one is at the end."""
         self._files: dict[Key, Any] = {}
-        """How each was asked for when it was loaded last."""
+        """The request of the last load of each adapter."""
         self._num_loads: Counter[str] = Counter()
         self._loads: dict[Key, int] = {}
-        """Which load of its name each is; the first one is 0."""
+        """The load number of each adapter; its first load is 0."""
         self._listed: set[Key] = set()
         self.replaced: Loads = ()
-        """Those of `requests` that are not the first load of their name.
+        """The adapters of `requests` whose load number is not 0.
 
-        Another object at a change. It travels with every step.
+        A change makes a new tuple, so that the scheduler can compare by identity. Every
+        step carries it.
         """
 
     def load(self, adapter: upstream.LoRARequest) -> None:
-        """Note that workers are about to load `adapter`, if they will."""
+        """Count a load of `adapter`, if the workers are about to load it."""
         key = adapter.lora_name, adapter.lora_int_id
         if adapter.load_inplace or key not in self._loads:
             self._count(key)
@@ -180,21 +188,21 @@ class Adapters:
             self._list()
 
     def keeps(self, adapter: upstream.LoRARequest) -> bool:
-        """Whether the workers have `adapter`, as it is asked for, in memory."""
+        """Whether the workers keep `adapter` and do not have to load it again."""
         if adapter.load_inplace or key_of(adapter) not in self._kept:
             return False
         self.keep(key_of(adapter))
         return True
 
     def keep(self, key: Key) -> None:
-        """Note that workers keep an adapter, and that it was asked for now."""
+        """Note that the workers keep an adapter, which is used now."""
         self._kept.pop(key, None)
         self._kept[key] = None
 
     def needed(self, key: Key) -> list[Key]:
-        """The adapters that workers have to go on keeping when `key` is loaded.
+        """The adapters that workers have to keep when `key` is loaded.
 
-        Those of requests that run or wait, and of the others those asked for last.
+        These are the adapters of current requests, and the last used of the others.
         """
         adapters = (request.lora_request for request in self._requests.values())
         live = {key_of(adapter) for adapter in adapters if adapter is not None}
@@ -210,21 +218,21 @@ class Adapters:
         self._files[key_of(adapter)] = replace(adapter, load_inplace=False)
 
     def from_last_files(self, adapter: upstream.LoRARequest) -> Any:
-        """How a request's adapter is read, if memory has nothing of it.
+        """The files to load for a request whose adapter is not in memory.
 
-        A request names the files that its adapter had when it was asked for, and it may
-        have waited since. Those of the last load are read: name and number stand for
-        one adapter, whoever asks.
+        The request names the files that its adapter had at its arrival. A later load
+        may have used other files. Those are read, because name and number identify the
+        adapter.
         """
         if adapter.load_inplace:
             return adapter
         return self._files.get(key_of(adapter), adapter)
 
     def drop(self, number: int) -> None:
-        """Note that workers let the adapter of this number go.
+        """Note that the workers have unloaded the adapter with this number.
 
-        Those of its requests that there are go on with what workers keep of it, and it
-        is read anew for those that come when they are through.
+        Current requests go on with the adapter in host memory. A request that comes
+        after them loads it again.
         """
         self._kept = {key: None for key in self._kept if key[1] != number}
         self._files = {k: each for k, each in self._files.items() if k[1] != number}
@@ -243,7 +251,7 @@ class Adapters:
         self.replaced = tuple((*key, self._loads[key]) for key in sorted(self._listed))
 
     def load_of(self, adapter: upstream.LoRARequest) -> int:
-        """Which load of its name `adapter` is, or will be; 0 for no adapter."""
+        """The current or next load number of `adapter`; 0 without an adapter."""
         if adapter is None:
             return 0
         key = adapter.lora_name, adapter.lora_int_id

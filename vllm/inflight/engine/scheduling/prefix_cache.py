@@ -1,25 +1,26 @@
-"""The versioned prefix cache: how old the KV may be that a request begins with.
+"""The versioned prefix cache: the namespaces in which a request finds cached KV.
 
-vLLM's block hashes are chained, and a request's `cache_salt` enters the hash of block
-0, so one salt separates the whole chain. Ours names the *root*: the cache epoch in
-which the chain was begun, and how often the request's adapter, if it has one, had been
-loaded by then. That epoch grows whenever the bytes of the weights change and is never
-reused: a label may come back, its KV may not. Epoch 0 has no salt of ours, so that
-hashes equal upstream's until the first commit.
+vLLM chains its block hashes, and a request's `cache_salt` enters the hash of block 0.
+So one salt separates a whole chain. Here the salt names the *prefix-cache namespace*.
+It consists of the cache epoch in which the chain began, and of the number of times that
+the request's adapter had been loaded by then.
 
-A request that runs on across a commit keeps its root, and so the blocks it fills with
-KV of both versions hang under the old one. Every block under a root was computed in
-that epoch or later, which makes the root a bound on its age:
+The cache epoch grows when the bytes of the weights change, and is never reused. Epoch 0
+adds no salt, so hashes equal upstream's until the first commit.
 
-    versioned     look under the current epoch only
-    versioned:K   look under the last K + 1 epochs, and take the longest hit
-    versioned:auto  look under one epoch only, the last one since which the weights
-                  may have moved too far
-    shared        look under epoch 0 only, as upstream does
+A request that runs across a commit keeps its namespace. So the blocks that it fills
+with KV of both versions stay in the old namespace. Every block of a namespace was
+computed in its epoch or later. A request looks for KV in these namespaces:
 
-KV of an earlier load of the adapter is looked for by `shared` only.
-A request that was retracted is to be computed again under the weights then live, so it
-looks under the current epoch only, whatever the policy.
+| policy | namespaces |
+|---|---|
+| `versioned` | the current epoch |
+| `versioned:K` | the last K + 1 epochs; the longest hit is used |
+| `versioned:auto` | one epoch, which ends when the weights may have drifted too far |
+| `shared` | epoch 0, as upstream does |
+
+Only `shared` finds KV of an earlier load of the adapter. A retracted request looks in
+the current epoch only, whatever the policy, because it is computed again.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ SEPARATOR = "\x1f"
 
 @dataclass(frozen=True, slots=True)
 class NamespacePolicy:
-    """Of one engine: `--inflight-prefix-cache`, and whether its KV leaves it."""
+    """The value of `--inflight-prefix-cache`, for one engine."""
 
     oldest: int | None = 0
-    """How many epochs old KV may be; None for `shared`."""
+    """Largest age of KV in epochs; None for `shared`."""
     nonce: str = ""
-    """Tells this engine's epochs from those of others with which it shares a tier."""
+    """Separates this engine's epochs from those of engines that share a KV store."""
     drift: float = -1.0
-    """How far the weights may move under one root, all updates added up."""
+    """The largest sum of drifts of all updates in one namespace."""
 
     @classmethod
     def parse(cls, text: str, nonce: str = "", drift: float = -1.0) -> NamespacePolicy:
-        """The policy called `text`, a valid value of the knob."""
+        """The policy for a valid value of `--inflight-prefix-cache`."""
         if text == "shared":
             return cls(None, nonce)
         if text == "versioned:auto":
@@ -62,12 +63,12 @@ class NamespacePolicy:
     def roots(
         self, epoch: int, load: int = 0, *, is_retracted: bool = False
     ) -> Sequence[CacheNamespace]:
-        """Where a request looks for KV in `epoch`, the newest first.
+        """The namespaces where a request looks for KV in `epoch`, the newest first.
 
         Args:
-            epoch: of the cache.
-            load: of the request's adapter.
-            is_retracted: whether it is to be computed again.
+            epoch: the cache epoch.
+            load: the number of earlier loads of the request's adapter.
+            is_retracted: whether the request was retracted.
 
         """
         if self.oldest is None and not is_retracted:
@@ -80,10 +81,10 @@ class NamespacePolicy:
     @overload
     def salted(self, user_salt: str | None, root: CacheNamespace) -> str | None: ...
     def salted(self, user_salt: str | None, root: CacheNamespace) -> str | None:
-        """The salt under `root` of a request that was given `user_salt`.
+        """The salt of a request in namespace `root`, with the user's own salt.
 
-        The root comes first and has no separator in it, so no salt of a user can
-        be mistaken for another user's under another root.
+        The namespace comes first and contains no separator. So the salts of two users
+        in different namespaces cannot be equal.
         """
         if root == CacheNamespace(0) and SEPARATOR not in (user_salt or ""):
             return user_salt
@@ -91,7 +92,7 @@ class NamespacePolicy:
         return f"w{root.epoch}{loaded}{self.nonce}{SEPARATOR}{user_salt or ''}"
 
     def plant(self, request: upstream.Request, root: CacheNamespace) -> None:
-        """Give `request` its hashes under `root`; those of other roots are kept."""
+        """Give `request` its hashes in namespace `root`, and keep its other hashes."""
         state = RequestState.of(request)
         if state.root is None:
             state.root, state.user_salt = CacheNamespace(0), request.cache_salt
@@ -99,15 +100,15 @@ class NamespacePolicy:
             return
         state.hashes[state.root] = request.block_hashes
         state.root = root
-        # Names of media are in the hashes too.
+        # The hashes contain the names of media, too.
         encoder_cache.plant(request, partial(self.salted, root=root))
         request.cache_salt = self.salted(state.user_salt, root)
         request.block_hashes = state.hashes.pop(root, None) or []
-        request.update_block_hashes()  # for what was sampled since, or for all
+        request.update_block_hashes()  # of the tokens sampled since, or of all tokens
 
 
 def forget(request: upstream.Request, roots: Sequence[CacheNamespace]) -> None:
-    """Drop the hashes of `request` under other roots than these."""
+    """Drop the hashes of `request` in all other namespaces."""
     state = RequestState.of(request)
     if state.hashes:
         state.hashes = {r: h for r, h in state.hashes.items() if r in roots}

@@ -1,4 +1,4 @@
-"""What cannot be done to the requests there are, and how a refusal names them."""
+"""Checks whether a pause or a flush is possible for the current requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_NAMED = 4
 def check_mode(
     scheduler: upstream.Scheduler, mode: PauseMode, *, in_process: bool
 ) -> None:
-    """Raise `PauseConflict` if `mode` cannot be done to the requests there are.
+    """Raise `PauseConflict` if `mode` is impossible for the current requests.
 
     Args:
         in_process: whether the engine steps in its caller's process.
@@ -28,8 +28,8 @@ def check_mode(
         )
     if mode is PauseMode.WAIT and in_process and SchedulerState.of(scheduler).is_busy():
         raise PauseConflict(
-            "mode 'wait' needs an engine of its own process; here, finish "
-            "generate() first"
+            "mode 'wait' needs an engine with its own process; with this engine, "
+            "let generate() finish first"
         )
 
 
@@ -39,7 +39,7 @@ def check_flush(
     """Raise `PauseConflict` if requests would still hold KV after `mode`.
 
     Args:
-        is_later: whether the flush waits until nothing is in flight.
+        is_later: whether the flush waits until no step is in flight.
 
     """
     if mode is PauseMode.IN_PLACE and scheduler.running:
@@ -56,13 +56,13 @@ def check_flush(
 def unretractable(
     scheduler: upstream.Scheduler, among: Iterable[str] | None = None
 ) -> str:
-    """The requests whose KV cannot be computed again here; empty if there are none.
+    """A text that names the requests that cannot be retracted; empty without one.
 
-    KV that another engine is sending arrives into blocks that must stay, and a
-    streaming session goes on from KV of tokens it no longer has.
+    KV that another engine sends needs its blocks. A streaming session needs its KV,
+    because it no longer has the tokens.
 
     Args:
-        among: the ids that matter, if not all do.
+        among: the ids of the requests to check; None for all.
 
     """
     remote, sessions = [], []
@@ -79,7 +79,10 @@ def unretractable(
 
 
 def scoring(scheduler: upstream.Scheduler) -> str:
-    """The requests that workers keep an encoder output for past its own request."""
+    """A text that names the requests that score by late interaction.
+
+    Workers keep an encoder output of theirs for other requests.
+    """
     found = [
         name
         for name, request in scheduler.requests.items()
@@ -89,10 +92,10 @@ def scoring(scheduler: upstream.Scheduler) -> str:
 
 
 def holders(scheduler: upstream.Scheduler, *, is_later: bool = False) -> str:
-    """The requests that hold KV without running; empty if there are none.
+    """A text that names the requests that hold KV without running; empty without one.
 
     Args:
-        is_later: without those that do only as long as something is in flight.
+        is_later: leave out requests that hold KV only while a step is in flight.
 
     """
     waiting = [request.request_id for request in scheduler.kv_holding_waiting]
@@ -113,7 +116,7 @@ def _joined(*groups: tuple[str, list[str]]) -> str:
 
 
 def _names(ids: Iterable[str]) -> str:
-    """The first few ids, and how many more there are."""
+    """The first few ids, and the number of the others."""
     first, *_ = listed = list(ids)
     if len(listed) == 1:
         return f"request {first!r}"

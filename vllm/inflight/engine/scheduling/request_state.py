@@ -8,33 +8,33 @@ from typing import Any, NamedTuple
 from vllm.inflight.attached import AttachedOnDemand
 
 Trail = list[tuple[int, str | None]]
-"""(first position, stamp of the version), ascending; None: nobody knows which."""
+"""Pairs of first position and version stamp, ascending; None: unknown version."""
 
 
 class CacheNamespace(NamedTuple):
-    """Under which weights a chain of blocks was begun."""
+    """The prefix-cache namespace in which a chain of blocks began."""
 
     epoch: int
-    """Of the cache."""
+    """The cache epoch."""
     load: int = 0
-    """Of the adapter; see lora.py."""
+    """The number of earlier loads of the adapter; see lora.py."""
 
 
 @dataclass(slots=True)
 class RequestState(AttachedOnDemand):
-    """Where the KV of a request comes from, and how it is looked up."""
+    """The KV provenance and the block hashes of a request."""
 
     root: CacheNamespace | None = None
-    """The namespace that its hashes are of; None: they are as upstream made them."""
+    """The namespace of its hashes; None: they are upstream's."""
     user_salt: str | None = None
-    """The salt that it was given, once it has a root."""
+    """The salt of the user, once `root` is set."""
     hashes: dict[CacheNamespace, Any] = field(default_factory=dict)
-    """Its block hashes under other roots."""
+    """Its block hashes in other namespaces."""
     media: list[str] = field(default_factory=list)
-    """What its items of media are called without a root."""
+    """The original names of its media, see encoder_cache.py."""
     trail: Trail | None = None
-    """Its KV provenance; None while it has no KV."""
+    """The KV provenance; None before it has KV."""
     num_found: int = 0
-    """How many tokens it found in the prefix cache of this engine."""
+    """The number of tokens that it found in the prefix cache of this engine."""
     is_retracted: bool = False
-    """Whether it is computed again under the weights that are live by then."""
+    """Whether it was retracted or preempted, so that it is computed again."""

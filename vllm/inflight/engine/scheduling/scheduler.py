@@ -1,7 +1,7 @@
-"""What the scheduler gains: stamped steps, rooted requests, retraction.
+"""The scheduler mixin: version stamps, prefix-cache namespaces and retraction.
 
-A mixin in front of whichever scheduler class vLLM chose, so that the sync, the
-async and a user's own scheduler all have it.
+The mixin is put in front of the scheduler class that vLLM chooses. So the synchronous,
+the asynchronous and a user's own scheduler all have it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vllm.inflight.update import Version
 
 
 class ServingState(SchedulerState):
-    """Our side of one scheduler.
+    """What we keep of one scheduler, and what we do to its requests.
 
     Args:
-        scheduler: of upstream, which has been made.
-        vllm_config: of the engine.
+        scheduler: upstream's scheduler, after its constructor.
+        vllm_config: the configuration of the engine.
 
     """
 
@@ -51,7 +51,7 @@ class ServingState(SchedulerState):
         )
         self.cache_epoch = 0
         self.last_change = 0
-        """Nothing under its root is of other weights: the root of retracted ones."""
+        """The cache epoch of retracted requests: all its KV is of the live weights."""
         self._version = Stamp("default", 0)
         self._restamp()
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -62,10 +62,10 @@ class ServingState(SchedulerState):
         self.reports = ProvenanceReports(hear_all=config.kv_versions == "on")
         self.aborted = AbortedSessions()
         self.late: list[upstream.Request] = []
-        """Retracted requests that tokens are still on their way to."""
+        """Retracted requests whose last tokens have not arrived yet."""
 
     def serve(self, version: Version, cache_epoch: int, last_change: int) -> None:
-        """Stamp the steps from the next one on with `version`."""
+        """Stamp the next steps with `version`."""
         self._version = Stamp(version.label, version.epoch)
         self._restamp()
         if self.cache_epoch != cache_epoch:
@@ -74,18 +74,18 @@ class ServingState(SchedulerState):
         self.last_change = last_change
 
     def _drop_media(self) -> None:
-        """Forget what idle encoder outputs there are, unless KV is shared as well."""
+        """Drop idle encoder outputs, unless the policy is `shared`."""
         if self.policy.oldest is not None:
             encoder_cache.drop_idle(self._scheduler.encoder_cache_manager)
 
     def _restamp(self) -> None:
-        """Make the stamps: of steps, which tell of adapters, and of KV."""
+        """Make the stamps of steps, with adapters, and of KV, without adapters."""
         self._stamped = self.adapters.replaced
         self._stamp = self._version.encode()
         self._step_stamp = replace(self._version, adapters=self._stamped).encode()
 
     def stamp(self, output: upstream.SchedulerOutput) -> None:
-        """Stamp a step that was scheduled now."""
+        """Stamp a step that has just been scheduled."""
         if self._stamped is not self.adapters.replaced:
             self._restamp()
         StepState.of(output).stamp = self._step_stamp
@@ -95,27 +95,27 @@ class ServingState(SchedulerState):
 
     # ------------------------------------------------- what a `wait` waits for
     def sent_back(self) -> list[upstream.Request]:
-        """Requests that have run and lie in the queue, as they had to give KV up."""
+        """Requests that have run, and wait in the queue after they lost their KV."""
         return [each for each in self._scheduler.waiting if _is_sent_back(each)]
 
     def active(self) -> list[upstream.Request]:
-        """Requests that hold KV and go on by themselves."""
+        """Requests that hold KV and finish without further input."""
         idle = upstream.RequestStatus.WAITING_FOR_STREAMING_REQ
         waiting = self._scheduler.kv_holding_waiting
         return [*self._scheduler.running, *(r for r in waiting if r.status != idle)]
 
     def is_busy(self) -> bool:
-        """Whether a `wait` has somebody to wait for."""
+        """Whether mode `wait` has to wait for requests."""
         is_frozen = self._scheduler.pause_state == upstream.PauseState.PAUSED_ALL
         sent_back = [] if is_frozen else self.sent_back()
         return bool(sent_back or self.active())
 
     @contextmanager
     def sent_back_first(self) -> Iterator[None]:
-        """Around a step: while new requests wait, let those go on that were sent back.
+        """During a step, schedule preempted requests while new requests are held back.
 
-        Upstream takes them for new ones then. Whoever waits for the running requests
-        would have them go on afterwards, maybe under other weights.
+        Upstream would hold them back like new requests. Then mode `wait` would not wait
+        for them, and they could go on under other weights.
         """
         waiting = self._scheduler.waiting
         admitted = self._scheduler.kv_holding_waiting
@@ -131,7 +131,7 @@ class ServingState(SchedulerState):
         try:
             yield
         finally:
-            left = self.sent_back()  # sent back now, or passed over
+            left = self.sent_back()  # preempted in this step, or skipped
             left += [r for r in sent_back if r in admitted and _is_sent_back(r)]
             admitted.remove_requests(left)
             waiting.remove_requests(left)
@@ -150,12 +150,12 @@ class ServingState(SchedulerState):
             num_retracted += self._retract_loaded()
         timestamp = time.monotonic()
         while chosen:
-            # The last first: each goes to the front of the waiting queue.
+            # The last request first, since each goes to the front of the queue.
             request = chosen.pop()
             scheduler._preempt_request(request, timestamp, drop_stale_output=False)
             if _is_late(request):
                 self.late.append(request)
-        # Those that an earlier retraction or a full cache sent back are no different.
+        # The same holds for requests that were preempted before.
         for request in scheduler.waiting:
             if request.num_preemptions:
                 RequestState.of(request).is_retracted = True
@@ -165,10 +165,10 @@ class ServingState(SchedulerState):
         return num_retracted
 
     def _retract_loaded(self) -> int:
-        """Have those begin again whose KV has come from elsewhere, but no turn yet.
+        """Retract requests with KV from a connector that have not run since.
 
-        For want of blocks, say. They come behind the running ones, and most of them
-        no worker knows: they are not preempted. Returns how many there were.
+        They queue behind the retracted running requests. Most of them are unknown to
+        the workers, so they are not preempted. Returns their number.
         """
         scheduler = self._scheduler
         waiting = scheduler.kv_holding_waiting
@@ -184,7 +184,7 @@ class ServingState(SchedulerState):
 
 
 class InflightSchedulerMixin:
-    """Scheduler methods around upstream's; what they keep is in `ServingState`."""
+    """Overrides of upstream's scheduler methods; `ServingState` has their state."""
 
     def __init__(
         self, vllm_config: upstream.VllmConfig, *args: object, **kwargs: object
@@ -193,7 +193,7 @@ class InflightSchedulerMixin:
         ServingState(self, vllm_config).attach(self)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """Stamp the step when it is scheduled: its tokens may be read much later."""
+        """Stamp the step when it is scheduled, since its tokens are read later."""
         state = ServingState.of(self)
         if state.late:
             state.late = [r for r in state.late if _is_late(r)]
@@ -207,7 +207,7 @@ class InflightSchedulerMixin:
         scheduler_output: upstream.SchedulerOutput,
         model_runner_output: upstream.ModelRunnerOutput,
     ) -> Any:
-        """Hand the stamp of a step to what comes out of it."""
+        """Copy the stamp of a step to its outputs."""
         state = ServingState.of(self)
         state.provenance.settle(
             self.requests,  # type: ignore[attr-defined]
@@ -226,7 +226,7 @@ class InflightSchedulerMixin:
         return outputs
 
     def add_request(self, request: upstream.Request) -> None:
-        """Note whether the request wants to know whose KV it reads."""
+        """Add a request, and note whether it asks for its KV provenance."""
         state = ServingState.of(self)
         if state.aborted.is_late(request):
             return
@@ -234,7 +234,7 @@ class InflightSchedulerMixin:
         state.reports.add(request, known)
         super().add_request(request)  # type: ignore[misc]
         if not request.resumable:
-            # Where it has ended a session, upstream has called that an abort.
+            # If it ended a session, upstream has treated that as an abort.
             state.aborted.forget(request)
 
     def _free_request(self, request: upstream.Request, **kwargs: object) -> Any:
@@ -246,19 +246,17 @@ class InflightSchedulerMixin:
         return super()._free_request(request, **kwargs)  # type: ignore[misc]
 
     def get_num_unfinished_requests(self) -> int:
-        """While new requests wait, those sent back are not finished either."""
+        """Count preempted requests, too, while new requests are held back."""
         count: int = super().get_num_unfinished_requests()  # type: ignore[misc]
         if self.pause_state == upstream.PauseState.PAUSED_NEW:  # type: ignore[attr-defined]
             count += len(ServingState.of(self).sent_back())
         return count
 
     def _get_local_prefix_cache_hit(self, request: upstream.Request) -> Any:
-        """Root a request at the moment it looks for KV.
+        """Choose the prefix-cache namespace of a request when it looks for cached KV.
 
-        This is the one place where a request that holds no KV asks for some:
-        new, hashed before a commit and admitted after it, waiting during one,
-        preempted or retracted. So a commit costs nothing per waiting request, nor
-        does loading an adapter.
+        Every request without KV gets here: new, waiting, preempted or retracted. So a
+        commit or a load of an adapter needs no work per waiting request.
         """
         ours, state = ServingState.of(self), RequestState.of(request)
         kv_provenance.forget(request)
@@ -282,9 +280,9 @@ class InflightSchedulerMixin:
         return best
 
     def _handle_blocked_waiting_request(self, request: upstream.Request) -> bool:
-        """Let nobody overtake a retracted request whose last tokens are on their way.
+        """Keep the order behind a retracted request whose last tokens are pending.
 
-        Upstream would pass over it for that step and admit those behind it.
+        Upstream would skip that request for the step and admit the next ones.
         """
         late = ServingState.of(self).late
         if late and request not in late:
@@ -301,7 +299,7 @@ def _is_sent_back(request: upstream.Request) -> bool:
 
 
 def _is_loaded(request: upstream.Request) -> bool:
-    """Of those that hold KV without running: whether none of it is on its way."""
+    """Whether a request that holds KV without running has all of that KV."""
     statuses = upstream.RequestStatus
     return request.status in (statuses.WAITING, statuses.PREEMPTED)
 

@@ -1,9 +1,9 @@
-"""The stamp of a step: which version sampled its tokens, as one string.
+"""The version stamp of a step: which version sampled its tokens, as one string.
 
-Upstream carries one string per step, `EngineCoreOutputs.weight_version`, from
-the engine to the output processor. The stamp puts label and epoch into it, so
-that two updates with one label stay apart, and takes them out again there; and
-which load of each adapter that was replaced was in its slot.
+Upstream carries one string per step, `EngineCoreOutputs.weight_version`, from the
+engine core to the output processor. The stamp encodes label and epoch in that string,
+so that two updates with the same label differ. It also has the load number of each
+adapter that was loaded again. The output processor decodes the stamp.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from functools import lru_cache
 SEPARATOR = "\x1f"
 
 KV_OPTION = "kv_versions"
-"""The extra argument by which a request asks whose KV it reads."""
+"""The extra argument by which a request asks for its KV provenance."""
 KV_FIELD = "inflight_kv_trail"
-"""Where the answer travels, in the `kv_transfer_params` of an output."""
+"""The key of the provenance in the `kv_transfer_params` of an output."""
 
 
 Loads = tuple[tuple[str, int, int], ...]
-"""(name, number, which load of the name it is) of adapters; the first load is 0."""
+"""Triples of adapter name, adapter number and load number; the first load is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +31,22 @@ class Stamp:
     label: str
     epoch: int
     adapters: Loads = ()
-    """Those that were loaded more than once."""
+    """The adapters that were loaded more than once."""
 
     def encode(self) -> str:
-        """As it travels."""
+        """The stamp as a string."""
         loads = json.dumps(self.adapters) if self.adapters else ""
         return f"{self.epoch}{loads}{SEPARATOR}{self.label}"
 
     def load_of(self, name: str, number: int) -> int:
-        """Which load of its name an adapter was; 0 for the first."""
+        """The load number of an adapter; 0 for its first load."""
         loads = (load for *key, load in self.adapters if key == [name, number])
         return next(loads, 0)
 
     @classmethod
-    @lru_cache(maxsize=64)  # it is asked for at every token of every stream
+    @lru_cache(maxsize=64)  # called for every token of every stream
     def decode(cls, text: str) -> Stamp:
-        """The stamp in `text`; a plain label, from elsewhere, has epoch 0."""
+        """The stamp in `text`; a plain label without an epoch gets epoch 0."""
         head, separator, label = text.partition(SEPARATOR)
         if not separator:
             return cls(text, 0)

@@ -1,11 +1,12 @@
-"""Lockstep: engines that take every step together change weights at one of them.
+"""DP-synchronous commit: data-parallel engines commit at the same step.
 
-Data-parallel engines of a mixture-of-experts model exchange tokens in every layer, so a
-step in which two of them had different weights would be of no version. Upstream has
-them meet every `dp_sync_interval` steps, to agree on whether anybody has work. There
-each also tells what it is armed with. When all name the same, all switch at once and
-tell whether it worked; if one could not, the others take it back before the next step.
-Until then everybody goes on stepping.
+Data-parallel engines of a mixture-of-experts model exchange tokens in every layer. So a
+step with different weights on two engines would mix two versions. Upstream synchronises
+these engines every `dp_sync_interval` steps, to agree on whether any of them has work.
+
+At each of these points the engines all-reduce the id of their pending switch. If all
+ids are equal, every engine switches, and they all-reduce its success. If one failed,
+the others undo the switch before the next step. Decoding goes on until then.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vllm.inflight.errors import EngineFault, InflightError, UpdateBusy, WrongPh
 Reply = dict[str, Any]
 NOTHING = 0
 PATIENCE_S = 30.0
-"""How long one engine waits, stepping, for the others to be asked for the same."""
+"""How long an engine waits for the same call to reach the others; it decodes on."""
 
 
 @dataclass
@@ -39,7 +40,7 @@ class _Armed:
 
 
 class DpCommit:
-    """One engine core's part in it; engines that step alone have none."""
+    """One engine core's part in a DP-synchronous commit; unused if it steps alone."""
 
     def __init__(
         self, core: upstream.EngineCore, can_switch: Callable[[], bool]
@@ -47,15 +48,15 @@ class DpCommit:
         self._core = core
         self._can_switch = can_switch
         self._known: tuple[Any, bool] = (None, False)
-        """A group, and whether every engine of it can be updated."""
+        """A group, and whether all of its engines can be updated."""
         self._armed: _Armed | None = None
         self._owes_vote = self._is_meeting = False
         self.num_pauses_left = 0
-        """Pauses asked of this engine while it still waited to agree on an earlier."""
+        """Pause calls that came while an earlier pause was not yet agreed on."""
 
     @property
     def _group(self) -> Any:
-        # Asked for each time: elastic expert parallelism makes a new one.
+        # Read each time, since elastic expert parallelism makes a new group.
         return getattr(self._core, "dp_group", None)
 
     @property
@@ -73,7 +74,7 @@ class DpCommit:
         return self._armed is not None and self._armed.update is update
 
     def require_unarmed(self, active: Update | None) -> None:
-        """Raise `UpdateBusy` while a switch but that of `active` waits for others."""
+        """Raise `UpdateBusy` while a switch waits that is not of `active`."""
         if self._armed is not None and self._armed.update is not active:
             raise UpdateBusy(
                 "a rollback waits for the other data-parallel engines, at most "
@@ -83,21 +84,23 @@ class DpCommit:
     def arm(
         self, what: object, switch: Callable[[], Reply], update: Update | None = None
     ) -> Future[Reply]:
-        """Call `switch` where all engines meet, once all are armed with `what`.
+        """Call `switch` at a sync point, once all engines are armed with `what`.
 
-        It checks for itself whether it can: so that all engines come to the meeting.
-        Waits for `PATIENCE_S`, and no longer than the `update` that it commits.
+        `switch` makes its own checks, so that every engine reaches the sync point. The
+        wait ends after `PATIENCE_S`, or with the deadline of `update`.
         """
         key = _key(what)
         if self._armed is not None:
             if self._armed.key == key:
                 return self._armed.answer
-            raise WrongPhase("another switch waits for the other engines already")
+            raise WrongPhase(
+                "another commit or rollback waits for the other data-parallel engines"
+            )
         self._armed = _Armed(key, switch, update)
         core = self._core
         if not core.engines_running:
-            # As with a request that comes while all are idle: the others have to be
-            # woken, or this one would wait for them at the meeting.
+            # Wake the other engines, as a new request does. Otherwise this engine
+            # would wait for them at the sync point.
             core.engines_running = True
             if core.has_coordinator:
                 wake = upstream.EngineCoreOutputs(start_wave=core.current_wave)
@@ -105,22 +108,23 @@ class DpCommit:
         return self._armed.answer
 
     def disarm(self, error: Exception) -> None:
-        """What this engine was armed with is not wanted any more."""
+        """Cancel the pending switch with `error`."""
         if self._armed is not None:
             armed, self._armed = self._armed, None
             armed.answer.set_exception(error)
 
     def meet(self) -> bool:
-        """Meet the others; whether somebody waits for somebody else, or has work now.
+        """Synchronise with the other engines, and switch if all are armed.
 
-        Every engine calls it after the same step.
+        Every engine calls this after the same step. Returns whether the engines have to
+        go on stepping, because one waits for another or has work.
 
         Raises:
-            SystemExit: it is not known any more what the others serve.
+            SystemExit: the live versions of the other engines are unknown.
 
         """
         if self._known[0] is not self._group:
-            # Once for each group: where one cannot be updated, nobody needs to meet.
+            # Once per group. If one engine cannot be updated, none needs sync points.
             self._known = (self._group, self._extent(int(self._can_switch()))[0] == 1)
         if not self._known[1]:
             self.disarm(EngineFault("another engine cannot be updated in flight"))
@@ -134,7 +138,7 @@ class DpCommit:
             return True
         assert self._armed is not None
         if lowest != highest:
-            self.disarm(EngineFault("the engines were told to switch differently"))
+            self.disarm(EngineFault("the data-parallel engines got different commits"))
             return False
         armed, self._armed = self._armed, None
         self._owes_vote = self._is_meeting = True
@@ -146,22 +150,21 @@ class DpCommit:
                 self.all_could(False)
             elif not isinstance(error, InflightError):
                 raise SystemExit(
-                    "vllm-inflight: a switch of engines that step together broke off "
-                    f"after they had agreed on it: {error}"
+                    "vllm-inflight: a commit or rollback failed after all "
+                    f"data-parallel engines had agreed on it: {error}"
                 ) from error
         finally:
             self._is_meeting = False
-        # The switch may let requests go on; upstream's count was before it.
+        # The switch may resume requests that upstream has not counted.
         is_busy = self._core.scheduler.has_unfinished_requests()
         return self._extent(int(is_busy))[1] == 1
 
     def have_agreed(self) -> bool:
-        """All have agreed on a pause; whether any of them is to agree on another.
+        """After the engines agreed on a pause, return whether another pause is open.
 
-        Upstream keeps one flag for all pauses. One engine may hear two pauses before
-        the engines meet, and another may hear the second after it. The first would
-        then take both for agreed on and stand still, and the other would wait for it
-        at its next step. Every engine calls this.
+        Upstream keeps one flag for all pauses. One engine may get two pause calls
+        before a sync point, and another engine the second call after it. The first one
+        would then stop, and the other would wait for it. Every engine calls this.
         """
         if is_left := self.num_pauses_left > 0:
             self.num_pauses_left -= 1
@@ -169,10 +172,10 @@ class DpCommit:
         return self._extent(int(is_left))[1] == 1
 
     def resume(self) -> None:
-        """Have the scheduler go on, also while the engines step.
+        """Resume the scheduler, also while the engines step.
 
-        Upstream takes those that step for engines that nobody has paused, or not yet.
-        They step under a pause to commit, and where they switch all go on at once.
+        Upstream's resume expects that paused engines do not step. Here they step during
+        a pause to commit, and at the commit all of them resume together.
         """
         core = self._core
         is_going = self._is_meeting
@@ -185,11 +188,11 @@ class DpCommit:
             core.resume_scheduler()
 
     def settle(self, is_held: bool) -> None:
-        """After waking up together: step if any engine has to, else stand still.
+        """After waking up, step if any engine has work, else stop all engines.
 
-        Upstream ends every pause with it. Where one goes on, a request would wake the
-        other engines, and they would wait for a step of this one. Every engine that
-        stood still calls it.
+        Upstream's waking ends every pause. If a pause stays in force on this engine, a
+        request would wake the others, and they would wait for it. Every engine that was
+        stopped calls this.
 
         Args:
             is_held: whether this engine may not take new requests yet.
@@ -203,11 +206,11 @@ class DpCommit:
     def together(
         self, flip: Callable[[], Reply], take_back: Callable[[], Any]
     ) -> Reply:
-        """`flip` on every engine or on none, before the next step of any.
+        """Flip on all engines or on none, before their next step.
 
         Raises:
-            EngineFault: another engine could not; it is taken back here.
-            SystemExit: it could not be taken back.
+            EngineFault: another engine could not flip; this engine has undone its flip.
+            SystemExit: this engine could not undo its flip.
 
         """
         if self._group is None:
@@ -226,13 +229,15 @@ class DpCommit:
             take_back()
         except Exception as error:
             raise SystemExit(
-                "vllm-inflight: another engine could not switch, and this one could "
-                f"not take its switch back, so they would mix versions: {error}"
+                "vllm-inflight: another data-parallel engine could not flip, and this "
+                f"one could not undo its flip, so they would mix versions: {error}"
             ) from error
-        raise EngineFault("another engine could not switch; it was taken back here")
+        raise EngineFault(
+            "another data-parallel engine could not flip; this one has undone its flip"
+        )
 
     def all_could(self, could: bool) -> bool:
-        """Whether all engines could; each calls it as often as the others."""
+        """Whether all engines succeeded; every engine calls this equally often."""
         self._owes_vote = False
         return self._extent(int(could))[0] == 1
 
@@ -243,11 +248,15 @@ class DpCommit:
         if not self._core.is_running():
             self.disarm(EngineFault("the engine is shutting down"))
         elif time.monotonic() > self._armed.until:
-            waited = f"not every engine was asked to switch within {PATIENCE_S:g} s"
-            self.disarm(EngineFault(f"{waited}; nothing has changed"))
+            self.disarm(
+                EngineFault(
+                    "the call did not reach every data-parallel engine within "
+                    f"{PATIENCE_S:g} s; nothing has changed"
+                )
+            )
 
     def _extent(self, value: int) -> tuple[int, int]:
-        """The lowest and the highest `value` of all engines."""
+        """The lowest and the highest `value` over all engines."""
         extent = torch.tensor([value, -value], dtype=torch.int64)
         torch.distributed.all_reduce(
             extent, op=torch.distributed.ReduceOp.MIN, group=self._group

@@ -1,7 +1,8 @@
-"""What is served and how to have it again, noted on disk at every switch.
+"""The journal: a file with the live version and how to load it again.
 
-The file is replaced as a whole, so a crash leaves the note before or the new one. A
-thread of its own writes it: a disk that is slow or full holds up no step and no update.
+The file is replaced as a whole at every commit and rollback. So a crash leaves the old
+or the new content. A separate thread writes it, so that a slow or full disk delays no
+step and no update.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ FORMAT = 1
 
 NOTED = {"model", "weight_version", "step", "digest", "recipe"}
 STEP = {"path", "draft_path", "subset", "name_map"}
-"""What there has to be in a note, and in a step of its recipe."""
+"""The required keys of a journal entry, and of a step of its recipe."""
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What a file raises that is none."""
+"""What reading a file raises that is not a journal."""
 
 REST_S = 0.0005
-"""Of the thread that writes, between two slices of a step with many names."""
+"""The writing thread's pause between two slices of a step with many names."""
 
 MAX_STEPS = 32
-"""Of a recipe: whoever sends subsets for ever has to send all of it some time."""
+"""The longest recipe. After more subsets, only an update of all tensors is noted."""
 
 Recipe = tuple[dict[str, Any], ...]
 """Updates from files that lead from the model's own weights to a version, each as its
@@ -49,9 +50,9 @@ Recipe = tuple[dict[str, Any], ...]
 def extended(
     recipe: Recipe | None, update: Update, *, has_drafter: bool
 ) -> Recipe | None:
-    """How that is had again which `update` makes of what `recipe` leads to.
+    """The recipe after `update`, which starts from the result of `recipe`.
 
-    None if files do not lead to it.
+    None if files are not enough to load the result.
     """
     files = update.files
     if files is None:
@@ -61,35 +62,35 @@ def extended(
         recipe = ()
     if recipe is None:
         return None
-    # What it replaces need not be read before it.
+    # Steps that the update replaces need not be loaded before it.
     kept = [step for step in recipe if not _parts(step) <= replaced]
     made = (*kept, files)
     return made if len(made) <= MAX_STEPS else None
 
 
 def _parts(step: dict[str, Any]) -> set[str]:
-    """What an update brings something for: the model, its drafter, or both."""
+    """The parts that an update loads: the model, its drafter, or both."""
     return {part for part in ("path", "draft_path") if step[part]}
 
 
 class Journal:
-    """The file of `--inflight-journal`; of data-parallel engines the first has it.
+    """The file of `--inflight-journal`, of the first data-parallel engine.
 
     Raises:
-        ConfigError: it cannot be read or written, or is something else.
+        ConfigError: the file cannot be read or written, or is not a journal.
 
     """
 
     def __init__(self, vllm_config: upstream.VllmConfig) -> None:
         path = InflightConfig.of(vllm_config).journal
-        # Of the engines of an external launcher, too, which are all given one path.
+        # Engines of an external launcher all get one path, too.
         is_first = worker_index(vllm_config.parallel_config) == 0
         self._path = Path(path) if path and is_first else None
         self._model = str(vllm_config.model_config.model)
         self._found: dict[str, Any] | None = None
-        """What was served last before this engine was started."""
+        """The journal entry of the engine that ran before this one."""
         self.tried = False
-        """Whether a server has tried to have that served again."""
+        """Whether a server has tried to load that version again."""
         self._error: str | None = None
         self._notes: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._writer = Background(
@@ -100,23 +101,24 @@ class Journal:
             self._writer.start()
 
     def note(self, version: Version, recipe: Recipe | None) -> None:
-        """Have it noted that `version` is served now, and how it is had again."""
+        """Write `version`, which is live now, and the recipe to load it again."""
         if self._path is not None:
             facts = {"format": FORMAT, "model": self._model, **version.to_dict()}
             steps = None if recipe is None else list(recipe)
             self._notes.put(facts | {"recipe": steps})
 
     def told(self) -> dict[str, Any]:
-        """`path`, `model`, what was `found` in it, and the `error` of the last note.
+        """`path`, `model`, `found`, `tried` and `error` of the journal.
 
-        And whether it was `tried` to serve that again.
+        `found` is the entry at the start of this engine. `tried` tells whether a server
+        has tried to load it again. `error` is that of the last write.
         """
         path = None if self._path is None else str(self._path)
         facts = {"path": path, "model": self._model, "found": self._found}
         return facts | {"tried": self.tried, "error": self._error}
 
     def close(self) -> None:
-        """Write what has been noted, and end."""
+        """Write the last entry, and end the thread."""
         if self._writer.is_alive():
             self._notes.put(None)
             self._writer.join(timeout=5)
@@ -127,26 +129,26 @@ class Journal:
         while not is_over:
             noted = self._notes.get()
             facts, is_over = noted or facts, noted is None
-            # A disk may be slow, and only the last note is ever read again.
+            # On a slow disk entries queue up, and only the last one matters.
             if facts is None or not (is_over or self._notes.empty()):
                 continue
             try:
                 recipe = resting(unpack(facts["recipe"]), lambda: time.sleep(REST_S))
                 _replace(self._path, msgspec.json.encode(facts | {"recipe": recipe}))
                 self._error = None
-            except Exception as error:  # a full disk; or a note that is no JSON
+            except Exception as error:  # a full disk, or an entry that is not JSON
                 self._error = str(error) or type(error).__name__
                 logger.error("--inflight-journal cannot be written: %s", error)
             facts = None
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What is noted there; the file can be written, too."""
+    """Read the journal, and check that it can be written."""
     try:
         content = path.read_bytes() if path.exists() else b""
         found = json.loads(content) if content else None
         if found is not None and not _is_note(found):
-            raise ValueError("it says something else")
+            raise ValueError("not a journal")
         _replace(path, content)
     except OSError as error:
         raise ConfigError(
@@ -154,14 +156,14 @@ def _read(path: Path) -> dict[str, Any] | None:
         ) from None
     except UNREADABLE:
         raise ConfigError(
-            f"--inflight-journal {path} is not a journal, or one of another release: "
-            "name another file, or remove it"
+            f"--inflight-journal {path} is not a journal of this release; name another "
+            "file, or remove this one"
         ) from None
     return found
 
 
 def _is_note(found: Any) -> bool:
-    """Whether it says all that it takes to follow it."""
+    """Whether a journal entry has all required keys."""
     is_ours = found["format"] == FORMAT and found.keys() >= NOTED
     return is_ours and all(step.keys() >= STEP for step in found["recipe"] or ())
 

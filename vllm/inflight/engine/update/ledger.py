@@ -43,7 +43,7 @@ class Ledger:
     def __init__(self, moved: Callable[[Update], None] = lambda _: None) -> None:
         self._lock = threading.Lock()
         self._moved = moved
-        """Called when an update has moved, on whatever thread that happens."""
+        """Called when an update changes its phase, on the thread that changes it."""
         self._updates: OrderedDict[str, Update] = OrderedDict()
         self._serial = 0
         self.ended: Counter[str] = Counter()
@@ -56,18 +56,18 @@ class Ledger:
             return self._active()
 
     def next_serial(self) -> int:
-        """A number no command to the ranks has carried before."""
+        """A new number for commands to the ranks."""
         with self._lock:
             self._serial += 1
             return self._serial
 
     def started(self, body: dict[str, Any]) -> Update | None:
-        """The update that was begun with `body`, if there is one.
+        """The update that was started with `body`; None if there is none.
 
-        The same id with the same body is the same update, however it stands.
+        The same id with the same body is the same update, in any phase.
 
         Raises:
-            Conflict: its id is that of another update.
+            Conflict: another body has started an update of this id.
 
         """
         if (update_id := body.get("update_id")) is None:
@@ -78,7 +78,7 @@ class Ledger:
             known = self._updates.get(update_id)
         if known is not None and known.fingerprint != _fingerprint(body):
             raise Conflict(
-                f"update {update_id!r} was begun with another body; "
+                f"update {update_id!r} was started with another body; "
                 "use a new update_id",
                 phase=known.phase.value,
                 update_id=update_id,
@@ -86,7 +86,7 @@ class Ledger:
         return known
 
     def was_started(self, update_id: object, fingerprint: str) -> bool:
-        """Whether `begun` would find an update for a body with that fingerprint."""
+        """Whether `started` would find an update for a body with this fingerprint."""
         if not isinstance(update_id, str):
             return False
         with self._lock:
@@ -94,12 +94,12 @@ class Ledger:
         return known is not None and known.fingerprint == fingerprint
 
     def start(self, body: dict[str, Any], deadline_s: float) -> tuple[Update, bool]:
-        """Open an update; (update, whether it is new: see `begun`).
+        """Open an update; returns it, and whether it is new (see `started`).
 
         Args:
-            body: of the request; its `manifest` as `Manifest.packed` makes it, or as
-                it came, and its `fingerprint` if it is known.
-            deadline_s: seconds from now to its commit.
+            body: of the request. `manifest` may be packed (`Manifest.packed`) or not;
+                `fingerprint` is optional.
+            deadline_s: the update has to commit within this many seconds.
 
         """
         if (known := self.started(body)) is not None:
@@ -131,20 +131,20 @@ class Ledger:
             return update, True
 
     def require_free(self, update_id: object) -> None:
-        """Raise `UpdateBusy` while another update than this one is under way."""
+        """Raise `UpdateBusy` while another update is under way."""
         if (active := self.active) is not None and active.update_id != update_id:
             raise _busy(active)
 
     def find(self, update_id: str | None, owner: str | None = None) -> Update:
-        """The update with that id; with no id, the one that is open.
+        """The update with that id; without an id, the open update.
 
-        With no id it is the last one if that has failed and nobody was told: a trainer
-        without ids, whose update failed between two of its calls, would not hear why.
+        If none is open and the last one failed unreported, a call without an id gets
+        the last one. A trainer without ids thus hears why its update failed.
 
         Raises:
             UnknownUpdate: no update of that id is remembered.
-            WrongPhase: none is open.
-            OwnedByAnother: both it and who asks have an owner, and not the same.
+            WrongPhase: no update is open.
+            OwnedByAnother: the call names another owner than the update's.
 
         """
         if update_id is not None and not isinstance(update_id, str):
@@ -169,7 +169,7 @@ class Ledger:
     def require(
         self, update_id: str | None, *phases: Phase, owner: str | None = None
     ) -> Update:
-        """`find`, in one of `phases`; raises `WrongPhase`, or its own failure."""
+        """Find an update in one of `phases`; else raise its error or `WrongPhase`."""
         update = self.find(update_id, owner)
         self._require(update, phases)
         return update
@@ -188,7 +188,7 @@ class Ledger:
 
     @contextmanager
     def held(self, update: Update) -> Iterator[None]:
-        """While it is switched to: no deadline ends it in the middle of that."""
+        """During a commit, keep the deadline from aborting the update."""
         with self._lock:
             self._require(update, (Phase.STAGED,))
             update.is_held = True
@@ -204,13 +204,13 @@ class Ledger:
         error: InflightError | None = None,
         first: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Make one move of the table; False if it is not legal from here.
+        """Change the phase of an update; False if the table does not allow it.
 
         Args:
-            update: that moves.
-            phase: that it moves to.
-            error: why it ends, if it failed.
-            first: done before anybody can see that it has moved.
+            update: the update.
+            phase: its new phase.
+            error: why the update ends, if it failed.
+            first: runs before other threads can see the new phase.
 
         """
         with self._lock:
@@ -223,10 +223,10 @@ class Ledger:
             now = update.moved = time.monotonic()
             if phase is Phase.STAGED:
                 update.staged = now
-            # One that is served again after two rollbacks had its end before.
+            # After two rollbacks, an update is committed again: it has ended before.
             if phase in (Phase.COMMITTED, Phase.ABORTED) and update.ended is None:
                 update.ended = now
-                update.files = None  # they may have many names
+                update.files = None  # its name map may be long
                 self.ended[phase.value if error is None else error.code] += 1
             if error is not None:
                 error.update_id, error.phase = update.update_id, phase.value
@@ -235,13 +235,13 @@ class Ledger:
         return True
 
     def turn_back(self, left: Update | None, back: Update | None) -> None:
-        """A rollback from what `left` brought to what `back` did; None: the start."""
+        """Note a rollback from update `left` to update `back`; None: start weights."""
         for update, phase in ((left, Phase.ROLLED_BACK), (back, Phase.COMMITTED)):
             if update is not None:
                 self.move(update, phase)
 
     def outcomes(self) -> list[dict[str, Any]]:
-        """All that is remembered, the newest first."""
+        """The reports of all remembered updates, the newest first."""
         with self._lock:
             return [update.to_dict() for update in reversed(self._updates.values())]
 
@@ -250,12 +250,12 @@ class Ledger:
 
 
 def _is_news(update: Update) -> bool:
-    """Whether it has failed and nobody has been told why."""
+    """Whether the update has failed and no caller has got its error."""
     return update.error is not None and not update.is_told
 
 
 def _nothing_open(last: Update | None) -> WrongPhase:
-    """What is told who names no update: the failure of the last one is not his."""
+    """The error of a call without an id, if no update is open."""
     if last is None:
         return WrongPhase("no weight update was started")
     ended = last.phase.value if last.error is None else last.error.code
@@ -274,7 +274,7 @@ def _fingerprint(body: dict[str, Any]) -> str:
 def _busy(active: Update) -> UpdateBusy:
     return UpdateBusy(
         f"update {active.update_id!r} is {active.phase.value}; it must finish or be "
-        "aborted before another begins",
+        "aborted before another one starts",
         phase=active.phase.value,
         update_id=active.update_id,
     )

@@ -1,7 +1,7 @@
-"""What an engine serves, and the one turn in which that changes.
+"""The live version of an engine, and the flip that changes it.
 
-The version, the epoch, the set held as the rollback target, and the labels and salts
-of the scheduler change together here and nowhere else.
+Only this module changes the version, the epoch, the rollback target, and the
+scheduler's labels and cache salts. It changes them together.
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ START = "start"
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """One set of weights, and what is known of it."""
+    """One set of weights: the live weights or the rollback target."""
 
     version: Version = field(default_factory=Version)
     update: Update | None = None
-    """The update that it came with; None for the weights of the start."""
+    """The update that brought these weights; None for the start weights."""
     recipe: Recipe | None = ()
-    """How it is had again, if files lead to it."""
+    """How to load these weights from files again; None if files are not enough."""
     lineage: str = START
-    """Equal on engines that have come to these weights in the same way: their digest,
-    or where that is not known, a hash of what was put on top of what."""
+    """Equal on engines that have reached these weights in the same way. It is their
+    digest, or without one a hash of the updates that led to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """All that changes at a switch, so that it can be taken back as a whole."""
+    """Everything that a flip changes, so that it can be undone as a whole."""
 
     live: WeightSet = field(default_factory=WeightSet)
     before: WeightSet | None = None
-    """What a rollback returns to; None if it is not held."""
+    """The rollback target; None if it is not kept."""
     between: dict[str, Any] | None = None
-    """The drift between those two, in either direction; None: not known."""
+    """The drift between these two, in either direction; None if unknown."""
     epoch: int = 0
-    """Counts switches and renames; never used twice."""
+    """Counts commits, rollbacks, renames and out-of-band writes; never reused."""
     changes: int = 0
-    """Counts changes of the weights' bytes: what roots are named by."""
+    """Counts changes of the weights' bytes. It names prefix-cache namespaces."""
     cache_epoch: int = 0
-    """The change that began the root of new requests."""
+    """The change that began the prefix-cache namespace of new requests."""
     moved: float = 0.0
-    """How far the weights have moved in this cache epoch, at most."""
+    """An upper bound for the drift of the weights in this cache epoch."""
 
 
 class LiveVersion:
-    """The version served by one engine core, and the one before it."""
+    """The live version of one engine core, and its rollback target."""
 
     def __init__(self, core: upstream.EngineCore, ranks: Ranks) -> None:
         self._core = core
         self._ranks = ranks
         self.journal = Journal(core.vllm_config)
         self._state = self._before_switch = LiveState()
-        """As it is, and as it was before the last switch."""
+        """The state now, and the state before the last flip."""
 
     @property
     def version(self) -> Version:
-        """What is served."""
+        """The live version."""
         return self._state.live.version
 
     @property
     def update(self) -> Update | None:
-        """The update that it came with; None for the weights of the start."""
+        """The update that brought the live weights; None for the start weights."""
         return self._state.live.update
 
     @property
@@ -92,28 +92,28 @@ class LiveVersion:
 
     @property
     def before(self) -> WeightSet | None:
-        """What a rollback returns to; None if it is not held."""
+        """The rollback target; None if it is not kept."""
         return self._state.before
 
     @property
     def drift(self) -> float | None:
-        """How far what is served is from what was before it; None: not known."""
+        """The drift of the live weights from the version before; None if unknown."""
         between = self._state.between
         return None if between is None else between["overall"]
 
     def forget_before(self) -> None:
-        """The set served before is given up: it is written over, or its memory is."""
+        """Drop the rollback target, because its memory is reused or freed."""
         self._change(before=None)
 
     def expect(self, label: object, field: str) -> None:
-        """Raise `VersionConflict` unless `label` is None or what is served."""
+        """Raise `VersionConflict` unless `label` is None or the live label."""
         if label is not None and label != self.version.label:
             raise VersionConflict(
-                f"{field} is {label!r}, served is {self.version.label!r}"
+                f"{field} is {label!r}, the live version is {self.version.label!r}"
             )
 
     def advance(self, label: str | None, update: Update) -> dict[str, Any]:
-        """Serve what `update` has staged; returns the facts of the switch."""
+        """Flip to the weights that `update` has staged; returns the flip's times."""
         held = self._state.live
         recipe = extended(held.recipe, update, has_drafter=self._ranks.has_drafter)
         lineage = update.digest or _onto(held.lineage, update.sent)
@@ -130,9 +130,9 @@ class LiveVersion:
         return self._flip(take_on)
 
     def undo(self) -> None:
-        """Take back the last switch, which not every engine could make.
+        """Undo the last flip, because another engine failed to flip.
 
-        As if it had not been: no step was scheduled since.
+        No step was scheduled since, so nothing of the flip remains.
         """
         self._ranks.flip()
         self._state = self._before_switch
@@ -140,7 +140,7 @@ class LiveVersion:
         self._note()
 
     def roll_back(self) -> dict[str, Any]:
-        """Serve the version before again; the one left becomes the one before."""
+        """Flip to the rollback target; the live version becomes the new target."""
         held, back = self._state.live, self._state.before
         assert back is not None
 
@@ -154,11 +154,11 @@ class LiveVersion:
         return self._flip(take_on)
 
     def lose(self) -> None:
-        """The memory of what is served has been given up: nothing has its digest."""
+        """Forget the digest, because the live weights are lost."""
         self._change_version(dataclasses.replace(self.version, digest=None))
 
     def reset(self) -> None:
-        """Other weights have come in the place of those served, past any update."""
+        """Begin a version without label and digest, after an out-of-band write."""
         self._age_cache(None)
         self._take_on(None, None, None)
         lineage = _onto(self.lineage, "others")
@@ -166,20 +166,20 @@ class LiveVersion:
         self._note()
 
     def rename(self, label: str) -> None:
-        """Call what is served something else: a new version of the same bytes."""
+        """Give the live weights a new label: a new version of the same bytes."""
         self._take_on(label, self.version.digest, self.version.step)
         self._note()
 
     def _flip(self, take_on: Callable[[], None]) -> dict[str, Any]:
-        """Flip the ranks and `take_on` what they serve then, or change nothing.
+        """Flip the ranks and call `take_on`, or change nothing.
 
         Returns:
-            `gap_ms`, the milliseconds of all of it, and `flip_s`, the seconds that
-            the slowest rank took.
+            `gap_ms`, the milliseconds of the whole switch, and `flip_s`, the seconds
+            that the slowest rank took.
 
         Raises:
             EngineFault: a rank could not flip, and none has.
-            SystemExit: the engine cannot tell what its ranks serve.
+            SystemExit: it is unknown which weights are live on the ranks.
 
         """
         started = time.perf_counter()
@@ -198,17 +198,17 @@ class LiveVersion:
         return {"gap_ms": round(switch_ms, 3), "flip_s": round(flip_s, 6)}
 
     def _take_back(self, fault: BaseException) -> None:
-        """What the ranks serve is what is told of it, or the engine ends."""
+        """Undo a flip after a fault; the engine ends if that fails too."""
         try:
             self.undo()
         except BaseException as error:
             raise SystemExit(
-                f"vllm-inflight: a switch broke off ({fault}) and could not be taken "
-                f"back: {error}"
+                f"vllm-inflight: a commit or rollback failed ({fault}) and could not "
+                f"be undone: {error}"
             ) from error
 
     def _age_cache(self, drift: dict[str, Any] | None) -> None:
-        """Begin a new root, unless the weights have hardly moved since the last one."""
+        """Begin a new prefix-cache namespace if the weights have drifted enough."""
         overall = None if drift is None else drift["overall"]
         moved = self._state.moved + (math.inf if overall is None else overall)
         changes = self._state.changes + 1
@@ -217,7 +217,7 @@ class LiveVersion:
             self._change(cache_epoch=changes, moved=0.0)
 
     def _take_on(self, label: str | None, digest: str | None, step: int | None) -> None:
-        """Label and salt from the next step on; nothing ran since the flip."""
+        """Set the version of the next steps; no step ran since the flip."""
         epoch = self._state.epoch + 1
         self._change(epoch=epoch)
         label = label if label is not None else f"update-{epoch}"
@@ -228,7 +228,7 @@ class LiveVersion:
         self.journal.note(self.version, self._state.live.recipe)
 
     def _tell(self) -> None:
-        """Tell the core and the scheduler what is served now."""
+        """Tell the engine core and the scheduler the live version."""
         self._core._weight_version = self.version.label
         SchedulerState.of(self._core.scheduler).serve(
             self.version, self._state.cache_epoch, self._state.changes
@@ -242,6 +242,6 @@ class LiveVersion:
 
 
 def _onto(lineage: str, sent: str | None) -> str:
-    """The lineage of what comes of sending `sent` on top of `lineage`."""
+    """The lineage of weights that result from sending `sent` on top of `lineage`."""
     text = f"{lineage}+{sent}".encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
-"""The watch: a thread that reads the board while an update is under way.
+"""The update monitor: a thread that reads the status board during an update.
 
-It moves the update along when the ranks have, ends it at its deadline, and
-answers those who wait. It runs only while there is something to wait for.
+It moves the update to its next phase when all ranks have got there, ends it at its
+deadline, and answers waiting calls. It runs only while there is something to wait for.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from vllm.inflight.update import Phase
 
 POLL_S = 0.002
 MORE_S = 0.5
-"""Longest wait for what other ranks say of an update that one rank has refused."""
+"""After one rank rejects an update, longest wait for the errors of other ranks."""
 
 logger = upstream.init_logger(__name__)
 
 Ready = Callable[[], dict[str, Any] | None]
-"""A result when what is waited for has come, None before; raises on failure."""
+"""Returns the result of a wait, or None before it is there; raises on failure."""
 
 
 class UpdateMonitor:
-    """Watches over the active update of one engine."""
+    """Monitors the active update of one engine."""
 
     def __init__(
         self,
@@ -56,20 +56,20 @@ class UpdateMonitor:
         self._waiting: list[tuple[Future[dict[str, Any]], Ready]] = []
         self._update: Update | None = None
         self._seen: list[Any] = []
-        """What the ranks had done of it when it last moved."""
+        """The progress of the ranks when the update last moved."""
         self._refused: tuple[int, float] | None = None
-        """The update that was refused last, and when that was seen."""
+        """The update that a rank rejected last, and when the monitor saw it."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def start(self, update: Update) -> None:
-        """Watch over `update` until it ends."""
+        """Monitor `update` until it ends."""
         with self._lock:
             self._update = update
             self._ensure_thread()
 
     def when_received(self, update: Update) -> Future[dict[str, Any]]:
-        """Done when every rank has carried out the commands sent so far."""
+        """Return a Future, done when all ranks have executed the commands so far."""
         num_commands = update.num_commands
 
         def ready() -> dict[str, Any] | None:
@@ -85,7 +85,7 @@ class UpdateMonitor:
         return self._wait(ready)
 
     def when_staged(self, update: Update) -> Future[dict[str, Any]]:
-        """Done when every rank has voted for what it staged."""
+        """Return a Future, done when every rank has prepared its commit."""
 
         def ready() -> dict[str, Any] | None:
             self._alive(update)
@@ -96,7 +96,7 @@ class UpdateMonitor:
     def when_carried_out(
         self, serial: int, deadline_s: float
     ) -> Future[dict[str, Any]]:
-        """Done when every rank has carried out the one command of `serial`."""
+        """Return a Future, done when all ranks have executed the command `serial`."""
         deadline = time.monotonic() + deadline_s
 
         def ready() -> dict[str, Any] | None:
@@ -107,7 +107,7 @@ class UpdateMonitor:
             if state is not None and all(status.orders for status in statuses):
                 return {}
             if all(status.serial > serial for status in statuses):
-                raise Cancelled("the transport was let go before it was connected")
+                raise Cancelled("the transport was shut down before it was connected")
             if time.monotonic() > deadline:
                 self._ranks.cancel(serial)
                 raise DeadlineExceeded(f"not done within {deadline_s:g} s")
@@ -116,7 +116,7 @@ class UpdateMonitor:
         return self._wait(ready)
 
     def close(self) -> None:
-        """End the thread; whoever still waits is told."""
+        """End the thread; waiting calls fail."""
         self._close_soon()
         if (thread := self._thread) is not None:
             thread.join(timeout=1.0)
@@ -145,14 +145,14 @@ class UpdateMonitor:
                 try:
                     self._look_after(update)
                 except Exception as error:
-                    # Whoever waits for this thread would wait for ever.
+                    # Otherwise calls that wait for this thread would wait for ever.
                     logger.exception("update %r", update.update_id)
                     fault = EngineFault(f"{type(error).__name__}: {error}")
                     try:
                         self.end(update, fault)
                     except Exception:
-                        # The ledger says by now that it has ended, which whoever waits
-                        # is told below.
+                        # The ledger has ended the update, and `_answer` tells the
+                        # waiting calls.
                         logger.exception("update %r was not ended", update.update_id)
                 with self._lock:  # the next one may have begun by now
                     if self._update is update and not update.is_active:
@@ -163,14 +163,14 @@ class UpdateMonitor:
                     self._thread = None
                     return
             time.sleep(POLL_S)
-        with self._lock:  # who comes after this finds no thread, and starts one
+        with self._lock:  # a later call finds no thread and starts one
             waiting, self._waiting = self._waiting, []
             self._thread = None
         for future, _ in waiting:
             future.set_exception(EngineFault("the engine has been shut down"))
 
     def _look_after(self, update: Update) -> None:
-        """Move `update` along as its ranks and the clock say."""
+        """Advance or end `update`, by the statuses of its ranks and the clock."""
         if not update.is_active:
             return
         if time.monotonic() > update.deadline:
@@ -199,16 +199,16 @@ class UpdateMonitor:
                 update.num_replayed = max(status.replayed or 0 for status in statuses)
                 for part in SPENT:
                     spent = [status.spent_s(part) for status in statuses]
-                    if told := [seconds for seconds in spent if seconds is not None]:
-                        update.spent[part] = max(told)
-                # Every rank is handed every tensor, and samples the same.
+                    if known := [seconds for seconds in spent if seconds is not None]:
+                        update.spent[part] = max(known)
+                # Every rank receives every tensor and takes the same samples.
                 update.drift = statuses[0].drift
                 self._ledger.move(update, Phase.STAGED)
 
     def _may_add(self, statuses: list[Status], update: Update) -> bool:
-        """Whether a rank may have more to say of what was refused on another one.
+        """Whether another rank may still add errors to a rejection.
 
-        It is waited for as long as it carries its commands out, and not for long.
+        The monitor waits for ranks that still execute commands, at most `MORE_S`.
         """
         if self._refused is None or self._refused[0] != update.serial:
             self._refused = update.serial, time.monotonic()
@@ -228,7 +228,7 @@ class UpdateMonitor:
     ) -> InflightError | State | None:
         state = verdict(statuses, serial)
         if isinstance(state, Cancelled) and not self._ranks.has_given_up(serial):
-            # One rank has died, and the executor ends those that live on.
+            # One rank has died, and the executor ends the other ranks.
             return EngineFault("a rank was shut down meanwhile; the engine ends")
         return state
 
@@ -239,7 +239,7 @@ class UpdateMonitor:
             self._seen, update.moved = seen, time.monotonic()
 
     def end(self, update: Update, error: InflightError) -> None:
-        """Abort `update`, and tell those who wait for it why."""
+        """Abort `update` with `error`, which its waiting calls get."""
         failed: list[Exception] = []
 
         def cancel() -> None:
@@ -254,7 +254,7 @@ class UpdateMonitor:
             raise failed[0]
 
     def _alive(self, update: Update) -> list[Status]:
-        """The statuses on an update that goes on; raises what ended it."""
+        """The statuses of the ranks on `update`; raises if it was aborted."""
         if update.phase is Phase.ABORTED:
             update.is_told = True
             raise update.error or Conflict(
@@ -268,7 +268,7 @@ class UpdateMonitor:
         ]
 
     def give_up(self, future: Future[dict[str, Any]], error: Exception) -> None:
-        """Answer who waits for `future` with `error`, unless it has its answer."""
+        """Fail `future` with `error`, unless it has its answer."""
         with self._lock:
             entry = next((e for e in self._waiting if e[0] is future), None)
             if entry is None:
@@ -289,9 +289,9 @@ class UpdateMonitor:
                 result = error
             with self._lock:
                 if result is None or entry not in self._waiting:
-                    continue  # or it was given up meanwhile
+                    continue  # not ready, or given up meanwhile
                 self._waiting.remove(entry)
-            with suppress(InvalidStateError):  # whoever waited has cancelled it
+            with suppress(InvalidStateError):  # the caller has cancelled it
                 if isinstance(result, Exception):
                     future.set_exception(result)
                 else:

@@ -1,7 +1,8 @@
-"""The ranks of an engine, as its core sees them: commands, statuses, the flip.
+"""The engine core's view of its ranks: commands, statuses, the flip.
 
-Orders go out as RPCs that only enqueue; what the ranks make of them is read
-from the board. The one RPC that is waited for is the flip.
+Commands are RPCs that only put the command into a queue. The ranks report on the status
+board. The engine core waits for the RPCs of the flip, of sleep, of scrubs, and of
+out-of-band writes.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from vllm.inflight.worker.verify.checks import counted, listed
 logger = upstream.init_logger(__name__)
 
 MOST_UNREAD = 4
-"""Most replies to commands that may wait to be read.
+"""Most replies to commands that may be unread at a time.
 
-A rank has room for ten replies of any kind and stands still when there is none. A step
-reads the replies before its own."""
+A rank has room for ten replies and blocks when there is none. A step reads the replies
+that come before its own."""
 
 
 class Ranks:
@@ -57,35 +58,35 @@ class Ranks:
         self.count = num_ranks
         self._board = StatusBoard.create(num_ranks)
         self._unread: list[Any] = []
-        """Futures of the replies to commands, the oldest first."""
+        """Futures of unread replies to commands, the oldest first."""
         self._statuses: list[Status] = []
         self._read_at: tuple[int, ...] | None = None
         self._given_up = 0
-        """The serial of the last update that was cancelled from here."""
+        """The highest serial that this engine core has cancelled."""
         self.reason = kind.refusal
-        """Why no version can be staged here; None if one can."""
+        """Why the engine cannot stage updates; None if it can."""
         replies: list[dict[str, Any]] = []
         try:
             if self.reason is None:
                 replies = self._attached(num_ranks)
             self._has_tripwires = self._lay_tripwires(in_process)
-            """Whether ranks tell on the board of what others write into live weights.
+            """Whether ranks report out-of-band writes on the status board.
 
-            Without it, that is looked for after the calls of the workers alone.
+            Without it, the engine core checks only after worker calls.
             """
         finally:
             self._board.unlink()
         self._hears = bool(replies)
-        """Whether commands reach the ranks, and what they make of them comes back."""
+        """Whether commands reach the ranks and their statuses come back."""
         reasons = [reply["reason"] for reply in replies if reply["reason"]]
         self.nbytes = sum(reply["bytes"] for reply in replies)
         self.is_reversible = all(reply["is_reversible"] for reply in replies)
-        """Whether a commit leaves the version served before on every rank."""
+        """Whether every rank keeps the version before a commit as rollback target."""
         self.has_mtp = any(reply.get("has_mtp") for reply in replies)
-        """Whether MTP layers are staged with the model; their tensors are among its."""
+        """Whether MTP layers are staged as part of the model."""
         has_drafter = any(reply.get("has_drafter") for reply in replies)
         self.has_drafter = has_drafter and not self.has_mtp
-        """Whether a drafter is staged with the model, whose tensors are its own."""
+        """Whether a drafter with tensors of its own is staged with the model."""
         if has_drafter or self.has_mtp:
             reasons.append(lagging_drafter(kind, num_ranks))
         self.reason = next(filter(None, [self.reason, *reasons]), None)
@@ -95,7 +96,7 @@ class Ranks:
         """The ranks of an engine core.
 
         Raises:
-            ConfigError: the configuration asks for shadow weights that cannot be had.
+            ConfigError: the configuration requires shadow weights that are impossible.
 
         """
         executor = core.model_executor
@@ -109,16 +110,16 @@ class Ranks:
         staging = InflightConfig.of(core.vllm_config).staging
         if (reason := ranks.reason) is not None and staging in ("device", "host"):
             ranks.close()
-            raise ConfigError(f"--inflight-staging {staging} cannot be had: {reason}")
+            raise ConfigError(f"--inflight-staging {staging} is not possible: {reason}")
         return ranks
 
     def _attached(self, num_ranks: int) -> list[dict[str, Any]]:
-        """What the ranks can do, or nothing if not all of them see the board."""
+        """What each rank supports; empty if a rank cannot open the status board."""
         replies = self._raw("inflight_attach", self._board.path, num_ranks)
         for rank, reply in enumerate(replies):
             if "error" in reply:
                 self.reason = (
-                    f"rank {rank} cannot open the engine's notice board, a file in the "
+                    f"rank {rank} cannot open the engine's status board, a file in the "
                     f"shared memory of its host ({reply['error']}); all ranks of an "
                     "engine have to be on one host, in one container"
                 )
@@ -126,13 +127,13 @@ class Ranks:
         return [reply["ok"] for reply in replies]
 
     def _lay_tripwires(self, in_process: bool) -> bool:
-        """Have every rank tell on the board of writes into what it serves."""
+        """Make every rank report out-of-band writes on the status board."""
         try:
             self.overwrite("attach", self._board.path, self.count, in_process)
         except Exception as error:  # the ranks of another host cannot open it
             logger.warning(
-                "what others write into live weights is seen after calls of the "
-                "workers only: %s",
+                "out-of-band writes into live weights are detected after worker calls "
+                "only: %s",
                 error,
             )
             return False
@@ -146,24 +147,24 @@ class Ranks:
             )
 
     def wait_for_steps(self, in_flight: InFlight | None) -> None:
-        """Wait for the steps in flight, if what is called next could overtake them.
+        """Wait for the steps in flight, if the next call could overtake them.
 
         Raises:
-            EngineFault: one has failed.
+            EngineFault: a step has failed.
 
         """
         if not self._kind.is_ordered:
             wait_for_steps(in_flight)
 
     def command(self, serial: int, command: Command) -> None:
-        """Send every rank a command, without waiting until it is carried out.
+        """Send every rank a command, without waiting until it is executed.
 
         Args:
             serial: number of the update, or of the call, that the command belongs to.
-            command: what the ranks do.
+            command: the command.
 
         Raises:
-            StagingUnavailable: nobody would hear of what becomes of it.
+            StagingUnavailable: the ranks could not report the result.
 
         """
         if not self._hears:
@@ -171,14 +172,14 @@ class Ranks:
         self._send("inflight_command", serial, command.name, command_to_dict(command))
 
     def _send(self, method: str, *args: object) -> None:
-        """Call every rank without waiting for what it replies."""
+        """Call every rank without waiting for its reply."""
         self._unread = [reply for reply in self._unread if not reply.done()]
         if len(self._unread) >= MOST_UNREAD:
-            # Nobody steps, so nobody else reads; then nothing is in flight either.
+            # No step has read the replies, so no step is in flight either.
             self._unread.pop(0).result()
         reply = self._executor.collective_rpc(method, args=args, non_block=True)
         if self._kind.is_ordered:
-            self._unread.append(reply)  # of others, Ray keeps as many as there are
+            self._unread.append(reply)  # Ray keeps any number of replies
 
     def cancel(self, serial: int) -> None:
         """Make every rank stop working on update `serial`."""
@@ -186,49 +187,49 @@ class Ranks:
         self._board.cancel(serial)
 
     def has_given_up(self, serial: int) -> bool:
-        """Whether update `serial` was cancelled from here.
+        """Whether this engine core cancelled update `serial`.
 
-        A rank that is shut down cancels on the board too.
+        A rank that is shut down cancels on the status board too.
         """
         return serial <= self._given_up
 
     def prepare_sleep(self, level: int) -> None:
-        """Prepare a sleep of `level` on every rank; 0 takes that back.
+        """Prepare a sleep of `level` on every rank; level 0 cancels the preparation.
 
         Raises:
-            EngineFault: a transfer does not let go, or a host lacks memory.
+            EngineFault: a transfer did not stop, or a host lacks memory.
 
         """
         self._call("inflight_prepare_sleep", level)
 
     def scrub(self, move: str) -> list[Any]:
-        """Make one move of a scrub on every rank; see `Stager.scrub`."""
+        """Make one move of a scrub on every rank; see `StagingWorker.scrub`."""
         return self._call("inflight_scrub", move)
 
     def scrub_slice(self) -> None:
-        """Have every rank read a slice, without waiting for it."""
+        """Make every rank read a slice, without waiting for it."""
         self._send("inflight_scrub", "slice")
 
     def overwrite(
         self, move: str, *args: object, timeout: float | None = None
     ) -> list[Any]:
-        """One move of every rank about writes into what it serves.
+        """Call one function for out-of-band writes on every rank.
 
-        See worker/integrity/outside_writes.py.
+        `move` names a function of worker/integrity/outside_writes.py.
 
         Raises:
-            InflightError: a rank could not; the others have made the move.
+            InflightError: the call failed on a rank; the others have executed it.
             TimeoutError: a rank has not answered within `timeout` seconds.
 
         """
         return self._call("inflight_overwrite", move, *args, timeout=timeout)
 
     def is_touched(self) -> bool:
-        """Whether a rank tells that something has touched what it serves."""
+        """Whether a rank reports a write that touched its live weights."""
         return self._has_tripwires and self._board.is_touched()
 
     def untouch(self) -> None:
-        """Take note of that; before looking, so that nothing is missed."""
+        """Reset the report; call it before a check, so that no write is missed."""
         if self._has_tripwires:
             self._board.untouch()
 
@@ -238,8 +239,8 @@ class Ranks:
         Returns the longest time a rank took, in seconds.
 
         Raises:
-            EngineFault: it failed on a rank, and none has flipped.
-            SystemExit: ranks may serve different versions now.
+            EngineFault: the flip failed on a rank, and no rank has flipped.
+            SystemExit: ranks may have different live versions now.
 
         """
         replies = self._flip()
@@ -248,8 +249,8 @@ class Ranks:
         failed = [r["error"] for r in replies if "error" in r]
         if not failed:
             return max(reply["ok"] for reply in replies)
-        # A flip is its own inverse: those that flipped flip back. A failed flip
-        # has checked its pairs before it moved the first of them.
+        # A flip is its own inverse, so ranks that flipped flip back. A failed flip
+        # has moved nothing, because it checks all pairs first.
         if len(failed) < len(replies):
             flipped = [rank for rank, reply in enumerate(replies) if "ok" in reply]
             back = self._flip(flipped)
@@ -258,28 +259,28 @@ class Ranks:
         raise EngineFault(f"the flip failed on {len(failed)} rank(s): {failed[0]}")
 
     def statuses(self) -> list[Status]:
-        """What every rank posted last, in rank order."""
+        """The last status of every rank, in rank order."""
         stamp = self._board.stamp()
         if stamp != self._read_at:
-            # The stamp is older than what is read: a post in between is read again.
+            # The stamp is read first, so that a later post is read again.
             posted = map(Status.from_dict, self._board.read_all())
             self._statuses, self._read_at = list(posted), stamp
         return self._statuses
 
     def stamp(self) -> tuple[int, ...]:
-        """Changes whenever a rank has posted."""
+        """A value that changes whenever a rank posts a status."""
         return self._board.stamp()
 
     def close(self) -> None:
-        """Give the board back; from now on no update can begin."""
+        """Free the status board; no update can start from now on."""
         self.reason = "the engine has been shut down"
         self._has_tripwires = False
         self._board.close()
 
     def _flip(self, ranks: list[int] | None = None) -> list[dict[str, Any]]:
-        """Flip `ranks`, or all; ends the engine if one of them does not answer.
+        """Flip `ranks`, or all; the engine ends if a rank does not answer.
 
-        Nobody knows then what that rank serves. A second Ctrl-C ends the wait for it.
+        The live version of such a rank is unknown. A second Ctrl-C ends the wait.
         """
         longest_s = upstream.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
         args = () if ranks is None else (ranks,)
@@ -309,21 +310,21 @@ class Ranks:
         return replies
 
 
-def _stop(said: object) -> NoReturn:
-    """Rather than serve a mixture of two versions, serve nothing."""
+def _stop(replies: object) -> NoReturn:
+    """End the engine, because it would decode with a mixture of two versions."""
     reason = (
-        "vllm-inflight: a flip failed and could not be taken back, so the weights at "
-        f"hand are of no version; what the ranks say: {said}"
+        "vllm-inflight: a flip failed and could not be undone, so the live weights "
+        f"may mix two versions; the ranks replied: {replies}"
     )
     logger.critical(reason)
     raise SystemExit(reason)
 
 
 def verdict(statuses: list[Status], serial: int) -> InflightError | State | None:
-    """What the ranks' statuses on update `serial` amount to.
+    """The common result of the ranks' statuses on update `serial`.
 
-    An error if any rank failed, the common state if all ranks agree, None while
-    they do not yet. One no is a no of all.
+    It is an error if any rank failed, the common state if all ranks agree, and None
+    before that.
     """
     current = [status for status in statuses if status.serial == serial]
     failed = [status for status in current if status.state == "failed"]
@@ -336,13 +337,13 @@ def verdict(statuses: list[Status], serial: int) -> InflightError | State | None
 
 
 def refused(failed: list[Status], statuses: list[Status]) -> InflightError:
-    """What the failures of ranks amount to: one refusal, or the first that is none.
+    """Merge the errors of ranks into one rejection, or return the first other error.
 
-    Ranks that have different parts of a model may be refused different tensors.
+    Ranks that hold different parts of a model may reject different tensors.
 
     Args:
         failed: the statuses of ranks that have failed.
-        statuses: those of all ranks, on the same update.
+        statuses: the statuses of all ranks, on the same update.
 
     """
     errors = [InflightError.from_dict(status.error or {}) for status in failed]
@@ -352,36 +353,36 @@ def refused(failed: list[Status], statuses: list[Status]) -> InflightError:
     named: dict[str, dict[str, None]] = {}
     for status in failed:
         if not status.named:
-            return errors[0]  # it is no refusal of tensors, or has too many to tell
+            return errors[0]  # it rejects no tensors, or too many to name
         for cause, names in status.named.items():
             named.setdefault(cause, {}).update(dict.fromkeys(names))
-    told = list(dict.fromkeys(error.message.partition("; ")[2] for error in errors))
+    reasons = list(dict.fromkeys(error.message.partition("; ")[2] for error in errors))
     if unused := _unfilled(statuses):
         unused -= {name for names in named.values() for name in names}
         if unused:
             named[Cause.UNUSED] = dict.fromkeys(sorted(unused))
-            told.append(f"no parameter is filled by {listed(sorted(unused))}")
-    if len(told) == 1 and all(status.named == failed[0].named for status in failed):
+            reasons.append(f"no parameter is filled by {listed(sorted(unused))}")
+    if len(reasons) == 1 and all(status.named == failed[0].named for status in failed):
         return errors[0]
     tensors = list(dict.fromkeys(chain.from_iterable(named.values())))
     return WeightsMismatch(
-        f"{counted(tensors)}; {'; '.join(told)}",
+        f"{counted(tensors)}; {'; '.join(reasons)}",
         named={cause: list(names) for cause, names in named.items()},
         tensors=tensors,
     )
 
 
 def agree(statuses: list[Status]) -> InflightError | str | None:
-    """The digest of what all ranks staged, or why they do not agree.
+    """The digest of the version that all ranks staged, or an error if they differ.
 
-    None if it is not known: of a subset, on top of weights of which nothing is known.
-    What was sent of it is the same on all ranks even so.
+    It is None for a subset on top of weights without a digest. The digest of the sent
+    tensors is compared in any case.
     """
     votes = {(status.sent, status.digest) for status in statuses}
     if len(votes) > 1:
-        told = ", ".join(f"rank {n}: {s.sent}" for n, s in enumerate(statuses))
+        digests = ", ".join(f"rank {n}: {s.sent}" for n, s in enumerate(statuses))
         return WeightsMismatch(
-            f"the ranks received different weights; their digests are {told}",
+            f"the ranks received different weights; their digests are {digests}",
             remedy=CAUSES[Cause.RANKS][1],
         )
     if unused := _unfilled(statuses):
@@ -394,9 +395,10 @@ def agree(statuses: list[Status]) -> InflightError | str | None:
 
 
 def _unfilled(statuses: list[Status]) -> set[str]:
-    """Names of tensors that filled no parameter of any rank; empty if a rank is silent.
+    """Names of tensors that filled no parameter of any rank.
 
-    A tensor that fills nothing on one rank may belong to another rank.
+    A tensor that fills nothing on one rank may belong to another rank. The result is
+    empty if a rank has not reported its names.
     """
-    told = [set(each.unfilled) for each in statuses if each.unfilled is not None]
-    return set.intersection(*told) if len(told) == len(statuses) else set()
+    names = [set(each.unfilled) for each in statuses if each.unfilled is not None]
+    return set.intersection(*names) if len(names) == len(statuses) else set()

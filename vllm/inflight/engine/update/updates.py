@@ -16,8 +16,8 @@ from typing import Any
 from vllm.inflight import messages, upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import calls
+from vllm.inflight.engine.calls import check_owner
 from vllm.inflight.engine.event_log import EventLog
-from vllm.inflight.engine.pause.lease import check_owner
 from vllm.inflight.engine.scheduling import kv_connectors
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.ledger import Ledger
@@ -36,25 +36,25 @@ from vllm.inflight.errors import (
 from vllm.inflight.update import Phase
 
 LONGEST_S = 86400
-"""A deadline that never came would keep the shadow weights for good."""
+"""The longest deadline: an endless update would keep the shadow weights for ever."""
 
 ENDED_BY = {
     messages.Init.name: "POST /shutdown_weight_transfer_engine",
     messages.Join.name: "POST /destroy_weights_update_group",
 }
-"""Commands to a transport that wait for a trainer → the call that ends the wait."""
+"""Transport commands that wait for a trainer, and the call that ends each wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connecting:
-    """A command to a transport, and its answer to come."""
+    """A command to a transport, and the Future of its answer."""
 
     serial: int
     command: messages.Command
     answer: Future[dict[str, Any]]
 
     def is_undone_by(self, command: messages.Command | None) -> bool:
-        """Whether `command` is the opposite one, and for the same group."""
+        """Whether `command` is the opposite command, for the same group."""
         match self.command, command:
             case messages.Init(), messages.Shutdown():
                 return True
@@ -82,19 +82,19 @@ class Updates:
         self._events = events
         self.ledger = Ledger(events.moved)
         self._ended = ended
-        """Called when an update is aborted, on whatever thread that happens."""
+        """Called when an update is aborted, on the thread that aborts it."""
         self._watch = UpdateMonitor(ranks, self.ledger, ended)
         self._connecting: Connecting | None = None
-        """What a transport was ordered last."""
+        """The last command to a transport."""
         self._last: Update | None = None
-        """The update that was begun last, until it is known whether a rank has begun to
-        write over the version before."""
+        """The last update, until it is known whether a rank has begun to overwrite the
+        rollback target."""
 
     def start(self, body: dict[str, Any]) -> dict[str, Any]:
         """Open an update; replies `{"update_id", "phase"}`.
 
-        What it expects is asked of a new one: one begun before may have changed that.
-        Its manifest is what `Manifest.packed` makes of one.
+        `base_version` is checked for a new update only, since a repeated call may come
+        after the commit. The manifest is packed (`Manifest.packed`).
         """
         if (known := self.ledger.started(body)) is not None:
             return known.state()
@@ -107,9 +107,9 @@ class Updates:
         is_drafters = manifest is not None and manifest["draft"]
         if self._ranks.has_mtp and (is_drafters or body.get("draft_source")):
             raise Conflict(
-                "the drafter is MTP layers of the model, and has no update of its own: "
-                "their tensors come with the model's, or as a subset of these, without "
-                "draft_path"
+                "the drafter consists of MTP layers of the model and has no update of "
+                "its own. Send its tensors with the model's, or as a subset of them, "
+                "without draft_path"
             )
         if is_drafters and not self._ranks.has_drafter:
             raise Conflict("no draft model with weights is configured here")
@@ -144,23 +144,23 @@ class Updates:
         try:
             self._ranks.command(update.serial, command)
         except BaseException as error:
-            # Who began it has not heard of it, and would not give it up.
-            self.end(EngineFault(f"the ranks could not be told: {error!r}"))
+            # The caller does not know of the update and would not abort it.
+            self.end(EngineFault(f"the command did not reach the ranks: {error!r}"))
             raise
         self._command_sent(update)
         if not self.ledger.move(update, Phase.STAGING):
-            assert update.error is not None  # the watch has ended it meanwhile
+            assert update.error is not None  # the monitor has ended it meanwhile
             raise update.error
         self._events.began(update, transport, time.monotonic() - update.began)
         return update.state()
 
     def note_opened(self) -> None:
-        """Forget the version before if a rank has begun to write over it.
+        """Drop the rollback target if a rank has begun to overwrite it.
 
-        A rank posts that before its first write, and does not write any more for an
-        update that was cancelled (see `Job._open`). So what is read here is final once
-        the update has ended. A later command replaces the ranks' statuses, so they are
-        read before one goes out. A commit has put another version there.
+        A rank posts this before its first write, and never writes for a cancelled
+        update (see `StagingThread._open`). So the status is final once the update has
+        ended. A later command replaces the statuses, so they are read before it. After
+        a commit, the shadow weights hold another version.
         """
         update, is_known = self._last, True
         if update is None:
@@ -174,9 +174,9 @@ class Updates:
             self._last = None
 
     def receive(self, body: dict[str, Any]) -> Any:
-        """Have a chunk received; the Future is done when every rank has it.
+        """Receive a chunk; the Future is done when every rank has it.
 
-        A chunk with a number is received once, however often it is asked for.
+        A numbered chunk is received once, even if the call is repeated.
         """
         chunk = body.get("chunk")
         owner = check_owner(body.get("owner"))
@@ -200,9 +200,9 @@ class Updates:
         return self._watch.when_received(update)
 
     def prepare(self, body: dict[str, Any]) -> Any:
-        """Close the stream and verify; done when every rank has voted.
+        """Verify the staged weights; done when every rank has reported.
 
-        Replies with the vote of this engine, see `Update.vote`. Repeating it for an
+        Replies with the vote of this engine (see `Update.vote`). A repeated call for an
         update that has ended needs its id.
         """
         update_id = body.get("update_id")
@@ -219,9 +219,9 @@ class Updates:
         return self._watch.when_staged(update)
 
     def abort(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Give an update up; the weights served are not touched. Idempotent.
+        """Abort an update; the live weights do not change. The call may be repeated.
 
-        With `error` in the body it ends as that, as its engines have refused it.
+        With `error` in the body, the update ends with that error of another engine.
         """
         owner = check_owner(body.get("owner"))
         update = self.ledger.find(body.get("update_id"), owner)
@@ -236,19 +236,19 @@ class Updates:
         if update.phase is not Phase.ABORTED:
             raise WrongPhase(
                 f"update {update.update_id!r} is {update.phase.value} and cannot be "
-                "aborted; POST /rollback_weights returns to the version before",
+                "aborted; POST /rollback_weights returns to the previous version",
                 phase=update.phase.value,
                 update_id=update.update_id,
             )
         return update.state()
 
     def end(self, error: InflightError) -> None:
-        """Abort the update under way, if there is one, for a reason of the engine's."""
+        """Abort the update under way, if there is one, with `error`."""
         if (update := self.ledger.active) is not None:
             self._watch.end(update, error)
 
     def status(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Where an update stands; without an id, all that is remembered."""
+        """The report of an update; without an id, of all remembered updates."""
         if body.get("update_id") is not None:
             return self._report(self.ledger.find(body["update_id"]))
         active = self.ledger.active
@@ -258,7 +258,7 @@ class Updates:
         }
 
     def progress(self) -> dict[str, Any]:
-        """Of the update under way, in numbers; zeros without one."""
+        """The progress of the update under way, in numbers; zeros without one."""
         update = self.ledger.active
         statuses = [] if update is None else self._statuses_of(update)
         return {
@@ -275,7 +275,7 @@ class Updates:
 
     def transport(self, body: dict[str, Any]) -> Future[dict[str, Any]]:
         """Connect or disconnect a transport, in the staging thread."""
-        self._ranks.require_staging()  # else nobody would carry the command out
+        self._ranks.require_staging()  # else no rank would execute the command
         if body.get("transport") not in ("groups", "local"):
             self._require_transport()
         if (active := self.ledger.active) is not None:
@@ -288,37 +288,36 @@ class Updates:
         self.note_opened()
         serial = self.ledger.next_serial()
         answer = self._watch.when_carried_out(serial, self._config.update_deadline_s)
-        # Noted first: what comes once a rank has heard of it is refused, and does not
-        # wait with it.
+        # Set first, so that later calls are rejected and do not wait with this one.
         before = self._connecting
         self._connecting = Connecting(serial, command, answer)
         try:
             self._ranks.command(serial, command)
         except BaseException as error:
-            self._ranks.cancel(serial)  # some may have heard of it
-            fault = EngineFault(f"the ranks could not be told: {error!r}")
+            self._ranks.cancel(serial)  # some ranks may have the command
+            fault = EngineFault(f"the command did not reach the ranks: {error!r}")
             self._watch.give_up(answer, fault)
             self._connecting = before
             raise
         return answer
 
     def miss(self, body: dict[str, Any]) -> dict[str, Any]:
-        """An announcement was refused, and its trainer broadcasts what nobody takes.
+        """Handle a rejected announcement, whose trainer broadcasts all the same.
 
-        Ranks that have not received it leave the group `group_name`.
+        Ranks that have not received the broadcast leave the group `group_name`.
         """
         self._ranks.command(0, messages.Miss(**body))
         return {}
 
     def close(self) -> None:
-        """End the watch over the ranks."""
+        """End the update monitor."""
         self._watch.close()
 
     def require_connected(self, command: messages.Command | None = None) -> None:
         """Raise `UpdateBusy` while a transport waits for its trainer.
 
-        What comes meanwhile would wait with it, and its outcome would be lost. Only the
-        opposite command goes past: it ends the waiting.
+        A call meanwhile would wait behind it. Only the opposite command is allowed,
+        because it ends the wait.
         """
         under_way = self._connecting
         if under_way is None or under_way.answer.done():
@@ -326,7 +325,7 @@ class Updates:
         if not under_way.is_undone_by(command):
             ended_by = ENDED_BY.get(under_way.command.name)
             raise UpdateBusy(
-                "a transport is being connected or let go; call again after that"
+                "a transport is being connected or shut down; call again after that"
                 + (f", or end it with {ended_by}" if ended_by else "")
             )
         self._ranks.cancel(under_way.serial)

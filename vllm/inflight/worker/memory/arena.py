@@ -168,7 +168,7 @@ class Arena:
             return torch.empty_like(tensor)
         with _translated(self.device):
             try:
-                address, num_bytes, offset = self._core.arena_twin(*place)
+                address, num_bytes, offset = self._core.arena_shadow_address(*place)
             except ValueError:
                 raise ValueError(
                     f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on "

@@ -1,0 +1,160 @@
+"""An out-of-band write with two steps in flight: stamps and KV are right.
+
+The simulated worker knows which weights wrote each slot of the KV cache.
+"""
+
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from tests.support.engines.bare_core import Streams, add, call, prompt
+from tests.support.simulated.core import (
+    assert_told_truly,
+    publish_weights,
+    stage_weights,
+)
+
+
+def label_of(core: EngineCore, wrote: dict[int, str]) -> Any:
+    return lambda weights: wrote.get(weights, "default")
+
+
+def test_tokens_and_kv_are_told_truly_across_writes(core: EngineCore) -> None:
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams, wrote = Streams(core).step(7), {}
+    for weights in (1, 2):
+        core.collective_rpc("tests_write", args=(weights,))
+        wrote[weights] = call(core, "info")["weight_version"]
+        add(core, f"comes {weights}", prompt(1), max_tokens=20)
+        streams.step(9)
+    streams.run()
+    assert_told_truly(core, streams, label_of(core, wrote))
+    for weights in (1, 2):
+        made = core.model_executor.sampled[f"comes {weights}"]
+        # The same prompt was in the cache, of other weights.
+        assert all(w == weights for s in made if s.weights == weights for w in s.kv)
+    runs = {s.weights for s in core.model_executor.sampled["runs"]}
+    assert runs == {0, 1, 2}
+
+
+def test_the_way_back_ends_with_a_write(core: EngineCore) -> None:
+    publish_weights(core, 1, "one")
+    core.collective_rpc("tests_write", args=(5,))
+    answer = core.inflight("rollback", {})
+    assert answer["error"]["code"] == "nothing_to_roll_back"
+
+
+def test_a_call_that_fails_as_it_writes_holds_every_request(core: EngineCore) -> None:
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(7)
+    with pytest.raises(RuntimeError, match="of a test"):
+        core.collective_rpc("tests_write", args=(1, "of a test"))
+    streams.step(3)  # what was in flight comes out
+    num_made = len(streams.tokens["runs"])
+    add(core, "comes", prompt(2))
+    streams.step(20)
+    assert len(streams.tokens["runs"]) == num_made and "comes" not in streams.tokens
+    publish_weights(core, 2, "two")
+    streams.run()
+    labels = {0: "default", 2: "two"}
+    assert_told_truly(core, streams, labels.__getitem__)
+
+
+def test_a_reload_in_several_calls_holds_every_request(core: EngineCore) -> None:
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(7)
+    core.collective_rpc("tests_start_load")
+    streams.step(3)
+    num_made = len(streams.tokens["runs"])
+    add(core, "comes", prompt(2))
+    streams.step(20)
+    assert len(streams.tokens["runs"]) == num_made and "comes" not in streams.tokens
+    core.collective_rpc("tests_finish_load", args=(1,))
+    label = call(core, "info")["weight_version"]
+    streams.run()
+    assert_told_truly(core, streams, ["default", label].__getitem__)
+
+
+def test_a_pause_of_somebody_elses_outlives_a_reload_in_several_calls(
+    core: EngineCore,
+) -> None:
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(7)
+    core.inflight("pause", {"mode": "in_place", "owner": "trainer"})
+    streams.step(3)
+    core.collective_rpc("tests_start_load")
+    core.collective_rpc("tests_finish_load", args=(1,))
+    num_made = len(streams.tokens["runs"])
+    assert len(streams.step(10).tokens["runs"]) == num_made
+    call(core, "resume", owner="trainer")
+    assert len(streams.run().tokens["runs"]) == 60
+
+
+def test_a_commit_that_waits_ends_with_the_write_that_it_was_to_follow(
+    core: EngineCore,
+) -> None:
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(7)
+    stage_weights(core, 1)
+    commit = core.inflight("commit", {"mode": "wait"})
+    core.collective_rpc("tests_write", args=(2,))
+    streams.step(2)
+    error = commit.result(timeout=5)["error"]
+    assert error["code"] == "update_in_progress" and "tests_write" in error["message"]
+    streams.run()
+    label = call(core, "info")["weight_version"]
+    assert_told_truly(core, streams, {0: "default", 2: label}.__getitem__)
+
+
+def test_a_write_that_no_call_has_made_is_seen_before_the_next_step(
+    core: EngineCore,
+) -> None:
+    """As a thread of a worker makes one, or a call past the engine core."""
+    worker = core.model_executor
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(7)
+    worker._tests_write(1)
+    worker.board.touch()
+    streams.step(9)
+    label = call(core, "info")["weight_version"]
+    assert label.startswith("update-")
+    add(core, "comes", prompt(1), max_tokens=20)
+    streams.run()
+    assert_told_truly(core, streams, ["default", label].__getitem__)
+    assert all(set(s.kv) == {1} for s in worker.sampled["comes"])
+
+
+def test_a_look_that_fails_before_a_step_holds_and_does_not_end_the_engine(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = core.model_executor
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(7)
+    monkeypatch.setattr(
+        worker, "_inflight_overwrite", lambda *_: {"error": "of a test"}
+    )
+    worker.board.touch()
+    streams.step(5)
+    num_made = len(streams.tokens["runs"])
+    assert len(streams.step(10).tokens["runs"]) == num_made
+    told = call(core, "info")
+    assert told["weights"] == "gone" and "of a test" in told["weights_detail"]
+    monkeypatch.undo()
+    publish_weights(core, 2, "two")
+    assert_told_truly(core, streams.run(), {0: "default", 2: "two"}.__getitem__)
+
+
+def test_parameters_that_lie_where_no_update_would_write_refuse_updates(
+    make: Any,
+) -> None:
+    core = make(num_blocks=47)
+    core.model_executor.displaced = ["up.weight"]
+    core.collective_rpc("tests_write", args=(1,))
+    answer = core.inflight("start", {"transport": "local"})["error"]
+    assert answer["code"] == "staging_unavailable"
+    assert "tests_write has put up.weight elsewhere" in answer["message"]
+    add(core, "runs", prompt(1))
+    assert len(Streams(core).run().tokens["runs"]) == 40
+    core.model_executor.displaced = []
+    core.vllm_inflight.ranks.reason = None

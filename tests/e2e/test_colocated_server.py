@@ -1,0 +1,197 @@
+"""The colocated round of a server: streams stay connected, on one rank and on two."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.serving import Server
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.engine
+
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+PROMPTS = [list(range(30 + i, 60 + i)) for i in range(3)]
+TOKENS = 900
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
+def running(old: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    flags = ("--dtype", "float32", "--enable-sleep-mode")
+    flags += ("--tensor-parallel-size", str(request.param))
+    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    if request.param == 2:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    with Server(old, *flags, env=env, main="tests.support.engines.sleeping") as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: Server, old: Path) -> Iterator[Server]:
+    update(running, old, "old")
+    yield running
+    running.client.post("/wake_up")
+    running.client.post("/continue_generation")
+
+
+def update(server: Server, path: Path, label: str) -> None:
+    body = {"path": str(path), "weight_version": label}
+    reply = server.client.post("/update_weights_from_disk", json=body)
+    assert reply.status_code == 200, reply.text
+
+
+def generated(server: Server, prompt: list[int], most: int) -> list[int]:
+    body = {
+        "token_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_tokens": most, "ignore_eos": True},
+    }
+    reply = server.client.post("/inference/v1/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    return list(reply.json()["choices"][0]["token_ids"])
+
+
+class Stream(threading.Thread):
+    """A client that reads the tokens of one request as they come."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        super().__init__(daemon=True)
+        self._server, self._number = server, number
+        self.tokens: list[int] = []
+        self.reasons: list[str] = []
+        self.spans: list[dict[str, Any]] = []
+        self.start()
+
+    def run(self) -> None:
+        body = {
+            "model": "tiny",
+            "prompt": PROMPTS[self._number],
+            "temperature": 0,
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            "request_id": f"stream-{self._number}",
+        }
+        with self._server.client.stream("POST", "/v1/completions", json=body) as reply:
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    self.tokens += choice.get("token_ids") or []
+                    self.spans = choice.get("weight_versions") or self.spans
+                    if choice["finish_reason"] is not None:
+                        self.reasons.append(choice["finish_reason"])
+
+
+def streaming(server: Server) -> list[Stream]:
+    """Three streams that have begun in one step, and are far from their ends."""
+
+    def num_waiting() -> int:
+        reply = server.post("/pause_generation", {"mode": "retract"})
+        return int(reply["num_waiting"])
+
+    num_waiting()  # pauses
+    streams = [Stream(server, number) for number in range(len(PROMPTS))]
+    until(lambda: num_waiting() == len(streams), "the requests came")
+    server.post("/continue_generation")
+    until(lambda: all(stream.tokens for stream in streams), "the streams began")
+    return streams
+
+
+def released(server: Server, **body: Any) -> Any:
+    reply = server.client.post(RELEASE, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def by_mode(server: Server) -> None:
+    assert released(server, mode="retract")["num_retracted"] == 3
+
+
+def by_pause(server: Server) -> None:
+    server.client.post("/pause_generation", json={"mode": "retract"})
+    released(server, tags=["kv_cache"])
+    released(server, tags=["weights"])
+
+
+def by_upstreams_sleep(server: Server) -> None:
+    assert server.client.post("/sleep?level=1&mode=keep").status_code == 200
+
+
+@pytest.mark.parametrize("fall_asleep", [by_mode, by_pause, by_upstreams_sleep])
+def test_streams_go_on_with_the_tokens_of_the_weights_that_came_meanwhile(
+    server: Server, new: Path, fall_asleep: Callable[[Server], None]
+) -> None:
+    streams = streaming(server)
+    fall_asleep(server)
+    threading.Event().wait(0.2)
+    counts = [len(stream.tokens) for stream in streams]
+    assert max(counts) < TOKENS
+    threading.Event().wait(0.3)
+    assert [len(stream.tokens) for stream in streams] == counts
+    assert server.client.post(RESUME, json={"tags": ["weights"]}).status_code == 200
+    update(server, new, "new")
+    assert server.client.post(RESUME, json={"tags": ["kv_cache"]}).status_code == 200
+    server.client.post("/continue_generation")
+    for stream in streams:
+        stream.join(timeout=120)
+        assert stream.reasons == ["length"]
+    for stream, count, prompt in zip(streams, counts, PROMPTS, strict=True):
+        begun = stream.tokens[:count]
+        assert len(stream.tokens) == TOKENS
+        assert stream.tokens == begun + generated(
+            server, prompt + begun, TOKENS - count
+        )
+        told = [(s["version"], s["start"], s["end"]) for s in stream.spans]
+        assert told == [("old", 0, count), ("new", count, TOKENS)]
+
+
+def test_a_stream_that_is_aborted_asleep_ends_at_once_and_the_others_go_on(
+    server: Server,
+) -> None:
+    streams = streaming(server)
+    released(server, mode="retract")
+    reply = server.client.post("/abort_request", json={"rid": "stream-1"})
+    assert reply.json()["num_aborted"] == 1
+    streams[1].join(timeout=30)
+    assert streams[1].reasons == ["abort"]
+    server.client.post(RESUME)
+    for stream in (streams[0], streams[2]):
+        stream.join(timeout=120)
+        assert stream.reasons == ["length"]
+        expected = generated(server, PROMPTS[stream._number], TOKENS)
+        assert stream.tokens == expected
+
+
+def test_requests_that_a_pause_holds_in_place_are_not_lost_by_a_release(
+    server: Server,
+) -> None:
+    streams = streaming(server)
+    server.client.post("/pause_generation", json={"mode": "in_place"})
+    refused = server.client.post(RELEASE)
+    assert refused.status_code == 409
+    assert refused.json()["error"]["code"] == "pause_conflict"
+    assert "use mode 'retract'" in refused.json()["message"]
+    refused = server.client.post("/release_kv_cache_memory")
+    assert refused.status_code != 200
+    server.client.post("/continue_generation")
+    for stream, prompt in zip(streams, PROMPTS, strict=True):
+        stream.join(timeout=120)
+        assert stream.tokens == generated(server, prompt, TOKENS)
+
+
+def test_a_release_that_keeps_waits_for_a_pause_that_waits(server: Server) -> None:
+    streams = streaming(server)
+    pausing = threading.Thread(
+        target=lambda: server.client.post("/pause_generation", json={"mode": "wait"})
+    )
+    pausing.start()
+    until(lambda: server.client.get("/is_paused").json()["is_paused"], "it pauses")
+    refused = server.client.post(RELEASE, json={"mode": "retract"})
+    assert (refused.status_code, "'wait'" in refused.json()["message"]) == (409, True)
+    for stream in [*streams, pausing]:
+        stream.join(timeout=120)
+    assert released(server, mode="retract")["num_aborted"] == 0

@@ -1,0 +1,69 @@
+"""An update may have tensors of the start checkpoint that its loader ignores."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.engines.mixtures import mixed, part
+from tests.support.engines.probe import greedy
+from vllm.inflight.errors import WeightsMismatch
+
+pytestmark = pytest.mark.engine
+
+FAMILY = "qwen3_moe"
+BIAS = "model.layers.1.self_attn.o_proj.bias"
+"""The model has none, and its loader takes it for one that a quantiser left."""
+ATTENTION = ["model.layers.1.self_attn.*"]
+
+
+@pytest.fixture
+def folders(checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Path]:
+    """Two versions, and the same two with the bias."""
+    found = {
+        name: checkpoint(seed, family=FAMILY)
+        for seed, name in enumerate(("old", "new"))
+    }
+    for name, folder in list(found.items()):
+        added = mixed(folder, folder, [], tmp_path / f"{name}-biased")
+        tensors = load_file(added / "model.safetensors")
+        tensors[BIAS] = torch.ones(tensors["model.norm.weight"].shape[0])
+        save_file(tensors, added / "model.safetensors", metadata={"format": "pt"})
+        found[f"{name}-biased"] = added
+    return found
+
+
+def test_it_is_passed_over_as_at_the_start(
+    start: Callable[..., Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    old, new = folders["old-biased"], folders["new-biased"]
+    fresh = greedy(start(new))
+    fresh_mixture = greedy(start(mixed(old, new, ATTENTION, tmp_path / "mixed")))
+    llm = start(old)
+    before = greedy(llm)
+    assert before not in (fresh, fresh_mixture)
+    for _ in range(2):
+        llm.update_weights_from_disk(str(new), "new")
+        assert greedy(llm) == fresh
+        llm.rollback_weights()
+        some = part(new, ATTENTION, tmp_path / "part")
+        llm.update_weights_from_disk(some, "some", subset=ATTENTION)
+        assert greedy(llm) == fresh_mixture
+        llm.rollback_weights()
+    with pytest.raises(WeightsMismatch, match=BIAS):  # nothing would be replaced
+        llm.update_weights_from_disk(
+            part(new, [BIAS], tmp_path / "alone"), "alone", subset=[BIAS]
+        )
+    assert greedy(llm) == before
+
+
+def test_where_the_engines_own_has_it_not_it_is_refused_by_name(
+    start: Callable[..., Any], folders: dict[str, Path]
+) -> None:
+    llm = start(folders["old"])
+    with pytest.raises(WeightsMismatch, match=BIAS):
+        llm.update_weights_from_disk(str(folders["new-biased"]), "new")
+    llm.update_weights_from_disk(str(folders["new"]), "new")

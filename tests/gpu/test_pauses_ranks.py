@@ -1,0 +1,24 @@
+"""The pause cells of a dense model, adapters and a drafter, on two GPUs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.robustness.pauses import cells, rows
+from tests.robustness.pauses.conftest import subject_of  # noqa: F401 (a fixture)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.mark.parametrize(
+    "cell", rows.params("cuda", cells.DENSE, cells.ADAPTER, cells.DRAFTED, ranks=2)
+)
+def test_every_token_is_of_the_weights_that_its_spans_name(
+    subject_of: Any,  # noqa: F811
+    cell: cells.Cell,
+) -> None:
+    rows.play(subject_of, "cuda", cell)

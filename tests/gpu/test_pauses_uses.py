@@ -1,0 +1,30 @@
+"""Pauses of several callers, and the oracle of the pause cells, on a GPU."""
+
+import pytest
+import torch
+
+from tests.robustness.pauses.conftest import subject_of  # noqa: F401 (a fixture)
+from tests.robustness.pauses.test_oracle import (  # noqa: F401 (tests, run here on a GPU)
+    subject,
+    test_a_layer_that_stayed_behind_is_found,
+    test_a_stamp_of_another_version_is_found,
+    test_kv_of_another_version_is_found,
+    test_one_changed_token_is_found,
+    test_what_is_right_is_right,
+)
+from tests.robustness.pauses.test_uses import (  # noqa: F401 (tests, run here on a GPU)
+    live,
+    test_a_client_that_vanishes_in_a_pause_takes_only_its_request_along,
+    test_a_flush_under_requests_whose_kv_is_kept_is_rejected,
+    test_a_pause_becomes_stricter_under_requests_and_never_looser,
+    test_an_abort_beside_a_flip_leaves_one_version_or_the_other,
+    test_decoding_goes_on_by_itself_when_the_lease_of_a_pause_runs_out,
+    test_decoding_goes_on_while_an_update_is_staged_that_began_in_the_pause,
+    test_many_updates_each_inside_a_pause_of_somebody_else,
+    test_the_context_of_a_request_is_computed_anew_by_each_of_three_versions,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]

@@ -1,0 +1,42 @@
+"""On a GPU: weights that vLLM offloads keep updates out, and nothing else."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.test_start_options import is_refused
+from tests.support.engines.probe import greedy
+from vllm.inflight.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+OFFLOADING = {
+    "--cpu-offload-gb": {"cpu_offload_gb": 1},
+    "--offload-group-size": {"offload_group_size": 2, "offload_num_in_group": 1},
+}
+
+
+@pytest.mark.parametrize("flag", OFFLOADING)
+def test_an_engine_that_offloads_says_what_it_says_without_and_is_not_updated(
+    start: Callable[..., Any], old: Path, new: Path, flag: str
+) -> None:
+    plain = greedy(start(old))
+    llm = start(old, **OFFLOADING[flag])
+    assert greedy(llm) == plain
+    assert f"offloaded to the host ({flag})" in is_refused(llm, new)
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+@pytest.mark.parametrize("flag", OFFLOADING)
+def test_offloading_is_refused_by_its_flag_where_a_second_set_was_asked_for(
+    start: Callable[..., Any], old: Path, flag: str, staging: str
+) -> None:
+    inflight = {"additional_config": {"inflight": {"staging": staging}}}
+    with pytest.raises(ConfigError, match=flag):
+        start(old, **OFFLOADING[flag], **inflight)

@@ -1,0 +1,1 @@
+"""Pauses and commits in the middle of everything else an engine can do."""

@@ -1,0 +1,16 @@
+"""The cells of a quantised model, on a CPU; tests/gpu runs such cells on GPUs."""
+
+from typing import Any
+
+import pytest
+
+from tests.robustness.pauses import cells, rows
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("cell", rows.params("cpu", cells.QUANTISED))
+def test_every_token_is_of_the_weights_that_its_spans_name(
+    subject_of: Any, device: str, cell: cells.Cell
+) -> None:
+    rows.play(subject_of, device, cell)

@@ -1,0 +1,80 @@
+"""Nothing of a group is left after its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.transports.peers import (
+    connect,
+    engine,
+    open_things,
+    tensors,
+    transfer,
+    update,
+)
+from tests.support.waiting import until
+from vllm.inflight.errors import TransferFault
+
+pytestmark = pytest.mark.seconds
+
+
+def test_after_a_shutdown_no_socket_and_no_thread_is_left():
+    worker = engine()
+    # What torch opens once and keeps.
+    sender = connect(worker)
+    sender.group.close()
+    worker.shutdown()
+    del sender
+    before = open_things()
+    for seed in range(3):
+        sender = connect(worker)
+        transfer(worker, sender, tensors(seed))
+        sender.group.close()
+        worker.shutdown()
+        del sender
+    until(lambda: open_things() <= before)
+
+
+def test_after_a_shutdown_it_can_be_joined_again_and_twice_is_once():
+    worker = engine()
+    for seed in range(2):
+        sender = connect(worker)
+        transfer(worker, sender, tensors(seed))
+        worker.shutdown()
+        worker.shutdown()
+        sender.group.close()
+        sender.group.close()
+    with pytest.raises(TransferFault, match="in no transfer group"):
+        update(worker, tensors())
+
+
+@pytest.mark.slow
+def test_after_an_abort_all_is_gone_when_gloos_time_is_up():
+    worker = engine()
+    sender = connect(worker)
+    sender.group.close()
+    worker.shutdown()
+    del sender
+    before = open_things()
+    sender = connect(worker, timeout_s=12.0)
+    worker.timeout_s = 0.5
+    with pytest.raises(TransferFault, match=r"waited 0\.5 s"):
+        update(worker, tensors())
+    sender.group.abort("has had enough")
+    worker.shutdown()
+    del sender
+    names = {name for name, _ in open_things() - before}
+    threads = {name for name in names if not name.isdecimal()}  # and no files
+    assert threads == {"inflight-wire"}  # waits for gloo
+    until(lambda: open_things() <= before)
+
+
+def test_a_new_group_takes_the_place_of_the_old_one():
+    worker = engine()
+    old = connect(worker)
+    new = connect(worker)
+    transfer(worker, new, tensors())
+    assert old.group.ended is None
+    old.group.close()
+    new.group.close()
+    worker.shutdown()
