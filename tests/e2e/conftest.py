@@ -169,7 +169,7 @@ def reference(versions: dict[str, Path]) -> Reference:
 def is_alive(llm: Any) -> bool:
     """Whether an engine can still be asked what it serves."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    controller = getattr(core, "inflight_controller", None)
+    controller = getattr(core, "vllm_inflight", None)
     return controller is not None and controller.ranks.reason is None
 
 

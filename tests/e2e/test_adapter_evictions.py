@@ -13,6 +13,7 @@ from tests.e2e.test_adapter_loads import of_a_larger_model
 from tests.e2e.test_adapters import ADAPTERS, TEXT, adapted
 from tests.support.engines.adapters import make_adapter
 from vllm.inflight.errors import EngineFault
+from vllm.inflight.worker.lora import KeptAdapters
 
 pytestmark = pytest.mark.engine
 
@@ -243,8 +244,8 @@ def test_memory_keeps_what_is_needed_and_one_that_is_not(
     llm.llm_engine.step()
     for adapter in many[1:]:
         assert llm.llm_engine.add_lora(adapter)
-    kept = set(manager_of(llm)._inflight_kept)
+    kept = set(KeptAdapters.of(manager_of(llm)).read)
     assert kept == {("v1", 1), ("v4", 4), ("v5", 5)}
     finish(llm)
     assert llm.llm_engine.add_lora(make("v6", 6, 6))
-    assert set(manager_of(llm)._inflight_kept) == {("v5", 5), ("v6", 6)}
+    assert set(KeptAdapters.of(manager_of(llm)).read) == {("v5", 5), ("v6", 6)}

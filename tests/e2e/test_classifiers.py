@@ -203,7 +203,7 @@ def test_a_classifier_with_a_score_of_its_own_equals_a_fresh_engine(
     extra = {"score.bias": "model.norm.weight"}
     error = is_refused(llm, new, {"extra": extra})
     assert "score.bias" in error.message
-    (score,) = llm.collective_rpc(lambda w: w._inflight_stager.shadow.module.score)
+    (score,) = llm.collective_rpc(lambda w: w.vllm_inflight.stager.shadow.module.score)
     assert score.bias is not None
     for _ in range(2):
         llm.update_weights_from_disk(str(new), "new")

@@ -24,6 +24,7 @@ from tests.support.engines.bare_core import (
     request,
 )
 from tests.support.engines.core_door import Door
+from vllm.inflight.engine.controller import Controller
 from vllm.inflight.errors import EngineAsleep, PauseConflict
 
 pytestmark = pytest.mark.engine
@@ -343,7 +344,7 @@ def test_a_lease_that_runs_out_does_not_have_the_engine_go_on_without_memory(
     deadline = time.monotonic() + 30
     while not call(core, "paused")["leases_expired"]:
         assert time.monotonic() < deadline
-        core.inflight_controller.step_queue.run(lambda: None)
+        Controller.of(core).step_queue.run(lambda: None)
         time.sleep(0.01)
     assert streams.step(3).tokens == before
     sleeper.post(RESUME, tags=["weights"])

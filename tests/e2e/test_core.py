@@ -71,7 +71,7 @@ def test_ctrl_c_twice_in_a_flip_leaves_what_is_told_and_what_is_served_alike(
         return seconds
 
     stage(core, folders["new"])
-    turns, usual = core.inflight_controller.step_queue, signal.getsignal(signal.SIGINT)
+    turns, usual = core.vllm_inflight.step_queue, signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with monkeypatch.context() as patched:

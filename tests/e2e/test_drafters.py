@@ -196,7 +196,7 @@ def test_a_drafter_is_no_model_in_the_place_of_one_that_is_gone(
     llm: Any, old: Path, drafters: dict[str, Path]
 ) -> None:
     core = llm.llm_engine.engine_core.engine_core
-    core.inflight_controller.sleep.lose("a test has written over them")
+    core.vllm_inflight.sleep.lose("a test has written over them")
     with pytest.raises(EngineAsleep, match="written over"):
         llm.update_weights_from_disk(None, "part", draft_path=str(drafters["new"]))
     assert llm.weight_info()["weights"] == "gone"

@@ -137,7 +137,7 @@ def preempted_at_a_commit(
         (reader,) = readers(scheduler)
         assert reader != request.request_id
     assert request.num_output_tokens == num_before
-    scheduler.inflight_retract([request.request_id])
+    scheduler.vllm_inflight.retract([request.request_id])
     assert bool(readers(scheduler)) == is_shared
     llm.update_weights_from_disk(str(new), "new", mode="in_place")
     text = finish(llm)["preempted"]

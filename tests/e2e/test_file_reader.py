@@ -50,7 +50,7 @@ def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
 def served(engine: Any, made: list[FileReader], old: Path) -> Any:
     """The engine on the old weights, without a reader yet."""
     stager = engine.llm_engine.engine_core.engine_core.model_executor
-    stager = stager.driver_worker.worker._inflight_stager
+    stager = stager.driver_worker.worker.vllm_inflight.stager
     stager.local.shutdown()
     yield engine
     engine.update_weights_from_disk(str(old), "old")

@@ -32,7 +32,7 @@ def freezing_engines() -> Iterator[None]:
 def parameters_of(llm: Any) -> list[Any]:
     """Weak references to the model of an engine, its second set and all in them."""
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    trees = worker.model_runner.get_model(), worker._inflight_stager.shadow.module
+    trees = worker.model_runner.get_model(), worker.vllm_inflight.stager.shadow.module
     return [weakref.ref(part) for t in trees for part in (t, *t.parameters())]
 
 

@@ -521,7 +521,7 @@ def test_a_reload_that_nobody_ends_is_put_back_at_its_deadline(
 ) -> None:
     core = writable
     expected, told = says(core, "expected"), call(core, "info")
-    deadline = core.inflight_controller.outside_writes, "_deadline_s", 0.2
+    deadline = core.vllm_inflight.outside_writes, "_deadline_s", 0.2
     if not has_written:
         monkeypatch.setattr(*deadline)
     elsewhere(lambda: rpc(core, "tests_start_load"))
@@ -533,7 +533,7 @@ def test_a_reload_that_nobody_ends_is_put_back_at_its_deadline(
     streams = Streams(core)
 
     def is_over() -> bool:
-        core.inflight_controller.step_queue.run(lambda: streams.step(1))
+        core.vllm_inflight.step_queue.run(lambda: streams.step(1))
         return call(core, "info")["weights"] != "loading"
 
     until(is_over)
@@ -581,7 +581,7 @@ def test_a_step_in_the_middle_of_a_reload_does_not_end_the_engine(
     core = writable
     expected = says(core, "expected")
     monkeypatch.setattr(
-        core.inflight_controller.outside_writes, "before_call", lambda **_: None
+        core.vllm_inflight.outside_writes, "before_call", lambda **_: None
     )
     Extension.tests_start_load(core.model_executor.driver_worker.worker)
     core.execute_dummy_batch()
@@ -610,7 +610,7 @@ def test_only_an_update_loads_into_the_shadow_weights(
     core = writable
     publish(core, folders["new"], "new")
     worker = core.model_executor.driver_worker.worker
-    second = worker._inflight_stager.shadow.module
+    second = worker.vllm_inflight.stager.shadow.module
     for _ in range(2):  # an update has stood in this place meanwhile
         with pytest.raises(WrongPhase, match=r"model_runner\.model"):
             second.load_weights(tensors_of(str(folders["old"])).items())

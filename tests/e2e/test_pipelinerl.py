@@ -136,7 +136,7 @@ def test_a_refused_commit_costs_neither_the_group_nor_the_next_version(
 ) -> None:
     core = door.core
     core.collective_rpc("init_actor_update_group", args=joining(trainer))
-    served = core.inflight_controller.live_version
+    served = core.vllm_inflight.live_version
 
     def once(*update: Any) -> None:
         monkeypatch.undo()

@@ -15,7 +15,8 @@ from tests.support.engines.bare_core import (
     publish,
     request,
 )
-from vllm.inflight.engine.scheduling.prefix_cache import CacheNamespace, NamespacePolicy
+from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
+from vllm.inflight.engine.scheduling.request_state import CacheNamespace
 
 pytestmark = pytest.mark.engine
 
@@ -61,7 +62,7 @@ def test_kv_of_other_weights_is_never_read(
 def test_without_our_salt_the_same_sequence_reads_stale_kv(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core.scheduler, "inflight_policy", NamespacePolicy(None))
+    monkeypatch.setattr(core.scheduler.vllm_inflight, "policy", NamespacePolicy(None))
     assert hit_tokens(core, "first", prompt(32, 100)) == 0
     publish(core, folders["new"], "new")
     assert hit_tokens(core, "second", prompt(32, 100)) == 96
@@ -102,7 +103,7 @@ def test_a_salt_of_the_user_still_separates(core: EngineCore) -> None:
 def by_drift(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     """The core where KV may be read until the weights have moved by 5 %."""
     policy = NamespacePolicy.parse("versioned:auto", drift=0.05)
-    monkeypatch.setattr(core.scheduler, "inflight_policy", policy)
+    monkeypatch.setattr(core.scheduler.vllm_inflight, "policy", policy)
     return core
 
 

@@ -129,7 +129,7 @@ def test_an_update_that_brings_nothing_costs_no_way_back(
     if "config" not in opening.get("manifest", {}):  # that one ends by itself
         refused = served_new.inflight("rollback", {})
         assert refused["error"]["code"] == "update_in_progress"
-    ranks = served_new.inflight_controller.ranks
+    ranks = served_new.vllm_inflight.ranks
     until(lambda: is_told(ranks))
     call(served_new, "abort", update_id=update["update_id"])
     assert previous(served_new) == "old"
@@ -207,7 +207,7 @@ def test_a_rank_does_not_write_for_an_aborted_update(
     call(served_new, "abort")
     aborted.set()
     worker = served_new.model_executor.driver_worker.worker
-    until(lambda: not worker._inflight_stager.is_busy)
+    until(lambda: not worker.vllm_inflight.stager.is_busy)
     monkeypatch.undo()
     goes_back(served_new, old_says)
 
@@ -228,7 +228,7 @@ def test_a_flip_never_comes_into_a_set_that_is_written_to(
     served_new.inflight("receive", {"update_info": {"path": str(folders["old"])}})
     assert received.wait(30)
     with pytest.raises(Exception, match="nothing is staged on this rank"):
-        served_new.inflight_controller.ranks.flip()
+        served_new.vllm_inflight.ranks.flip()
     stands.set()
     call(served_new, "abort")
     assert previous(served_new) is None

@@ -201,7 +201,7 @@ def test_where_there_is_no_way_back_the_refusal_says_what_is_served(
     sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender.send(sender.rest, "new")
-    sender.door.core.inflight_controller.live_version.forget_before()
+    sender.door.core.vllm_inflight.live_version.forget_before()
     status, message = sender.refused(sender.other, "new")
     assert (status, "version 'new' stays served" in message) == (422, True)
     assert sender.door.label == "new"

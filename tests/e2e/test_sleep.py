@@ -246,7 +246,7 @@ def test_a_lease_that_runs_out_does_not_wake_anything(sleeper: EngineCore) -> No
     deadline = time.monotonic() + 30
     while not call(sleeper, "paused")["leases_expired"]:
         assert time.monotonic() < deadline
-        sleeper.inflight_controller.step_queue.run(lambda: None)
+        sleeper.vllm_inflight.step_queue.run(lambda: None)
         time.sleep(0.01)
     assert call(sleeper, "paused")["is_paused"]
     assert Streams(sleeper).step(3).tokens == {}

@@ -89,7 +89,7 @@ def test_every_tensor_that_may_be_received_in_place_is_and_served_is_a_fresh_loa
     options = {"enforce_eager": eager} | gpu_options(family)
     folders = [checkpoint(n, family=family, hidden=hidden) for n in range(3)]
     llm = start(folders[0], **options)
-    (stager,) = llm.collective_rpc(lambda worker: worker._inflight_stager)
+    (stager,) = llm.collective_rpc(lambda worker: worker.vllm_inflight.stager)
     llm.update_weights_from_disk(str(folders[1]), "recorded")
     oracle.check(llm, folders[1])
     for number in (2, 0, 1):

@@ -48,7 +48,7 @@ def made(
         monkeypatch.setattr(receiver_engine, "BUCKET_BYTES", 1 << 20)
         monkeypatch.setattr(bucket_reader, "RUN_BYTES", 1 << 16)
     executor = engine.llm_engine.engine_core.engine_core.model_executor
-    executor.driver_worker.worker._inflight_stager.local.shutdown()
+    executor.driver_worker.worker.vllm_inflight.stager.local.shutdown()
     return readers
 
 

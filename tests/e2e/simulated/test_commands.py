@@ -45,7 +45,7 @@ def core(make: Any) -> EngineCore:
 
 
 def connecting(core: EngineCore) -> int:
-    return core.inflight_controller.updates._connecting.serial
+    return core.vllm_inflight.updates._connecting.serial
 
 
 def test_a_join_is_known_before_a_rank_hears_of_it(core: EngineCore) -> None:
@@ -75,7 +75,7 @@ def test_a_join_that_the_ranks_could_not_be_told_keeps_nobody_out(
     core.model_executor.heard = refuse
     refused = core.inflight("join_group", dict(JOIN))
     assert "no room in the queue" in refused["error"]["message"]
-    serial = core.inflight_controller.updates.ledger.next_serial() - 1
+    serial = core.vllm_inflight.updates.ledger.next_serial() - 1
     assert core.model_executor.board.cancelled() == serial, "some may have heard of it"
     core.model_executor.heard = None
     call(core, "start", transport="groups")
@@ -105,7 +105,7 @@ def test_an_update_that_ends_while_the_ranks_are_told_costs_nothing(
 ) -> None:
     publish_weights(core, 1, "one")
     publish_weights(core, 2, "two")
-    ledger = core.inflight_controller.updates.ledger
+    ledger = core.vllm_inflight.updates.ledger
 
     def dawdle(command: str) -> None:
         if command == "start":

@@ -38,9 +38,9 @@ class Saving:
 @pytest.fixture
 def core(make: Callable[..., EngineCore]) -> Iterator[EngineCore]:
     core = make(Queued, pipeline_parallel_size=2)
-    policy = core.scheduler.inflight_policy
+    policy = core.scheduler.vllm_inflight.policy
     yield core
-    core.scheduler.inflight_policy = policy
+    core.scheduler.vllm_inflight.policy = policy
 
 
 def switched(core: EngineCore, method: str, **body: Any) -> tuple[Any, list[int]]:
@@ -150,7 +150,7 @@ def test_where_nothing_runs_or_kv_is_shared_it_is_a_commit_as_any_other(
     stage_weights(core, 1)
     assert switched(core, "commit")[1] == [0]
     streams = started(core)
-    core.scheduler.inflight_policy = NamespacePolicy.parse("shared")
+    core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("shared")
     stage_weights(core, 2)
     reply, num_to_come = switched(core, "commit", weight_version="two")
     assert (reply["ok"]["weight_version"], num_to_come) == ("two", [])

@@ -31,7 +31,7 @@ def both(model: Path) -> Iterator[Together]:
 
 
 def labels(both: Together) -> list[str]:
-    return [core.inflight_controller.version.label for core in both.cores]
+    return [core.vllm_inflight.version.label for core in both.cores]
 
 
 def test_both_commit_at_the_same_step_and_nobody_stops(both: Together) -> None:
@@ -70,7 +70,7 @@ def test_one_that_cannot_keeps_the_other_back(both: Together, failing: int) -> N
     assert [r["error"]["code"] for r in replies] == ["engine_fault"] * 2
     assert "another engine" in replies[1 - failing]["error"]["message"]
     assert labels(both) == ["default", "default"]
-    assert [core.inflight_controller.version.epoch for core in both.cores] == [0, 0]
+    assert [core.vllm_inflight.version.epoch for core in both.cores] == [0, 0]
     # It is still staged: what failed may be mended.
     replies = both.control("commit", LAG_S, weight_version="one")
     assert [r["ok"]["weight_version"] for r in replies] == ["one", "one"]
@@ -270,14 +270,14 @@ def test_where_one_cannot_be_updated_nobody_needs_to_meet(
         return extent(self, value)
 
     monkeypatch.setattr(DpCommit, "_extent", counted)
-    both.cores[1].inflight_controller.ranks.reason = "the test says so"
+    both.cores[1].vllm_inflight.ranks.reason = "the test says so"
     both.start(1, 1)
-    both.ask(
-        0, lambda core: core.inflight_controller.dp_commit.arm("anything", dict)
-    ).result(timeout=20)
+    both.ask(0, lambda core: core.vllm_inflight.dp_commit.arm("anything", dict)).result(
+        timeout=20
+    )
     both.finish()
     assert sorted(met) == [0, 1]
-    assert not both.cores[0].inflight_controller.dp_commit.is_armed
+    assert not both.cores[0].vllm_inflight.dp_commit.is_armed
 
 
 def test_updates_whose_ids_the_engines_made_up_are_one(both: Together) -> None:
@@ -310,7 +310,7 @@ def test_two_different_switches_are_none(both: Together) -> None:
     commit = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
 
     def other(core: Any) -> Any:
-        return core.inflight_controller.dp_commit.arm("something else", dict)
+        return core.vllm_inflight.dp_commit.arm("something else", dict)
 
     armed = both.ask(1, other).result(timeout=20)
     with pytest.raises(Exception, match="got different commits"):

@@ -23,7 +23,7 @@ def core(make: Callable[..., EngineCore]) -> EngineCore:
 def publish(core: EngineCore, weights: int, drift: float | None) -> None:
     stage_weights(core, weights)
     known = None if drift is None else {"overall": drift}
-    core.inflight_controller.updates.ledger.active.drift = known
+    core.vllm_inflight.updates.ledger.active.drift = known
     call(core, "commit")
 
 
@@ -46,7 +46,7 @@ def test_a_switch_that_is_taken_back_leaves_the_distance_from_before(
 ) -> None:
     publish(core, 3, 0.3)
     assert told(core) == 0.3
-    core.inflight_controller.live_version.undo()
+    core.vllm_inflight.live_version.undo()
     assert told(core) == 0.2
 
 

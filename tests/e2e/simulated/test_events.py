@@ -79,7 +79,7 @@ def test_rejected_and_aborted_updates_are_logged_as_warnings(
     call(core, "start", update_id="a", transport="local")
     call(core, "abort")
     call(core, "start", update_id="b", transport="local")
-    core.inflight_controller.updates.ledger.active.deadline = 0.0
+    core.vllm_inflight.updates.ledger.active.deadline = 0.0
     until(lambda: any("'b' aborted" in text for _, text in lines.told))
     call(core, "start", update_id="c", transport="local")
     refusal = WeightsMismatch("1 tensor is missing").to_dict()

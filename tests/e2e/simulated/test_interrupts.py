@@ -33,7 +33,7 @@ def core(make: Any) -> EngineCore:
 
 def in_a_turn(core: EngineCore, method: str, **body: Any) -> None:
     """What a front end of the same process does."""
-    controller = core.inflight_controller
+    controller = core.vllm_inflight
     controller.step_queue.run(lambda: controller.call_by_name(method, body))
 
 
@@ -142,7 +142,7 @@ def test_a_pause_that_is_broken_off_leaves_no_pause(
         raise AssertionError("it was not interrupted")
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(core.inflight_controller), "drain", stand)
+        patched.setattr(type(core.vllm_inflight), "drain", stand)
         with pytest.raises(KeyboardInterrupt):
             in_a_turn(core, "pause", mode="in_place")
     assert call(core, "paused")["is_paused"] is False

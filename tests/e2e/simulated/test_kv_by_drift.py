@@ -12,6 +12,7 @@ from tests.support.simulated.core import (
     simulated_core,
     stage_weights,
 )
+from vllm.inflight.engine.scheduling.request_state import RequestState
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +28,7 @@ def core(model: Path) -> Iterator[EngineCore]:
 
 def move_a_little(core: EngineCore, weights: int, **commit: str) -> None:
     stage_weights(core, weights)
-    core.inflight_controller.updates.ledger.active.drift = {"overall": 1e-4}
+    core.vllm_inflight.updates.ledger.active.drift = {"overall": 1e-4}
     call(core, "commit", **commit)
 
 
@@ -103,5 +104,5 @@ def test_requests_retracted_together_share_recomputed_kv(
     other = core.scheduler.requests["other"]
     by_the_commit(core, 1)
     streams.run()
-    assert other.inflight_num_found == 80
+    assert RequestState.of(other).num_found == 80
     assert read_by(core, "other") == {1}

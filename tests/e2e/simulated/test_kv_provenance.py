@@ -15,7 +15,11 @@ from tests.support.engines.bare_core import Streams, add, call, prompt, request
 from tests.support.simulated.core import publish_weights
 from tests.support.simulated.load import KINDS, ask
 from vllm.inflight.engine.scheduling.kv_provenance import trail_of
-from vllm.inflight.engine.scheduling.prefix_cache import CacheNamespace, NamespacePolicy
+from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
+from vllm.inflight.engine.scheduling.request_state import (
+    CacheNamespace,
+    RequestState,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -34,9 +38,9 @@ class Unsalted(NamespacePolicy):
 @pytest.fixture(params=["one group", "two groups, sliding window", "async"])
 def core(make: Callable[..., EngineCore], request: Any) -> Iterator[EngineCore]:
     core = make(**KINDS.get(request.param, {}))
-    policy = core.scheduler.inflight_policy
+    policy = core.scheduler.vllm_inflight.policy
     yield core
-    core.scheduler.inflight_policy = policy
+    core.scheduler.vllm_inflight.policy = policy
 
 
 def run(core: EngineCore, name: str, text: list[int], **params: Any) -> Streams:
@@ -149,7 +153,7 @@ def test_no_request_reads_kv_of_weights_before_it(
 def test_without_our_salt_the_same_way_reads_stale_kv(
     core: EngineCore, way: Callable[[EngineCore], None]
 ) -> None:
-    core.scheduler.inflight_policy = Unsalted()
+    core.scheduler.vllm_inflight.policy = Unsalted()
     way(core)
     assert 0 in read_by(core, "probe")
 
@@ -158,7 +162,7 @@ def test_without_our_salt_the_same_way_reads_stale_kv(
 def test_shared_is_upstreams_behaviour(
     core: EngineCore, way: Callable[[EngineCore], None]
 ) -> None:
-    core.scheduler.inflight_policy = NamespacePolicy.parse("shared")
+    core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("shared")
     way(core)
     assert 0 in read_by(core, "probe")
 
@@ -167,7 +171,7 @@ def test_shared_is_upstreams_behaviour(
 def test_shared_recomputes_what_was_retracted_all_the_same(
     core: EngineCore, way: Callable[[EngineCore], None]
 ) -> None:
-    core.scheduler.inflight_policy = NamespacePolicy.parse("shared")
+    core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("shared")
     way(core)
     assert read_by(core, "probe") == {1}
 
@@ -186,7 +190,7 @@ def test_two_users_and_two_adapters_stay_apart_across_a_commit(
         given(core, name, salt=salt, lora=lora)
         probe = core.scheduler.requests[name]
         Streams(core).run()
-        assert probe.inflight_num_found == num_found
+        assert RequestState.of(probe).num_found == num_found
 
 
 # ------------------------------------------------------------- bounded staleness
@@ -194,7 +198,7 @@ def test_two_users_and_two_adapters_stay_apart_across_a_commit(
 def test_kv_up_to_k_updates_old_may_be_read(
     core: EngineCore, commits: int, reads: set[int]
 ) -> None:
-    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:2")
+    core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("versioned:2")
     run(core, "first", TEXT)
     for weights in range(1, commits + 1):
         publish_weights(core, weights, f"v{weights}")
@@ -203,7 +207,7 @@ def test_kv_up_to_k_updates_old_may_be_read(
 
 
 def test_kv_more_than_k_updates_old_may_not(core: EngineCore) -> None:
-    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:2")
+    core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("versioned:2")
     run(core, "first", TEXT)
     for weights in (1, 2, 3):
         publish_weights(core, weights, f"v{weights}")
@@ -213,7 +217,7 @@ def test_kv_more_than_k_updates_old_may_not(core: EngineCore) -> None:
 
 def test_a_chain_is_as_old_as_its_root_whoever_filled_it_up(core: EngineCore) -> None:
     """Blocks that a long request filled lately hang under the root it began with."""
-    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:1")
+    core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("versioned:1")
     add(core, "long", TEXT, max_tokens=100)
     streams = Streams(core).step(8)
     publish_weights(core, 1, "one")
@@ -227,12 +231,12 @@ def test_a_chain_is_as_old_as_its_root_whoever_filled_it_up(core: EngineCore) ->
 
 
 def test_of_several_roots_the_longest_hit_is_taken(core: EngineCore) -> None:
-    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:2")
+    core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("versioned:2")
     run(core, "first", TEXT)
     publish_weights(core, 1, "one")
-    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned")
+    core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("versioned")
     run(core, "second", TEXT[:40])
-    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:2")
+    core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("versioned:2")
     run(core, "probe", TEXT)
     assert read_by(core, "probe") == {0, 1}
     first = core.model_executor.sampled["probe"][0].kv
@@ -242,7 +246,7 @@ def test_of_several_roots_the_longest_hit_is_taken(core: EngineCore) -> None:
 def test_a_retracted_request_reads_no_old_kv_for_any_k(
     core: EngineCore,
 ) -> None:
-    core.scheduler.inflight_policy = NamespacePolicy.parse("versioned:8")
+    core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("versioned:8")
     retracted_by_the_commit(core)
     assert read_by(core, "probe") == {1}
 
@@ -287,7 +291,7 @@ def test_a_request_that_fails_before_its_first_step_has_read_nothing(
     streams = Streams(core).step(2)
     assert streams.finished == {"fails": "error"}
     assert len(streams.run().finished) == 7
-    assert core.scheduler._inflight_listeners.told == {}
+    assert core.scheduler.vllm_inflight.reports.told == {}
 
 
 def test_kv_provenance_is_forgotten_when_the_request_ends(
@@ -298,6 +302,6 @@ def test_kv_provenance_is_forgotten_when_the_request_ends(
         add(core, f"r{index}", prompt(index))
     Streams(core).step(3)
     core.abort_requests(["r0"])
-    assert sorted(core.scheduler._inflight_listeners.told) == ["r1", "r2", "r3"]
+    assert sorted(core.scheduler.vllm_inflight.reports.told) == ["r1", "r2", "r3"]
     ask(core, "pause", mode="abort")
-    assert core.scheduler._inflight_listeners.told == {}
+    assert core.scheduler.vllm_inflight.reports.told == {}

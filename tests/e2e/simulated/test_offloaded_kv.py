@@ -160,7 +160,7 @@ def by_a_pause_before_the_commit(core: EngineCore, streams: Streams) -> int:
 def test_a_request_with_loaded_kv_that_has_not_run_is_retracted(
     loop: EngineCore, way: Callable[[EngineCore, Streams], int], policy: str
 ) -> None:
-    loop.scheduler.inflight_policy = NamespacePolicy.parse(policy)
+    loop.scheduler.vllm_inflight.policy = NamespacePolicy.parse(policy)
     streams = loaded_without_a_turn(loop)
     assert way(loop, streams) == 2
     assert [r.request_id for r in loop.scheduler.waiting] == ["neighbour", "probe"]

@@ -157,4 +157,4 @@ def test_parameters_that_lie_where_no_update_would_write_refuse_updates(
     add(core, "runs", prompt(1))
     assert len(Streams(core).run().tokens["runs"]) == 40
     core.model_executor.displaced = []
-    core.inflight_controller.ranks.reason = None
+    core.vllm_inflight.ranks.reason = None

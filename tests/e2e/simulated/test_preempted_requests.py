@@ -23,7 +23,7 @@ def streams(make: Callable[..., EngineCore], request: pytest.FixtureRequest) -> 
         add(core, f"r{seed}", prompt(seed))
     streams = Streams(core)
     for _ in range(100):
-        if core.scheduler.inflight_sent_back():
+        if core.scheduler.vllm_inflight.sent_back():
             return streams
         streams.step()
     raise AssertionError("the cache was not full")

@@ -110,7 +110,7 @@ def test_a_commit_repeated_under_another_label_is_told_where_the_update_stands(
 def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    updates = core.inflight_controller.updates
+    updates = core.vllm_inflight.updates
     answer_those_who_wait = updates._watch._answer
 
     def answer_once_it_is_staged() -> None:

@@ -18,6 +18,7 @@ from vllm.inflight.engine.scheduling.aborted_sessions import (
     AbortedSessions,
     mark,
 )
+from vllm.inflight.engine.scheduling.request_state import RequestState
 from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD, Stamp
 
 pytestmark = pytest.mark.engine
@@ -74,7 +75,7 @@ def heard(core: EngineCore, streams: Told, count: int) -> int:
 
 
 def test_a_session_knows_whose_kv_it_reads_in_every_chunk(core: EngineCore) -> None:
-    epoch, streams = core.inflight_controller.version.epoch, Told(core)
+    epoch, streams = core.vllm_inflight.version.epoch, Told(core)
     say(core, list(TEXT))
     first = heard(core, streams, 4)
     assert streams.trails["s"] == [(0, epoch)]
@@ -92,7 +93,7 @@ def test_a_session_knows_whose_kv_it_reads_in_every_chunk(core: EngineCore) -> N
     ]
     say(core, [0], is_last=True)
     streams.step(3)
-    assert core.scheduler._inflight_listeners.told == {}
+    assert core.scheduler.vllm_inflight.reports.told == {}
 
 
 def aborted(core: EngineCore, *, is_idle: bool) -> Told:
@@ -184,14 +185,14 @@ def test_the_last_thousand_sessions_that_were_aborted_are_remembered() -> None:
 
 
 def test_blocks_of_a_session_are_known_to_who_finds_them(core: EngineCore) -> None:
-    epoch, streams = core.inflight_controller.version.epoch, Told(core)
+    epoch, streams = core.vllm_inflight.version.epoch, Told(core)
     say(core, list(TEXT))
     heard(core, streams, 4)
     say(core, prompt(2, 30))
     heard(core, streams, 8)
     add(core, "other", [*TEXT, 0], extra_args={"kv_versions": 1})
     streams.step(8)
-    assert core.scheduler.requests["other"].inflight_num_found == 32
+    assert RequestState.of(core.scheduler.requests["other"]).num_found == 32
     assert streams.trails["other"] == [(0, epoch)]
     say(core, [0], is_last=True)
     streams.run()

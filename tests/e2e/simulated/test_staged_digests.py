@@ -118,9 +118,9 @@ def test_the_base_is_compared_without_a_digest(cores: list[Any], unknown: None) 
 def test_weights_that_others_have_put_there_are_no_known_base(
     cores: list[Any], unknown: None
 ) -> None:
-    cores[0].inflight_controller.live_version.reset()
+    cores[0].vllm_inflight.live_version.reset()
     refused(Control(Apart(cores, 3, 3)))
-    cores[1].inflight_controller.live_version.reset()
+    cores[1].vllm_inflight.live_version.reset()
     publish(Control(Apart(cores, 3, 3)), 3, "both")
     assert served(cores) == [("both", 3)] * 2
 

@@ -85,14 +85,14 @@ def test_upstreams_phases_flip_between_two_steps(client: Any, stepping: Slow) ->
 def test_a_new_label_comes_between_two_steps(
     client: Any, stepping: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = client.engine_core.scheduler
-    serve = scheduler.inflight_serve
+    state = client.engine_core.scheduler.vllm_inflight
+    serve = state.serve
 
     def noted(*args: Any) -> None:
         stepping.note("label")
         serve(*args)
 
-    monkeypatch.setattr(scheduler, "inflight_serve", noted)
+    monkeypatch.setattr(state, "serve", noted)
     for label in ("one", "two", "three"):
         assert stepping.in_step.wait(10)
         client.set_weight_version(label)

@@ -160,7 +160,7 @@ def test_a_pause_that_one_fails_in_is_taken_back_unless_there_was_one_before(
     def fail() -> None:
         raise EngineFault("the test says so")
 
-    monkeypatch.setattr(cores[1].scheduler, "inflight_retract", fail)
+    monkeypatch.setattr(cores[1].scheduler.vllm_inflight, "retract", fail)
     with pytest.raises(EngineFault, match="the test says so"):
         asyncio.run(control.pause("retract", owner="trainer"))
     states = [core.inflight("paused", {})["ok"] for core in cores]

@@ -72,7 +72,7 @@ def test_an_update_past_its_deadline_lets_new_requests_in_again(
 ) -> None:
     streams = started(core)
     commit = waiting_commit(core)
-    updates = core.inflight_controller.updates
+    updates = core.vllm_inflight.updates
     updates.ledger.active.deadline = 0.0
     # Who watches over it ends when that is done and told.
     until(lambda: updates._watch._thread is None, "its deadline ends nothing")
@@ -190,7 +190,7 @@ def test_a_rollback_does_not_wait_for_ever(
     given = core.vllm_config.additional_config["inflight"]
     monkeypatch.setitem(given, "update_deadline_s", 0.2)
     rollback = ask(core, "rollback", to_version="one", mode="wait")
-    turns = core.inflight_controller.step_queue
+    turns = core.vllm_inflight.step_queue
     until(lambda: turns._queue, "its deadline ends nothing")
     streams.step(2)
     assert code(answered(rollback)) == "deadline_exceeded"
@@ -222,7 +222,7 @@ def test_a_rollback_that_waits_goes_on_when_somebody_elses_pause_ends(
 
 def test_the_end_of_an_update_ends_no_rollback_that_waits(core: EngineCore) -> None:
     streams, rollback = waiting_rollback(core)
-    controller = core.inflight_controller
+    controller = core.vllm_inflight
     controller._ended(
         controller.live_version.update, WrongPhase("a late word of an earlier update")
     )
@@ -233,8 +233,8 @@ def test_the_end_of_an_update_ends_no_rollback_that_waits(core: EngineCore) -> N
 def test_no_rollback_comes_into_a_sleep_that_has_begun(core: EngineCore) -> None:
     """What a sleep has put aside by then would come back under the new label."""
     streams, rollback = waiting_rollback(core)
-    core.inflight_controller.sleep._level_under_way = 1
+    core.vllm_inflight.sleep._level_under_way = 1
     streams.step(60).run()
-    core.inflight_controller.sleep._level_under_way = 0
+    core.vllm_inflight.sleep._level_under_way = 0
     assert code(answered(rollback)) == "engine_asleep"
     assert call(core, "info")["weight_version"] == "two"

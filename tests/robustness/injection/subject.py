@@ -122,7 +122,7 @@ class Subject:
     def _runs_out(self, cell: Cell) -> None:
         """The deadline comes as soon as the update stalls."""
         until(lambda: self.trap.was_hit, "the point was not reached", 2 * SLACK_S)
-        ledger = self._core.inflight_controller.updates.ledger
+        ledger = self._core.vllm_inflight.updates.ledger
         ledger.find(str(cell)).deadline = 0.0
 
     def _served(self) -> tuple[str, list[list[int]], list[str]]:

@@ -86,8 +86,8 @@ class Streams:
             return self.core.round()
         outputs, executed = self.core.step_fn()
         self.core.post_step(executed)
-        late, self.core.inflight_controller.drained_outputs = (
-            self.core.inflight_controller.drained_outputs,
+        late, self.core.vllm_inflight.drained_outputs = (
+            self.core.vllm_inflight.drained_outputs,
             [],
         )
         return [g for each in [*late, outputs or {}] for g in each.values()]

@@ -15,13 +15,13 @@ from tests.support.engines import user_extension
 from tests.support.engines.probe import greedy
 from tests.support.engines.script import tell
 from vllm.inflight.errors import EngineFault, InflightError
+from vllm.inflight.worker.worker_state import WorkerState
 
 
 class Failing(user_extension.Extension):
     """`worker_extension_cls`: fails on the second rank, once it is told to."""
 
     rank: int
-    _inflight_stager: Any
 
     def tests_hold_on(self, is_held: bool) -> None:
         """Have a transfer of this rank let go of nothing, or let go again."""
@@ -30,10 +30,11 @@ class Failing(user_extension.Extension):
             raise EngineFault("a transfer of a test has not let go")
 
         if self.rank == 1:
+            stager: Any = WorkerState.of(self).require_stager()
             if is_held:
-                self._inflight_stager.let_go = fail
+                stager.let_go = fail
             else:
-                del self._inflight_stager.let_go
+                del stager.let_go
 
     def tests_put_nothing_back(self) -> None:
         """Have the next attempt to put layers back fail on this rank."""

@@ -95,5 +95,5 @@ def scrubbed(llm: Any) -> None:
 
 def behind(llm: Any) -> set[str]:
     """The parameters in which the two sets of an engine may differ."""
-    (names,) = llm.collective_rpc(lambda w: w._inflight_stager.shadow.stale)
+    (names,) = llm.collective_rpc(lambda w: w.vllm_inflight.stager.shadow.stale)
     return set(names)

@@ -86,13 +86,13 @@ def emptied(core: EngineCore) -> EngineCore:
     while core.scheduler.has_requests() or core.batch_queue:
         streams.step()
     worker = core.model_executor
-    if core.inflight_controller.version.label != "default":
+    if core.vllm_inflight.version.label != "default":
         publish_weights(core, 0, "default")
     call(core, "start", transport="local")
     call(core, "receive", update_info={"weights": 0})  # and so there is no way back
     call(core, "abort")
     assert core.reset_prefix_cache()
-    core.scheduler._inflight_aborted = (
+    core.scheduler.vllm_inflight.aborted = (
         AbortedSessions()
     )  # the next one's session has its name
     worker.sampled.clear()

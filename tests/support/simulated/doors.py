@@ -49,8 +49,7 @@ def publish(control: Control, weights: int, label: str) -> Any:
 
 def served(cores: list[Any]) -> list[tuple[str, int]]:
     return [
-        (core.inflight_controller.version.label, core.model_executor.live)
-        for core in cores
+        (core.vllm_inflight.version.label, core.model_executor.live) for core in cores
     ]
 
 

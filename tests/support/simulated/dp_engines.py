@@ -116,7 +116,7 @@ class Together:
     def ask(self, rank: int, act: Callable[[Any], Any]) -> Future[Any]:
         """Have `act(core)` done between two steps of that engine's loop."""
         core = self.cores[rank]
-        return core.inflight_controller.step_queue.submit(lambda: act(core))
+        return core.vllm_inflight.step_queue.submit(lambda: act(core))
 
     def of_both(self, act: Callable[[Any], Any], lag_s: float = 0.0) -> list[Any]:
         """The same for both, the second some time later; what it came to."""

@@ -13,6 +13,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.server import health
+from vllm.inflight.api.server.client_state import ClientState
 from vllm.inflight.api.server.health import Heartbeat, heartbeat_of
 from vllm.inflight.calls import Call
 
@@ -117,7 +118,9 @@ async def test_weights_that_differ_are_a_detail_of_a_healthy_engine(
     core = Core()
     core.is_well.set()
     beat = Heartbeat(Control(core), PATIENCE_S)
-    engine = SimpleNamespace(_inflight_heartbeat=beat, vllm_config=CONFIG)
+    engine = SimpleNamespace(
+        vllm_inflight=ClientState(heartbeat=beat), vllm_config=CONFIG
+    )
     request: Any = SimpleNamespace(
         app=SimpleNamespace(state=SimpleNamespace(engine_client=engine))
     )

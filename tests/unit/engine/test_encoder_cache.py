@@ -14,7 +14,10 @@ from vllm.v1.pool.late_interaction import build_late_interaction_doc_params
 from vllm.v1.request import Request
 
 from vllm.inflight.engine.scheduling import encoder_cache
-from vllm.inflight.engine.scheduling.prefix_cache import CacheNamespace, NamespacePolicy
+from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
+from vllm.inflight.engine.scheduling.request_state import CacheNamespace
+from vllm.inflight.engine.scheduling.scheduler import ServingState
+from vllm.inflight.engine.scheduling.step_state import StepState
 from vllm.inflight.errors import PauseConflict
 from vllm.inflight.patch.scheduler import _hash_once
 
@@ -96,7 +99,7 @@ def test_a_step_in_which_nothing_resumes_tells_no_names():
     )
     encoder_cache.tell({}, output)
     encoder_cache.learn({}, output)
-    assert not hasattr(output, "inflight_media")
+    assert StepState.of(output).media == {}
 
 
 def test_what_an_older_request_still_reads_is_not_shared_with_a_newer_one(manager):
@@ -129,11 +132,9 @@ def test_a_cache_that_keeps_nothing_has_nothing_to_drop():
 def test_a_request_has_the_names_of_its_root_when_it_is_hashed():
     item = asking("cat").mm_features[0]
     adapters = SimpleNamespace(load_of=lambda _: 0)
-    scheduler = SimpleNamespace(
-        inflight_policy=NamespacePolicy(),
-        inflight_adapters=adapters,
-        inflight_cache_epoch=1,
-    )
+    state, scheduler = ServingState.__new__(ServingState), SimpleNamespace()
+    state.policy, state.adapters, state.cache_epoch = NamespacePolicy(), adapters, 1
+    state.attach(scheduler)
     hashed = []
 
     def original(_, sent: EngineCoreRequest) -> tuple[Request, int]:

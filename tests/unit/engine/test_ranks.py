@@ -27,6 +27,7 @@ from vllm.inflight.patch.sleep import inflight_prepare_sleep
 from vllm.inflight.patch.worker_rpc import inflight_attach, inflight_flip
 from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.verify.checks import rejection
+from vllm.inflight.worker.worker_state import WorkerState
 
 ATTACHED = {"ok": {"reason": None, "bytes": 1, "is_reversible": True}}
 GOOD, BAD = {"ok": 0.001}, {"error": "RuntimeError: no"}
@@ -138,7 +139,9 @@ def test_a_rank_on_another_host_keeps_updates_out_and_not_the_engine(tmp_path):
         return ATTACHED["ok"]
 
     stager = SimpleNamespace(attach=attach)
-    workers = [SimpleNamespace(_inflight_stager=stager) for _ in range(2)]
+    workers = [
+        SimpleNamespace(vllm_inflight=WorkerState(stager=stager)) for _ in range(2)
+    ]
     ranks = Ranks(Far(), 2)
     for call in (ranks.require_staging, lambda: ranks.command(1, Init({}))):
         with pytest.raises(StagingUnavailable, match=r"rank 1 .*on one host"):
@@ -187,19 +190,17 @@ def test_a_drafter_that_lags_behind_keeps_updates_out(
 
 
 def test_a_worker_tells_a_lost_set_from_a_flip_that_did_nothing():
-    class Worker:
-        rank = 0
+    class Stager:
+        error: Exception = ArenaTorn("lost")
 
-        class _inflight_stager:
-            error: Exception = ArenaTorn("lost")
+        def flip(self):
+            raise self.error
 
-            @classmethod
-            def flip(cls):
-                raise cls.error
-
-    assert inflight_flip(Worker) == TORN
-    Worker._inflight_stager.error = RuntimeError("no")
-    assert inflight_flip(Worker) == BAD
+    stager = Stager()
+    worker = SimpleNamespace(vllm_inflight=WorkerState(stager=stager))
+    assert inflight_flip(worker) == TORN
+    stager.error = RuntimeError("no")
+    assert inflight_flip(worker) == BAD
 
 
 def stream(waited: list[str], name: str) -> Any:
@@ -219,7 +220,9 @@ def test_while_a_version_is_staged_only_the_steps_are_waited_for(
     steps = SimpleNamespace(stream=stream(waited, "steps") if has_stepped else None)
     stager = SimpleNamespace(is_busy=is_busy, steps=steps)
     synchronize(
-        SimpleNamespace(_inflight_stager=stager, device=torch.device("cuda", 0))
+        SimpleNamespace(
+            vllm_inflight=WorkerState(stager=stager), device=torch.device("cuda", 0)
+        )
     )
     busy = "steps" if has_stepped else "this thread's"
     assert waited == [busy if is_busy else "device"]
@@ -318,7 +321,8 @@ def test_an_error_of_ours_keeps_its_code_over_an_rpc():
     def let_go():
         raise OutOfDeviceMemory("3 bytes are missing", missing_bytes=3)
 
-    worker = SimpleNamespace(_inflight_stager=SimpleNamespace(let_go=let_go))
+    stager = SimpleNamespace(let_go=let_go)
+    worker = SimpleNamespace(vllm_inflight=WorkerState(stager=stager))
     ranks = Ranks(Sleepy(), 2)
     with pytest.raises(OutOfDeviceMemory, match="missing") as refused:
         ranks.prepare_sleep(1)

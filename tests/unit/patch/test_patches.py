@@ -22,18 +22,22 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm.inflight import patch
+from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.engine.controller import Controller
 from vllm.inflight.engine.scheduling import scheduler
 from vllm.inflight.errors import UpstreamChanged
+from vllm.inflight.patch.attributes import ATTRIBUTES
 from vllm.inflight.patch.private_names import OVERRIDES, PRIVATES
 from vllm.inflight.patch.record import (
     MARK,
+    Attribute,
     Override,
     Patch,
     Private,
     apply,
     plain,
     problem_with,
+    problem_with_attribute,
 )
 
 pytestmark = pytest.mark.seconds
@@ -130,6 +134,62 @@ def test_an_override_or_a_private_name_that_is_gone_is_told(engine):
         assert (wrong is None) if told is None else told in str(wrong)
     attribute = "vllm.v1.core.sched.scheduler:Scheduler._no_such_attribute"
     assert "is gone" in str(problem_with(Private(target=attribute, **facts)))
+
+
+@pytest.mark.parametrize("record", ATTRIBUTES, ids=lambda record: record.target)
+def test_no_attribute_of_ours_is_in_the_signature_of_a_class_of_upstream(record):
+    assert problem_with_attribute(record) is None
+
+
+def test_no_file_of_upstream_has_the_name_of_our_attribute_which_no_signature_shows():
+    (folder,) = find_spec("vllm").submodule_search_locations
+    named = [
+        file
+        for file in Path(folder).rglob("*.py")
+        if file.relative_to(folder).parts[0] != "inflight"
+        and re.search(rf"\b{ATTRIBUTE}\b", file.read_text(errors="replace"))
+    ]
+    assert named == []
+
+
+def attribute(target: str, **changes: Any) -> Attribute:
+    holds = "vllm.inflight.engine.scheduling.request_state:RequestState"
+    facts = {"why": "a test", "remove_when": "never"} | changes
+    return Attribute(target=target, **({"holds": holds} | facts))
+
+
+@pytest.mark.parametrize(
+    "target, changes, told",
+    [
+        ("stand_in_engine:Core", {}, None),
+        ("stand_in_engine:Gone", {}, "is gone"),
+        ("stand_in_engine:Full", {}, "has no room"),
+        ("vllm.v1.engine:EngineCoreOutput", {}, "has no room"),
+        ("stand_in_engine:Core", {"name": "step"}, "of upstream's"),
+        ("stand_in_engine:Derived", {"name": "step"}, "of upstream's"),
+        # As a constructor sets it, as a dataclass has it, as another class derives it.
+        ("vllm.v1.request:Request", {"name": "num_computed_tokens"}, "of upstream's"),
+        (
+            "vllm.v1.core.sched.output:SchedulerOutput",
+            {"name": "num_scheduled_tokens"},
+            "of upstream's",
+        ),
+        (
+            "vllm.v1.worker.cpu_worker:CPUWorker",
+            {"name": "parallel_config"},
+            "of upstream's",
+        ),
+        ("stand_in_engine:Core", {"holds": "stand_in_engine:Core"}, "not derived"),
+        ("stand_in_engine:Core", {"holds": "stand_in_engine:load"}, "no class"),
+    ],
+)
+def test_an_attribute_that_upstream_has_or_has_no_room_for_is_told(
+    engine, target, changes, told
+):
+    engine.Full = type("Full", (), {"__slots__": ()})
+    engine.Derived = type("Derived", (engine.Core,), {})
+    wrong = problem_with_attribute(attribute(target, **changes))
+    assert wrong is None if told is None else told in str(wrong)
 
 
 def overridden(kind: type) -> set[str]:
@@ -394,14 +454,3 @@ def test_a_controller_made_before_there_is_a_scheduler_says_so():
     """Upstream may move the step that makes the controller, and keep its signature."""
     with pytest.raises(UpstreamChanged, match="before it has a scheduler"):
         Controller(SimpleNamespace(vllm_config=None, model_executor=None))
-
-
-def test_what_the_scheduler_is_given_has_no_name_of_upstreams():
-    """Upstream has names that begin as ours do; one that is both would be a trap."""
-    upstreams = {"_inflight_prefills"}
-    names = set(re.findall(r"\b_?inflight_\w+", Path(scheduler.__file__).read_text()))
-    folder = Path(find_spec("vllm.v1.core").submodule_search_locations[0]) / "sched"
-    theirs = "\n".join(file.read_text() for file in folder.glob("*.py"))
-    assert len(names) > 10
-    found = {name for name in names if re.search(rf"\b{name}\b", theirs)}
-    assert found == upstreams

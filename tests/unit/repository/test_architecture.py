@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from vllm.inflight import config, errors, ops, trainer
+from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.patch import api as methods_of_engines
+from vllm.inflight.patch.attributes import ATTRIBUTES
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "vllm" / "inflight"
@@ -26,6 +28,7 @@ PACKAGES = (
     ("connection",),
     ("ops", "_C"),
     ("upstream",),
+    ("attached",),
     ("trainer",),
     ("transport",),
     ("wire",),
@@ -139,11 +142,29 @@ def test_circles_are_found():
     assert circles(arrows) == [["b", "c"]]
 
 
+FOR_TYPES = {
+    "vllm/inflight/api/server/client_state.py",
+    "vllm/inflight/engine/scheduling/scheduler_state.py",
+    "vllm/inflight/worker/worker_state.py",
+}
+"""They name the classes of what they hold: for annotations, never at run time."""
+
+
+@pytest.mark.parametrize("file", sorted(FOR_TYPES))
+def test_a_file_that_names_types_imports_no_package_at_run_time(file):
+    body = ast.parse((ROOT / file).read_text()).body
+    names = {node.module for node in body if isinstance(node, ast.ImportFrom)}
+    plain = {"__future__", "abc", "typing", "dataclasses"}
+    assert names <= plain | {"vllm.inflight.attached", "vllm.inflight.errors"}
+
+
 @pytest.mark.parametrize("of", [module_of, lambda file: unit(module_of(file))])
 def test_no_module_and_no_package_imports_itself_through_others(of):
     modules = {module_of(file): of(file) for file in FILES}
     arrows: dict[str, set[str]] = {name: set() for name in modules.values()}
     for file in FILES:
+        if ids(file) in FOR_TYPES:
+            continue
         for _, module in imports(file):
             if (to := modules.get(module, of(file))) != of(file):
                 arrows[of(file)].add(to)
@@ -168,6 +189,65 @@ def test_only_upstream_py_and_patch_name_modules_of_upstream():
         if is_upstream(module)
     ]
     assert strangers == []
+
+
+OF_UPSTREAM = {"_inflight_prefills"}
+"""A name of upstream's that begins as ours once did; patch/private_names.py has it."""
+
+BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "get", "pop", "setdefault")
+
+
+def attributes_of_ours(code: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of attributes that begin with `inflight`, or are of that name."""
+    for node in ast.walk(ast.parse(code)):
+        names: list[object] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Subscript) and "vars(" in ast.unparse(node.value):
+            names = [getattr(node.slice, "value", None)]
+        elif isinstance(node, ast.Call) and (
+            ast.unparse(node.func).rpartition(".")[2] in BY_NAME
+        ):
+            named = [arg for arg in node.args[:2] if isinstance(arg, ast.Constant)]
+            is_of_object = "vars(" in ast.unparse(node) or "attr(" in ast.unparse(node)
+            names = [arg.value for arg in named] if is_of_object else []
+        for name in names:
+            if re.match(r"_*(inflight_|vllm_inflight$)", str(name)):
+                yield node.lineno, str(name)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("request.inflight_root = 1", "request._inflight_root", "x.vllm_inflight"),
+        *("setattr(a, 'inflight_b', 1)", "getattr(a, '_inflight_b', None)"),
+        *("vars(a)['_inflight_b'] = 1", "vars(a).get('inflight_b')"),
+    ],
+)
+def test_an_attribute_of_ours_is_found_however_it_is_named(code):
+    assert len(list(attributes_of_ours(code))) == 1
+
+
+@pytest.mark.parametrize("file", FILES, ids=ids)
+def test_what_we_keep_on_objects_of_upstream_is_under_the_one_name(file):
+    """`attached.py` has the name, and `patch/attributes.py` lists the classes."""
+    found = attributes_of_ours(file.read_text())
+    strangers = [f"{ids(file)}:{line} {name}" for line, name in found]
+    assert [each for each in strangers if each.split()[1] not in OF_UPSTREAM] == []
+
+
+def test_every_class_that_is_attached_has_a_record_and_every_record_a_class():
+    classes = {
+        f"{module_of(file)}:{node.name}"
+        for file in FILES
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+        and {ast.unparse(base) for base in node.bases}
+        & {"Attached", "AttachedOnDemand", "SchedulerState"}
+        and node.name not in ("AttachedOnDemand", "SchedulerState")
+    }
+    kept = {record.holds for record in ATTRIBUTES if record.name == ATTRIBUTE}
+    assert classes == kept
 
 
 def test_the_vocabulary_is_plain_data():

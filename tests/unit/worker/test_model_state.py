@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.worker.model.hidden_weights import HiddenWeights
 from vllm.inflight.worker.model_state import ModelState, recall
 from vllm.inflight.worker.shadow import build, parameters
@@ -34,7 +35,7 @@ def is_freed(module: list[torch.nn.Module]) -> bool:
 def test_a_module_has_one_fact_of_a_class() -> None:
     model, state = torch.nn.Identity(), ModelState.of(torch.nn.Identity())
     assert recall(model, Kept) is None
-    assert "inflight" not in vars(model), "asking leaves no trace"
+    assert ATTRIBUTE not in vars(model), "asking leaves no trace"
     state = ModelState.of(model)
     state.set(Kept())
     state.set(last := Kept())

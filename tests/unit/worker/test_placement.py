@@ -11,6 +11,7 @@ from vllm.inflight.patch.worker import _shutdown
 from vllm.inflight.worker.memory import placement
 from vllm.inflight.worker.memory.arena import Arena, refuse_expandable_segments
 from vllm.inflight.worker.model_state import ModelState
+from vllm.inflight.worker.worker_state import WorkerState
 
 open_arena = Arena.open
 
@@ -68,6 +69,8 @@ def test_a_worker_that_ends_takes_no_memory_away_under_what_is_staged(is_busy):
         stager = SimpleNamespace(
             is_busy=is_busy, close=lambda: None, shadow=SimpleNamespace(live=model)
         )
-        worker = SimpleNamespace(device=torch.device("cuda"), _inflight_stager=stager)
+        worker = SimpleNamespace(
+            device=torch.device("cuda"), vllm_inflight=WorkerState(stager=stager)
+        )
         _shutdown(lambda self: None)(worker)
         assert arena.phase == ("loading" if is_busy else "closed")

@@ -19,6 +19,7 @@ from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model_state import ModelState
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.sleep import SleepBackend, backend_of
+from vllm.inflight.worker.worker_state import WorkerState
 
 BUFFER = torch.arange(300, dtype=torch.float32)
 
@@ -131,7 +132,8 @@ def test_a_subset_copies_weights_overwritten_while_awake(worker: Worker) -> None
     worker.sets.stager.flip()  # the two sets differ in this alone
     worker.sets.live.load_weights(version(3).items())
     stager, wire = worker.sets.stager, SimpleNamespace(acknowledge=lambda: None)
-    overwritten(SimpleNamespace(_inflight_stager=stager, _inflight_tripwire=wire))
+    state = WorkerState(stager=stager, tripwire=wire)
+    overwritten(SimpleNamespace(vllm_inflight=state))
     with pytest.raises(RuntimeError, match="nothing is staged"):
         worker.sets.stager.flip()
     assert worker.sets.stager.served is None

@@ -14,6 +14,7 @@ from vllm.inflight.patch.worker_rpc import inflight_adapter, inflight_read
 from vllm.inflight.worker.integrity.outside_writes import overwriting
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.step_tracker import StepTracker
+from vllm.inflight.worker.worker_state import WorkerState
 
 
 class Stream:
@@ -104,7 +105,7 @@ def test_so_are_adapters_and_what_upstream_writes_and_reads(
     stager = SimpleNamespace(steps=steps)
     model = SimpleNamespace(model="here", model_weights="", revision=None)
     worker = SimpleNamespace(
-        _inflight_stager=stager,
+        vllm_inflight=WorkerState(stager=stager),
         model_runner=runner,
         vllm_config=SimpleNamespace(model_config=model),
     )

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from vllm.inflight import calls, upstream
+from vllm.inflight.attached import Attached
 from vllm.inflight.calls import Call, call_from_dict
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import counters
@@ -57,7 +58,7 @@ from vllm.inflight.update import (
 logger = upstream.init_logger(__name__)
 
 
-class Controller:
+class Controller(Attached):
     """Control of one engine core."""
 
     def __init__(self, core: upstream.EngineCore) -> None:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling.version_stamp import Stamp
+from vllm.inflight.outputs.reply_state import PooledVersion
 from vllm.inflight.outputs.spans import VersionSpan
 
 PRINTABLE = "".join(chr(code) for code in range(33, 127) if chr(code) != "%")
@@ -50,8 +51,9 @@ class ReplyVersions:
 
         An aborted request has none.
         """
-        if (stamp := getattr(result, "inflight_stamp", None)) is not None:
-            made = Stamp.decode(stamp)
+        pooled = PooledVersion.find(result)
+        if pooled is not None and pooled.stamp is not None:
+            made = Stamp.decode(pooled.stamp)
             span = VersionSpan(made.label, 0, 0, made.epoch)
             self._outputs[result.request_id, 0] = [span]
 

@@ -124,14 +124,16 @@ def _session_marked(original: Original) -> Any:
     async def _add_request(
         self: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
     ) -> None:
-        from vllm.inflight.engine.scheduling.aborted_sessions import mark
+        from vllm.inflight.engine.scheduling.aborted_sessions import SessionQueue, mark
 
         # A session has one queue.
-        has_begun = vars(queue).get("inflight_has_begun")
-        if has_begun and not self.output_processor.has_request(request.request_id):
+        session = SessionQueue.of(queue)
+        if session.has_begun and not self.output_processor.has_request(
+            request.request_id
+        ):
             return  # the session was aborted, and its input does not know that yet
-        if request.resumable and not has_begun:
-            queue.inflight_has_begun = True
+        if request.resumable and not session.has_begun:
+            session.has_begun = True
             mark(request)
         await original(self, request, prompt, parent_req, index, queue)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.patch.controllers import controller_of
 from vllm.inflight.patch.record import Patch
 
 PAUSED_STEP_S = 0.001
@@ -15,7 +16,7 @@ PAUSED_STEP_S = 0.001
 
 def _in_turn(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: upstream.EngineCoreClient, *args: object, **kwargs: object) -> Any:
-        with self.engine_core.inflight_controller.step_queue.between():
+        with controller_of(self.engine_core).step_queue.between():
             return original(self, *args, **kwargs)
 
     return call
@@ -25,7 +26,7 @@ def _get_output_in_turn(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_output(self: upstream.EngineCoreClient) -> Any:
         from vllm.inflight import upstream
 
-        controller = self.engine_core.inflight_controller
+        controller = controller_of(self.engine_core)
         if controller.pauses.is_paused:
             time.sleep(PAUSED_STEP_S)  # there is no output; let other threads run
         with controller.step_queue.stepping():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.patch.controllers import controller_of, find_controller
 from vllm.inflight.patch.record import Patch
 
 
@@ -15,7 +16,7 @@ def _with_controller(original: Callable[..., Any]) -> Callable[..., Any]:
 
         original(self)
         # Called once by the constructor, right after the scheduler is built.
-        self.inflight_controller = Controller(self)
+        Controller(self).attach(self)
 
     return _initialize_effective_attention_block_size
 
@@ -27,7 +28,7 @@ def _keep_stamps(_: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.inflight.engine.scheduling.version_stamp import Stamp
 
         # Upstream's method would overwrite the stamp of the step.
-        version = self.inflight_controller.version
+        version = controller_of(self).version
         for output in outputs.values():
             if output.weight_version is None:
                 output.weight_version = Stamp(version.label, version.epoch).encode()
@@ -37,7 +38,7 @@ def _keep_stamps(_: Callable[..., Any]) -> Callable[..., Any]:
 
 def _close_controller(original: Callable[..., Any]) -> Callable[..., Any]:
     def shutdown(self: upstream.EngineCore) -> None:
-        if (controller := getattr(self, "inflight_controller", None)) is not None:
+        if (controller := find_controller(self)) is not None:
             controller.close()
         original(self)
 
@@ -48,7 +49,7 @@ def _drain_step_queue(original: Callable[..., Any]) -> Callable[..., Any]:
     def _handle_client_request(
         self: upstream.EngineCore, request_type: object, request: object
     ) -> None:
-        self.inflight_controller.step_queue.drain()
+        controller_of(self).step_queue.drain()
         original(self, request_type, request)
 
     return _handle_client_request
@@ -58,7 +59,7 @@ def _meet(original: Callable[..., Any]) -> Callable[..., Any]:
     def _has_global_unfinished_reqs(
         self: upstream.EngineCore, local_unfinished: bool
     ) -> Any:
-        dp_commit, was_pending = self.inflight_controller.dp_commit, self.pending_pause
+        dp_commit, was_pending = controller_of(self).dp_commit, self.pending_pause
         is_anybody_busy = original(self, local_unfinished)
         if self.step_counter != 1 and self.step_counter % self.dp_sync_interval:
             return is_anybody_busy  # this step has no sync point
@@ -72,7 +73,7 @@ def _meet(original: Callable[..., Any]) -> Callable[..., Any]:
 def _count_pauses(original: Callable[..., Any]) -> Callable[..., Any]:
     def _pause_complete(self: upstream.EngineCore) -> Any:
         if self.pending_pause:
-            self.inflight_controller.dp_commit.num_pauses_left += 1
+            controller_of(self).dp_commit.num_pauses_left += 1
         return original(self)
 
     return _pause_complete
@@ -85,7 +86,7 @@ def _rename(_: Callable[..., Any]) -> Callable[..., Any]:
 
         # Upstream's method would relabel tokens of steps in flight.
         call = RenameVersion(weight_version)
-        answer = worker_calls.ask(self.inflight_controller, call)
+        answer = worker_calls.ask(controller_of(self), call)
         if "error" in answer:
             raise ValueError(answer["error"]["message"])
 
@@ -94,7 +95,7 @@ def _rename(_: Callable[..., Any]) -> Callable[..., Any]:
 
 def _after_write_check(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: upstream.EngineCore) -> Any:
-        with self.inflight_controller.outside_writes.around_step():
+        with controller_of(self).outside_writes.around_step():
             return original(self)
 
     return step
@@ -110,10 +111,8 @@ def _intercept_worker_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from vllm.inflight.engine.compat import worker_calls
 
-        controller = getattr(
-            self, "inflight_controller", None
-        )  # none yet during start-up
-        if controller is None:
+        controller = find_controller(self)
+        if controller is None:  # the engine is still starting
             return original(self, method, timeout, args, kwargs)
         has_group = controller.has_actor_group
         if worker_calls.intercepts(

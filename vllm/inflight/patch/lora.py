@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
+from vllm.inflight.patch.controllers import controller_of
 from vllm.inflight.patch.record import Patch
 
 
@@ -14,7 +16,8 @@ def _load_everywhere(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_lora(self: upstream.EngineCore, lora_request: upstream.LoRARequest) -> bool:
         from vllm.inflight.engine.scheduling import lora
 
-        if lora.add(self, lora_request):
+        wait_for_steps = controller_of(self).ranks.wait_for_steps
+        if lora.add(self, lora_request, wait_for_steps):
             return True
         added: bool = original(self, lora_request)
         return added
@@ -29,8 +32,10 @@ def _load_before(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.inflight.engine.pause import abort
         from vllm.inflight.engine.scheduling import lora
 
-        if (why := lora.admit(self, request)) is not None:
-            abort.end_with_error(self, request, why)
+        controller = controller_of(self)
+        why = lora.admit(self, request, controller.ranks.wait_for_steps)
+        if why is not None:
+            abort.end_with_error(controller, request, why)
             return
         original(self, request, request_wave)
 
@@ -39,7 +44,7 @@ def _load_before(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _count_drop(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove_lora(self: upstream.EngineCore, lora_id: int) -> bool:
-        self.scheduler.inflight_adapters.drop(lora_id)
+        SchedulerState.of(self.scheduler).adapters.drop(lora_id)
         removed: bool = original(self, lora_id)
         return removed
 
@@ -62,9 +67,12 @@ def _merged_once(original: Callable[..., Any]) -> Callable[..., Any]:
     def _create_merged_loras_inplace(
         self: upstream.LoRAModelManager, lora_model: Any
     ) -> None:
-        if not vars(lora_model).get("inflight_is_merged"):
+        from vllm.inflight.worker.lora import MergedAdapter
+
+        state = MergedAdapter.of(lora_model)
+        if not state.is_merged:
             original(self, lora_model)
-            lora_model.inflight_is_merged = True
+            state.is_merged = True
 
     return _create_merged_loras_inplace
 

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.outputs.reply_state import PooledVersion, ReplyState
 from vllm.inflight.patch.record import Patch
 
 
@@ -35,10 +36,11 @@ def _on_every_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
         output = original(self, token_ids, finish_reason, stop_reason)
         if output.weight_versions is None:
             output.weight_versions = self._weight_version_spans()
-        if (trail := getattr(self, "inflight_kv_trail", None)) is not None:
+        state = ReplyState.find(self)
+        if state is not None and state.trail is not None:
             # The last sampled token has no KV yet.
             read = self.prompt_len + self.detokenizer.num_output_tokens() - 1
-            output.kv_versions = followed(trail, read)
+            output.kv_versions = followed(state.trail, read)
         return output
 
     return _new_completion_output
@@ -64,7 +66,7 @@ def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
         engine_core_outputs: list[upstream.EngineCoreOutput],
         engine_core_timestamp: object = None,
         iteration_stats: object = None,
-        weight_version: object = None,
+        weight_version: str | None = None,
     ) -> Any:
         from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD
 
@@ -75,14 +77,14 @@ def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
                 if output.finish_reason in ended:
                     _end(state, output)
                 elif output.pooling_output is not None:
-                    state.inflight_stamp = weight_version
+                    ReplyState.of(state).pooled_stamp = weight_version
             params = output.kv_transfer_params
             if params is None or KV_FIELD not in params:
                 continue
             trail = params.pop(KV_FIELD)
             output.kv_transfer_params = params or None
             if state is not None:
-                state.inflight_kv_trail = trail
+                ReplyState.of(state).trail = trail
         return original(
             self,
             engine_core_outputs,
@@ -134,9 +136,9 @@ def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
             *args,
             **kwargs,
         )
-        stamp = vars(self).get("inflight_stamp")
-        if stamp is not None and made is not None:
-            made.inflight_stamp = stamp
+        state = ReplyState.find(self)
+        if state is not None and state.pooled_stamp is not None and made is not None:
+            PooledVersion(state.pooled_stamp).attach(made)
         return made
 
     return make_request_output

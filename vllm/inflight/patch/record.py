@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.inflight.attached import ATTRIBUTE, Attached
 from vllm.inflight.errors import UpstreamChanged
 
 Original = Callable[..., Any]
@@ -88,6 +89,25 @@ class Private:
         return self.target.rpartition(":")[2].rpartition(".")[2]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attribute:
+    """An attribute that we set on objects of a class of upstream.
+
+    Upstream must have none of that name, in the class or in one that it is derived of.
+    """
+
+    target: str
+    """`module:Class` of upstream."""
+    holds: str
+    """`module:Class` of ours: what the attribute has."""
+    why: str
+    """What it is for, in one sentence."""
+    remove_when: str
+    """What upstream would have to offer for this to go."""
+    name: str = ATTRIBUTE
+    """The attribute; another name than the usual one is for users, who read it."""
+
+
 def locate(target: str) -> tuple[Any, str, Any]:
     """(owner, attribute name, static attribute or None) of a target."""
     module_name, _, path = target.partition(":")
@@ -142,6 +162,43 @@ def problem_with(patch: Patch | Override | Private) -> str | None:
             f"expected {patch.expects}"
         )
     return None
+
+
+def problem_with_attribute(record: Attribute) -> str | None:
+    """What keeps us from setting an attribute in this vLLM; None if nothing does."""
+    from vllm.version import __version__ as release
+
+    ours: type
+    try:
+        *_, kind = locate(record.target)
+        *_, ours = locate(record.holds)
+    except (UpstreamChanged, ImportError) as error:
+        return f"{error} (vLLM {release})"
+    if not isinstance(kind, type):
+        return f"{record.target} is gone from vLLM {release}"
+    if not isinstance(ours, type):
+        return f"{record.holds} is no class of vllm-inflight"
+    if record.name == ATTRIBUTE and not issubclass(ours, Attached):
+        return f"{record.holds} is not derived from Attached"
+    if not kind.__dictoffset__:
+        return f"{record.target} has no room for attributes in vLLM {release}"
+    for base in kind.__mro__[:-1]:
+        is_there = record.name in vars(base) or _names(base, record.name)
+        if is_there:
+            return (
+                f"{record.target} has a {record.name} of upstream's in vLLM {release}, "
+                f"from {base.__module__}.{base.__qualname__}; we meant to set it"
+            )
+    return None
+
+
+def _names(kind: type, name: str) -> bool:
+    """Whether the code of a class has a name in it, whatever for."""
+    try:
+        code = inspect.getsource(kind)
+    except (OSError, TypeError):  # it is not written in Python
+        return False
+    return re.search(rf"\b{name}\b", code) is not None
 
 
 def _assigns(owner: Any, name: str) -> bool:

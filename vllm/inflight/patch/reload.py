@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.inflight import upstream
 from vllm.inflight.patch.record import Patch
+from vllm.inflight.worker.worker_state import WorkerState
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,7 @@ def _refused_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     def phase(self: upstream.WorkerBase, *args: object, **kwargs: object) -> Any:
         from vllm.inflight.worker.integrity.outside_writes import refuse
 
-        stager = getattr(self, "_inflight_stager", None)
+        stager = WorkerState.of(self).stager
         if stager is not None and stager.shadow.module is not None:
             refuse(original.__name__)
         return original(self, *args, **kwargs)

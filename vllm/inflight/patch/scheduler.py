@@ -21,14 +21,16 @@ def _with_mixin(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _hash_once(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.inflight.engine.scheduling import encoder_cache
+    from vllm.inflight.engine.scheduling.request_state import RequestState
+    from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 
     def preprocess_add_request(self: upstream.EngineCore, request: Any) -> Any:
         # In the input thread, where hashing costs the engine loop no time. A commit may
         # come before the look-up, which then changes the salt.
-        scheduler = self.scheduler
-        policy = scheduler.inflight_policy
-        load = scheduler.inflight_adapters.load_of(request.lora_request)
-        root = policy.roots(scheduler.inflight_cache_epoch, load)[0]
+        ours = SchedulerState.of(self.scheduler)
+        policy = ours.policy
+        load = ours.adapters.load_of(request.lora_request)
+        root = policy.roots(ours.cache_epoch, load)[0]
         user_salt = request.cache_salt
         request.cache_salt = policy.salted(user_salt, root)
         names = encoder_cache.names_of(request.mm_features or ())
@@ -38,9 +40,7 @@ def _hash_once(original: Callable[..., Any]) -> Callable[..., Any]:
                 request.mm_features, names, rename
             )
         added, wave = original(self, request)
-        added.inflight_media = names
-        added.inflight_user_salt = user_salt
-        added.inflight_root = root
+        RequestState(root, user_salt, media=names).attach(added)
         return added, wave
 
     return preprocess_add_request

@@ -7,7 +7,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.patch.controllers import controller_of
 from vllm.inflight.patch.record import Patch
+from vllm.inflight.worker.worker_state import WorkerState
 
 
 def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,7 +17,7 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
         def give_back(level: int) -> Any:
             return original(self, level, mode)
 
-        return self.inflight_controller.sleep.sleep(level, give_back, mode)
+        return controller_of(self).sleep.sleep(level, give_back, mode)
 
     return sleep
 
@@ -26,14 +28,14 @@ def _wake(original: Callable[..., Any]) -> Callable[..., Any]:
             # Upstream wakes nothing if one of them is awake.
             asleep = {*self.model_executor.sleeping_tags, "scheduling"}
             tags = [tag for tag in tags if tag in asleep]
-        return self.inflight_controller.sleep.wake(lambda: original(self, tags))
+        return controller_of(self).sleep.wake(lambda: original(self, tags))
 
     return wake_up
 
 
 def _with_kept_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     def release_kv_cache_memory(self: upstream.EngineCore) -> Any:
-        return self.inflight_controller.sleep.release_kv_cache(lambda: original(self))
+        return controller_of(self).sleep.release_kv_cache(lambda: original(self))
 
     return release_kv_cache_memory
 
@@ -61,7 +63,7 @@ def _outside_of_pools(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_asleep(worker: upstream.WorkerBase, is_asleep: bool) -> None:
-    if (wire := getattr(worker, "_inflight_tripwire", None)) is not None:
+    if (wire := WorkerState.of(worker).tripwire) is not None:
         wire.is_asleep = is_asleep
 
 
@@ -91,7 +93,7 @@ def _adapters_again(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, tags)
         if tags is None or "weights" in tags:
             _note_asleep(self, False)
-        if getattr(self, "_inflight_stager", None) is None:
+        if WorkerState.of(self).stager is None:
             return  # upstream updates this engine, and unloads adapters each time
         if (tags is None or "weights" in tags) and not is_wanted(self.vllm_config):
             with between_steps(self):
@@ -105,7 +107,7 @@ def inflight_prepare_sleep(self: Any, level: int) -> dict[str, Any]:
     from vllm.inflight.patch.worker_rpc import answered
 
     def prepare() -> None:
-        if (stager := getattr(self, "_inflight_stager", None)) is None:
+        if (stager := WorkerState.of(self).stager) is None:
             return
         if level:
             stager.let_go()

@@ -10,6 +10,7 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.record import Patch
+from vllm.inflight.worker.worker_state import WorkerState
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +120,8 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
             _loading.reset(token)
         from vllm.inflight.worker.integrity.tripwire import Tripwire
 
-        self._inflight_tripwire = Tripwire(self)
+        state = WorkerState.of(self)
+        state.tripwire = Tripwire(self)
         if not _is_on(self.vllm_config):
             return
         from vllm.inflight.worker.model import layerwise_reload
@@ -133,7 +135,7 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(
                 f"--inflight-staging {staging} is not possible: {shadow.reason}"
             )
-        self._inflight_stager = StagingWorker(self, shadow)
+        state.stager = StagingWorker(self, shadow)
         both = shadow.live, shadow.module
         layerwise_reload.forget_with(self, [tree for tree in both if tree is not None])
         if shadow.module is not None:
@@ -144,7 +146,7 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
             from vllm.inflight.worker.sleep import backend_of
 
             # Upstream makes a backend when it first needs one, unless there is one.
-            self._sleep_mode_backend = backend_of(self._inflight_stager)
+            self._sleep_mode_backend = backend_of(state.stager)
         if shadow.copied_bytes:
             # Upstream's budget for the KV cache counts the arena, but not torch's
             # memory beside the model.
@@ -180,7 +182,7 @@ def _check_room(asked: int, device: torch.device) -> None:
 
 def _wait_for_decoding_only(original: Callable[..., Any]) -> Callable[..., Any]:
     def synchronize_device(self: upstream.WorkerBase) -> None:
-        stager = getattr(self, "_inflight_stager", None)
+        stager = WorkerState.of(self).stager
         if stager is None or not stager.is_busy or self.device.type != "cuda":
             original(self)
             return
@@ -208,7 +210,7 @@ def _freeze_heap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
     def shutdown(self: upstream.Worker) -> None:
-        if (stager := getattr(self, "_inflight_stager", None)) is not None:
+        if (stager := WorkerState.of(self).stager) is not None:
             stager.close()
         original(self)
         if stager is not None and self.device.type == "cuda":
@@ -249,7 +251,7 @@ def _with_new_names(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: upstream.WorkerBase, *args: object, **kwargs: object) -> Any:
-        if (stager := getattr(self, "_inflight_stager", None)) is None:
+        if (stager := WorkerState.of(self).stager) is None:
             return original(self, *args, **kwargs)
         with stager.steps.running():
             return original(self, *args, **kwargs)
@@ -264,7 +266,7 @@ def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
         self: upstream.WorkerBase, scheduler_output: upstream.SchedulerOutput
     ) -> Any:
         # A step without tokens computes nothing, and happens during a pause, too.
-        wire = getattr(self, "_inflight_tripwire", None)
+        wire = WorkerState.of(self).tripwire
         if wire is not None and scheduler_output.total_num_scheduled_tokens:
             wire.put_back_for_step()
         return counted(self, scheduler_output)
@@ -276,7 +278,7 @@ def _with_memory_too(original: Callable[..., Any]) -> Callable[..., Any]:
     counted = _counted(original)
 
     def execute_dummy_batch(self: upstream.WorkerBase) -> None:
-        if (wire := getattr(self, "_inflight_tripwire", None)) is not None:
+        if (wire := WorkerState.of(self).tripwire) is not None:
             wire.put_back_for_step()
         counted(self)
 

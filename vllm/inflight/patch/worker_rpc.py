@@ -13,6 +13,7 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import ArenaTorn, InflightError
 from vllm.inflight.patch.record import Patch
 from vllm.inflight.transport.rank_numbers import rank_in_engine
+from vllm.inflight.worker.worker_state import WorkerState
 
 
 def answered(call: Callable[[], Any]) -> dict[str, Any]:
@@ -34,10 +35,10 @@ def inflight_attach(
     self: upstream.WorkerBase, board_path: str, num_ranks: int
 ) -> dict[str, Any]:
     """Open the status board; replies with what this rank supports."""
-    if getattr(self, "_inflight_stager", None) is None:
+    if (stager := WorkerState.of(self).stager) is None:
         off = {"reason": "staging is off", "bytes": 0, "is_reversible": False}
         return {"ok": {"rank": rank_in_engine(self.parallel_config)} | off}
-    return answered(lambda: self._inflight_stager.attach(board_path, num_ranks))
+    return answered(lambda: stager.attach(board_path, num_ranks))
 
 
 def inflight_command(
@@ -47,7 +48,11 @@ def inflight_command(
     from vllm.inflight.messages import command_from_dict
 
     return answered(
-        lambda: self._inflight_stager.command(serial, command_from_dict(name, values))
+        lambda: (
+            WorkerState.of(self)
+            .require_stager()
+            .command(serial, command_from_dict(name, values))
+        )
     )
 
 
@@ -59,9 +64,10 @@ def inflight_flip(
         return {"ok": 0.0}
 
     def flip() -> float:
-        seconds: float = self._inflight_stager.flip()
-        if (wire := getattr(self, "_inflight_tripwire", None)) is not None:
-            wire.changed()
+        state = WorkerState.of(self)
+        seconds = state.require_stager().flip()
+        if state.tripwire is not None:
+            state.tripwire.changed()
         return seconds
 
     return answered(flip)
@@ -92,7 +98,7 @@ def inflight_read(
         "checksums": readback.checksums,
         "rows": readback.rows,
         "unused": readback.unused,
-        "names": lambda worker: worker._inflight_stager.names(),
+        "names": lambda worker: WorkerState.of(worker).require_stager().names(),
     }
 
     def read() -> Any:
@@ -104,7 +110,7 @@ def inflight_read(
 
 def inflight_scrub(self: upstream.WorkerBase, move: str) -> dict[str, Any]:
     """Make one move of a scrub on this rank; see `StagingWorker.scrub`."""
-    return answered(lambda: self._inflight_stager.scrub(move))
+    return answered(lambda: WorkerState.of(self).require_stager().scrub(move))
 
 
 def inflight_adapter(

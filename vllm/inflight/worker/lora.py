@@ -13,17 +13,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from vllm.inflight import upstream
+from vllm.inflight.attached import AttachedOnDemand
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.transport.files.allowed_paths import resolved_folder
+from vllm.inflight.worker.worker_state import WorkerState
 
 Key = tuple[str, int]
 """Name and number of an adapter."""
+
+
+@dataclass(slots=True)
+class KeptAdapters(AttachedOnDemand):
+    """The adapters that upstream's manager of one rank has in host memory."""
+
+    read: dict[Key, Any] = field(default_factory=dict)
+    """Adapter → what was read of it."""
+
+
+@dataclass(slots=True)
+class MergedAdapter(AttachedOnDemand):
+    """What upstream has done to an adapter in host memory."""
+
+    is_merged: bool = False
+    """Whether the modules that upstream packs into one have been merged."""
 
 
 class AdapterProposal:
@@ -63,7 +82,7 @@ class AdapterProposal:
                 registry.add_adapter(adapter)
             _pin(registry, self._pinned)
         finally:
-            self._manager._inflight_kept = self._kept
+            KeptAdapters.of(self._manager).read = self._kept
 
     def _put(self, adapter: object) -> None:
         # Upstream's own way to take an adapter, with the one that was read.
@@ -97,24 +116,24 @@ def step(
         Forbidden: the adapter's files lie outside of the allowed folders.
 
     """
+    state = WorkerState.of(worker)
     if move == "propose":
         manager = worker.model_runner.lora_manager
         if needed is not None:
             kept = {key: each for key, each in _kept(manager).items() if key in needed}
-            manager._inflight_kept = kept
-        worker._inflight_proposal = None
+            KeptAdapters.of(manager).read = kept
+        state.proposal = None
         if not _is_there(manager, request):
             judged = allowed(request, worker.vllm_config)
-            worker._inflight_proposal = AdapterProposal(manager, judged)
-    proposal: AdapterProposal | None = getattr(worker, "_inflight_proposal", None)
-    if proposal is None:
+            state.proposal = AdapterProposal(manager, judged)
+    if (proposal := state.proposal) is None:
         return False
     if move == "take":
         proposal.take()
     elif move == "put_back":
         proposal.put_back()
     elif move == "end":
-        worker._inflight_proposal = None
+        state.proposal = None
     return True
 
 
@@ -214,9 +233,8 @@ def _pin(registry: upstream.LoRAModelManager, numbers: set[int]) -> None:
 
 def _kept(manager: upstream.WorkerLoRAManager) -> dict[Key, Any]:
     """Adapter → what was read of it, in host memory."""
-    known: dict[Key, Any] = getattr(manager, "_inflight_kept", {})
-    return known
+    return KeptAdapters.of(manager).read
 
 
 def _keep(manager: upstream.WorkerLoRAManager, key: Key, adapter: object) -> None:
-    manager._inflight_kept = _kept(manager) | {key: adapter}
+    KeptAdapters.of(manager).read = _kept(manager) | {key: adapter}

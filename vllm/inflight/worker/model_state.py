@@ -14,13 +14,12 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-ATTRIBUTE = "inflight"
-"""The attribute of a module that holds its `ModelState`."""
+from vllm.inflight.attached import AttachedOnDemand
 
 Fact = TypeVar("Fact")
 
 
-class ModelState:
+class ModelState(AttachedOnDemand):
     """The facts about one module, at most one of each class.
 
     A deep copy or a pickle of the module gets an empty state: the facts are about the
@@ -29,13 +28,6 @@ class ModelState:
 
     def __init__(self) -> None:
         self._facts: dict[type, Any] = {}
-
-    @classmethod
-    def of(cls, module: torch.nn.Module) -> Self:
-        """The state of `module`, created when it is first asked for."""
-        # Not by setattr, which would register a fact that is a module as a child.
-        state: Self = vars(module).setdefault(ATTRIBUTE, cls())
-        return state
 
     def set(self, fact: object) -> None:
         """Keep `fact`, in the place of an earlier one of its class."""
@@ -57,5 +49,5 @@ class ModelState:
 
 def recall(module: torch.nn.Module, kind: type[Fact]) -> Fact | None:
     """The fact of class `kind` about `module`, or None; the module is not changed."""
-    state: ModelState | None = vars(module).get(ATTRIBUTE)
+    state = ModelState.find(module)
     return None if state is None else state.get(kind)

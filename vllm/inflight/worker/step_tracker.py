@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.worker.worker_state import WorkerState
 
 
 class StepTracker:
@@ -52,5 +53,5 @@ class StepTracker:
 
 def between_steps(worker: upstream.WorkerBase) -> AbstractContextManager[None]:
     """`StepTracker.between` for a worker; does nothing without a staging worker."""
-    stager = getattr(worker, "_inflight_stager", None)
+    stager = WorkerState.of(worker).stager
     return nullcontext() if stager is None else stager.steps.between()

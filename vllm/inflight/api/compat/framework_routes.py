@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,8 +19,17 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Match
 
 from vllm.inflight import upstream
+from vllm.inflight.attached import AttachedOnDemand
 
 logger = upstream.init_logger(__name__)
+
+
+@dataclass(slots=True)
+class HiddenRoutes(AttachedOnDemand):
+    """The routes of ours in one application that others hide."""
+
+    told: set[tuple[str, str]] = field(default_factory=set)
+    """(method, path) of those that were logged."""
 
 
 class DeferringRoute(APIRoute):
@@ -69,10 +79,9 @@ def module_of(route: BaseRoute) -> str | None:
 
 def tell(app: FastAPI, method: str, path: str, module: str) -> None:
     """Log once that a framework's route hides a control route."""
-    if not hasattr(app.state, "inflight_told"):
-        app.state.inflight_told = set()
-    if (method, path) not in app.state.inflight_told:
-        app.state.inflight_told.add((method, path))
+    told = HiddenRoutes.of(app).told
+    if (method, path) not in told:
+        told.add((method, path))
         logger.warning(
             "%s %s is answered by %s, which has added a route of that path. That "
             "route hides the control route of vllm-inflight and its check of the API "

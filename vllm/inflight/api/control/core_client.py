@@ -14,7 +14,7 @@ from vllm.inflight.engine.utility import inflight
 from vllm.inflight.transport.waiting import in_background
 
 if TYPE_CHECKING:
-    from vllm.inflight.engine.controller import Controller
+    pass
 
 T = TypeVar("T")
 Reply = dict[str, Any]
@@ -110,7 +110,9 @@ class SyncCoreClient:
         core = getattr(self._client, "engine_core", None)
         if core is None:
             return [self._elsewhere(call)]
-        controller: Controller = core.inflight_controller
+        from vllm.inflight.engine.controller import Controller
+
+        controller = Controller.of(core)
         answer = controller.step_queue.run(lambda: controller.call(call))
         # The monitor completes a Future, while steps go on.
         return [answer.result() if hasattr(answer, "result") else answer]

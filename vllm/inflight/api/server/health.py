@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from vllm.inflight import upstream
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.api.server.client_state import ClientState
 from vllm.inflight.calls import ReadHealth
 from vllm.inflight.config import InflightConfig
 
@@ -81,9 +82,9 @@ def heartbeat_of(engine: upstream.EngineClient) -> Heartbeat | None:
     limit_s = InflightConfig.of(engine.vllm_config).health_s
     if not limit_s:
         return None
-    found: Heartbeat | None = getattr(engine, "_inflight_heartbeat", None)
-    if found is None:
-        found = engine._inflight_heartbeat = Heartbeat(control_of(engine), limit_s)
+    state = ClientState.of(engine)
+    if (found := state.heartbeat) is None:
+        found = state.heartbeat = Heartbeat(control_of(engine), limit_s)
     return found
 
 

@@ -22,6 +22,7 @@ from prometheus_client.core import (
 
 from vllm.inflight import upstream
 from vllm.inflight.api.control.core_client import AsyncCoreClient
+from vllm.inflight.api.server.client_state import ClientState
 from vllm.inflight.calls import ReadMetrics
 from vllm.inflight.engine.counters import GAP_EDGES_MS
 
@@ -76,9 +77,9 @@ class Scrapes:
 async def metrics(request: Request) -> Response:
     """All metrics in Prometheus' text format."""
     engine = request.app.state.engine_client
-    found: Scrapes | None = getattr(engine, "_inflight_scrapes", None)
-    if found is None:
-        found = engine._inflight_scrapes = Scrapes(engine.engine_core)
+    state = ClientState.of(engine)
+    if (found := state.scrapes) is None:
+        found = state.scrapes = Scrapes(engine.engine_core)
     text = generate_latest(upstream.get_prometheus_registry()) + await found.text()
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 

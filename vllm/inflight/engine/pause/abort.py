@@ -77,21 +77,21 @@ def tell_aborted(controller: EngineContext, aborted: Iterable[Any]) -> None:
 
 
 def end_with_error(
-    core: upstream.EngineCore, request: upstream.Request, why: str
+    controller: EngineContext, request: upstream.Request, why: str
 ) -> None:
     """End a request with an error, before it is added to the scheduler.
 
     Args:
-        core: the engine core of the request.
+        controller: the controller of the request's engine core.
         request: the request, in the scheduler's form.
         why: the error, which becomes its `stop_reason`.
 
     """
     last = _last(request.request_id, upstream.FinishReason.ERROR, why)
-    controller = core.inflight_controller
     if controller.in_process:
         controller.undelivered_outputs.append(last)
         return
+    core = controller.core
     outputs = upstream.EngineCoreOutputs(
         engine_index=core.engine_index,
         outputs=[last],

@@ -25,6 +25,7 @@ from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause import abort
 from vllm.inflight.engine.pause.lease import Lease, lease_seconds
 from vllm.inflight.engine.scheduling import kv_connectors, request_checks
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.engine.switch import Switch, WaitingSwitch
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.errors import (
@@ -115,7 +116,9 @@ class Pauses:
         def settle() -> Reply:
             # A stricter pause may have replaced this one, and has treated the requests.
             if mode is PauseMode.RETRACT and self.asked is mode:
-                counts["num_retracted"] = self._core.scheduler.inflight_retract()
+                counts["num_retracted"] = SchedulerState.of(
+                    self._core.scheduler
+                ).retract()
             flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
             treated = self._controller.counts.treated(counts)
             reply: Reply = self._reply(started) | treated | flushed
@@ -143,7 +146,9 @@ class Pauses:
 
         def settle() -> Reply:
             if mode is PauseMode.RETRACT:
-                counts["num_retracted"] = self._core.scheduler.inflight_retract()
+                counts["num_retracted"] = SchedulerState.of(
+                    self._core.scheduler
+                ).retract()
                 self.note_retracted()
             return release(self._controller.counts.treated(counts))
 
@@ -199,7 +204,7 @@ class Pauses:
             "is_paused": self.is_paused,
             "mode": mode and mode.value,
             "is_draining": mode is PauseMode.WAIT
-            and self._core.scheduler.inflight_is_busy(),
+            and SchedulerState.of(self._core.scheduler).is_busy(),
             "for_commit": self.commit is not None and self.asked is None,
             "owner": self._lease.owner,
             "lease_left_s": self._lease.left_s,
@@ -223,7 +228,11 @@ class Pauses:
                 "a commit cannot 'wait' for them; pause with 'wait' first"
             )
         frozen = self.mode not in (None, PauseMode.WAIT)
-        if mode is PauseMode.WAIT and frozen and self._core.scheduler.inflight_active():
+        if (
+            mode is PauseMode.WAIT
+            and frozen
+            and SchedulerState.of(self._core.scheduler).active()
+        ):
             raise PauseConflict(
                 "mode 'wait' would wait for ever: running requests are paused"
             )
@@ -235,13 +244,16 @@ class Pauses:
         as well.
         """
         scheduler = self._core.scheduler
-        if mode is not PauseMode.WAIT or not scheduler.inflight_is_busy():
+        if mode is not PauseMode.WAIT or not SchedulerState.of(scheduler).is_busy():
             return switch.make()
 
         def after() -> Reply:
             self.commit = None
             try:
-                if scheduler.inflight_active() or scheduler.inflight_sent_back():
+                if (
+                    SchedulerState.of(scheduler).active()
+                    or SchedulerState.of(scheduler).sent_back()
+                ):
                     raise PauseConflict(
                         f"requests were paused while {switch.what} waited for them; "
                         + switch.if_given_up
@@ -292,7 +304,7 @@ class Pauses:
         """Retract or abort requests as a commit in `mode` does; returns the counts."""
         facts: Reply = {}
         if mode is PauseMode.RETRACT:
-            facts["num_retracted"] = self._core.scheduler.inflight_retract()
+            facts["num_retracted"] = SchedulerState.of(self._core.scheduler).retract()
         elif mode is PauseMode.ABORT:
             facts |= abort.abort_requests(self._controller)
         return facts | self._flushed(media=False) if flush_cache else facts

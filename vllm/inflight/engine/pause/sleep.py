@@ -23,6 +23,7 @@ from vllm.inflight import calls, upstream
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause import pause
 from vllm.inflight.engine.scheduling import request_checks
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.errors import (
     EngineAsleep,
     EngineFault,
@@ -379,7 +380,7 @@ class Sleep:
         scheduler, pauses = self._core.scheduler, self._controller.pauses
         if mode is PauseMode.ABORT:
             return
-        if pauses.mode is PauseMode.WAIT and scheduler.inflight_is_busy():
+        if pauses.mode is PauseMode.WAIT and SchedulerState.of(scheduler).is_busy():
             raise PauseConflict(
                 "requests run to their end under a pause of mode 'wait', or for a "
                 f"commit; mode '{mode.value}' would stop them half-way: call again "

@@ -8,7 +8,10 @@ session, since a new session may have the same id.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from vllm.inflight import upstream
+from vllm.inflight.attached import AttachedOnDemand
 
 NUM_REMEMBERED = 1000
 
@@ -17,6 +20,14 @@ BEGINS = "inflight_begins"
 
 SIGNAL = [0]
 """The prompt by which upstream's front end marks the end of a session's input."""
+
+
+@dataclass(slots=True)
+class SessionQueue(AttachedOnDemand):
+    """Of the queue of one session's outputs, in the front end."""
+
+    has_begun: bool = False
+    """Whether its first chunk has been sent."""
 
 
 def mark(request: upstream.Request) -> None:

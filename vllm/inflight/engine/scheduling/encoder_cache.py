@@ -17,6 +17,9 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling import request_checks
+from vllm.inflight.engine.scheduling.request_state import RequestState
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
+from vllm.inflight.engine.scheduling.step_state import StepState
 from vllm.inflight.errors import PauseConflict
 
 Rename = Callable[[str], str]
@@ -31,7 +34,7 @@ def plant(request: upstream.Request, rename: Rename) -> None:
     if not request.mm_features:
         return
     # The original names. A session gets more items over time.
-    names = vars(request).setdefault("inflight_media", [])
+    names = RequestState.of(request).media
     names += names_of(request.mm_features[len(names) :])
     request.mm_features = renamed(request.mm_features, names, rename)
 
@@ -61,8 +64,8 @@ def tell(requests: Mapping[str, Any], output: Any) -> None:
 
     Args:
         requests: the scheduler's requests by id.
-        output: upstream's `SchedulerOutput`. It gets the attribute `inflight_media` if
-            a resumed request has media.
+        output: upstream's `SchedulerOutput`. Its `StepState` gets the names of media
+            of resumed requests.
 
     """
     found = {}
@@ -70,7 +73,7 @@ def tell(requests: Mapping[str, Any], output: Any) -> None:
         if items := requests[each].mm_features:
             found[each] = names_of(items)
     if found:
-        output.inflight_media = found
+        StepState.of(output).media = found
 
 
 def learn(known: Mapping[str, Any], output: object) -> None:
@@ -81,7 +84,7 @@ def learn(known: Mapping[str, Any], output: object) -> None:
         output: the `SchedulerOutput` after `tell`.
 
     """
-    for each, names in vars(output).get("inflight_media", {}).items():
+    for each, names in StepState.of(output).media.items():
         state = known[each]
         state.mm_features = renamed(state.mm_features, names, str)
 
@@ -124,7 +127,7 @@ def check_retractable(scheduler: upstream.Scheduler) -> None:
 def see_again(core: upstream.EngineCore) -> None:
     """Compute all encoder outputs again, since workers may have dropped theirs."""
     scheduler = core.scheduler
-    scheduler.inflight_retract(readers(scheduler))
+    SchedulerState.of(scheduler).retract(readers(scheduler))
     # Upstream's call for both parts would warn of requests that read the outputs.
     scheduler.reset_encoder_cache()
     core.model_executor.reset_encoder_cache()

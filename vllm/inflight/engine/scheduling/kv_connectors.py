@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine import executors
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.errors import Conflict, PauseConflict
 from vllm.inflight.update import PauseMode
 
@@ -85,7 +86,7 @@ def drop(scheduler: upstream.Scheduler, in_flight: executors.InFlight | None) ->
 
 def _apart(scheduler: upstream.Scheduler) -> list[Any]:
     """The connectors with keys of their own; none if requests may read old KV."""
-    if scheduler.inflight_policy.oldest is None:
+    if SchedulerState.of(scheduler).policy.oldest is None:
         return []
     parts = _parts(scheduler.connector)
     return [each for each in parts if type(each).__name__ not in HASHED]

@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.scheduling.request_state import RequestState, Trail
+from vllm.inflight.engine.scheduling.step_state import StepState
 from vllm.inflight.engine.scheduling.version_stamp import KV_FIELD, KV_OPTION
-
-Trail = list[tuple[int, str | None]]
-"""Pairs of first position and version stamp, ascending; None: unknown version."""
 
 UNKNOWN: Trail = [(0, None)]
 """The provenance of KV that a connector has loaded."""
@@ -39,7 +38,7 @@ class KvProvenance:
         """Note the blocks that a step with version stamp `stamp` computes."""
         if self._group is None:
             return
-        scheduled.inflight_kv_stamp = stamp
+        StepState.of(scheduled).kv_stamp = stamp
         if stamp != self._stamp:
             self._stamp = stamp
             self._behind = set(requests)
@@ -58,10 +57,11 @@ class KvProvenance:
                 continue
             if name in self._behind:
                 self._behind.discard(name)
-                _turn(request.inflight_trail, start, stamp)
+                _turn(_known_trail_of(request), start, stamp)
             if blocks is not None:
+                trail = _known_trail_of(request)
                 for block in blocks[self._group]:
-                    self._of_block[block] = request.inflight_trail
+                    self._of_block[block] = trail
         if admitted:
             # In scheduling order, since a request may find blocks of the one before.
             for name in scheduled.num_scheduled_tokens:
@@ -84,7 +84,7 @@ class KvProvenance:
             num_sampled: how many tokens a request samples besides its drafts.
 
         """
-        stamp = vars(scheduled).get("inflight_kv_stamp")
+        stamp = StepState.of(scheduled).kv_stamp
         if self._group is None or stamp == self._stamp:
             return
         for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
@@ -100,11 +100,12 @@ class KvProvenance:
         """Note that a request is admitted, with KV for `start` positions."""
         assert self._group is not None
         mine = blocks[self._group]
-        if (trail := trail_of(request)) is not None:
+        state = RequestState.of(request)
+        if (trail := state.trail) is not None:
             num_known = start  # the next chunk of a session, which keeps its KV
         else:
-            trail = request.inflight_trail = []
-            num_known = min(start, vars(request).get("inflight_num_found", 0))
+            trail = state.trail = []
+            num_known = min(start, state.num_found)
             for index, block in enumerate(mine[: -(-start // self._block_size)]):
                 first = index * self._block_size
                 origin = self._of_block.get(block) if first < num_known else UNKNOWN
@@ -117,13 +118,20 @@ class KvProvenance:
 
 def trail_of(request: upstream.Request) -> Trail | None:
     """The KV provenance of a request; None before it has KV."""
-    trail: Trail | None = vars(request).get("inflight_trail")
+    state = RequestState.find(request)
+    return None if state is None else state.trail
+
+
+def _known_trail_of(request: upstream.Request) -> Trail:
+    """The trail of a request that has been admitted."""
+    trail = RequestState.of(request).trail
+    assert trail is not None, f"request {request.request_id} has KV and no trail"
     return trail
 
 
 def forget(request: upstream.Request) -> None:
     """Forget the provenance of `request`, which has lost its KV."""
-    vars(request).pop("inflight_trail", None)
+    RequestState.of(request).trail = None
 
 
 def _turn(trail: Trail, start: int, stamp: str | None) -> None:

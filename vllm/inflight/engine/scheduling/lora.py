@@ -14,13 +14,14 @@ until no request needs it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.executors import asking
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.engine.scheduling.version_stamp import Loads
 from vllm.inflight.engine.step_queue import whole
 from vllm.inflight.errors import EngineFault, InflightError, Malformed
@@ -29,12 +30,17 @@ from vllm.inflight.worker.lora import Key, allowed, key_of
 logger = upstream.init_logger(__name__)
 
 
-def add(core: upstream.EngineCore, adapter: upstream.LoRARequest) -> bool:
+def add(
+    core: upstream.EngineCore,
+    adapter: upstream.LoRARequest,
+    wait_for_steps: Callable[[Any], object],
+) -> bool:
     """Load an adapter on the workers of an engine core, and keep it there.
 
     Args:
         core: the engine core; call this between two steps.
         adapter: the adapter.
+        wait_for_steps: waits for the steps of a batch queue, see `Ranks`.
 
     Returns:
         whether there was something to load.
@@ -45,10 +51,10 @@ def add(core: upstream.EngineCore, adapter: upstream.LoRARequest) -> bool:
         EngineFault: a rank has read it and could not load it.
 
     """
-    adapters = core.scheduler.inflight_adapters
+    adapters = SchedulerState.of(core.scheduler).adapters
     adapter = allowed(adapter, core.vllm_config)
     # Steps that are scheduled from here on use the new adapter.
-    core.inflight_controller.ranks.wait_for_steps(core.batch_queue)
+    wait_for_steps(core.batch_queue)
     needed = adapters.needed(key_of(adapter))
     is_new = load_everywhere(core.model_executor, adapter, needed)
     adapters.keep(key_of(adapter))
@@ -58,23 +64,28 @@ def add(core: upstream.EngineCore, adapter: upstream.LoRARequest) -> bool:
     return is_new
 
 
-def admit(core: upstream.EngineCore, request: upstream.Request) -> str | None:
+def admit(
+    core: upstream.EngineCore,
+    request: upstream.Request,
+    wait_for_steps: Callable[[Any], object],
+) -> str | None:
     """Load the adapter of a request, unless the workers keep it already.
 
     Args:
         core: the engine core of the request.
         request: the request, in the scheduler's form; its `load_inplace` becomes False.
+        wait_for_steps: waits for the steps of a batch queue, see `Ranks`.
 
     Returns:
         why the adapter cannot be loaded; None if the request may be scheduled.
 
     """
     adapter = request.lora_request
-    adapters = core.scheduler.inflight_adapters
+    adapters = SchedulerState.of(core.scheduler).adapters
     if adapter is None or adapters.keeps(adapter):
         return None
     try:
-        add(core, adapters.from_last_files(adapter))
+        add(core, adapters.from_last_files(adapter), wait_for_steps)
     except InflightError as error:
         logger.error("request %s is aborted: %s", request.request_id, error.message)
         return error.message

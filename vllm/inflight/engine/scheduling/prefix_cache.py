@@ -28,21 +28,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, overload
+from typing import overload
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling import encoder_cache
+from vllm.inflight.engine.scheduling.request_state import (
+    CacheNamespace,
+    RequestState,
+)
 
 SEPARATOR = "\x1f"
-
-
-class CacheNamespace(NamedTuple):
-    """The prefix-cache namespace in which a chain of blocks began."""
-
-    epoch: int
-    """The cache epoch."""
-    load: int = 0
-    """The number of earlier loads of the adapter; see lora.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +93,22 @@ class NamespacePolicy:
 
     def plant(self, request: upstream.Request, root: CacheNamespace) -> None:
         """Give `request` its hashes in namespace `root`, and keep its other hashes."""
-        known = vars(request)
-        user_salt = known.setdefault("inflight_user_salt", request.cache_salt)
-        before = known.get("inflight_root", CacheNamespace(0))
-        if before == root:
+        state = RequestState.of(request)
+        if state.root is None:
+            state.root, state.user_salt = CacheNamespace(0), request.cache_salt
+        if state.root == root:
             return
-        grown = known.setdefault("inflight_hashes", {})
-        grown[before] = request.block_hashes
-        request.inflight_root = root
+        state.hashes[state.root] = request.block_hashes
+        state.root = root
         # The hashes contain the names of media, too.
         encoder_cache.plant(request, partial(self.salted, root=root))
-        request.cache_salt = self.salted(user_salt, root)
-        request.block_hashes = grown.pop(root, None) or []
+        request.cache_salt = self.salted(state.user_salt, root)
+        request.block_hashes = state.hashes.pop(root, None) or []
         request.update_block_hashes()  # of the tokens sampled since, or of all tokens
 
 
 def forget(request: upstream.Request, roots: Sequence[CacheNamespace]) -> None:
     """Drop the hashes of `request` in all other namespaces."""
-    grown = vars(request).get("inflight_hashes")
-    if grown:
-        request.inflight_hashes = {r: h for r, h in grown.items() if r in roots}
+    state = RequestState.of(request)
+    if state.hashes:
+        state.hashes = {r: h for r, h in state.hashes.items() if r in roots}

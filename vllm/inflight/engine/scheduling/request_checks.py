@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vllm.inflight import upstream
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.errors import PauseConflict
 from vllm.inflight.update import PauseMode
 
@@ -25,7 +26,7 @@ def check_mode(
             f"mode 'retract' cannot free the KV of {stuck}; use 'wait', 'abort' or "
             "'in_place'"
         )
-    if mode is PauseMode.WAIT and in_process and scheduler.inflight_is_busy():
+    if mode is PauseMode.WAIT and in_process and SchedulerState.of(scheduler).is_busy():
         raise PauseConflict(
             "mode 'wait' needs an engine with its own process; with this engine, "
             "let generate() finish first"

@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling import kv_connectors
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.journal import Journal, Recipe, extended
 from vllm.inflight.engine.update.ranks import Ranks
@@ -212,7 +213,7 @@ class LiveVersion:
         moved = self._state.moved + (math.inf if overall is None else overall)
         changes = self._state.changes + 1
         self._change(changes=changes, moved=moved)
-        if moved > self._core.scheduler.inflight_policy.drift:
+        if moved > SchedulerState.of(self._core.scheduler).policy.drift:
             self._change(cache_epoch=changes, moved=0.0)
 
     def _take_on(self, label: str | None, digest: str | None, step: int | None) -> None:
@@ -229,7 +230,7 @@ class LiveVersion:
     def _tell(self) -> None:
         """Tell the engine core and the scheduler the live version."""
         self._core._weight_version = self.version.label
-        self._core.scheduler.inflight_serve(
+        SchedulerState.of(self._core.scheduler).serve(
             self.version, self._state.cache_epoch, self._state.changes
         )
 

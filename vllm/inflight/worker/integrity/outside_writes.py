@@ -18,6 +18,7 @@ from vllm.inflight.errors import WrongPhase
 from vllm.inflight.worker.integrity.tripwire import Tripwire, WriteReport, tripwire_of
 from vllm.inflight.worker.lora import kept
 from vllm.inflight.worker.step_tracker import between_steps
+from vllm.inflight.worker.worker_state import WorkerState
 
 SOURCE = "model", "model_weights", "revision"
 """Fields of a model's config that a reload sets before it looks for the files."""
@@ -116,7 +117,7 @@ def overwritten(worker: upstream.WorkerBase) -> None:
     """Record that the content of live weights is unknown, and every parameter stale."""
     if (tripwire := tripwire_of_worker(worker)) is not None:
         tripwire.acknowledge()
-    if (stager := getattr(worker, "_inflight_stager", None)) is not None:
+    if (stager := WorkerState.of(worker).stager) is not None:
         stager.forget(served=True)
         stager.shadow.stale.update(stager.shadow.required)
 
@@ -146,23 +147,22 @@ def make_blank(worker: upstream.WorkerBase, keeps_some: bool) -> None:
     patterns = config.sleep_preserve_parameter_names if keeps_some else ()
     if (tripwire := tripwire_of_worker(worker)) is not None:
         tripwire.make_blank(patterns or ())
-    if (stager := getattr(worker, "_inflight_stager", None)) is not None:
+    if (stager := WorkerState.of(worker).stager) is not None:
         stager.shadow.stale.update(stager.shadow.required)
 
 
 def let_go(worker: upstream.WorkerBase) -> None:
     """See `StagingWorker.let_go`."""
-    if (stager := getattr(worker, "_inflight_stager", None)) is not None:
+    if (stager := WorkerState.of(worker).stager) is not None:
         stager.let_go()
 
 
 def tripwire_of_worker(worker: upstream.WorkerBase) -> Tripwire | None:
-    """The tripwire of a worker;
+    """The tripwire of a worker.
 
     None if its models were not loaded by upstream's loader.
     """
-    tripwire: Tripwire | None = getattr(worker, "_inflight_tripwire", None)
-    return tripwire
+    return WorkerState.of(worker).tripwire
 
 
 MOVES: dict[str, Callable[..., Any]] = {

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.worker import model_state
+from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.worker.model import quantized
 from vllm.inflight.worker.model.cpu_packing import UNPACKED
 from vllm.inflight.worker.model.layers import buffer_names, layers
@@ -39,7 +39,7 @@ LOOKED_AT = (
     "_modules",
     PACKED,
     UNPACKED,
-    model_state.ATTRIBUTE,
+    ATTRIBUTE,
 )
 """Attributes that are flipped, that are searched separately, or that are ours."""
 

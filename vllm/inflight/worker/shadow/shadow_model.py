@@ -46,6 +46,7 @@ from vllm.inflight.worker.verify import gpu_digest
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 from vllm.inflight.worker.verify.parameter_map import ParameterMap
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
+from vllm.inflight.worker.worker_state import WorkerState
 
 logger = upstream.init_logger(__name__)
 
@@ -380,7 +381,8 @@ def shadow_of(worker: upstream.WorkerBase, live: torch.nn.Module) -> ShadowModel
     shadow model refers to its live model. A table of all shadow models in this module
     would keep every model of the process alive, also with weak keys.
     """
-    kept: ShadowModel | None = getattr(worker, "_inflight_shadow", None)
+    state = WorkerState.of(worker)
+    kept = state.shadow
     if kept is None or trees(kept.live)[0] is not live:
         config, draft = worker.vllm_config, drafter_of(worker)
         root = (
@@ -388,5 +390,5 @@ def shadow_of(worker: upstream.WorkerBase, live: torch.nn.Module) -> ShadowModel
             if draft is None
             else ModelWithDrafter(live, draft, is_mtp=has_mtp(config))
         )
-        kept = worker._inflight_shadow = ShadowModel(root, config, worker.device)
+        kept = state.shadow = ShadowModel(root, config, worker.device)
     return kept

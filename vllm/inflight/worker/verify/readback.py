@@ -27,6 +27,7 @@ from vllm.inflight.worker.model.moe import expert_checkpoint_names as expert_nam
 from vllm.inflight.worker.model.moe import is_experts
 from vllm.inflight.worker.model.quantized import is_quantised
 from vllm.inflight.worker.verify.gpu_digest import GpuDigest
+from vllm.inflight.worker.worker_state import WorkerState
 
 SLAB = 1024
 """Columns of a packed weight that are read at a time."""
@@ -94,7 +95,7 @@ def unused(worker: upstream.WorkerBase, names: Sequence[str]) -> dict[str, list[
         `unused`, and those of them that are `tied`: equal to a parameter.
 
     """
-    ignored = worker._inflight_stager.shadow.ignored
+    ignored = WorkerState.of(worker).require_stager().shadow.ignored
     found = [n for n in names if n in ignored or ignored.has_left_out(n)]
     return {"unused": found, "tied": [n for n in found if ignored.is_tied(n)]}
 
