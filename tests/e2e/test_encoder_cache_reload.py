@@ -108,7 +108,7 @@ def test_a_session_in_the_middle_of_a_picture_refuses_a_reload(
     told = call(llm.llm_engine.engine_core.engine_core, "info")
     (request,) = scheduler.running
     monkeypatch.setattr(request, "streaming_queue", [])
-    with pytest.raises(PauseConflict, match=r"session.*streaming session.*turn"):
+    with pytest.raises(PauseConflict, match=r"session.*streaming session.*done"):
         reload(llm, new)
     assert call(llm.llm_engine.engine_core.engine_core, "info") == told
     monkeypatch.undo()

@@ -298,7 +298,7 @@ def test_between_a_beginning_and_an_end_nothing_is_committed(
 ) -> None:
     sender.door.post("/begin_weight_update")
     reply = sender.send(sender.rest, "new")
-    assert "served POST /end_weight_update" in reply["message"]
+    assert "committed at POST /end_weight_update" in reply["message"]
     assert sender.door.label == "old"
     assert sender.send(sender.head, "new")["update_id"] == reply["update_id"]
     ended = sender.door.post("/end_weight_update")

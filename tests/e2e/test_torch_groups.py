@@ -226,7 +226,7 @@ def test_while_a_group_waits_for_its_trainer_nothing_else_begins(
         assert (status, "destroy_weights_update_group" in message) == (409, True)
     door.post("/destroy_weights_update_group")
     _, message = joining.result(timeout=20)
-    assert "let go" in message or "cancelled" in message
+    assert "shut down" in message or "cancelled" in message
     door.post("/update_weights_from_disk", model_path=str(folders["new"]))
 
 

@@ -219,7 +219,7 @@ def test_the_staged_digest_can_be_checked_before_the_commit(
 ) -> None:
     path, digest = str(new), llm.update_weights_from_disk(str(new), "new")["digest"]
     llm.rollback_weights()
-    with pytest.raises(WeightsMismatch, match=f"staged is '{digest}'"):
+    with pytest.raises(WeightsMismatch, match=f"staged version has '{digest}'"):
         llm.update_weights_from_disk(path, "new", expect_digest="0" * 32)
     assert llm.get_weight_version() == "old"
     reply = llm.update_weights_from_disk(path, "new", expect_digest=digest)

@@ -244,7 +244,7 @@ def test_a_reload_in_kernel_format_that_breaks_off_has_written(
 ) -> None:
     told = call(core, "info")
     some = [("model.norm.weight", torch.zeros(1)), *UNKNOWN["weights_iterator"]]
-    with pytest.raises(EngineFault, match=r"reload_weights has.*published"):
+    with pytest.raises(EngineFault, match=r"reload_weights has.*all tensors"):
         core.collective_rpc(
             "reload_weights", kwargs=UNKNOWN | {"weights_iterator": some}
         )
@@ -263,7 +263,7 @@ def test_a_reload_that_breaks_off_leaves_weights_that_nobody_decodes_with(
     tensors = load_file(folders["old"] / FILE)
     name = "model.layers.1.mlp.down_proj.weight"
     save_file(tensors | {name: tensors[name][:-1].clone()}, broken / FILE)
-    with pytest.raises(EngineFault, match=r"reload_weights has.*published"):
+    with pytest.raises(EngineFault, match=r"reload_weights has.*all tensors"):
         reload(core, broken)
     after = call(core, "info")
     facts = after["weights"], after["digest"], after["previous"]

@@ -81,5 +81,5 @@ def test_every_place_for_the_second_set_gives_the_same(
         llm.rollback_weights()
         assert greedy(llm) == before
     else:
-        with pytest.raises(Exception, match="not held"):
+        with pytest.raises(Exception, match="not kept"):
             llm.rollback_weights()

@@ -155,7 +155,7 @@ def test_an_update_in_flight_after_a_sleep_can_be_rolled_back(
     llm.sleep(level=2)
     llm.wake_up()
     llm.update_weights_from_disk(str(old), "old")
-    with pytest.raises(Exception, match="not held"):
+    with pytest.raises(Exception, match="not kept"):
         llm.rollback_weights()
     llm.update_weights_from_disk(str(new), "new")
     assert greedy(llm) == fresh

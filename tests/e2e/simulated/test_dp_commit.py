@@ -68,7 +68,7 @@ def test_one_that_cannot_keeps_the_other_back(both: Together, failing: int) -> N
     both.cores[failing].model_executor.is_to_fail = True
     replies = both.control("commit", LAG_S, weight_version="one")
     assert [r["error"]["code"] for r in replies] == ["engine_fault"] * 2
-    assert "another engine" in replies[1 - failing]["error"]["message"]
+    assert "another data-parallel engine" in replies[1 - failing]["error"]["message"]
     assert labels(both) == ["default", "default"]
     assert [core.vllm_inflight.version.epoch for core in both.cores] == [0, 0]
     # It is still staged: what failed may be mended.
@@ -370,7 +370,7 @@ def test_a_reload_that_fails_on_one_lets_none_decode(
     answers = reload(both, LAG_S, failing)
     assert all(isinstance(answer, EngineFault) for answer in answers)
     assert "of a test" in answers[failing].message
-    assert "another engine" in answers[1 - failing].message
+    assert "another data-parallel engine" in answers[1 - failing].message
     told = [reply["ok"] for reply in both.control("info")]
     assert [each["weights"] for each in told] == ["gone", "gone"]
     assert [each["digest"] for each in told] == [None, None]
@@ -389,7 +389,8 @@ def test_a_reload_that_one_refuses_is_written_by_none(both: Together) -> None:
     both.start(1, 1)
     both.ask(1, lambda core: call(core, "start", transport="local")).result(timeout=20)
     answers = reload(both, LAG_S)
-    assert isinstance(answers[0], Conflict) and "another engine" in str(answers[0])
+    assert isinstance(answers[0], Conflict)
+    assert "another data-parallel engine" in str(answers[0])
     assert isinstance(answers[1], UpdateBusy)
     assert labels(both) == ["default", "default"]
     assert [reply["ok"]["weights"] for reply in both.control("info")] == ["live"] * 2

@@ -129,7 +129,7 @@ def test_a_switch_that_cannot_be_taken_back_ends_the_engine(
 
     monkeypatch.setattr(Journal, "note", break_off)
     for _ in range(2):  # and no step is taken after that
-        with pytest.raises(SystemExit, match="could not be taken back"):
+        with pytest.raises(SystemExit, match="could not be undone"):
             in_a_turn(core, "commit", weight_version="two")
 
 

@@ -153,7 +153,7 @@ def test_parameters_that_lie_where_no_update_would_write_refuse_updates(
     core.collective_rpc("tests_write", args=(1,))
     answer = core.inflight("start", {"transport": "local"})["error"]
     assert answer["code"] == "staging_unavailable"
-    assert "tests_write has put up.weight elsewhere" in answer["message"]
+    assert "tests_write has replaced the tensor of up.weight" in answer["message"]
     add(core, "runs", prompt(1))
     assert len(Streams(core).run().tokens["runs"]) == 40
     core.model_executor.displaced = []

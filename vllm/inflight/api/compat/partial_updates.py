@@ -140,7 +140,7 @@ async def take(
     is_complete = all(part["complete"] >= part["total"] for part in parts)
     if is_complete and not memory.has_begun:
         return await _finish(control, active, memory)
-    when = "POST /end_weight_update" if memory.has_begun else "when all are"
+    when = "at POST /end_weight_update" if memory.has_begun else "when all are"
     return {
         "message": f"staged: {every['complete']} of {every['total']} parameters are "
         f"complete, and the version is committed {when}",
