@@ -126,8 +126,14 @@ ONE, TWO = 1, 2
         (RayDistributedExecutor, ONE, "pooling", False, None),
         (RayDistributedExecutor, TWO, "pooling", False, "pooling models read weights"),
         (ExecutorWithExternalLauncher, ONE, "generate", True, None),
-        (ExecutorWithExternalLauncher, TWO, "generate", True, "runs 2 ranks as engine"),
-        (Executor, ONE, "generate", True, "executor Mine it is not known"),
+        (
+            ExecutorWithExternalLauncher,
+            TWO,
+            "generate",
+            True,
+            "runs 2 ranks as separate engines",
+        ),
+        (Executor, ONE, "generate", True, "executor Mine is unknown"),
     ],
 )
 def test_an_executor_is_what_it_is_derived_from(
