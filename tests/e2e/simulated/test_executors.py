@@ -97,8 +97,8 @@ Strange: Any = type("Strange", (Executor,), dict(vars(SimulatedExecutor)))
 def test_an_unknown_executor_serves_and_is_refused_by_name(model: Path) -> None:
     core = simulated_core(model, Strange, kind=Loop)
     assert core.model_executor.board is None, "it was asked for something"
-    for method in ("start", "transport"):
-        body = {"transport": "groups", "command": "join", "init_info": {}}
+    calls = {"start": {"transport": "groups"}, "join_group": {"init_info": {}}}
+    for method, body in calls.items():
         answer = core.inflight(method, body)
         assert code(answer) == "staging_unavailable"
         assert "executor Strange" in answer["error"]["message"]
@@ -126,8 +126,14 @@ ONE, TWO = 1, 2
         (RayDistributedExecutor, ONE, "pooling", False, None),
         (RayDistributedExecutor, TWO, "pooling", False, "pooling models read weights"),
         (ExecutorWithExternalLauncher, ONE, "generate", True, None),
-        (ExecutorWithExternalLauncher, TWO, "generate", True, "runs 2 ranks as engine"),
-        (Executor, ONE, "generate", True, "executor Mine it is not known"),
+        (
+            ExecutorWithExternalLauncher,
+            TWO,
+            "generate",
+            True,
+            "runs 2 ranks as separate engines",
+        ),
+        (Executor, ONE, "generate", True, "executor Mine is unknown"),
     ],
 )
 def test_an_executor_is_what_it_is_derived_from(
