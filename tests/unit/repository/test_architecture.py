@@ -142,29 +142,11 @@ def test_circles_are_found():
     assert circles(arrows) == [["b", "c"]]
 
 
-FOR_TYPES = {
-    "vllm/inflight/api/server/client_state.py",
-    "vllm/inflight/engine/scheduling/scheduler_state.py",
-    "vllm/inflight/worker/worker_state.py",
-}
-"""They name the classes of what they hold: for annotations, never at run time."""
-
-
-@pytest.mark.parametrize("file", sorted(FOR_TYPES))
-def test_a_file_that_names_types_imports_no_package_at_run_time(file):
-    body = ast.parse((ROOT / file).read_text()).body
-    names = {node.module for node in body if isinstance(node, ast.ImportFrom)}
-    plain = {"__future__", "abc", "typing", "dataclasses"}
-    assert names <= plain | {"vllm.inflight.attached", "vllm.inflight.errors"}
-
-
 @pytest.mark.parametrize("of", [module_of, lambda file: unit(module_of(file))])
 def test_no_module_and_no_package_imports_itself_through_others(of):
     modules = {module_of(file): of(file) for file in FILES}
     arrows: dict[str, set[str]] = {name: set() for name in modules.values()}
     for file in FILES:
-        if ids(file) in FOR_TYPES:
-            continue
         for _, module in imports(file):
             if (to := modules.get(module, of(file))) != of(file):
                 arrows[of(file)].add(to)

@@ -135,7 +135,7 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(
                 f"--inflight-staging {staging} is not possible: {shadow.reason}"
             )
-        state.stager = StagingWorker(self, shadow)
+        state.stager = stager = StagingWorker(self, shadow)
         both = shadow.live, shadow.module
         layerwise_reload.forget_with(self, [tree for tree in both if tree is not None])
         if shadow.module is not None:
@@ -146,7 +146,7 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
             from vllm.inflight.worker.sleep import backend_of
 
             # Upstream makes a backend when it first needs one, unless there is one.
-            self._sleep_mode_backend = backend_of(state.stager)
+            self._sleep_mode_backend = backend_of(stager)
         if shadow.copied_bytes:
             # Upstream's budget for the KV cache counts the arena, but not torch's
             # memory beside the model.

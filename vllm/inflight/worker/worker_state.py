@@ -1,38 +1,161 @@
 """What we keep of one worker: what stages, watches and remembers on its rank.
 
-The parts of `worker/` make these objects. This file names their classes for mypy alone,
-so every part can reach what another has made.
+The parts of `worker/` make these objects. What others use of them is declared here by
+protocols, so that no module imports another in a circle; mypy checks that each class
+satisfies its protocol.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.inflight.attached import AttachedOnDemand
 from vllm.inflight.errors import WrongPhase
+from vllm.inflight.messages import Command
 
 if TYPE_CHECKING:
-    from vllm.inflight.worker.integrity.tripwire import Tripwire
-    from vllm.inflight.worker.lora import AdapterProposal
-    from vllm.inflight.worker.shadow.shadow_model import ShadowModel
-    from vllm.inflight.worker.staging.worker import StagingWorker
+    import torch
+
+
+class SentNames(Protocol):
+    """Names that a trainer may send, see `verify.ignored_tensors.IgnoredTensors`."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor with this name is ignored."""
+
+    def has_left_out(self, name: str) -> bool:
+        """Whether the model leaves out a part that has a tensor of this name."""
+
+    def is_tied(self, name: str) -> bool:
+        """Whether the tensor is equal to a parameter."""
+
+
+class Shadow(Protocol):
+    """The shadow model, see `shadow.shadow_model.ShadowModel`."""
+
+    live: torch.nn.Module
+    module: torch.nn.Module | None
+    """None without shadow weights."""
+    required: dict[str, torch.Size]
+    """The shapes of the parameters that an update has to write, by name."""
+    stale: set[str]
+    """The parameters whose shadow is not a copy of the live weights."""
+
+    @property
+    def ignored(self) -> SentNames:
+        """The tensors of an update that the engine ignores."""
+
+
+class Steps(Protocol):
+    """The steps of the worker, see `step_tracker.StepTracker`."""
+
+    stream: torch.cuda.Stream | None
+    """The stream of the last step, on a GPU."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Context: its body is a step, or a part of one."""
+
+    def between(self) -> AbstractContextManager[None]:
+        """Context: its body comes after the last step, and ends before the next."""
+
+
+class Stager(Protocol):
+    """What stages updates, see `staging.worker.StagingWorker`."""
+
+    @property
+    def steps(self) -> Steps:
+        """The steps of its worker."""
+
+    @property
+    def shadow(self) -> Shadow:
+        """What it stages updates in."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an update is being staged, or has not let go yet."""
+
+    def attach(self, board_path: str, num_ranks: int) -> dict[str, Any]:
+        """Open the status board; returns what this rank supports."""
+
+    def names(self) -> dict[str, Any] | None:
+        """What a trainer may send, see `catalogue.py`."""
+
+    def command(self, serial: int, command: Command) -> None:
+        """Enqueue one command of update `serial`."""
+
+    def flip(self) -> float:
+        """Exchange live and shadow weights; returns the seconds that it took."""
+
+    def scrub(self, move: str) -> Any:
+        """Make one move of a scrub."""
+
+    def forget(self, *, served: bool) -> None:
+        """Release the shadow weights, and with `served` the live weights as well."""
+
+    def let_go(self) -> None:
+        """Return when nothing works on the shadow weights any more."""
+
+    def close(self) -> None:
+        """End the staging thread."""
+
+
+class WriteWatch(Protocol):
+    """What notices out-of-band writes, see `integrity.tripwire.Tripwire`."""
+
+    is_asleep: bool
+
+    def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:
+        """Open the status board."""
+
+    def arm(self) -> None:
+        """Take the reference, unless there is one."""
+
+    def changed(self) -> None:
+        """Note a change of the weights that the engine core knows."""
+
+    def look(self) -> Any:
+        """Compare the weights with the reference; returns a `WriteReport`."""
+
+    def acknowledge(self) -> None:
+        """Note that the engine core knows of the write."""
+
+    def put_back(self) -> None:
+        """Take the live model out of a reload that has not ended."""
+
+    def put_back_for_step(self) -> None:
+        """End a reload if a step comes in the middle of it."""
+
+    def make_blank(self, kept: Iterable[str] = ...) -> None:
+        """Make the weights blank, so that writes into them can be told."""
+
+
+class Proposal(Protocol):
+    """An adapter that has been read, see `lora.AdapterProposal`."""
+
+    def take(self) -> None:
+        """Load it."""
+
+    def put_back(self) -> None:
+        """Load the adapter from before again."""
 
 
 @dataclass(slots=True)
 class WorkerState(AttachedOnDemand):
     """The objects of one rank; they end with its worker."""
 
-    shadow: ShadowModel | None = None
+    shadow: Shadow | None = None
     """The shadow model of its model; None until the model is loaded."""
-    stager: StagingWorker | None = None
+    stager: Stager | None = None
     """None until the model is loaded, and with `--inflight-staging off`."""
-    tripwire: Tripwire | None = None
+    tripwire: WriteWatch | None = None
     """None if its models were not loaded by upstream's loader."""
-    proposal: AdapterProposal | None = None
+    proposal: Proposal | None = None
     """The adapter that is being loaded; None if none is."""
 
-    def require_stager(self) -> StagingWorker:
+    def require_stager(self) -> Stager:
         """The staging worker.
 
         Raises:

@@ -1,24 +1,37 @@
 """What a server keeps of one `AsyncLLM`.
 
-This file names the classes for mypy alone: their modules make the objects, and find
-them here.
+`health.py` and `metrics.py` make the objects and find them here. What is used of them
+is declared by protocols, so that no module imports another in a circle.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from vllm.inflight.attached import AttachedOnDemand
 
-if TYPE_CHECKING:
-    from vllm.inflight.api.server.health import Heartbeat
-    from vllm.inflight.api.server.metrics import Scrapes
+
+class HealthCheck(Protocol):
+    """The check of the engine cores, see `health.Heartbeat`."""
+
+    async def check(self) -> None:
+        """Raise `EngineDeadError` if the engine cores do not answer in time."""
+
+    async def reason(self) -> str | None:
+        """What is wrong with the weights; None if nothing is."""
+
+
+class MetricsText(Protocol):
+    """The metrics of the engine cores, see `metrics.Scrapes`."""
+
+    async def text(self) -> bytes:
+        """The metrics, in Prometheus format."""
 
 
 @dataclass(slots=True)
 class ClientState(AttachedOnDemand):
-    """The questions that are put to its engine cores; None until they are needed."""
+    """The calls to its engine cores that requests share; None until the first one."""
 
-    heartbeat: Heartbeat | None = None
-    scrapes: Scrapes | None = None
+    heartbeat: HealthCheck | None = None
+    scrapes: MetricsText | None = None

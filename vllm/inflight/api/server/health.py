@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from vllm.inflight import upstream
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.methods import control_of
-from vllm.inflight.api.server.client_state import ClientState
+from vllm.inflight.api.server.client_state import ClientState, HealthCheck
 from vllm.inflight.calls import ReadHealth
 from vllm.inflight.config import InflightConfig
 
@@ -77,7 +77,7 @@ class Heartbeat:
         self._heard = time.monotonic()
 
 
-def heartbeat_of(engine: upstream.EngineClient) -> Heartbeat | None:
+def heartbeat_of(engine: upstream.EngineClient) -> HealthCheck | None:
     """The heartbeat of an `AsyncLLM`, made at the first call; None if it is off."""
     limit_s = InflightConfig.of(engine.vllm_config).health_s
     if not limit_s:

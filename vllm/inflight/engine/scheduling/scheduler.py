@@ -35,6 +35,9 @@ class ServingState(SchedulerState):
 
     """
 
+    policy: prefix_cache.NamespacePolicy
+    adapters: Adapters
+
     def __init__(
         self, scheduler: upstream.Scheduler, vllm_config: upstream.VllmConfig
     ) -> None:

@@ -1,66 +1,113 @@
 """What the rest of the engine core may use of our side of a scheduler.
 
-`scheduler.py` has the class that does it. This file names the classes of its parts for
-mypy alone, so that these parts can reach it.
+`scheduler.py` has the class that implements it. Parts which use it themselves are
+declared here by protocols, so that no module imports another in a circle.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, overload
 
+from vllm.inflight import upstream
 from vllm.inflight.attached import Attached
+from vllm.inflight.engine.scheduling.aborted_sessions import AbortedSessions
+from vllm.inflight.engine.scheduling.kv_provenance import ProvenanceReports
+from vllm.inflight.engine.scheduling.request_state import CacheNamespace
+from vllm.inflight.update import Version
+from vllm.inflight.worker.lora import Key
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
-    from vllm.inflight import upstream
-    from vllm.inflight.engine.scheduling.aborted_sessions import AbortedSessions
-    from vllm.inflight.engine.scheduling.kv_provenance import ProvenanceReports
-    from vllm.inflight.engine.scheduling.lora import Adapters
-    from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
-    from vllm.inflight.update import Version
+class CachePolicy(Protocol):
+    """The namespaces of requests, see `prefix_cache.NamespacePolicy`."""
+
+    @property
+    def oldest(self) -> int | None:
+        """Largest age of KV in epochs; None for `shared`."""
+
+    @property
+    def drift(self) -> float:
+        """The largest sum of drifts of all updates in one namespace."""
+
+    def roots(
+        self, epoch: int, load: int = 0, *, is_retracted: bool = False
+    ) -> Sequence[CacheNamespace]:
+        """The namespaces where a request looks for KV in `epoch`, the newest first."""
+
+    @overload
+    def salted(self, user_salt: str, root: CacheNamespace) -> str: ...
+    @overload
+    def salted(self, user_salt: str | None, root: CacheNamespace) -> str | None: ...
+
+
+class LoadedAdapters(Protocol):
+    """The LoRA adapters of the engine core, see `lora.Adapters`."""
+
+    def load(self, adapter: upstream.LoRARequest) -> None:
+        """Count a load of `adapter`, if the workers are about to load it."""
+
+    def load_of(self, adapter: upstream.LoRARequest) -> int:
+        """The current or next load number of `adapter`; 0 without an adapter."""
+
+    def keeps(self, adapter: upstream.LoRARequest) -> bool:
+        """Whether the workers keep `adapter` and do not have to load it again."""
+
+    def keep(self, key: Key) -> None:
+        """Note that the workers keep an adapter, which is used now."""
+
+    def needed(self, key: Key) -> list[Key]:
+        """The adapters that workers have to keep when `key` is loaded."""
+
+    def note_files(self, adapter: upstream.LoRARequest) -> None:
+        """Note which files an adapter was loaded from."""
+
+    def from_last_files(self, adapter: upstream.LoRARequest) -> Any:
+        """The files to load for a request whose adapter is not in memory."""
+
+    def drop(self, number: int) -> None:
+        """Note that the workers have unloaded the adapter with this number."""
 
 
 class SchedulerState(Attached, ABC):
     """What we keep of one scheduler, and what we do to its requests."""
 
-    policy: NamespacePolicy
-    adapters: Adapters
+    policy: CachePolicy
+    adapters: LoadedAdapters
     reports: ProvenanceReports
-    """The requests that ask whose KV they read."""
+    """The requests that ask for their KV provenance."""
     aborted: AbortedSessions
     cache_epoch: int
-    """The change of the weights' bytes that began the root of new requests."""
+    """The cache epoch of new requests."""
 
     @abstractmethod
     def serve(self, version: Version, cache_epoch: int, last_change: int) -> None:
-        """Stamp the steps from the next one on with `version`."""
+        """Stamp the next steps with `version`."""
 
     @abstractmethod
     def retract(self, only: Collection[str] | None = None) -> int:
         """Send every request that holds KV back to the front of the queue, in order.
 
-        Tokens already sampled are kept; prompt and output are prefilled again
-        under the weights then live. Returns how many were retracted.
+        Sampled tokens are kept. Prompt and output are prefilled again with the weights
+        that are live then. Returns the number of retracted requests.
 
         Args:
-            only: the ids of running ones, if the others stay where they are.
+            only: the ids of the running requests to retract; None for all requests.
 
         """
 
     @abstractmethod
     def sent_back(self) -> list[upstream.Request]:
-        """Requests that have run and lie in the queue, as they had to give KV up."""
+        """Requests that have run, and wait in the queue after they lost their KV."""
 
     @abstractmethod
     def active(self) -> list[upstream.Request]:
-        """Requests that hold KV and go on by themselves.
+        """Requests that hold KV and finish without further input.
 
-        Those that run, and those that wait with KV from a tier or another engine, or
-        for it. A session between two inputs goes on when its user does.
+        These are running requests, and waiting requests that get KV from a connector. A
+        session between two inputs does not count.
         """
 
     @abstractmethod
     def is_busy(self) -> bool:
-        """Whether a `wait` has somebody to wait for."""
+        """Whether mode `wait` has to wait for requests."""

@@ -15,10 +15,10 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import WrongPhase
-from vllm.inflight.worker.integrity.tripwire import Tripwire, WriteReport, tripwire_of
+from vllm.inflight.worker.integrity.tripwire import WriteReport, tripwire_of
 from vllm.inflight.worker.lora import kept
 from vllm.inflight.worker.step_tracker import between_steps
-from vllm.inflight.worker.worker_state import WorkerState
+from vllm.inflight.worker.worker_state import WorkerState, WriteWatch
 
 SOURCE = "model", "model_weights", "revision"
 """Fields of a model's config that a reload sets before it looks for the files."""
@@ -157,7 +157,7 @@ def let_go(worker: upstream.WorkerBase) -> None:
         stager.let_go()
 
 
-def tripwire_of_worker(worker: upstream.WorkerBase) -> Tripwire | None:
+def tripwire_of_worker(worker: upstream.WorkerBase) -> WriteWatch | None:
     """The tripwire of a worker.
 
     None if its models were not loaded by upstream's loader.

@@ -383,7 +383,7 @@ def shadow_of(worker: upstream.WorkerBase, live: torch.nn.Module) -> ShadowModel
     """
     state = WorkerState.of(worker)
     kept = state.shadow
-    if kept is None or trees(kept.live)[0] is not live:
+    if not isinstance(kept, ShadowModel) or trees(kept.live)[0] is not live:
         config, draft = worker.vllm_config, drafter_of(worker)
         root = (
             live
