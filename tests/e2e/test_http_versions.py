@@ -127,7 +127,7 @@ def test_a_client_that_cannot_bear_unknown_fields_gets_none(
     body = BODIES[path] | {"vllm_xargs": {"weight_versions": 0}}
     choices = server.post(path, body)["choices"]
     choices += [c for event in events(server, path, body) for c in event["choices"]]
-    assert len(choices) > 8
+    assert len(choices) > 2  # several deltas may come as one event
     assert not any("weight_versions" in choice for choice in choices)
 
 
