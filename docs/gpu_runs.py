@@ -26,7 +26,7 @@ ON_CPU = {
     "test_files": "e2e/test_file_reader.py",
     "test_ranks_asleep": "e2e/test_sleep.py",
     "test_scrubbed": "e2e/test_scrub.py",
-    "test_trainer": "e2e/test_trainer_far.py",
+    "test_trainer": "e2e/test_trainer_failures.py",
     "test_lockstep": "e2e/test_data_parallel.py",
     "test_engine": "e2e/test_update.py",
     "test_expert_ranks": "e2e/test_experts.py",
