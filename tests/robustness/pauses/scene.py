@@ -341,9 +341,7 @@ class Scene:
                 again.append(self.live.send(prompt, params, self.subject.lora))
         self.live.wait(again)
         for stream in again:
-            (choice,) = stream.choices
-            assert [span.version for span in choice.spans] == [self.after]
-            assert self._wrong(stream, choice) == []
+            self._is_of_the_live_version(stream)
 
     def _serves_on(self) -> None:
         """A new request is served by the version that is now live."""
@@ -352,6 +350,12 @@ class Scene:
             params.max_tokens = 40
         stream = self.live.send(prompt, params, self.subject.lora)
         self.live.wait([stream])
+        self._is_of_the_live_version(stream)
+
+    def _is_of_the_live_version(self, stream: Stream) -> None:
+        """All of a request that began after the change."""
         for choice in stream.choices:
-            assert [span.version for span in choice.spans] == [self.after]
-            assert self._wrong(stream, choice) == []
+            labels = [span.version for span in choice.spans]
+            assert labels == [self.after], f"its versions are {labels}"
+            found = self._wrong(stream, choice)
+            assert found == [], "\n".join(found[:20])
