@@ -24,9 +24,10 @@ from vllm.inflight.trainer import Publisher
 
 GIB = 1 << 30
 HAS_GPU = torch.cuda.is_available()
-NUM_ROUNDS = 3
-TOKENS = 400
-NUM_SHOWN = 64
+TURNS_AT = (4, 36, 68)
+"""Tokens of the first request when the trainer takes each of its turns."""
+TOKENS = 160
+NUM_SHOWN = 96
 
 
 def free_gib() -> float:
@@ -100,8 +101,8 @@ async def main() -> None:
         try:
             with Publisher(engine, trainer.model) as publisher:
                 streams = [Stream(engine) for _ in range(4)]
-                for number in range(NUM_ROUNDS):
-                    await streams[0].reaches((number + 1) * TOKENS // 8)
+                for num_tokens in TURNS_AT:
+                    await streams[0].reaches(num_tokens)
                     await take_turn(engine, trainer, publisher, streams[0])
                 await asyncio.gather(*(stream.task for stream in streams))
             for span in streams[0].choice.weight_versions:

@@ -25,7 +25,7 @@ from tests.support.engines.bare_core import (
 )
 from tests.support.engines.core_door import Door
 from vllm.inflight.engine.controller import Controller
-from vllm.inflight.errors import EngineAsleep, PauseConflict
+from vllm.inflight.errors import EngineAsleep, EngineFault, PauseConflict
 
 pytestmark = pytest.mark.engine
 
@@ -223,6 +223,25 @@ def test_upstreams_sleep_that_keeps_retracts(
         assert streams.step(3).tokens == before
         sleeper.post("/continue_generation")
     check_went_on(core, streams.run(), before, "new")
+
+
+def test_a_sleep_that_fails_leaves_requests_and_their_pause_in_place(
+    sleeper: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise EngineFault("the host lacks memory")
+
+    core = sleeper.core
+    expected = undisturbed(core)
+    streams = begin(core)
+    sleeper.post("/pause_generation", mode="in_place")
+    monkeypatch.setattr(type(Controller.of(core).ranks), "prepare_sleep", fail)
+    with pytest.raises(EngineFault, match="lacks memory"):
+        core.sleep(1, mode="keep")
+    monkeypatch.undo()
+    assert sleeper.get("/is_paused")["mode"] == "in_place"
+    sleeper.post("/continue_generation")
+    assert streams.run().tokens == expected
 
 
 @pytest.mark.parametrize("mode", ["keep", "retract"])

@@ -99,6 +99,18 @@ def test_a_hybrid_engine_says_what_it_needs():
     assert torch.cuda.is_available() or "on GPUs only" in shown
 
 
+def test_requests_outlive_the_turns_of_a_trainer():
+    shown = run("colocated_round")
+    said = re.findall(r"(\d+)-(\d+) +(\S+) +'(.*)'", shown)
+    assert [version for *_, version, _ in said] == [
+        *("default", "step-15", "step-30", "step-45")
+    ]
+    ends = [int(end) for _, end, *_ in said]
+    assert [int(begin) for begin, *_ in said] == [0, *ends[:-1]]
+    assert ends[-1] == 160
+    assert LEARNED in said[-1][-1]
+
+
 def test_a_trainer_process_and_a_server_over_http():
     shown = run("serve_over_http")
     assert f"['step-60'] '{LEARNED}" in shown

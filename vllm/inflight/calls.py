@@ -308,23 +308,26 @@ class FlushCaches:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseMemory:
-    """Give back the memory of weights or KV cache, until it is woken up."""
+    """Release the memory of weights or KV cache, until it is woken up."""
 
     name: ClassVar = "release"
     tags: list[str]
     """`weights`, `kv_cache`."""
     mode: str | None = None
     """What happens to requests: `abort`, `retract` or `in_place`; None: the mode of a
-    pause in place or with retraction, else `abort`."""
+    pause `in_place` or `retract`, else `abort`."""
     is_trial: bool = False
     """Whether the engine only says if it would reject this release."""
+    release_id: str | None = None
+    """Id by which `UndoRelease` names this release."""
 
 
 @dataclass(frozen=True, slots=True)
 class UndoRelease:
-    """Take back memory that was released while another engine could not."""
+    """Wake up memory that was released, because another engine failed to release."""
 
     name: ClassVar = "undo_release"
+    release_id: str | None = None
 
 
 # ----------------------------------------------------- weights and state

@@ -86,6 +86,16 @@ def test_one_that_cannot_is_named_though_the_other_has_released(
         assert decodes(core)
 
 
+def test_only_the_release_that_failed_elsewhere_is_undone(front_end: FrontEnd) -> None:
+    core, other = front_end.cores
+    call(core, "release", tags=["kv_cache"], release_id="first")
+    call(core, "undo_release", release_id="second")
+    assert asleep(front_end) == [{"kv_cache"}, set()]
+    call(core, "undo_release", release_id="first")
+    assert asleep(front_end) == [set()] * 2
+    assert decodes(core) and decodes(other)
+
+
 def test_one_that_cannot_keep_a_request_has_none_release(front_end: FrontEnd) -> None:
     for core in front_end.cores:
         call(core, "pause", mode="retract", owner="trainer")

@@ -96,12 +96,17 @@ class SleepState(Protocol):
         """Whether decoding may go on."""
 
     def release(
-        self, tags: set[str], mode: PauseMode | None, *, is_trial: bool = False
+        self,
+        tags: set[str],
+        mode: PauseMode | None,
+        *,
+        is_trial: bool = False,
+        release_id: str | None = None,
     ) -> Any:
-        """Give back the parts of the memory that `tags` name."""
+        """Release the parts of the memory that `tags` name."""
 
-    def undo_release(self) -> None:
-        """Take back the memory of the last release."""
+    def undo_release(self, release_id: str | None) -> None:
+        """Wake up the memory of the release with this id."""
 
     def check_weights(self, *, is_whole: bool) -> None:
         """Raise unless there are weights, or all of them are sent."""

@@ -177,7 +177,7 @@ class Controller(Attached):
             case calls.ReleaseMemory():
                 return queries.release(self, call)
             case calls.UndoRelease():
-                return queries.undo_release(self)
+                return queries.undo_release(self, call)
             case calls.ReadChecksums():
                 return queries.checksums(self, call)
             case calls.ReadRows():

@@ -243,7 +243,8 @@ async def release_memory_occupation(
 ) -> Reply:
     """Sleep: release the memory of weights and KV; `mode` says what requests do.
 
-    Left out, requests that a pause keeps stay, and without such a pause all end.
+    Without `mode`, the requests of a pause `in_place` or `retract` stay. Without such a
+    pause, all requests are aborted.
     """
     fields = Fields(body)
     mode = fields.one_of("mode", (None, *RELEASE_MODES))

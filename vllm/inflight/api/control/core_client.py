@@ -6,15 +6,12 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from vllm.inflight import upstream
 from vllm.inflight.calls import Call, call_to_dict
 from vllm.inflight.engine.utility import inflight
 from vllm.inflight.transport.waiting import in_background
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 Reply = dict[str, Any]

@@ -8,6 +8,7 @@ same coroutines.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -30,9 +31,9 @@ from vllm.inflight.worker.catalogue import unpacked
 T = TypeVar("T")
 
 MEMORY_TAGS = ("kv_cache", "weights")
-"""The parts of the memory that can be given back."""
+"""The parts of the memory that can be released."""
 RELEASE_MODES = ("abort", "retract", "in_place")
-"""What can happen to requests when memory is given back."""
+"""What can happen to requests when memory is released."""
 
 
 def control_of(engine: upstream.EngineClient | upstream.LLM) -> Control:
@@ -390,13 +391,13 @@ async def release_memory_occupation(
     *,
     mode: str | None = None,
 ) -> Reply:
-    """Give memory back until `wake_up`; a copy of the weights stays on the host.
+    """Release memory until `wake_up`; a copy of the weights stays on the host.
 
     Args:
         self: the engine, which was started with `enable_sleep_mode`.
         tags: `weights`, `kv_cache`; None for both.
-        mode: what happens to requests: `abort`, `retract` or `in_place`. None: that of
-            a pause `in_place` or `retract`, else `abort`.
+        mode: what happens to requests: `abort`, `retract` or `in_place`. None: the mode
+            of a pause `in_place` or `retract`, else `abort`.
 
     Returns:
         The reply of `POST /release_memory_occupation`.
@@ -405,7 +406,7 @@ async def release_memory_occupation(
         Malformed: there is no such tag or mode.
         Conflict: the engine was started without `enable_sleep_mode`.
         PauseConflict: a request cannot be kept; nothing has changed.
-        EngineFault: the memory could not be given back.
+        EngineFault: the memory could not be released.
 
     """
     chosen = check_tags(tags)
@@ -431,15 +432,15 @@ def check_tags(tags: object) -> set[str]:
 async def release_memory(
     engine: upstream.EngineClient | upstream.LLM, tags: set[str], mode: str | None
 ) -> Reply:
-    """Have every engine give memory back, or none, if one of them refuses to."""
+    """Release memory on every engine, or on none of them if one rejects the call."""
     require_sleep_mode(engine)
     control = control_of(engine)
-    release = ReleaseMemory(sorted(tags), mode)
+    release = ReleaseMemory(sorted(tags), mode, release_id=uuid.uuid4().hex)
     await control.ask(replace(release, is_trial=True))
     try:
         first, *others = await control.ask(release)
     except InflightError:
-        await control.ask(UndoRelease())
+        await control.ask(UndoRelease(release.release_id))
         raise
     reply = dict(first)
     for name in ("num_aborted", "num_retracted"):
@@ -448,12 +449,12 @@ async def release_memory(
 
 
 def require_sleep_mode(engine: upstream.EngineClient | upstream.LLM) -> None:
-    """Raise `Conflict` if the engine cannot give memory back."""
+    """Raise `Conflict` if the engine cannot release memory."""
     config = getattr(engine, "llm_engine", engine).vllm_config
     if not config.model_config.enable_sleep_mode:
         raise Conflict(
-            "this server was started without --enable-sleep-mode, so it cannot give "
-            "memory back"
+            "this server was started without --enable-sleep-mode, so it cannot release "
+            "memory"
         )
 
 

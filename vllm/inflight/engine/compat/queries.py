@@ -43,17 +43,18 @@ def requests(controller: EngineContext) -> dict[str, Any]:
 
 
 def release(controller: EngineContext, call: calls.ReleaseMemory) -> Any:
-    """Give back memory; see `Sleep.release`."""
+    """Release memory; see `Sleep.release`."""
     return controller.sleep.release(
         set(call.tags),
         None if call.mode is None else PauseMode(call.mode),
         is_trial=bool(call.is_trial),
+        release_id=call.release_id,
     )
 
 
-def undo_release(controller: EngineContext) -> dict[str, Any]:
-    """Take memory back that was released while another engine could not."""
-    controller.sleep.undo_release()
+def undo_release(controller: EngineContext, call: calls.UndoRelease) -> dict[str, Any]:
+    """Wake up memory that was released, because another engine failed to release."""
+    controller.sleep.undo_release(call.release_id)
     return {}
 
 

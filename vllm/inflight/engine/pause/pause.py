@@ -133,11 +133,11 @@ class Pauses:
     def stop_for_release(
         self, mode: PauseMode, release: Callable[[Reply], Reply]
     ) -> Any:
-        """Have decoding stand still for memory that is given back.
+        """Stop decoding, treat the requests as `mode` says, and then call `release`.
 
-        Calls `release` with the counts of requests once no step is in flight and
-        `mode` has been done to them. The pause that somebody asked for stays; only one
-        in place whose requests are retracted is in mode `retract` from then on.
+        `release` gets the counts of requests when no step is in flight any more. A
+        pause that a pause call began stays in force. If its mode was `in_place` and the
+        requests are retracted, its mode is `retract` from then on.
         """
         counts = {"num_aborted": 0, "num_retracted": 0}
         if mode is PauseMode.ABORT:
@@ -155,7 +155,7 @@ class Pauses:
         return self._then(stopped, settle)
 
     def note_retracted(self) -> None:
-        """The requests that a pause held in place have given up their KV."""
+        """Change a pause `in_place` to `retract`, because its requests have no KV."""
         if self.asked is PauseMode.IN_PLACE:
             self.asked = PauseMode.RETRACT
 

@@ -65,8 +65,8 @@ class Sleep:
         """Why the weights are lost; None if they are not, or are filled again."""
         self._loading: str | None = None
         """The call that has begun a reload of live weights and has not ended it."""
-        self._released: tuple[set[str], upstream.PauseState] | None = None
-        """The parts that the last release gave back, and the pause state before it."""
+        self._released: tuple[str | None, set[str], upstream.PauseState] | None = None
+        """The last release: its id, its parts, and the pause state before it."""
         self.is_paused_by_sleep = False
         """True during a sleep of level 0, which pauses and releases no memory."""
 
@@ -206,9 +206,10 @@ class Sleep:
                 in_process=self._controller.in_process,
             )
             self._check_kv(self._core.scheduler)
-            self._controller.pauses.note_retracted()
         if self.weights == "asleep":
-            return sleep(self._level_under_way or level)
+            answer = sleep(self._level_under_way or level)
+            self._note_kept(mode)
+            return answer
         self._controller.outside_writes.abort("the engine was put to sleep")
         self._level_under_way = level
         try:
@@ -218,6 +219,7 @@ class Sleep:
         except BaseException as error:
             self._slept(level, error)
             raise
+        self._note_kept(mode)
         if isinstance(answer, Future):
             self._under_way = answer
             answer.add_done_callback(lambda done: self._slept(level, done.exception()))
@@ -227,37 +229,42 @@ class Sleep:
 
     @property
     def gives_weights_alone(self) -> bool:
-        """Whether the weights can be given back while the KV cache stays.
+        """Whether the weights can be released while the KV cache stays.
 
-        They can where they lie in the arena. Upstream has one sleep for all its pools.
+        Weights in the arena can. Upstream puts all its memory pools to sleep at once.
         """
         return is_wanted(self._core.vllm_config)
 
     def release(
-        self, tags: set[str], mode: PauseMode | None, *, is_trial: bool = False
+        self,
+        tags: set[str],
+        mode: PauseMode | None,
+        *,
+        is_trial: bool = False,
+        release_id: str | None = None,
     ) -> Any:
-        """Give back the parts of the memory that `tags` name, until they are woken up.
+        """Release the parts of the memory that `tags` name, until they are woken up.
 
-        A copy of the weights is kept on the host. What the KV cache held is lost, so
-        no request may hold KV there. Parts that are asleep already are left alone; if
-        all are, no request is touched. A trial is refused as the release would be; else
-        it replies, and does nothing.
+        The host keeps a copy of the weights. The contents of the KV cache are lost, so
+        no request may hold KV in it. Parts that sleep already stay as they are; if all
+        of them do, no request is touched. A trial raises the errors of the release, and
+        otherwise replies and changes nothing.
 
         Args:
             tags: `weights`, `kv_cache`.
-            mode: `abort`, `retract` or `in_place`, for the requests. None: that of a
-                pause in place or with retraction, else `abort`.
+            mode: `abort`, `retract` or `in_place`, for the requests. None: the mode of
+                a pause `in_place` or `retract`, else `abort`.
             is_trial: whether this is a trial.
+            release_id: id by which `undo_release` names this release.
 
         Raises:
             PauseConflict: a request cannot be kept as `mode` says; nothing has changed.
-            EngineFault: the memory could not be given back.
+            EngineFault: the memory could not be released.
 
         """
         if self._under_way is not None:
             raise PauseConflict(
-                "memory of the engine is being given back already; wait for the reply "
-                "to that call"
+                "another call is releasing memory of this engine; wait for its reply"
             )
         executor = self._core.model_executor
         self._released = None
@@ -285,7 +292,7 @@ class Sleep:
             if has_weights:
                 self._slept(1, error)
             if error is None:
-                self._released = (parts, before)
+                self._released = (release_id, parts, before)
             else:
                 self._not_released(parts, before)
 
@@ -298,9 +305,9 @@ class Sleep:
                 else:
                     executor.discard(tuple(parts))
             except Exception as error:
-                logger.exception("memory could not be given back")
+                logger.exception("memory could not be released")
                 raise EngineFault(
-                    f"memory ({', '.join(sorted(parts))}) could not be given back: "
+                    f"memory ({', '.join(sorted(parts))}) could not be released: "
                     f"{type(error).__name__}: {error}"
                     + ("; requests were aborted" if mode is PauseMode.ABORT else "")
                 ) from error
@@ -323,21 +330,23 @@ class Sleep:
             ended(None)
         return answer
 
-    def undo_release(self) -> None:
-        """Take back the memory of the last release, because another engine failed.
+    def undo_release(self, release_id: str | None) -> None:
+        """Wake up the memory of the last release, because another engine failed.
 
-        Requests that it retracted or ended stay so.
+        Nothing happens if the last release has another id. Requests that the release
+        has retracted or aborted stay retracted or aborted.
         """
-        if self._released is None:
+        if self._released is None or self._released[0] != release_id:
             return
-        (parts, before), self._released = self._released, None
+        (_, parts, before), self._released = self._released, None
         self._core.model_executor.wake_up(sorted(parts))
         self._not_released(parts, before)
 
     def release_kv_cache(self, release: Callable[[], Any]) -> Any:
-        """Give the KV cache back under a pause: by `release` if no request is kept.
+        """Release the KV cache during a pause, and keep the requests of the pause.
 
-        Upstream's own refuses to with requests, though it calls them kept.
+        Without requests upstream's `release` does it. Upstream rejects the call if
+        there are requests, even those that its pause keeps.
         """
         core, asked = self._core, self._controller.pauses.asked
         if not core.is_scheduler_paused() or not core.scheduler.requests:
@@ -382,21 +391,21 @@ class Sleep:
             return
         if pauses.mode is PauseMode.WAIT and SchedulerState.of(scheduler).is_busy():
             raise PauseConflict(
-                "requests run to their end under a pause of mode 'wait', or for a "
-                f"commit; mode '{mode.value}' would stop them half-way: call again "
-                "when they are done"
+                "requests run to their end in a pause of mode 'wait', or for a commit. "
+                f"Mode '{mode.value}' would stop them before; call again when they are "
+                "done"
             )
         if KV_CACHE in parts:
             if mode is PauseMode.IN_PLACE and scheduler.running:
                 together = (
-                    "; here the weights are given back only together with the KV cache"
+                    "; this engine releases its weights only together with the KV cache"
                     if is_forced
                     else ""
                 )
                 raise PauseConflict(
                     f"{len(scheduler.running)} requests stay in place and hold KV, "
-                    "which would be lost with the memory of the KV cache; use mode "
-                    f"'retract', which computes it again{together}"
+                    "which is lost when the KV cache is released; use mode 'retract', "
+                    f"which computes it again{together}"
                 )
             self._check_kv(scheduler)
         if mode is PauseMode.RETRACT:
@@ -406,27 +415,27 @@ class Sleep:
 
     def _drop_caches(self) -> None:
         try:
-            # Front ends keep what they know of media: a request that came meanwhile
-            # has sent their names alone.
+            # The media caches stay. A front end sends an item that it has cached by
+            # its name alone, and a request may have arrived meanwhile.
             pause.flush(self._core, media=False)
         except PauseConflict as error:
             raise PauseConflict(
-                "the KV cache was not given back, because something still uses it "
+                "the KV cache was not released, because its blocks are still in use "
                 f"({error.message}); call again"
             ) from error
 
     def _check_kv(self, scheduler: upstream.Scheduler) -> None:
         if held := request_checks.holders(scheduler, is_later=True):
             raise PauseConflict(
-                f"the KV cache cannot be given back under {held}; wait for them, or "
-                "use mode 'abort'"
+                f"the KV cache cannot be released while {held} hold blocks of it; wait "
+                "for them, or use mode 'abort'"
             )
 
     def _not_released(self, parts: set[str], before: upstream.PauseState) -> None:
-        """Let decoding go on as before a release that has failed, where it can."""
+        """Restore the pause state of before a release that has failed, if possible."""
         sleeping = self._core.model_executor.sleeping_tags
         if sleeping & parts == {KV_CACHE}:
-            # Some ranks may have given theirs back; nothing of value was left in it.
+            # Some ranks may have released theirs. Its contents were dropped before.
             self._core.model_executor.wake_up([KV_CACHE])
         if sleeping:
             return
@@ -453,6 +462,10 @@ class Sleep:
         if not self._hold() and self.may_go_on():
             self._controller.dp_commit.resume()
             self._controller.wake()
+
+    def _note_kept(self, mode: str) -> None:
+        if mode == "keep":
+            self._controller.pauses.note_retracted()
 
     def _slept(self, level: int, error: BaseException | None) -> None:
         self._level_under_way, self._under_way = 0, None
