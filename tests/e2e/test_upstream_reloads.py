@@ -290,12 +290,12 @@ def test_a_reload_whose_layers_cannot_be_put_back_holds_decoding(
     add(core, "waits", prompt(3))
     streams = Streams(core).step(2)
     before = list(streams.tokens["waits"])
-    with pytest.raises(EngineFault, match=r"reload_weights has.*published"):
+    with pytest.raises(EngineFault, match=r"reload_weights has.*update of all tensors"):
         reload(core, folders["old"])
     told = call(core, "info")
     assert (told["weights"], told["digest"], told["previous"]) == ("gone", None, None)
     assert told["weight_version"] != "new"
-    assert "could not be put back" in told["weights_detail"]
+    assert "restoring the layers failed" in told["weights_detail"]
     assert streams.step(3).tokens["waits"] == before
     monkeypatch.undo()
     publish(core, folders["new"], "again")
