@@ -23,11 +23,11 @@ import httpx
 
 from examples.demo.arm import Arm, run_arm
 from examples.demo.child import Child
-from examples.demo.exam import examine
-from examples.demo.page import write_page
-from examples.demo.picture import draw_rewards, draw_timeline
-from examples.demo.report import Report
-from examples.demo.screen import Phase, Screen, sparkline
+from examples.demo.learning.exam import examine
+from examples.demo.results.page import write_page
+from examples.demo.results.picture import draw_rewards, draw_timeline
+from examples.demo.results.report import Report
+from examples.demo.results.screen import Phase, Screen, sparkline
 from examples.demo.server import Server
 
 STEPS, STREAMS = 40, 8
@@ -117,7 +117,7 @@ def run(screen: Screen, flags: argparse.Namespace) -> Report:
 def pretrain(screen: Screen, folder: Path, flags: argparse.Namespace) -> None:
     """Make the checkpoint that everything starts from."""
     with screen.phase("load", "torch and transformers load"):
-        from examples.demo import model as models
+        from examples.demo.learning import model as models
 
     steps = flags.pretrain_steps or models.PRETRAIN_STEPS
     with screen.phase("pretrain", "pre-training", steps) as phase:

@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 
-from examples.demo import child, corpus
+from examples.demo import child
+from examples.demo.learning import corpus
 from examples.demo.rollout import LIMITS, MODEL, TIMEOUT_S
 
 NUM_TOKENS, PROMPT_BYTES = 384, 32

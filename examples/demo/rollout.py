@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-from examples.demo import task
-from examples.demo.alphabet import decode, encode
+from examples.demo.learning import task
+from examples.demo.learning.alphabet import decode, encode
 
 MODEL = "demo"
 TIMEOUT_S = 120.0

@@ -18,8 +18,8 @@ import httpx
 import torch
 
 from examples.demo import child
-from examples.demo.gradient import Batch, policy_loss
-from examples.demo.model import load
+from examples.demo.learning.gradient import Batch, policy_loss
+from examples.demo.learning.model import load
 from examples.demo.rollout import Group, Rollouts
 from vllm.inflight.trainer import Outcome, Publisher
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_pause_modes import (
+from benchmarks.gpu.pause_modes import (
     IN_PLACE,
     RESEND,
     RETRACT,
@@ -47,7 +47,7 @@ def test_as_many_streams_as_have_room(context: int, expected: int) -> None:
 @pytest.mark.slow
 def test_the_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--shape", "tiny", "--contexts", "64", "512"]
-    command = [sys.executable, "-m", "benchmarks.gpu_pause_modes", *words]
+    command = [sys.executable, "-m", "benchmarks.gpu.pause_modes", *words]
     done = subprocess.run(
         [*command, "--streams", "4", "--out", str(tmp_path)],
         cwd=ROOT,

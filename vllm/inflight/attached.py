@@ -1,8 +1,9 @@
 """Our state on objects of upstream: one object of ours each, under one name.
 
-Whatever we remember of a request, a worker or an engine core is in one object, which
-ends with it. Upstream has attributes that begin with `_inflight_`, so ours has the name
-of the distribution. `patch/attributes.py` lists the classes of upstream that get one.
+All that the package remembers of a request, a worker or an engine core is in one object
+that lives as long as the request, worker or core. Upstream has attributes that begin
+with `_inflight_`, so ours has the name of the distribution.
+`patch/records/attributes.py` lists the classes of upstream that get such an object.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ ATTRIBUTE = "vllm_inflight"
 
 
 class Attached:
-    """Base of what we keep on an object of upstream; one class for each class there.
+    """Base class of our state; each class of upstream has one subclass.
 
-    The attribute is read from the object itself: some objects of upstream look names
-    up in others, and modules of torch take attributes for parts of the model.
+    The attribute is read from the `__dict__` of the object. Some objects of upstream
+    look names up in other objects, and torch modules take attributes for submodules.
     """
 
     __slots__ = ()
 
     @classmethod
     def find(cls, owner: object) -> Self | None:
-        """What `owner` has of this class, or None; `owner` is not changed."""
+        """The state of this class on `owner`, or None."""
         found = owner.__dict__.get(ATTRIBUTE)
         if found is None or isinstance(found, cls):
             return found
@@ -34,10 +35,10 @@ class Attached:
 
     @classmethod
     def of(cls, owner: object) -> Self:
-        """What `owner` has of this class.
+        """The state of this class on `owner`.
 
         Raises:
-            UpstreamChanged: it has none.
+            UpstreamChanged: `owner` has none.
 
         """
         found = owner.__dict__.get(ATTRIBUTE)
@@ -53,7 +54,7 @@ class Attached:
         )
 
     def attach(self, owner: object) -> Self:
-        """Become what `owner` has, in the place of an earlier one.
+        """Set this state on `owner`, in place of an earlier one.
 
         Raises:
             UpstreamChanged: the attribute of `owner` holds something that is not ours.
@@ -68,7 +69,7 @@ class Attached:
 
 
 class AttachedOnDemand(Attached):
-    """One that is empty at first, and made when it is first asked for."""
+    """State that is created empty at its first use."""
 
     __slots__ = ()
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-from benchmarks.gpu_trainer import Client
+from benchmarks.gpu.trainer import Client
 from tests.support.engines.probe import greedy
 from tests.support.models.sliced_source import Entry, SlicedSource
 from tests.support.preloaded_process import nursery

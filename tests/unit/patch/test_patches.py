@@ -26,9 +26,9 @@ from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.engine.controller import Controller
 from vllm.inflight.engine.scheduling import scheduler
 from vllm.inflight.errors import UpstreamChanged
-from vllm.inflight.patch.attributes import ATTRIBUTES
-from vllm.inflight.patch.private_names import OVERRIDES, PRIVATES
-from vllm.inflight.patch.record import (
+from vllm.inflight.patch.records.attributes import ATTRIBUTES
+from vllm.inflight.patch.records.private_names import OVERRIDES, PRIVATES
+from vllm.inflight.patch.records.record import (
     MARK,
     Attribute,
     Override,
@@ -69,7 +69,7 @@ STATES = """if True:
     import _vllm_inflight_boot
     _vllm_inflight_boot._open()
     from vllm.inflight import patch
-    from vllm.inflight.patch.record import MARK, locate, plain, problem_with
+    from vllm.inflight.patch.records.record import MARK, locate, plain, problem_with
 
     def states():
         for record in patch.all_patches():

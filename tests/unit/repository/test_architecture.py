@@ -13,7 +13,7 @@ import pytest
 from vllm.inflight import config, errors, ops, trainer
 from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.patch import api as methods_of_engines
-from vllm.inflight.patch.attributes import ATTRIBUTES
+from vllm.inflight.patch.records.attributes import ATTRIBUTES
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "vllm" / "inflight"
@@ -174,7 +174,7 @@ def test_only_upstream_py_and_patch_name_modules_of_upstream():
 
 
 OF_UPSTREAM = {"_inflight_prefills"}
-"""A name of upstream's that begins as ours once did; patch/private_names.py has it."""
+"""A name of upstream's that begins as ours once did; it is in private_names.py."""
 
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "get", "pop", "setdefault")
 
@@ -212,7 +212,7 @@ def test_an_attribute_of_ours_is_found_however_it_is_named(code):
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
 def test_what_we_keep_on_objects_of_upstream_is_under_the_one_name(file):
-    """`attached.py` has the name, and `patch/attributes.py` lists the classes."""
+    """`attached.py` has the name, and `attributes.py` lists the classes."""
     found = attributes_of_ours(file.read_text())
     strangers = [f"{ids(file)}:{line} {name}" for line, name in found]
     assert [each for each in strangers if each.split()[1] not in OF_UPSTREAM] == []

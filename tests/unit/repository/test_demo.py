@@ -14,11 +14,12 @@ import httpx
 import pytest
 import torch
 
-from examples.demo import clients, task
-from examples.demo.alphabet import END, PAD, decode, encode, make_tokenizer
-from examples.demo.gaps import MARGIN_S, Spread, Windows, gaps_of, sort_gaps
-from examples.demo.gradient import MAX_AGE, MAX_RATIO, Batch, policy_loss
-from examples.demo.interval import Interval, wilson
+from examples.demo import clients
+from examples.demo.learning import task
+from examples.demo.learning.alphabet import END, PAD, decode, encode, make_tokenizer
+from examples.demo.learning.gradient import MAX_AGE, MAX_RATIO, Batch, policy_loss
+from examples.demo.results.gaps import MARGIN_S, Spread, Windows, gaps_of, sort_gaps
+from examples.demo.results.interval import Interval, wilson
 from examples.demo.rollout import Sample, to_samples, token_epochs
 
 ROOT = Path(__file__).parents[3]

@@ -10,7 +10,7 @@ import os
 from types import ModuleType
 
 from vllm.inflight.errors import UpstreamChanged
-from vllm.inflight.patch.record import Patch, apply
+from vllm.inflight.patch.records.record import Patch, apply
 
 SUPPORTED = ("0.32.0",)
 """The releases of vLLM that the records were tested on."""

@@ -13,7 +13,7 @@ from vllm.inflight.api.compat import pipelinerl
 from vllm.inflight.api.control import methods
 from vllm.inflight.config import InflightConfig, check_keys_of_environment
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.patch.record import Original, Patch
+from vllm.inflight.patch.records.record import Original, Patch
 
 SERVERS = ("API_SERVER", "OPENAI_API_SERVER")
 """Names of upstream's `UsageContext` for the engine of a server."""

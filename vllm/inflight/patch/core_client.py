@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.patch.controllers import controller_of
-from vllm.inflight.patch.record import Patch
+from vllm.inflight.patch.records.record import Patch
 
 PAUSED_STEP_S = 0.001
 

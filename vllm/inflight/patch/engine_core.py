@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.patch.controllers import controller_of, find_controller
-from vllm.inflight.patch.record import Patch
+from vllm.inflight.patch.records.record import Patch
 
 
 def _with_controller(original: Callable[..., Any]) -> Callable[..., Any]:

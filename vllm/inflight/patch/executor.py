@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.parent_watchdog import end_with_parent
-from vllm.inflight.patch.record import Patch
+from vllm.inflight.patch.records.record import Patch
 
 
 class Answers:

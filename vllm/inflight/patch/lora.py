@@ -8,7 +8,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.patch.controllers import controller_of
-from vllm.inflight.patch.record import Patch
+from vllm.inflight.patch.records.record import Patch
 
 
 # ---------------------------------------------------------------------- engine core

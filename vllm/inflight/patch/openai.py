@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.patch.record import Original, Patch
+from vllm.inflight.patch.records.record import Original, Patch
 
 
 def _completion(original: Original) -> Any:

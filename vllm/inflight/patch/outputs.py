@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.outputs.reply_state import PooledVersion, ReplyState
-from vllm.inflight.patch.record import Patch
+from vllm.inflight.patch.records.record import Patch
 
 
 # ------------------------------------------------------------------ RequestOutput

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.inflight import upstream
-from vllm.inflight.patch.record import Patch
+from vllm.inflight.patch.records.record import Patch
 from vllm.inflight.worker.worker_state import WorkerState
 
 if TYPE_CHECKING:

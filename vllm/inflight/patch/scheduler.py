@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.patch.record import Patch
+from vllm.inflight.patch.records.record import Patch
 
 
 def _with_mixin(original: Callable[..., Any]) -> Callable[..., Any]:

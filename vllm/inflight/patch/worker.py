@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.patch.record import Patch
+from vllm.inflight.patch.records.record import Patch
 from vllm.inflight.worker.worker_state import WorkerState
 
 if TYPE_CHECKING:

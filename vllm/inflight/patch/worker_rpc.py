@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import ArenaTorn, InflightError
-from vllm.inflight.patch.record import Patch
+from vllm.inflight.patch.records.record import Patch
 from vllm.inflight.transport.rank_numbers import rank_in_engine
 from vllm.inflight.worker.worker_state import WorkerState
 

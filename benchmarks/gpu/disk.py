@@ -1,6 +1,6 @@
 """Updates from files on a GPU: staged on the GPU, staged on the host, and upstream's.
 
-`python -m benchmarks.gpu_disk [--shape 8B] [--updates 4]`. Two random checkpoints of a
+`python -m benchmarks.gpu.disk [--shape 8B] [--updates 4]`. Two random checkpoints of a
 shape differ in their heads. Up to three engines decode one after the other: ours with
 shadow weights on the GPU, ours with shadow weights in host memory, and plain vLLM,
 which is paused for `reload_weights`. The files are in the host's page cache, except for
@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.figures import steady, summary, update_figures
-from benchmarks.gpu_staging_arm import HOST
+from benchmarks.gpu.staging_arm import HOST
 from benchmarks.machine import facts
 from benchmarks.process import ArmProcess, arm
 from benchmarks.record import OURS, UPSTREAM, Plan
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace, root: Path, report: dict[str, Any]) -> 
         def begin(number: int) -> ArmProcess:
             name, gpu = arms[number], gpus[number % len(gpus)]
             log = options.out / f"gpu-disk-{number}.log"
-            module, environment = "benchmarks.gpu_staging_arm", {GPUS: gpu}
+            module, environment = "benchmarks.gpu.staging_arm", {GPUS: gpu}
             context = arm(name, module, old, log, environment)
             return stack.enter_context(context)
 

@@ -1,6 +1,6 @@
 """What keeping KV, recomputing it, and sending requests again cost at a commit.
 
-`python -m benchmarks.gpu_pause_modes [--shape 8B]`. One engine decodes on one GPU.
+`python -m benchmarks.gpu.pause_modes [--shape 8B]`. One engine decodes on one GPU.
 For each context length, streams meet three changes of the weights. `in_place` keeps
 their KV, and `retract` recomputes it. After `abort` each client sends its prompt and
 tokens again. The change is a rollback, which flips as a commit does and stages nothing.

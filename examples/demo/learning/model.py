@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from examples.demo import corpus
-from examples.demo.alphabet import END, PAD, VOCABULARY, make_tokenizer
+from examples.demo.learning import corpus
+from examples.demo.learning.alphabet import END, PAD, VOCABULARY, make_tokenizer
 
 PRETRAIN_STEPS = 220
 LEARNING_RATE = 3e-3

@@ -1,6 +1,6 @@
 """Decoding alone on one GPU: ours, ours without shadow weights, and plain vLLM.
 
-`python -m benchmarks.gpu_steady [--shape 8B] [--turns 6]`. Three engines live on one
+`python -m benchmarks.gpu.steady [--shape 8B] [--turns 6]`. Three engines live on one
 GPU and decode in turns, so that other load of the machine hits all of them. No weights
 change. Each turn gives the ratio of a rate to upstream's; the result is the median over
 all turns.
@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.figures import steady
-from benchmarks.gpu_staging_arm import ALONE
+from benchmarks.gpu.staging_arm import ALONE
 from benchmarks.machine import facts
 from benchmarks.process import ArmProcess, arm
 from benchmarks.record import OURS, UPSTREAM, Plan
@@ -41,7 +41,7 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
 
         def begin(number: int) -> ArmProcess:
             log = options.out / f"gpu-steady-{number}.log"
-            context = arm(ARMS[number], "benchmarks.gpu_staging_arm", folder, log)
+            context = arm(ARMS[number], "benchmarks.gpu.staging_arm", folder, log)
             return stack.enter_context(context)
 
         processes = list(pool.map(begin, range(len(ARMS))))

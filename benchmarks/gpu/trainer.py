@@ -1,6 +1,6 @@
 """The trainer of the GPU benchmark: it sends a model's weights on command.
 
-`python -m benchmarks.gpu_trainer BACKEND FOLDER HANDLE`, started by gpu_arm.py. Both
+`python -m benchmarks.gpu.trainer BACKEND FOLDER HANDLE`, started by gpu_arm.py. Both
 arms use upstream's trainer engine of their backend. Its calls of the inference side
 pass through the pipe.
 """

@@ -7,7 +7,7 @@ name of upstream that has no record.
 
 from __future__ import annotations
 
-from vllm.inflight.patch.record import Override, Private
+from vllm.inflight.patch.records.record import Override, Private
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CORE = "vllm.v1.engine.core"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from examples.demo.alphabet import PAD
+from examples.demo.learning.alphabet import PAD
 from examples.demo.rollout import Group
 
 MAX_RATIO = 2.0

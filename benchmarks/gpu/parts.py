@@ -1,6 +1,6 @@
 """The cost of each part of staging for decoding; on one GPU, or two.
 
-`python -m benchmarks.gpu_parts [--shape 8B] [--updates 8]`. One engine is updated while
+`python -m benchmarks.gpu.parts [--shape 8B] [--updates 8]`. One engine is updated while
 it decodes. If there is a next GPU, a trainer on it lends its tensors (`inflight_ipc`).
 In every round another part of staging does nothing. The weights of such an update are
 wrong; only its time counts. In the last round all parts run, and every call is timed
@@ -25,8 +25,8 @@ import torch
 from benchmarks import stopwatch
 from benchmarks.arm import Arm
 from benchmarks.figures import summary
-from benchmarks.gpu_arm import Trainer
-from benchmarks.gpu_trainer import GPU
+from benchmarks.gpu.arm import Trainer
+from benchmarks.gpu.trainer import GPU
 from benchmarks.machine import facts
 from benchmarks.record import Plan
 from benchmarks.shapes import SHAPES, write_shape

@@ -12,8 +12,8 @@ from typing import Any
 from rich.table import Table
 
 from examples.demo.arm import Arm
-from examples.demo.exam import NUM_PROMPTS, Marks
-from examples.demo.gaps import MARGIN_S, Spread, sort_gaps
+from examples.demo.learning.exam import NUM_PROMPTS, Marks
+from examples.demo.results.gaps import MARGIN_S, Spread, sort_gaps
 
 MIN_VERSIONS = 30
 """A run of fewer steps is a rehearsal: what it has learned is not judged."""

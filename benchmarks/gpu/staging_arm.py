@@ -1,7 +1,7 @@
 """One arm on one GPU; its name says where its shadow weights are, if it has any.
 
-`python -m benchmarks.gpu_staging_arm NAME FOLDER FD`, started by benchmarks/gpu_disk.py
-and benchmarks/gpu_steady.py. The weights are the folder's, or random if it has none.
+`python -m benchmarks.gpu.staging_arm NAME FOLDER FD`, started by benchmarks/gpu/disk.py
+and benchmarks/gpu/steady.py. The weights are the folder's, or random if it has none.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pydoc_data.topics import topics
 
-from examples.demo import task
-from examples.demo.alphabet import END, encode
+from examples.demo.learning import task
+from examples.demo.learning.alphabet import END, encode
 
 TEXT = "\n".join(topics[name] for name in sorted(topics)).encode()
 ROW_TOKENS = 96

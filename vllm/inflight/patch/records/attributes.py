@@ -7,7 +7,7 @@ release: upstream must not have an attribute of that name. Code reaches our obje
 
 from __future__ import annotations
 
-from vllm.inflight.patch.record import Attribute
+from vllm.inflight.patch.records.record import Attribute
 
 _OURS = "vllm.inflight"
 
@@ -15,7 +15,7 @@ ATTRIBUTES = [
     Attribute(
         target="vllm.v1.request:Request",
         holds=f"{_OURS}.engine.scheduling.request_state:RequestState",
-        why="under which weights the KV of a request was computed, and is looked up",
+        why="the version whose weights computed the KV of a request",
         remove_when="upstream has a weight version in its block hashes",
     ),
     Attribute(
@@ -27,7 +27,7 @@ ATTRIBUTES = [
     Attribute(
         target="vllm.v1.core.sched.scheduler:Scheduler",
         holds=f"{_OURS}.engine.scheduling.scheduler:ServingState",
-        why="what the scheduler stamps steps with, and whom it has sent back",
+        why="the stamp of the next steps, and the requests that were retracted",
         remove_when="upstream stamps steps at schedule time and can preempt requests",
     ),
     Attribute(
@@ -57,7 +57,7 @@ ATTRIBUTES = [
     Attribute(
         target="vllm.v1.engine.output_processor:RequestState",
         holds=f"{_OURS}.outputs.reply_state:ReplyState",
-        why="what the engine core has told of the versions of a request",
+        why="the versions that the engine core has reported for a request",
         remove_when="an engine output has room for it",
     ),
     Attribute(
@@ -70,19 +70,19 @@ ATTRIBUTES = [
         target="vllm.outputs:CompletionOutput",
         name="kv_versions",
         holds=f"{_OURS}.outputs.spans:VersionSpan",
-        why="users read there whose KV a choice has read, as a list of spans",
+        why="users read there which versions computed the KV of a choice, as spans",
         remove_when="upstream knows which version computed a request's KV",
     ),
     Attribute(
         target="vllm.v1.engine.output_processor:RequestOutputCollector",
         holds=f"{_OURS}.engine.scheduling.aborted_sessions:SessionQueue",
-        why="a new session is told from the rest of an aborted one of the same id",
+        why="a new session is distinguished from late parts of an aborted one",
         remove_when="upstream's chunks say which of them begins a session",
     ),
     Attribute(
         target="vllm.v1.engine.async_llm:AsyncLLM",
         holds=f"{_OURS}.api.server.client_state:ClientState",
-        why="one heartbeat and one scrape of an engine at a time, whoever asks",
+        why="an engine answers one heartbeat and one scrape at a time",
         remove_when="upstream's check of health asks the engine core",
     ),
     Attribute(
@@ -94,7 +94,7 @@ ATTRIBUTES = [
     Attribute(
         target="torch.nn:Module",
         holds=f"{_OURS}.worker.model_state:ModelState",
-        why="what a model was built from, where it lies, and which tripwire watches it",
+        why="the source and the memory of a model, and the tripwire that watches it",
         remove_when="upstream stages weights beside the live ones",
     ),
 ]

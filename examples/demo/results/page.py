@@ -7,10 +7,10 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from examples.demo import task
-from examples.demo.exam import NUM_PROMPTS
-from examples.demo.gaps import MARGIN_S
-from examples.demo.report import Report
+from examples.demo.learning import task
+from examples.demo.learning.exam import NUM_PROMPTS
+from examples.demo.results.gaps import MARGIN_S
+from examples.demo.results.report import Report
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8">

@@ -1,7 +1,7 @@
 """One arm of the GPU benchmark: an engine on the first GPUs, its trainer on the next.
 
-`python -m benchmarks.gpu_arm NAME FOLDER FD`, started by benchmarks/gpu.py. Weights
-arrive over NCCL, in both arms through upstream's trainer interface.
+`python -m benchmarks.gpu` starts it as `python -m benchmarks.gpu.arm NAME FOLDER FD`.
+Weights arrive over NCCL, in both arms through upstream's trainer interface.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Trainer:
         self._pipe, far = Pipe()
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "benchmarks.gpu_trainer"),
+                *(sys.executable, "-m", "benchmarks.gpu.trainer"),
                 *(backend, folder, str(far.fileno())),
             ],
             pass_fds=[far.fileno()],

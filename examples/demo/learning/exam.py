@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 
-from examples.demo import task
-from examples.demo.alphabet import decode
-from examples.demo.interval import Interval, wilson
+from examples.demo.learning import task
+from examples.demo.learning.alphabet import decode
+from examples.demo.results.interval import Interval, wilson
 from examples.demo.rollout import TIMEOUT_S, completion, to_samples
 
 NUM_PROMPTS = 512

@@ -15,8 +15,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 
-from examples.demo.exam import Marks
-from examples.demo.report import Report
+from examples.demo.learning.exam import Marks
+from examples.demo.results.report import Report
 
 INK, FAINT, CONTROL, LIVE = "#1f2933", "#9aa5b1", "#7b8794", "#0b6e99"
 PALETTE = ("#0b6e99", "#f2a541", "#3c9d6b", "#d1495b", "#6c5b9e")

@@ -57,7 +57,7 @@ def measure(shape: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]
         for name in options.arms:
             log = options.out / f"gpu-{shape}-{name}.log"
             started = time.monotonic()
-            with arm(name, "benchmarks.gpu_arm", path, log) as process:
+            with arm(name, "benchmarks.gpu.arm", path, log) as process:
                 console.print(
                     f"{shape} {name}: up in {time.monotonic() - started:.0f} s"
                 )

@@ -1,0 +1,1 @@
+"""Records of all that the patches use of upstream, checked by `make upstream`."""
