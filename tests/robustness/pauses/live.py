@@ -129,9 +129,9 @@ class Live:
         work = getattr(self.engine, name)(*args, **arguments)
         return self.later(work).result(timeout=PATIENCE_S)
 
-    def control(self, name: str, **arguments: Any) -> Any:
+    def control(self, name: str, *arguments: Any) -> Any:
         """The same of its `Control`, which knows more options."""
-        work = getattr(control_of(self.engine), name)(**arguments)
+        work = getattr(control_of(self.engine), name)(*arguments)
         return self.later(work).result(timeout=PATIENCE_S)
 
     def pause(self, mode: str, **options: Any) -> Any:

@@ -29,7 +29,7 @@ SETTLED_S = 0.3
 GROUPS = 40
 REGEX = rf"([0-9]{{3}}-){{{GROUPS}}}[a-f]{{12}}"
 EOS = 256
-NUM_TOKENS = {cells.LONG: 1600, cells.PROMPT: 24}
+NUM_TOKENS = {cells.LONG: 1600}
 USUAL_NUM_TOKENS = 160
 BEGUN = {cells.LONG: 500, cells.PROMPT: 1}
 """Tokens of each running request when the pause or the commit comes."""

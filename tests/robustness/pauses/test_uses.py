@@ -17,6 +17,7 @@ from tests.robustness.pauses.scene import SETTLED_S, params_of, prompt_of
 from tests.robustness.pauses.subjects import NEW, OLD, Subject
 from tests.robustness.pauses.test_oracle import DEVICES, wrong
 from tests.support.waiting import until
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, OwnedByAnother, PauseConflict
 from vllm.inflight.transport.waiting import in_background
 
@@ -114,7 +115,7 @@ def test_decoding_goes_on_while_an_update_is_staged_that_began_in_the_pause(
 ) -> None:
     sent = begun(live)
     live.pause(mode)
-    live.control("start", transport="local")
+    live.control("start", StartUpdate(transport="local"))
     live.call("continue_generation")
     flow_again(sent)
     info = {"path": str(subject.folders[NEW])}
@@ -140,7 +141,7 @@ def test_an_abort_beside_a_flip_leaves_one_version_or_the_other(
         if not sent:
             every += (sent := begun(live))
         label = OLD if served == NEW else NEW
-        live.control("start", transport="local")
+        live.control("start", StartUpdate(transport="local"))
         live.update_weights({"update_info": {"path": str(subject.folders[label])}})
         live.call("prepare_weight_update")
         finishing = in_background(partial(live.call, "finish_weight_update", label))
