@@ -1,4 +1,4 @@
-"""What the front end remembers of one request and of what it answers."""
+"""Our state on a request of the front end, and on a pooled output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.inflight.attached import AttachedOnDemand
 
 @dataclass(slots=True)
 class ReplyState(AttachedOnDemand):
-    """Of one request, as the engine core has told it so far."""
+    """The versions of one request, as the engine core has reported them so far."""
 
     trail: list[tuple[int, str | None]] | None = None
     """Its KV provenance; None if it was not asked for."""
@@ -19,7 +19,7 @@ class ReplyState(AttachedOnDemand):
 
 @dataclass(slots=True)
 class PooledVersion(AttachedOnDemand):
-    """Of one answer that was pooled: an embedding, a score or a class."""
+    """The version of one pooled output: an embedding, a score or a class."""
 
     stamp: str | None = None
     """The version of its step; None if the request was aborted."""

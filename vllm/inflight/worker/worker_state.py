@@ -1,8 +1,8 @@
-"""What we keep of one worker: what stages, watches and remembers on its rank.
+"""Our state on one worker: its shadow model, staging worker, tripwire and adapter.
 
-The parts of `worker/` make these objects. What others use of them is declared here by
-protocols, so that no module imports another in a circle; mypy checks that each class
-satisfies its protocol.
+The parts of `worker/` create these objects. Protocols declare what others use of them,
+so that no module imports another in a circle. mypy checks that each class satisfies its
+protocol.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a server keeps of one `AsyncLLM`.
+"""Our state on one `AsyncLLM`: its heartbeat and its scrape of metrics.
 
-`health.py` and `metrics.py` make the objects and find them here. What is used of them
-is declared by protocols, so that no module imports another in a circle.
+`health.py` and `metrics.py` create these objects and store them here. Protocols declare
+what others use of them, so that no module imports another in a circle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MetricsText(Protocol):
 
 @dataclass(slots=True)
 class ClientState(AttachedOnDemand):
-    """The calls to its engine cores that requests share; None until the first one."""
+    """Calls to the engine cores that several requests share; None before the first."""
 
     heartbeat: HealthCheck | None = None
     scrapes: MetricsText | None = None

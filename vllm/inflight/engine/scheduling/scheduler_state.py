@@ -1,7 +1,7 @@
-"""What the rest of the engine core may use of our side of a scheduler.
+"""The interface of our state on a scheduler, for the rest of the engine core.
 
-`scheduler.py` has the class that implements it. Parts which use it themselves are
-declared here by protocols, so that no module imports another in a circle.
+`ServingState` in `scheduler.py` implements it. Protocols declare its parts, so that no
+module imports another in a circle.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LoadedAdapters(Protocol):
 
 
 class SchedulerState(Attached, ABC):
-    """What we keep of one scheduler, and what we do to its requests."""
+    """Our state on one scheduler, and what the engine core does to its requests."""
 
     policy: CachePolicy
     adapters: LoadedAdapters

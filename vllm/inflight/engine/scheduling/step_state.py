@@ -1,4 +1,4 @@
-"""What a step is stamped with, and what it tells the workers."""
+"""Our state on one step: its version stamps, and new names of media."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.inflight.attached import AttachedOnDemand
 
 @dataclass(slots=True)
 class StepState(AttachedOnDemand):
-    """Of one `SchedulerOutput`; it travels to the workers with it."""
+    """The state on one `SchedulerOutput`; both travel to the workers together."""
 
     stamp: str | None = None
     """The version of its tokens; see version_stamp.py."""
