@@ -8,8 +8,8 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 # Where the CPU build of torch is, besides pip's own sources
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# Tests run in so many processes side by side, each with files and a core of its own
-LANES ?= 2
+# Tests run in so many processes side by side: they wait for half of their time
+LANES ?= 3
 
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet

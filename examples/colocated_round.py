@@ -26,7 +26,7 @@ GIB = 1 << 30
 HAS_GPU = torch.cuda.is_available()
 TURNS_AT = (4, 36, 68)
 """Tokens of the first request when the trainer takes each of its turns."""
-TOKENS = 160
+TOKENS = MAX_LENGTH - len(PROMPT)
 NUM_SHOWN = 96
 
 

@@ -15,6 +15,7 @@ from vllm.config import PoolerConfig
 
 from tests.support.engines.probe import prompts
 from tests.support.serving import Server
+from tests.support.waiting import until
 from vllm.inflight.cli.finding import State
 from vllm.inflight.cli.server_check import check_server
 from vllm.inflight.errors import StagingUnavailable, WeightsMismatch
@@ -203,8 +204,9 @@ def test_a_server_that_embeds_is_updated_and_paused_over_http(
         server.post("/pause_generation", {"mode": "in_place"})
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(server.client.post, "/v1/embeddings", json=body)
-            while not server.post("/pause_generation", {})["num_aborted"]:
-                assert not asked.done()
+            again = {"mode": "in_place"}
+            until(lambda: server.post("/pause_generation", again)["num_waiting"])
+            assert server.post("/pause_generation", {})["num_aborted"] == 1
         assert asked.result().status_code == 503
         server.post("/continue_generation")
         assert server.client.get("/health").status_code == 200

@@ -107,7 +107,7 @@ def test_requests_outlive_the_turns_of_a_trainer():
     ]
     ends = [int(end) for _, end, *_ in said]
     assert [int(begin) for begin, *_ in said] == [0, *ends[:-1]]
-    assert ends[-1] == 160
+    assert ends[-1] == 504
     assert LEARNED in said[-1][-1]
 
 
