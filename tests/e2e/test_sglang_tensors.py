@@ -14,6 +14,8 @@ import torch
 
 from tests.support.engines.core_door import Door, said
 from tests.support.engines.sent_tensors import entry, flattened, halves, tensors
+from tests.support.transports.host_memory import HostMemory
+from tests.support.transports.torch_exporter import Exporter, exported
 
 pytestmark = pytest.mark.engine
 
@@ -207,6 +209,16 @@ def test_a_pickled_bucket_of_sglangs_is_served_where_that_is_allowed(
             load_format="flattened_bucket",
         )
     assert said(pickles.core) == expected
+
+
+def test_gpu_memory_of_a_trainer_is_rejected_by_an_engine_without_a_gpu(
+    pickles: Door,
+) -> None:
+    trainer = Exporter(HostMemory())
+    body = {"serialized_named_tensors": [exported(trainer, [(HEAD, torch.ones(2))])]}
+    status, message = pickles.refused("/update_weights_from_tensor", **body)
+    assert (status, "this engine runs on cpu" in message) == (400, True), message
+    assert pickles.get("/weight_update")["active"] is None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,11 @@ STAGED_KEYS = frozenset({"digest", "drift"})
 """Keys that a staged rank always posts, with None for a value that is not known."""
 
 
+TRANSPORTS = "groups", "local", "exported"
+"""The transports that every worker has, besides the configured one: groups that a
+trainer opens with torch, files, and GPU memory that a trainer has exported."""
+
+
 @dataclass(frozen=True, slots=True)
 class Status:
     """What one rank posts about one update; `Status()` before its first post."""

@@ -27,6 +27,8 @@ from safetensors.torch import save
 from starlette.datastructures import Headers
 
 from tests.robustness.fuzz import mutation
+from tests.support.transports.host_memory import HostMemory
+from tests.support.transports.torch_exporter import Exporter
 from vllm.inflight.api.request import auth, body
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.compat import pipelinerl
@@ -147,9 +149,13 @@ def announced(given: Any) -> None:
 def spool(load_format: str | None) -> Callable[[bytes], Any]:
     def feed(data: bytes) -> None:
         entry = base64.b64encode(data).decode()
-        with spooled([entry], load_format, allow_pickle=True) as (name,):
-            for _ in files.read_files([files.SHARED_MEMORY / name]):
-                pass
+        with spooled([entry], load_format, allow_pickle=True) as tensors:
+            for info in tensors.infos:
+                if "shm" in info:
+                    for _ in files.read_files([files.SHARED_MEMORY / info["shm"]]):
+                        pass
+                else:
+                    ipc.IpcUpdateInfo(**info)
 
     return feed
 
@@ -186,12 +192,20 @@ def shown(given: Any) -> None:
     auth.authorize(request)
 
 
+EXPORTER = Exporter(HostMemory())
+
+
 def pickles() -> list[bytes]:
     pairs = [("a", torch.zeros(2)), ("b", torch.ones(2, 2))]
     files = [io.BytesIO(), io.BytesIO()]
     for file, protocol in zip(files, (2, 4), strict=True):
         pickle.dump(pairs, file, protocol=protocol)
-    return [*(f.getvalue() for f in files), pickle.dumps(OrderedDict(pairs))]
+    exported = [(name, EXPORTER.call(tensor)) for name, tensor in pairs]
+    bucket = {"flattened_tensor": EXPORTER.call(torch.ones(8)), "metadata": []}
+    return [
+        *(file.getvalue() for file in files),
+        *map(pickle.dumps, (OrderedDict(pairs), exported, bucket)),
+    ]
 
 
 PARTS = [

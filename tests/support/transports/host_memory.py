@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,7 @@ class HostMemory:
         self.num_maps = 0
         self.mapped: set[int] = set()
         self.copied: list[int] = []
+        self.events: dict[bytes, Callable[[], bool]] = {}
 
     def show(self, tensors: dict[str, torch.Tensor]) -> None:
         """Let the storages of tensors be known."""
@@ -64,6 +65,12 @@ class HostMemory:
 
     def unmap(self, address: int) -> None:
         self.mapped.remove(address)
+
+    @contextmanager
+    def event(self, handle: bytes) -> Iterator[Callable[[], bool]]:
+        if handle not in self.events:
+            raise TransferFault("cuIpcOpenEventHandle: CUDA_ERROR_INVALID_VALUE (1)")
+        yield self.events[handle]
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         assert stream == 0

@@ -123,6 +123,25 @@ def test_memory_is_mapped_once_and_let_go_when_it_is_not_lent_again(
 
 
 @pytest.mark.usefixtures("packs_nothing")
+def test_memory_of_the_first_call_stays_mapped_though_its_first_write_comes_later(
+    memory: HostMemory,
+) -> None:
+    class Starting(Recorder):
+        """As the staging thread does: an update starts with its first write."""
+
+        def load_weights(self, weights: Any) -> None:
+            engine.start_weight_update()
+            super().load_weights(weights)
+
+    engine = worker(memory, Starting())
+    named = {"a": torch.randn(40)}
+    for _ in range(3):
+        receive(engine, lent(named, memory))
+        engine.finish_weight_update()
+    assert memory.num_maps == 1
+
+
+@pytest.mark.usefixtures("packs_nothing")
 def test_memory_of_an_update_that_did_not_finish_is_let_go_by_the_next(
     memory: HostMemory,
 ) -> None:
@@ -270,6 +289,7 @@ def test_a_failed_unmap_does_not_keep_other_memory_mapped(
         raise next(failing)
 
     monkeypatch.setattr(memory, "unmap", unmapped)
+    mappings.end_call()
     mappings.begin()
     mappings.find(
         Exports.parse(lent({"d": torch.randn(9)}, memory)["exports"], 1), [36]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from vllm.inflight.errors import EngineFault, Malformed
 from vllm.inflight.transport.files import request_tensors as room
 from vllm.inflight.transport.files.receiver_engine import SHARED_MEMORY
-from vllm.inflight.transport.files.request_tensors import spooled
+from vllm.inflight.transport.files.request_tensors import RequestTensors, spooled
 
 pytestmark = pytest.mark.seconds
 
@@ -29,8 +29,8 @@ KILLED = """if True:
     import os, signal, sys
     from vllm.inflight.transport.files import request_tensors as room
     room.PREFIX = sys.argv[1]
-    with room.spooled([sys.argv[2]], None, allow_pickle=False) as (name,):
-        print(name, flush=True)
+    with room.spooled([sys.argv[2]], None, allow_pickle=False) as tensors:
+        print(tensors.infos[0]["shm"], flush=True)
         sys.stdin.read()
 """
 
@@ -47,9 +47,16 @@ def left(prefix: str) -> list[Path]:
 
 
 def spool() -> list[dict[str, list[float]]]:
-    with spooled([ENTRY, ENTRY], None, allow_pickle=False) as names:
-        files = [load_file(SHARED_MEMORY / name) for name in names]
+    with spooled([ENTRY, ENTRY], None, allow_pickle=False) as tensors:
+        assert tensors.names == {"a"}
+        files = [load_file(SHARED_MEMORY / info["shm"]) for info in tensors.infos]
         return [{n: t.tolist() for n, t in file.items()} for file in files]
+
+
+def file_of(tensors: RequestTensors) -> Path:
+    """The only file of a request."""
+    (info,) = tensors.infos
+    return SHARED_MEMORY / info["shm"]
 
 
 def test_the_files_are_there_as_long_as_they_are_read(prefix):
@@ -105,19 +112,36 @@ def test_a_safetensors_file_that_begins_and_ends_like_a_pickle_is_one(low):
     file = length.to_bytes(8, "little") + header + data[-3:]
     assert len(file) == length + 11
     entry = base64.b64encode(file).decode()
-    with spooled([entry], None, allow_pickle=False) as (name,):
-        assert load_file(SHARED_MEMORY / name)["a"].tolist() == [1, 2, ord(".")]
+    with spooled([entry], None, allow_pickle=False) as tensors:
+        assert load_file(file_of(tensors))["a"].tolist() == [1, 2, ord(".")]
 
 
 @pytest.mark.parametrize(
     ("made", "load_format"), [(bucket, "flattened_bucket"), (pickled, None)]
 )
 def test_a_name_that_comes_twice_in_one_entry_is_refused(made, load_format):
-    with spooled([made(["a", "b"])], load_format, allow_pickle=True) as (name,):
-        assert load_file(SHARED_MEMORY / name).keys() == {"a", "b"}
+    with spooled([made(["a", "b"])], load_format, allow_pickle=True) as tensors:
+        assert load_file(file_of(tensors)).keys() == {"a", "b"}
     with (
         pytest.raises(Malformed, match=r"\[0\]: 'model\.a' comes twice"),
         spooled([made(["model.a", "b", "model.a"])], load_format, allow_pickle=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("payload", "load_format"),
+    [
+        ([("a", torch.ones(2))], "flattened_bucket"),
+        ({"flattened_tensor": torch.ones(2), "metadata": []}, None),
+    ],
+    ids=["a list", "a bucket"],
+)
+def test_a_pickle_of_the_other_format_is_rejected(payload, load_format):
+    entry = base64.b64encode(pickle.dumps(payload)).decode()
+    with (
+        pytest.raises(Malformed, match="and load_format is"),
+        spooled([entry], load_format, allow_pickle=True),
     ):
         pass
 
@@ -154,8 +178,8 @@ def test_pickled_tensors_of_a_gpu_are_read_on_the_cpu():
     facts = (storage, 0, (2,), (1,), False, OrderedDict())
     pairs = [("a", Reduced(torch._utils._rebuild_tensor_v2, *facts))]
     entry = base64.b64encode(pickle.dumps(pairs)).decode()
-    with spooled([entry], None, allow_pickle=True) as (name,):
-        assert load_file(SHARED_MEMORY / name)["a"].tolist() == [1.0, 1.0]
+    with spooled([entry], None, allow_pickle=True) as tensors:
+        assert load_file(file_of(tensors))["a"].tolist() == [1.0, 1.0]
 
 
 class Changed(Reduced):
@@ -266,8 +290,8 @@ def test_what_torch_makes_of_a_tensor_is_read():
         "parameter": torch.nn.Parameter(whole + 1),
     }
     entry = base64.b64encode(pickle.dumps(list(made.items()))).decode()
-    with spooled([entry], None, allow_pickle=True) as (name,):
-        found = load_file(SHARED_MEMORY / name)
+    with spooled([entry], None, allow_pickle=True) as tensors:
+        found = load_file(file_of(tensors))
     assert found.keys() == made.keys()
     for each, tensor_ in made.items():
         assert torch.equal(found[each], tensor_.detach()), each
@@ -304,8 +328,8 @@ def test_files_of_a_killed_server_are_removed_and_of_a_living_one_are_not(
 
 
 def said(entry: object) -> list[float]:
-    with spooled([entry], None, allow_pickle=False) as (name,):
-        tensor: torch.Tensor = load_file(SHARED_MEMORY / name)["a"]
+    with spooled([entry], None, allow_pickle=False) as tensors:
+        tensor: torch.Tensor = load_file(file_of(tensors))["a"]
         return tensor.tolist()
 
 

@@ -17,14 +17,11 @@ the live weights, and no update is opened.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
-
-from safetensors import safe_open
 
 from vllm.inflight import calls, upstream
 from vllm.inflight.api.control.control import Control
@@ -35,7 +32,6 @@ from vllm.inflight.errors import (
     WeightsMismatch,
     WrongPhase,
 )
-from vllm.inflight.transport.files.receiver_engine import SHARED_MEMORY
 from vllm.inflight.update import Phase
 
 PREFIX = "pieces-"
@@ -89,8 +85,8 @@ async def take(
     commit: dict[str, Any],
     memory: PartialUpdate | None = None,
     begin: dict[str, Any] | None = None,
-    files: Sequence[str] = (),
     names: Collection[str] = (),
+    is_broadcast: bool = False,
 ) -> Reply:
     """Stage the tensors of one call; commit if they complete the model.
 
@@ -102,9 +98,9 @@ async def take(
         commit: `mode` and `flush_cache` of the commit.
         memory: the calls before; see `memory_of`.
         begin: more fields of the start of the update.
-        files: the files in shared memory that have the tensors, unless they are
-            broadcast. A tensor that has come before then begins a new version.
-        names: the names of broadcast tensors.
+        names: the names of the tensors.
+        is_broadcast: whether a trainer broadcasts the tensors to a group. Otherwise a
+            tensor that has come before begins a new version.
 
     Raises:
         UpdateBusy: a version with a label is under way, and these tensors have none.
@@ -113,10 +109,9 @@ async def take(
 
     """
     memory = PartialUpdate() if memory is None else memory
-    is_file = bool(files)
-    came = await asyncio.to_thread(_names, files) if is_file else frozenset(names)
+    came = frozenset(names)
     active = await _open(control, transport, label, memory)
-    if active and is_file and came & _names_of(active, memory):
+    if active and not is_broadcast and came & _names_of(active, memory):
         await _give_up(control, active, memory)
         active = None
     if active is None and came and not memory.has_begun:
@@ -206,15 +201,6 @@ async def unfinished(control: Control) -> str | None:
     if active is None or not active["update_id"].startswith(PREFIX):
         return None
     return str(active["update_id"])
-
-
-def _names(files: Sequence[str]) -> frozenset[str]:
-    """The names of the tensors in these files in shared memory."""
-    names: set[str] = set()
-    for file in files:
-        with safe_open(SHARED_MEMORY / file, framework="pt") as opened:
-            names.update(opened.keys())
-    return frozenset(names)
 
 
 def _names_of(update_id: str, memory: PartialUpdate) -> frozenset[str]:

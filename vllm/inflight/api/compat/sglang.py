@@ -177,7 +177,11 @@ async def update_weights_from_disk(
 async def update_weights_from_tensor(
     engine: upstream.EngineClient, body: dict[str, Any]
 ) -> Reply:
-    """Tensors as base64 of safetensors bytes: one entry for all ranks, or one each."""
+    """Tensors in base64: one entry for all ranks, or one each.
+
+    An entry is a safetensors file, or a pickle if the server was started for pickles.
+    The tensors of a pickle may be CUDA IPC handles of the sender's GPU memory.
+    """
     fields = _fields(body)
     entries = fields.take("serialized_named_tensors")
     if isinstance(entries, str):
@@ -196,18 +200,18 @@ async def update_weights_from_tensor(
     with ExitStack() as stack:
         # In a thread, since this thread sends the tokens of all streams.
         spool = spooled(entries, load_format, allow_pickle=allow)
-        names = await asyncio.to_thread(stack.enter_context, spool)
-        info: Any = [{"shm": name} for name in names]
+        tensors = await asyncio.to_thread(stack.enter_context, spool)
+        info: Any = tensors.infos
         replicas = engine.vllm_config.parallel_config.data_parallel_size
         info = info * replicas if len(info) > 1 else info[0]
         reply = await partial_updates.take(
             control,
-            "local",
+            tensors.transport,
             info,
             label=label,
             commit=commit,
             memory=partial_updates.memory_of(engine),
-            files=names,
+            names=tensors.names,
         )
     return _ok(reply, reply["message"])
 
@@ -274,6 +278,7 @@ async def update_weights_from_distributed(
             commit=commit,
             memory=partial_updates.memory_of(engine),
             names=_strings(info["names"]),
+            is_broadcast=True,
         )
     return _ok(reply, reply["message"])
 

@@ -352,7 +352,7 @@ def _is_of_configured(call: calls.TransportCall) -> bool:
         case calls.InitTransport() | calls.ShutdownTransport():
             return True
         case calls.CompareTensors():
-            return call.transport not in ("groups", "local")
+            return call.transport not in messages.TRANSPORTS
     return False
 
 

@@ -9,8 +9,8 @@ processors to decoding.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,8 +24,12 @@ LAZY_PEER_ACCESS = 1
 """`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: the memory may belong to another GPU."""
 
 
+NOT_READY = 600
+"""`CUDA_ERROR_NOT_READY`: the work before an event has not ended."""
+
+
 class _Handle(ctypes.Structure):
-    """`CUipcMemHandle`, passed by value."""
+    """`CUipcMemHandle` or `CUipcEventHandle`, passed by value."""
 
     _fields_ = [("reserved", ctypes.c_byte * HANDLE_BYTES)]
 
@@ -40,6 +44,9 @@ _ARGUMENTS = {
     "cuIpcGetMemHandle": [ctypes.POINTER(_Handle), _ADDRESS],
     "cuIpcOpenMemHandle_v2": [ctypes.POINTER(_ADDRESS), _Handle, ctypes.c_uint],
     "cuIpcCloseMemHandle": [_ADDRESS],
+    "cuIpcOpenEventHandle": [ctypes.POINTER(ctypes.c_void_p), _Handle],
+    "cuEventQuery": [ctypes.c_void_p],
+    "cuEventDestroy_v2": [ctypes.c_void_p],
     "cuMemcpyDtoDAsync_v2": [_ADDRESS, _ADDRESS, _SIZE, _STREAM],
     "cuGetErrorName": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
 }
@@ -81,6 +88,10 @@ class SharedMemory(Protocol):
 
     def unmap(self, address: int) -> None:
         """Remove a mapping; no copy of it may be under way."""
+        ...
+
+    def event(self, handle: bytes) -> AbstractContextManager[Callable[[], bool]]:
+        """A context that tells whether an event of another process has passed."""
         ...
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
@@ -157,6 +168,32 @@ class CudaMemory:
     def unmap(self, address: int) -> None:
         """Remove a mapping."""
         self._call("cuIpcCloseMemHandle", address)
+
+    @contextmanager
+    def event(self, handle: bytes) -> Iterator[Callable[[], bool]]:
+        """A context with a function that tells whether an event has passed.
+
+        Args:
+            handle: of an event that another process has recorded.
+
+        """
+        event = ctypes.c_void_p()
+        self._call(
+            "cuIpcOpenEventHandle",
+            ctypes.byref(event),
+            _Handle.from_buffer_copy(handle),
+        )
+
+        def has_passed() -> bool:
+            code = self._library.cuEventQuery(event)
+            if code != NOT_READY:
+                self._check_code("cuEventQuery", code)
+            return bool(code != NOT_READY)
+
+        try:
+            yield has_passed
+        finally:
+            self._library.cuEventDestroy_v2(event)
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Enqueue a copy between two addresses that this device can reach."""

@@ -49,6 +49,9 @@ class Exports:
     """For each tensor: the index of its allocation, and its first byte there."""
     bases: tuple[int, ...]
     """The addresses of the allocations in the exporting process."""
+    events: tuple[bytes, ...] = ()
+    """Handles of the events that the tensors are ready after. A trainer of this package
+    has none, because it waits before it exports."""
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], memory: SharedMemory) -> Self:
@@ -96,8 +99,14 @@ class Exports:
             raise ValueError(f"{len(bases)} 'bases' for {len(handles)} 'handles'")
         if len(places) != num_tensors:
             raise ValueError(f"{len(places)} 'places' for {num_tensors} tensors")
+        events = [_handle(text) for text in _list({"events": []} | body, "events")]
         return cls(
-            body["host"], body["process"], tuple(handles), tuple(places), tuple(bases)
+            body["host"],
+            body["process"],
+            tuple(handles),
+            tuple(places),
+            tuple(bases),
+            tuple(events),
         )
 
     @property
@@ -109,6 +118,7 @@ class Exports:
             "handles": [base64.b64encode(handle).decode() for handle in self.handles],
             "places": [list(place) for place in self.places],
             "bases": list(self.bases),
+            "events": [base64.b64encode(handle).decode() for handle in self.events],
         }
 
 
@@ -123,6 +133,9 @@ class Mappings:
         self._memory = memory
         self._mapped: dict[tuple[str, bytes], Extent] = {}
         self._named: set[tuple[str, bytes]] = set()
+        """What the update has used."""
+        self._named_now: set[tuple[str, bytes]] = set()
+        """What the call under way has used."""
 
     def __len__(self) -> int:
         return len(self._mapped)
@@ -166,8 +179,15 @@ class Mappings:
         return addresses
 
     def begin(self) -> None:
-        """Begin an update: no mapping counts as used yet."""
-        self._named.clear()
+        """Begin an update: only what its first call uses counts as used yet.
+
+        An update begins with the first write, which is within its first call.
+        """
+        self._named = set(self._named_now)
+
+    def end_call(self) -> None:
+        """End a call of an update."""
+        self._named_now.clear()
 
     def drop_unnamed(self) -> None:
         """Unmap what the update did not use; raises the first failure, if any."""
@@ -182,6 +202,7 @@ class Mappings:
 
     def close(self) -> None:
         """Unmap everything."""
+        self.end_call()
         self.begin()
         self.drop_unnamed()
 
@@ -190,6 +211,7 @@ class Mappings:
             return self._memory.extent(base)
         key = owner, handle
         self._named.add(key)
+        self._named_now.add(key)
         if key not in self._mapped:
             try:
                 self._mapped[key] = self._memory.map(handle)

@@ -26,6 +26,8 @@ from vllm.inflight.transport.cuda_ipc.handles import Exports, Mappings
 from vllm.inflight.transport.group import CopyGroup, Pending, Terms
 from vllm.inflight.transport.waiting import WaitLimit, check_timeout
 
+EXPORTED_BUCKET_BYTES = 64 << 20
+"""The size of each of the two buckets of an `ExportedEngine`."""
 PEERS = 2
 """The `world_size` of the terms: a worker and its trainer."""
 
@@ -132,6 +134,7 @@ class IpcEngine(StagedEngine):
     _reader: Reader | None = None
     _receiver: Receiver | None = None
     _mappings: Mappings | None = None
+    _memory: SharedMemory
 
     def init_transfer_engine(self, init_info: IpcInitInfo) -> None:
         """Allocate the buckets, which tensors without a destination go through.
@@ -159,7 +162,7 @@ class IpcEngine(StagedEngine):
                 f"there is no memory for {init_info.num_buckets} buckets of "
                 f"{init_info.bucket_bytes} bytes; give smaller or fewer ones"
             ) from error
-        self._reader, self._mappings = reader, Mappings(memory)
+        self._reader, self._mappings, self._memory = reader, Mappings(memory), memory
         self._timeout_s = init_info.timeout_s
 
     def start_weight_update(self) -> None:
@@ -184,14 +187,18 @@ class IpcEngine(StagedEngine):
             raise TransferFault(
                 "this worker was not prepared; call init_weight_transfer_engine first"
             )
-        tensor_list = update_info.tensor_list
-        addresses = self._mappings.find(update_info.lent, tensor_list.sizes)
-        self._reader.begin(tensor_list, addresses)
+        tensor_list, lent = update_info.tensor_list, update_info.lent
         limit = WaitLimit(self._timeout_s, self._is_cancelled)
         try:
+            addresses = self._mappings.find(lent, tensor_list.sizes)
+            self._reader.begin(tensor_list, addresses)
+            for event in lent.events:
+                with self._memory.event(event) as has_passed:
+                    limit.until(has_passed, "work of the trainer's GPU")
             self.model.load_weights(self._receiver.tensors(tensor_list, limit))
         finally:
             self._reader.close()
+            self._mappings.end_call()
 
     def finish_weight_update(self) -> None:
         """Pack the last layers, and unmap memory that this update did not use."""
@@ -220,6 +227,32 @@ class IpcEngine(StagedEngine):
 
     def _is_cancelled(self) -> bool:
         return self.cancelled()
+
+
+class ExportedEngine(IpcEngine):
+    """Receives tensors that a trainer has exported with torch; see torch_exports.py.
+
+    Such a trainer frees its memory, or uses it again, when a call has returned. So
+    mappings and buckets last for one call.
+    """
+
+    def receive_weights(self, update_info: IpcUpdateInfo) -> None:
+        """Load the tensors of one call.
+
+        Raises:
+            Malformed: this worker has no GPU, or the trainer is on another host.
+            EngineFault: there is no memory for the buckets.
+            TransferFault: this GPU cannot reach the trainer's.
+            Cancelled: the update was cancelled.
+
+        """
+        self.init_transfer_engine(
+            IpcInitInfo(bucket_bytes=EXPORTED_BUCKET_BYTES, num_buckets=2)
+        )
+        try:
+            super().receive_weights(update_info)
+        finally:
+            self.shutdown()
 
 
 def _at_once() -> bool:

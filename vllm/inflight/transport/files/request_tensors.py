@@ -1,9 +1,12 @@
-"""Tensors of a request body, written to shared memory where every rank can read them.
+"""Tensors of a request body, put where every rank can read them.
 
 Each entry of the request is a safetensors file. With `flattened_bucket`, that file has
 a single tensor of bytes. Its metadata key `metadata` holds a JSON list of the tensors
 in it. Entries become plain safetensors files in shared memory, which the backend
 `local` reads.
+
+A pickle may have GPU memory of the sender in place of bytes. Then nothing is written,
+and a rank reads the memory itself (cuda_ipc/receiver_engine.py).
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from safetensors import SafetensorError, safe_open
 
 from vllm.inflight.errors import EngineFault, Malformed
 from vllm.inflight.trainer.snapshot import sweep, write_tensors
+from vllm.inflight.transport.cuda_ipc import torch_exports
+from vllm.inflight.transport.cuda_ipc.torch_exports import TorchExport
 from vllm.inflight.transport.files import safe_unpickler
 from vllm.inflight.transport.files.receiver_engine import SHARED_MEMORY
 
@@ -66,20 +71,32 @@ class LongText:
             yield piece
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTensors:
+    """The tensors of one request."""
+
+    transport: str
+    """What a rank reads them with: `local` or `exported`."""
+    infos: list[dict[str, Any]]
+    """One `update_info` for each entry."""
+    names: frozenset[str]
+    """The names of all tensors."""
+
+
 @contextmanager
 def spooled(
     entries: Sequence[Any], load_format: str | None, *, allow_pickle: bool
-) -> Iterator[list[str]]:
-    """A context with one file in shared memory per entry, which are removed at the end.
+) -> Iterator[RequestTensors]:
+    """A context in which the tensors of a request can be read.
+
+    At its end, files in shared memory are removed, and GPU memory is given back to the
+    sender.
 
     Args:
         entries: `serialized_named_tensors` of the request: base64 as `str`, or
             `LongText`.
         load_format: None, or `flattened_bucket`.
         allow_pickle: whether an entry may be a pickle.
-
-    Returns:
-        the names of the files.
 
     Raises:
         Malformed: an entry does not have its format.
@@ -88,7 +105,9 @@ def spooled(
     """
     sweep(PREFIX)  # removes files that a killed server has left
     with ExitStack() as files:
-        names = []
+        infos: list[dict[str, Any]] = []
+        names: set[str] = set()
+        transports: set[str] = set()
         for number, entry in enumerate(entries):
             where = f"serialized_named_tensors[{number}]"
             try:
@@ -101,13 +120,39 @@ def spooled(
                     file, fcntl.LOCK_EX
                 )  # the lock keeps `sweep` from removing the file
                 _decode(entry, file, where)
-                _lay(file, load_format, where, allow_pickle=allow_pickle)
+                tensors = _lay(file, load_format, where, allow_pickle=allow_pickle)
             except OSError as error:
                 raise EngineFault(
                     f"{where} could not be written to {SHARED_MEMORY}: {error}"
                 ) from error
-            names.append(Path(file.name).name)
-        yield names
+            exports = _exports(tensors, where)
+            if exports is None:
+                infos.append({"shm": Path(file.name).name})
+            else:
+                counters = [e.counter for e in exports.values() if e.counter]
+                files.callback(torch_exports.release, dict.fromkeys(counters))
+                infos.append(torch_exports.update_info(exports))
+            names.update(tensors)
+            transports.add("local" if exports is None else "exported")
+            del tensors
+        if len(transports) > 1:
+            raise Malformed(
+                "some of serialized_named_tensors have bytes, and others GPU memory"
+            )
+        yield RequestTensors(transports.pop(), infos, frozenset(names))
+
+
+def _exports(tensors: dict[str, Any], where: str) -> dict[str, TorchExport] | None:
+    """The tensors, if they are in GPU memory; None if they are in the file.
+
+    Raises:
+        Malformed: some are in GPU memory, and some are not.
+
+    """
+    exports = {n: t for n, t in tensors.items() if isinstance(t, TorchExport)}
+    if exports and len(exports) < len(tensors):
+        raise Malformed(f"{where} has tensors with bytes, and others in GPU memory")
+    return exports or None
 
 
 def _decode(entry: object, file: IO[bytes], where: str) -> None:
@@ -137,8 +182,14 @@ def _decode(entry: object, file: IO[bytes], where: str) -> None:
 
 def _lay(
     file: IO[bytes], load_format: str | None, where: str, *, allow_pickle: bool
-) -> None:
-    """Turn a decoded entry into a plain safetensors file, in the same locked file."""
+) -> dict[str, Any]:
+    """Turn a decoded entry into a plain safetensors file, in the same locked file.
+
+    Returns:
+        the tensors by name. Only for those in GPU memory, which are not written, the
+        values matter.
+
+    """
     path = Path(file.name)
     if _is_pickle(file):
         if not allow_pickle:
@@ -147,9 +198,19 @@ def _lay(
                 "safetensors file, or start with --inflight-pickled-tensors on"
             )
         whole = safe_unpickler.tensors(path.read_bytes(), where)
-        _write(file, _cut(whole, load_format, where), where)
-    else:
-        _check(file, load_format, where)
+        if isinstance(whole, dict) != (load_format is not None):
+            found = "a bucket" if isinstance(whole, dict) else "a list of tensors"
+            raise Malformed(
+                f"{where} is {found}, and load_format is {load_format!r}; a bucket has "
+                "load_format 'flattened_bucket', and a list has none"
+            )
+        tensors = _cut(whole, load_format, where)
+        if _exports(tensors, where) is None:
+            _write(file, tensors, where)
+        else:
+            file.truncate(0)
+        return tensors
+    return _check(file, load_format, where)
 
 
 def _is_pickle(file: IO[bytes]) -> bool:
@@ -161,12 +222,14 @@ def _is_pickle(file: IO[bytes]) -> bool:
     return safe_unpickler.is_pickle(first, file.read(1), size)
 
 
-def _check(file: IO[bytes], load_format: str | None, where: str) -> None:
+def _check(
+    file: IO[bytes], load_format: str | None, where: str
+) -> dict[str, torch.Tensor | None]:
     """Check a safetensors file; a bucket is replaced by the tensors in it."""
     try:
         with safe_open(file.name, framework="pt") as opened:
             if load_format is None:
-                return
+                return dict.fromkeys(opened.keys())
             if list(opened.keys()) != [BUCKET]:
                 raise Malformed(f"{where}: a bucket has one tensor, {BUCKET!r}")
             whole: dict[str, Any] = {
@@ -175,7 +238,9 @@ def _check(file: IO[bytes], load_format: str | None, where: str) -> None:
             }
     except (SafetensorError, ValueError, RecursionError) as error:
         raise Malformed(f"{where} is not a whole safetensors file: {error}") from None
-    _write(file, _cut(whole, load_format, where), where)
+    tensors = _cut(whole, load_format, where)
+    _write(file, tensors, where)
+    return dict.fromkeys(tensors)
 
 
 def _write(file: IO[bytes], tensors: dict[str, torch.Tensor], where: str) -> None:
@@ -189,38 +254,48 @@ def _write(file: IO[bytes], tensors: dict[str, torch.Tensor], where: str) -> Non
     file.flush()
 
 
-def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, torch.Tensor]:
+def _cut(whole: Any, load_format: str | None, where: str) -> dict[str, Any]:
     """The tensors of a bucket, or of a list of (name, tensor), by name."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
 
-    def add(name: str, tensor: torch.Tensor) -> None:
+    def add(name: str, tensor: Any) -> None:
         if name in tensors:
             raise Malformed(f"{where}: {name!r:.300} comes twice")
         tensors[name] = tensor
 
     if load_format is None:
         for name, tensor in whole:
-            add(name, tensor.contiguous().clone())
+            is_here = isinstance(tensor, torch.Tensor)
+            add(name, tensor.contiguous().clone() if is_here else tensor)
         return tensors
     bucket, parts = whole[BUCKET], whole[PARTS]
-    if bucket.dim() != 1:
+    if len(bucket.shape) != 1:
         # With more dimensions, a row would count as one element.
-        raise Malformed(f"{where}: a bucket has one dimension, got {bucket.dim()}")
+        raise Malformed(f"{where}: a bucket has one dimension, got {len(bucket.shape)}")
     if not isinstance(parts, list):
         raise Malformed(f"{where}: the key {PARTS!r} must hold a list")
-    left = bucket.numel()
+    length = left = bucket.shape[0]
     for part in parts:
         try:
             dtype = getattr(torch, str(part["dtype"]).removeprefix("torch."))
             # Older buckets have the tensors' dtype, and indices count elements.
             name, start, end = str(part["name"]), part["start_idx"], part["end_idx"]
             left -= end - start
-            if not (0 <= start <= end <= bucket.numel() and left >= 0):
+            if not (0 <= start <= end <= length and left >= 0):
                 raise TypeError
-            cut = bucket[start:end].clone().view(dtype).reshape(tuple(part["shape"]))
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            cut = _part(bucket, start, end, dtype, tuple(part["shape"]))
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise Malformed(
                 f"{where}: {part!r:.300} is no part of the bucket"
             ) from error
         add(name, cut)
     return tensors
+
+
+def _part(
+    bucket: Any, start: int, end: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Any:
+    """The tensor in elements `start` to `end` of a bucket."""
+    if isinstance(bucket, TorchExport):
+        return bucket.cut(start, end, dtype, shape)
+    return bucket[start:end].clone().view(dtype).reshape(shape)

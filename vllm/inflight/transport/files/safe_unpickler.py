@@ -3,9 +3,8 @@
 A pickle names functions and calls them, and sets attributes of the objects it has made.
 So the names of torch's functions that build tensors stand for functions of ours, which
 only record the arguments. A pickle never reaches a tensor or a storage of torch.
-Tensors are made after the pickle was read, of bytes that are in the pickle. Handles of
-another process's memory are rejected, because a rank would have to open them, not the
-server.
+Tensors are made after the pickle was read, of bytes that are in the pickle. A tensor in
+the GPU memory of the sender becomes a `TorchExport`, which a rank opens.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from torch.storage import TypedStorage
 
 from vllm.inflight.errors import Malformed
+from vllm.inflight.transport.cuda_ipc.torch_exports import TorchExport
 from vllm.inflight.update import INT64, MAX_DIMENSIONS
 
 PROTOCOLS = tuple(bytes([0x80, version]) for version in range(2, 6))
@@ -91,8 +91,23 @@ class _View(_Placeholder):
         return typed.set_(memory, self.offset, self.shape, self.strides)
 
 
+class _Exported(_Placeholder):
+    """A tensor in GPU memory of the sender."""
+
+    __slots__ = ("export",)
+    export: TorchExport
+    num_bytes = 0
+    """Of this process's memory."""
+
+    def tensor(self) -> TorchExport:
+        """Where the tensor is."""
+        return self.export
+
+
 def tensors(data: bytes, where: str) -> Any:
     """The list of (name, tensor), or the bucket, in a pickle; see request_tensors.py.
+
+    A tensor is a `torch.Tensor`, or a `TorchExport` if it is in GPU memory.
 
     Raises:
         Malformed: the pickle names or holds something that is not allowed.
@@ -123,7 +138,7 @@ def _to_tensors(found: object, most: int) -> Any:
         if (
             isinstance(parts, list)
             and all(type(part).__name__ == METADATA for part in parts)
-            and type(bucket) is _View
+            and isinstance(bucket, _View | _Exported)
             and bucket.num_bytes <= most
         ):
             return {
@@ -144,7 +159,7 @@ def _is_pair(item: object) -> bool:
         isinstance(item, list | tuple)
         and len(item) == 2
         and isinstance(item[0], str)
-        and type(item[1]) is _View
+        and isinstance(item[1], _View | _Exported)
     )
 
 
@@ -202,9 +217,16 @@ def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < INT64
 
 
-def _parameter(data: object, *_: object) -> _View:
+def _exported(*arguments: object) -> _Exported:
+    """Stands for `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+    made = _Exported()
+    made.export = TorchExport.of(arguments)
+    return made
+
+
+def _parameter(data: object, *_: object) -> _View | _Exported:
     """Stands for `torch._utils._rebuild_parameter`."""
-    if type(data) is not _View:
+    if not isinstance(data, _View | _Exported):
         raise Malformed("a parameter is made of something else than a tensor")
     return data
 
@@ -213,10 +235,22 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _view,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch.storage", "_load_from_bytes"): _storage,
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _exported,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
 }
 """The names that a pickle may use, besides dtypes and SGLang's record of a part."""
+
+
+ARGUMENTS = (
+    ("torch", "Tensor"),
+    ("torch.nn.parameter", "Parameter"),
+    ("torch.storage", "UntypedStorage"),
+    ("torch.storage", "TypedStorage"),
+)
+"""Classes that an exported tensor names as arguments. They cannot be called here."""
+REBUILD = "_rebuild_cuda_tensor_modified"
+"""SGLang's function for an exported tensor, which names the GPU by its UUID."""
 
 
 class _Tensors(pickle.Unpickler):
@@ -224,8 +258,12 @@ class _Tensors(pickle.Unpickler):
         # A new function each time, because a pickle may change the attributes of it.
         if (found := ALLOWED.get((module, name))) is not None:
             return found if isinstance(found, type) else lambda *args: found(*args)
+        if (module, name) in ARGUMENTS:
+            return _Placeholder()
         if module.startswith("sglang.srt.") and name == METADATA:
             return type(METADATA, (), {})
+        if module.startswith("sglang.srt.") and name == REBUILD:
+            return lambda *arguments: _exported(*arguments)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise Malformed(f"the pickle names {module}.{name}, which is not allowed")

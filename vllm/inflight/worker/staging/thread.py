@@ -380,7 +380,7 @@ class StagingThread(Background):
 
     # ---------------------------------------------------------------- helpers
     def _choose(self, name: str) -> Any:
-        if name in ("groups", "local"):
+        if name in messages.TRANSPORTS:
             transport = getattr(self._stager, name)
             transport.cancelled = self._is_cancelled
             return transport

@@ -22,6 +22,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Cancelled, EngineFault
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.collective.nccl import still_writes
+from vllm.inflight.transport.cuda_ipc.receiver_engine import ExportedEngine
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
 from vllm.inflight.transport.rank_numbers import rank_in_engine
 from vllm.inflight.transport.torch_groups.receiver_engine import GroupsEngine
@@ -99,6 +100,11 @@ class StagingWorker:
         if isinstance(configured, LocalEngine):
             return configured
         return self._made(LocalEngine, "local")
+
+    @functools.cached_property
+    def exported(self) -> ExportedEngine:
+        """What reads tensors that a trainer has exported with torch."""
+        return self._made(ExportedEngine, "inflight_ipc")
 
     def _made(self, kind: type[Made], backend: str) -> Made:
         config = upstream.WeightTransferConfig(backend=backend)
@@ -350,7 +356,7 @@ class StagingWorker:
         if self._job is not None:
             self._board.cancel(self._job.serial)
             self._job.join(timeout=1.0)
-        for made in {"groups", "local"} & vars(self).keys():
+        for made in set(messages.TRANSPORTS) & vars(self).keys():
             getattr(self, made).shutdown()
         # A job that cannot be interrupted may still post: leave it its memory.
         if not self.is_busy:
