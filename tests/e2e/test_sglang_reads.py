@@ -154,11 +154,20 @@ def test_memory_is_not_released_without_sleep_mode(door: Door, path: str) -> Non
     assert door.refused(path, tags=["cuda_graph"])[0] == 400
 
 
-def test_handles_of_a_checkpoint_engine_are_refused_with_the_way_out(
-    door: Door,
+def test_a_checkpoint_engine_is_rejected_without_the_flag_and_without_a_gpu(
+    door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, message = door.refused("/update_weights_from_ipc", zmq_handles={})
-    assert (status, "'shm'" in message) == (400, True)
+    path, body = "/update_weights_from_ipc", {"zmq_handles": {"GPU-0": "ipc://a"}}
+    status, message = door.refused(path, **body)
+    assert (status, "--inflight-pickled-tensors on" in message) == (400, True)
+    config = {"inflight": {"pickled_tensors": "on"}}
+    monkeypatch.setattr(door.core.vllm_config, "additional_config", config)
+    status, message = door.refused(path, **body)
+    assert (status, "this engine runs on cpu" in message) == (400, True), message
+    status, message = door.refused(path, zmq_handles={})
+    assert (status, "'zmq_handles' must be" in message) == (400, True), message
+    assert door.refused(path)[0] == 400
+    assert door.get("/weight_update")["active"] is None
 
 
 def test_the_configuration_can_be_read_as_upstream_tells_it(

@@ -178,8 +178,10 @@ class InflightConfig:
     )
     pickled_tensors: str = _knob(
         "off",
-        "'on': `/update_weights_from_tensor` also reads SGLang's pickled tensors, "
-        "with an unpickler that accepts tensors only. 'off': safetensors only.",
+        "'on': `/update_weights_from_tensor` also reads SGLang's pickled tensors and "
+        "CUDA IPC handles, and `/update_weights_from_ipc` a checkpoint-engine's "
+        "messages, with an unpickler that accepts tensors only. 'off': safetensors "
+        "only.",
         choices=("off", "on"),
     )
 

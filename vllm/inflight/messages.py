@@ -22,9 +22,10 @@ STAGED_KEYS = frozenset({"digest", "drift"})
 """Keys that a staged rank always posts, with None for a value that is not known."""
 
 
-TRANSPORTS = "groups", "local", "exported"
+TRANSPORTS = "groups", "local", "exported", "checkpoint_engine"
 """The transports that every worker has, besides the configured one: groups that a
-trainer opens with torch, files, and GPU memory that a trainer has exported."""
+trainer opens with torch, files, GPU memory that a trainer has exported, and the buffers
+of a checkpoint-engine. The attributes of a `StagingWorker` have the same names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ import msgspec
 import torch
 from safetensors.torch import save
 from starlette.datastructures import Headers
+from torch.multiprocessing import reductions
 
 from tests.robustness.fuzz import mutation
 from tests.support.transports.host_memory import HostMemory
@@ -38,11 +39,9 @@ from vllm.inflight.transport.collective import receiver_engine as broadcast
 from vllm.inflight.transport.collective import rendezvous as meeting
 from vllm.inflight.transport.cuda_ipc import receiver_engine as ipc
 from vllm.inflight.transport.files import receiver_engine as files
-from vllm.inflight.transport.files import (
-    safe_unpickler,
-    safetensors_files,
-)
-from vllm.inflight.transport.files.request_tensors import spooled
+from vllm.inflight.transport.files import safetensors_files
+from vllm.inflight.transport.sglang import checkpoint_engine, safe_unpickler
+from vllm.inflight.transport.sglang.request_tensors import spooled
 from vllm.inflight.transport.torch_groups import receiver_engine as torch_groups
 from vllm.inflight.transport.torch_groups import rendezvous
 from vllm.inflight.update import Manifest, check_label
@@ -192,6 +191,13 @@ def shown(given: Any) -> None:
     auth.authorize(request)
 
 
+def messages() -> list[bytes]:
+    """What a checkpoint-engine sends."""
+    buffer = reductions.rebuild_cuda_tensor, tuple(EXPORTER.arguments(torch.ones(8)))
+    entry = {"name": "a", "shape": torch.Size((2,)), "dtype": torch.int8, "offset": 0}
+    return [*map(pickle.dumps, (buffer, [entry], None, RuntimeError("it failed")))]
+
+
 EXPORTER = Exporter(HostMemory())
 
 
@@ -283,4 +289,10 @@ PARSERS: dict[str, Parser] = {
     "bucket": Parser([bucket(PARTS)], spool("flattened_bucket")),
     "parts": Parser([PARTS], lambda parts: spool("flattened_bucket")(bucket(parts))),
     "pickle": Parser(pickles(), lambda data: safe_unpickler.tensors(data, "it")),
+    "message": Parser(messages(), lambda data: safe_unpickler.message(data, "it")),
+    "sockets": Parser(
+        [{"zmq_handles": {"GPU-0": "ipc://a"}}],
+        info(checkpoint_engine.CheckpointEngine, "update"),
+        REFUSED,
+    ),
 }

@@ -16,8 +16,8 @@ from vllm.inflight.api.request import body as module
 from vllm.inflight.api.request.body import parse, parse_around, parse_in_slices
 from vllm.inflight.errors import Malformed
 from vllm.inflight.packed import MARK, at_once, is_packed, unpack
-from vllm.inflight.transport.files import request_tensors
-from vllm.inflight.transport.files.request_tensors import LongText
+from vllm.inflight.transport.sglang import request_tensors
+from vllm.inflight.transport.sglang.request_tensors import LongText
 
 JSON = st.recursive(
     st.none()
@@ -76,6 +76,10 @@ def test_in_slices_it_says_the_same(value, separators, ascii, step):
 @example(b"")
 @example(b"  ")
 @example(b"\xef\xbb\xbf{}")
+@example(b"\xef")
+@example(b"\xef\xbb")
+@example(b"\xef\xbb\xbf")
+@example(b"\xef\xbb\xbf ")
 @example(b'{"a": 12')
 @example(b"\x0b")
 @example(b'{"a": 12} {}')

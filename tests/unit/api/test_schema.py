@@ -145,6 +145,7 @@ SAMPLES = {
     "action": "checksum",
     "name": "a",
     "serialized_named_tensors": ["a"],
+    "zmq_handles": {"GPU-0": "ipc://a"},
 }
 UNCHECKED = {
     *("/receive_weight_update", "/init_actor_update_group"),

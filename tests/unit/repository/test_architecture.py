@@ -285,7 +285,7 @@ def test_one_file_reads_pickles_and_no_file_runs_text():
         }
         if named & RUNS_WHAT_IT_READS or called & CALLS:
             found.add(ids(file))
-    assert found == {"vllm/inflight/transport/files/safe_unpickler.py"}
+    assert found == {"vllm/inflight/transport/sglang/safe_unpickler.py"}
 
 
 def test_our_folder_hides_no_package_of_upstream():

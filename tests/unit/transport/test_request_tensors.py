@@ -18,16 +18,16 @@ import torch
 from safetensors.torch import load_file, save
 
 from vllm.inflight.errors import EngineFault, Malformed
-from vllm.inflight.transport.files import request_tensors as room
 from vllm.inflight.transport.files.receiver_engine import SHARED_MEMORY
-from vllm.inflight.transport.files.request_tensors import RequestTensors, spooled
+from vllm.inflight.transport.sglang import request_tensors as room
+from vllm.inflight.transport.sglang.request_tensors import RequestTensors, spooled
 
 pytestmark = pytest.mark.seconds
 
 ENTRY = base64.b64encode(save({"a": torch.ones(2)})).decode()
 KILLED = """if True:
     import os, signal, sys
-    from vllm.inflight.transport.files import request_tensors as room
+    from vllm.inflight.transport.sglang import request_tensors as room
     room.PREFIX = sys.argv[1]
     with room.spooled([sys.argv[2]], None, allow_pickle=False) as tensors:
         print(tensors.infos[0]["shm"], flush=True)

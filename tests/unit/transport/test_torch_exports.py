@@ -29,7 +29,7 @@ from vllm.inflight.transport.cuda_ipc.receiver_engine import (
     EXPORTED_BUCKET_BYTES,
     ExportedEngine,
 )
-from vllm.inflight.transport.files.request_tensors import spooled
+from vllm.inflight.transport.sglang.request_tensors import spooled
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.api.request.schema import OPENING
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Malformed, PauseConflict
-from vllm.inflight.transport.files.request_tensors import spooled
+from vllm.inflight.transport.sglang.request_tensors import spooled
 from vllm.inflight.update import check_label, check_owner
 
 NO_EFFECT = {
@@ -309,12 +309,30 @@ async def end_weight_update(
 async def update_weights_from_ipc(
     engine: upstream.EngineClient, body: dict[str, Any]
 ) -> Reply:
-    """Always rejected: handles of a checkpoint-engine cannot be opened here."""
-    raise Malformed(
-        "zmq_handles of a checkpoint-engine are not supported; on one host hand a file "
-        "in shared memory to POST /update_weights (backend 'local', {'shm': name}), "
-        "or call /update_weights_from_disk"
+    """Receive the tensors that a checkpoint-engine of this host lends.
+
+    Its messages are pickles. They are read only if the server was started for pickles.
+    """
+    fields = _fields(body)
+    info = {"zmq_handles": fields.needed("zmq_handles")}
+    control = control_of(engine)
+    commit = await commit_options(engine, control, fields)
+    label = fields.only("weight_version").get("weight_version")
+    if InflightConfig.of(engine.vllm_config).pickled_tensors != "on":
+        raise Malformed(
+            "the messages of a checkpoint-engine are pickles, which can run anything; "
+            "start with --inflight-pickled-tensors on, or use another route"
+        )
+    reply = await partial_updates.take(
+        control,
+        "checkpoint_engine",
+        info,
+        label=label,
+        commit=commit,
+        memory=partial_updates.memory_of(engine),
+        is_broadcast=True,
     )
+    return _ok(reply, reply["message"])
 
 
 async def update_weight_version(

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 
 from vllm.inflight.errors import Malformed
 from vllm.inflight.packed import Packer, TimeSlice, Work
-from vllm.inflight.transport.files.request_tensors import LongText
+from vllm.inflight.transport.sglang.request_tensors import LongText
 from vllm.inflight.update import INT64, MAX_MANIFEST_BYTES
 
 MAX_DEPTH = 32
@@ -44,6 +44,9 @@ PACKED = ("manifest", "update_info", "names", "dtypes", "shapes")
 DEEP, ENTRIES = 3, 2
 """Lists and objects above level `DEEP` are parsed in slices. From level `ENTRIES` on,
 list entries are parsed at once, because they are many and small."""
+
+BYTE_ORDER_MARK = "\ufeff"
+"""Some editors put it before a text."""
 
 Body = bytes | bytearray
 
@@ -194,7 +197,9 @@ class _Reader:
     def __init__(self, raw: Body) -> None:
         self._raw = raw
         self._num_decoded = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._has_mark = False
+        """Whether the text begins with a byte order mark."""
         self._text = ""
         self._at = self._before = 0
         """The position in the window, and the number of characters before it."""
@@ -205,7 +210,7 @@ class _Reader:
     def body(self) -> Work[Any]:
         """Parse the whole text as one value; an empty text is an empty object."""
         self._skip()
-        if self._at == len(self._text):
+        if self._at == len(self._text) and not self._has_mark:
             return {}
         value = yield from self._value(0, is_packed=False)
         self._skip()
@@ -317,6 +322,9 @@ class _Reader:
         part = self._raw[start:end]
         self.has_halves |= b"\\" in part
         decoded = self._decoder.decode(part, end == len(self._raw))
+        # Python's own decoder of marks takes half a mark for an empty text.
+        if start == 0 and decoded.startswith(BYTE_ORDER_MARK):
+            decoded, self._has_mark = decoded[1:], True
         self._num_decoded = end
         self._before += self._at
         self._text, self._at = self._text[self._at :] + decoded, 0

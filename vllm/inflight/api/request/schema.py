@@ -80,7 +80,8 @@ TEXTS = {
     "rid": "Id of the request.",
     "selector": "Which models: target model and drafter, or the target alone.",
     "serialized_named_tensors": "Base64 of safetensors bytes: one string for all "
-    "ranks, or one string for each rank.",
+    "ranks, or one string for each rank. Of SGLang's pickles, if the server was "
+    "started for them.",
     "shapes": "Shapes of the tensors, in the order of `names`.",
     "skip_tensor_list": "Names of tensors to leave out.",
     "subset": "Patterns of the names in the checkpoint, if it does not have all "
@@ -98,6 +99,7 @@ TEXTS = {
     "wait_for_inflight_requests": "Argument of vLLM 0.15 to 0.31. True: mode `wait`.",
     "weight_version": "Label of the new version. Left out: `update-<epoch>`.",
     "world_size": "Number of ranks in the group, with the trainer.",
+    "zmq_handles": "Address of a checkpoint-engine's process for the UUID of each GPU.",
 }
 """Field -> its description on every route that takes it."""
 
@@ -213,6 +215,10 @@ FIELDS: dict[str, dict[str, Schema]] = {
         ),
         **COMMITTING,
     },
+    "/update_weights_from_ipc": {
+        **_explained({"zmq_handles": OBJECT, "weight_version": LABEL}),
+        **COMMITTING,
+    },
     "/init_weights_update_group": _explained(
         {
             **{"master_address": TEXT, "master_port": COUNT, "rank_offset": COUNT},
@@ -288,6 +294,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "/init_weight_transfer_engine": ("init_info",),
     "/update_weights": ("update_info",),
     "/update_weights_from_tensor": ("serialized_named_tensors",),
+    "/update_weights_from_ipc": ("zmq_handles",),
     "/init_weights_update_group": (
         *("master_address", "master_port", "rank_offset", "world_size"),
     ),

@@ -118,7 +118,7 @@ STATUSES: dict[str, tuple[int, ...]] = {
     "/destroy_weights_update_group": (404, *_TRANSPORT),
     "/begin_weight_update": (404, 409, 500),
     "/end_weight_update": _UPDATE,
-    "/update_weights_from_ipc": (),
+    "/update_weights_from_ipc": _WHOLE_UPDATE,
     "/update_weight_version": (409, 500),
     "/receive_weight_update": _WHOLE_UPDATE,
     "/init_actor_update_group": _TRANSPORT,

@@ -25,6 +25,7 @@ from vllm.inflight.transport.collective.nccl import still_writes
 from vllm.inflight.transport.cuda_ipc.receiver_engine import ExportedEngine
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
 from vllm.inflight.transport.rank_numbers import rank_in_engine
+from vllm.inflight.transport.sglang.checkpoint_engine import CheckpointEngine
 from vllm.inflight.transport.torch_groups.receiver_engine import GroupsEngine
 from vllm.inflight.transport.waiting import never
 from vllm.inflight.worker.catalogue import catalogue
@@ -105,6 +106,11 @@ class StagingWorker:
     def exported(self) -> ExportedEngine:
         """What reads tensors that a trainer has exported with torch."""
         return self._made(ExportedEngine, "inflight_ipc")
+
+    @functools.cached_property
+    def checkpoint_engine(self) -> CheckpointEngine:
+        """What reads the buffers of a checkpoint-engine."""
+        return self._made(CheckpointEngine, "inflight_ipc")
 
     def _made(self, kind: type[Made], backend: str) -> Made:
         config = upstream.WeightTransferConfig(backend=backend)

@@ -14,6 +14,8 @@ import math
 import pickle
 import pickletools
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -59,6 +61,28 @@ class _Placeholder:
 
     def __setstate__(self, state: object) -> None:
         raise Malformed("the pickle sets attributes of a tensor")
+
+
+class _Function(_Placeholder):
+    """Stands for a function. There is a new one each time that a pickle names it."""
+
+    __slots__ = ("_record",)
+
+    def __init__(self, record: Callable[..., Any]) -> None:
+        self._record = record
+
+    def __call__(self, *arguments: object) -> Any:
+        return self._record(*arguments)
+
+
+class _Failure(_Placeholder):
+    """Stands for an error that the sender reports."""
+
+    __slots__ = ("text",)
+    __match_args__ = ("text",)
+
+    def __init__(self, *texts: object) -> None:
+        self.text = " ".join(text for text in texts if isinstance(text, str))[:1000]
 
 
 class _Storage(_Placeholder):
@@ -113,21 +137,52 @@ def tensors(data: bytes, where: str) -> Any:
         Malformed: the pickle names or holds something that is not allowed.
 
     """
+    with _named(where):
+        found = _to_tensors(_load(data), MAX_EXPANSION * len(data))
+    if found is None:
+        raise Malformed(f"{where} holds no list of (name, tensor) and no bucket")
+    return found
+
+
+def message(data: bytes, where: str) -> TorchExport | list[Any] | str | None:
+    """A message of a checkpoint-engine; see cuda_ipc/checkpoint_engine.py.
+
+    Returns:
+        the sender's buffer; or a list of the tensors in it; or what has failed, as
+        text; or None at the end.
+
+    Raises:
+        Malformed: the pickle names or holds something that is not allowed.
+
+    """
+    with _named(where):
+        match _load(data):
+            case (_Function(), tuple(arguments)):
+                return TorchExport.of(arguments)
+            case _Failure(text):
+                return text
+            case None | list() as found:
+                return found
+    raise Malformed(f"{where} holds no buffer, no list of tensors and no end")
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """A context in which every failure is a `Malformed` that names `where`."""
     try:
-        for opcode, place, _ in pickletools.genops(data):
-            # The memo is a list that is as long as its highest index.
-            if opcode.name in MEMOS and int(place or 0) > len(data):
-                raise Malformed(f"the pickle has no {place} things to remember")
-        found = _to_tensors(
-            _Tensors(io.BytesIO(data)).load(), MAX_EXPANSION * len(data)
-        )
+        yield
     except Malformed as error:
         raise Malformed(f"{where}: {error.message}") from None
     except Exception as error:
         raise Malformed(f"{where} cannot be read: {error}") from None
-    if found is None:
-        raise Malformed(f"{where} holds no list of (name, tensor) and no bucket")
-    return found
+
+
+def _load(data: bytes) -> Any:
+    for opcode, place, _ in pickletools.genops(data):
+        # The memo is a list that is as long as its highest index.
+        if opcode.name in MEMOS and int(place or 0) > len(data):
+            raise Malformed(f"the pickle has no {place} things to remember")
+    return _Tensors(io.BytesIO(data)).load()
 
 
 def _to_tensors(found: object, most: int) -> Any:
@@ -236,6 +291,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch.storage", "_load_from_bytes"): _storage,
     ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _exported,
+    ("builtins", "RuntimeError"): _Failure,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
 }
@@ -255,15 +311,14 @@ REBUILD = "_rebuild_cuda_tensor_modified"
 
 class _Tensors(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # A new function each time, because a pickle may change the attributes of it.
         if (found := ALLOWED.get((module, name))) is not None:
-            return found if isinstance(found, type) else lambda *args: found(*args)
+            return found if isinstance(found, type) else _Function(found)
         if (module, name) in ARGUMENTS:
             return _Placeholder()
         if module.startswith("sglang.srt.") and name == METADATA:
             return type(METADATA, (), {})
         if module.startswith("sglang.srt.") and name == REBUILD:
-            return lambda *arguments: _exported(*arguments)
+            return _Function(_exported)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise Malformed(f"the pickle names {module}.{name}, which is not allowed")

@@ -29,8 +29,8 @@ from vllm.inflight.errors import EngineFault, Malformed
 from vllm.inflight.trainer.snapshot import sweep, write_tensors
 from vllm.inflight.transport.cuda_ipc import torch_exports
 from vllm.inflight.transport.cuda_ipc.torch_exports import TorchExport
-from vllm.inflight.transport.files import safe_unpickler
 from vllm.inflight.transport.files.receiver_engine import SHARED_MEMORY
+from vllm.inflight.transport.sglang import safe_unpickler
 
 PREFIX = "vllm-inflight-tensors-"
 BUCKET, PARTS = "flattened_tensor", "metadata"

@@ -1,0 +1,1 @@
+"""Tensors as SGLang's clients and checkpoint-engines hand them over."""
