@@ -40,7 +40,7 @@ def trainer(llm: Any, source: CheckpointSource) -> Iterator[Any]:
     llm.shutdown_weight_transfer_engine()
 
 
-def test_what_a_trainer_sends_is_served(
+def test_weights_that_a_trainer_sends_are_served(
     llm: Any, trainer: Any, fresh: list[list[int]]
 ) -> None:
     trainer.send_weights()

@@ -226,7 +226,7 @@ def test_a_classifier_whose_loader_has_added_a_bias_is_served_and_not_updated(
     assert scores(llm) == before
 
 
-def test_what_was_not_tried_of_such_a_classifier_is_refused_by_name() -> None:
+def test_an_untested_kind_of_such_a_classifier_is_rejected_by_name() -> None:
     text = SimpleNamespace(classifier_from_token=["a"], method="of_tomorrow")
     hf = SimpleNamespace(get_text_config=lambda: text)
     model = SimpleNamespace(hf_config=hf, runner_type="pooling", quantization=None)

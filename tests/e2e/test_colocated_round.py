@@ -245,7 +245,7 @@ def test_a_sleep_that_fails_leaves_requests_and_their_pause_in_place(
 
 
 @pytest.mark.parametrize("mode", ["keep", "retract"])
-def test_what_cannot_be_retracted_is_refused_before_anything_is_lost(
+def test_a_sleep_is_rejected_before_any_loss_if_a_request_cannot_be_retracted(
     sleeper: Door, mode: str
 ) -> None:
     core = sleeper.core
@@ -406,7 +406,7 @@ def test_weights_that_upstream_puts_to_sleep_go_with_the_kv_cache(
     check_went_on(core, streams.run(), before, "old")
 
 
-def test_what_a_release_does_not_know_is_refused(sleeper: Door) -> None:
+def test_a_release_with_an_unknown_option_is_rejected(sleeper: Door) -> None:
     for asked in ({"tags": ["cuda_graph"]}, {"tags": []}, {"mode": "wait"}):
         assert sleeper.refused(RELEASE, **asked)[0] == 400
     sleeper.post(RELEASE, tags=["weights"])

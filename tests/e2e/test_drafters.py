@@ -115,7 +115,7 @@ def test_either_changes_alone_or_both_at_once_and_back(
         assert drafted(llm) == said["old", "old"]
 
 
-def test_what_an_update_leaves_out_is_kept_over_later_ones(
+def test_a_model_or_drafter_that_an_update_leaves_out_keeps_its_weights(
     llm: Any, said: Said, old: Path, new: Path, drafters: dict[str, Path]
 ) -> None:
     llm.update_weights_from_disk(None, "a", draft_path=str(drafters["new"]))
@@ -138,7 +138,7 @@ def test_upstreams_session_for_the_drafter_is_a_transaction(
     assert llm.get_weight_version() == "drafter-2"
 
 
-def test_what_is_read_has_the_drafter_as_well(
+def test_a_read_includes_the_weights_of_the_drafter(
     llm: Any, new: Path, drafters: dict[str, Path]
 ) -> None:
     core = llm.llm_engine.engine_core.engine_core

@@ -55,7 +55,9 @@ def test_rays_ranks_commit_together_and_roll_back(seen: dict[str, Any]) -> None:
     assert seen["after rollback"] == seen["before"]
 
 
-def test_what_one_of_rays_ranks_refuses_no_rank_takes(seen: dict[str, Any]) -> None:
+def test_no_rank_on_ray_commits_an_update_that_one_rank_rejects(
+    seen: dict[str, Any],
+) -> None:
     codes = [refusal["code"] for refusal in seen["refused"]]
     assert codes == ["weights_mismatch", "weights_mismatch", "engine_fault"] * 2
     assert seen["after refusals"] == seen["before"]

@@ -55,7 +55,9 @@ def test_an_expert_that_is_missing_is_named(
     assert greedy(llm) == fresh
 
 
-def test_who_reads_an_expert_is_told_where_it_is(llm: Any) -> None:
+def test_a_read_of_an_expert_is_rejected_with_the_name_of_its_stacked_parameter(
+    llm: Any,
+) -> None:
     with pytest.raises(Malformed, match=r"1\S*\.w13_weight") as refusal:
         run_sync(control_of(llm).ask(ReadRows(EXPERT, 2)))
     stacked = str(refusal.value).split("'")[3]
@@ -91,7 +93,7 @@ def test_experts_that_ranks_share_out_are_exchanged_on_both_of_them(
     assert "experts.9.up_proj" in seen["odd"][0]
 
 
-def test_what_upstream_does_with_later_weights_is_what_is_prevented(
+def test_an_update_that_keeps_the_kernels_of_upstream_serves_wrong_experts(
     llm: Any, fresh: list[list[int]], new: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:

@@ -57,7 +57,7 @@ def served(engine: Any, made: list[FileReader], old: Path) -> Any:
     stager.local.shutdown()
 
 
-def test_what_is_read_equals_a_fresh_engine_and_the_reader_is_kept(
+def test_weights_read_from_files_equal_a_fresh_engine_and_the_reader_is_kept(
     served: Any, made: list[FileReader], fresh: list[list[int]], old: Path, new: Path
 ) -> None:
     commits_and_rollbacks(served, old, new, fresh)

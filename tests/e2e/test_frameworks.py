@@ -58,7 +58,9 @@ def test_a_route_that_is_added_last_answers_too(seen: dict[str, Any]) -> None:
     assert seen["skyrl"] == {"status": "ok"}
 
 
-def test_what_nobody_else_has_is_ours(seen: dict[str, Any]) -> None:
+def test_our_routes_answer_in_an_application_that_a_framework_builds(
+    seen: dict[str, Any],
+) -> None:
     assert seen["ours"] == "named"
     assert seen["refused"]["error"]["code"] == "malformed"
 

@@ -86,7 +86,7 @@ def test_a_tensor_of_a_kind_that_no_model_has_is_refused_by_name(
 # Paths
 
 
-def test_what_lies_in_an_allowed_folder_is_read(
+def test_files_in_an_allowed_folder_are_read(
     fenced: Any, root: Path, before: Any, fresh: Any
 ) -> None:
     for path in ("model", "within", "within/../model", "./model/"):

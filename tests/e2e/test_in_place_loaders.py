@@ -65,7 +65,7 @@ def check(told: dict[str, Any]) -> None:
     )
 
 
-def test_what_is_received_in_place_is_what_a_fresh_load_makes_of_it(play):
+def test_weights_received_in_place_equal_a_fresh_load(play):
     told = play(*QUICK)
     assert [each["family"] for each in told] == [q.partition(":")[0] for q in QUICK]
     for each in told:

@@ -114,7 +114,7 @@ def test_a_later_folder_that_was_written_over_leaves_the_one_before_it_served(
     assert served(llm) == ("update-1", *whole[1:])
 
 
-def test_what_took_several_updates_is_had_again_as_one_at_any_rate(
+def test_restoring_a_version_of_several_updates_spends_one_start(
     restart: Callable[..., Any],
     checkpoint: Callable[..., Path],
     new: Path,

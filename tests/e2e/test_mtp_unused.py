@@ -63,7 +63,7 @@ def test_a_whole_checkpoint_may_have_them_and_none_may_come_alone(
     assert greedy(llm) == before
 
 
-def test_what_is_drafted_with_is_read_by_the_names_it_comes_under(
+def test_mtp_layers_that_draft_are_read_by_their_checkpoint_names(
     begin: Callable[..., Any], kind: MtpKind, folders: list[Path]
 ) -> None:
     old, new = folders

@@ -309,7 +309,7 @@ def test_requests_of_an_adapter_go_on(old: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_said_of_a_prompt_is_of_the_weights_that_computed_it(
+def test_prompt_logprobs_are_of_the_weights_that_computed_the_prompt(
     start: Callable[..., Any], old: Path, new: Path, mode: str
 ) -> None:
     """A commit in the middle of a prompt, which is computed four tokens at a time."""

@@ -207,7 +207,7 @@ def test_pause_and_update_of_an_llm(
     ],
     ids=["an extension", "a worker"],
 )
-def test_what_the_workers_have_themselves_is_left_to_them(
+def test_methods_that_the_workers_have_themselves_are_left_to_them(
     start: Callable[..., Any], old: Path, new: Path, more: dict[str, Any]
 ) -> None:
     llm = start(old, **more)

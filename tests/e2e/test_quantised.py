@@ -203,7 +203,7 @@ def test_scales_of_a_cache_that_is_not_quantised_are_without_effect(
         ("auto", None, 2, None),
     ],
 )
-def test_what_a_quantised_model_cannot_be_served_with_is_named(
+def test_an_option_that_a_quantised_model_does_not_support_is_named(
     cache: str, adapters: Any, num_ranks: int, reason: str | None
 ) -> None:
     attention = torch.nn.Module()

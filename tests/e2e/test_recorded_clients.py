@@ -69,7 +69,7 @@ def replay(server: Server, checkpoint: Callable[..., Path]) -> Iterator[Replay]:
     running.endpoint.sender.group.close()
 
 
-def test_what_trl_asked_is_answered_and_the_weights_follow(
+def test_requests_recorded_from_trl_are_answered_and_update_the_weights(
     server: Server, replay: Replay
 ) -> None:
     record = json.loads((RECORDS / "trl.json").read_text())
@@ -96,7 +96,7 @@ def greedy(server: Server) -> Any:
     return server.post("/v1/completions", body)["choices"][0]["token_ids"]
 
 
-def test_what_trls_asynchronous_trainers_asked_is_answered_and_the_weights_follow(
+def test_requests_recorded_from_asynchronous_trl_are_answered_and_update_the_weights(
     server: Server, replay: Replay, checkpoint: Callable[..., Path]
 ) -> None:
     record = json.loads((RECORDS / "trl_async.json").read_text())
@@ -117,7 +117,7 @@ def test_what_trls_asynchronous_trainers_asked_is_answered_and_the_weights_follo
     assert server.client.get("/weight_info").json()["epoch"] == epoch + 2
 
 
-def test_what_art_asks_is_answered_until_it_speaks_of_an_older_wire(
+def test_an_update_from_art_is_rejected_for_its_older_format_and_changes_nothing(
     server: Server,
 ) -> None:
     """ART 0.5.18 says in `update_info` what vLLM 0.28 and later take in `init_info`."""
@@ -138,7 +138,7 @@ def test_what_art_asks_is_answered_until_it_speaks_of_an_older_wire(
     assert before == after
 
 
-def test_what_verls_adapter_for_sglang_asked_is_answered_and_the_weights_follow(
+def test_requests_recorded_from_verl_for_sglang_are_answered_and_update_the_weights(
     server: Server, checkpoint: Callable[..., Path]
 ) -> None:
     record = json.loads((RECORDS / "verl.json").read_text())

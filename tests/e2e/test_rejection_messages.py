@@ -231,7 +231,7 @@ def test_a_pattern_that_matches_nothing_is_told_and_not_each_tensor(
 
 
 # ---------------------------------------------------- before the first byte has come
-def test_what_a_manifest_announces_wrongly_is_refused_before_anything_is_sent(
+def test_a_wrong_manifest_is_rejected_before_anything_is_sent(
     subject: Subject,
 ) -> None:
     names = [*subject.one_of_each_kind()]

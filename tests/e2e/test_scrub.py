@@ -150,7 +150,7 @@ def test_tokens_flow_while_it_is_read_and_a_commit_begins_it_anew(
     assert greedy(llm) == expected
 
 
-def test_what_is_scrubbed_regularly_alarms(
+def test_a_regular_scrub_reports_weights_that_have_changed(
     start: Callable[..., Any], folders: tuple[Path, Path], caplog: Any
 ) -> None:
     config = {"inflight": {"scrub_interval_s": 0.2}}

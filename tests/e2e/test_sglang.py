@@ -78,7 +78,7 @@ def test_a_checkpoint_of_the_host_is_served_and_the_model_path_follows(
         ("files", [], "unknown field 'files'"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(
+def test_an_unsupported_option_is_rejected_by_name(
     door: Door, folders: dict[str, Path], field: str, value: Any, named: str
 ) -> None:
     body = {"model_path": str(folders["new"]), field: value}

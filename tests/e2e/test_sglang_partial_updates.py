@@ -234,7 +234,7 @@ def test_a_head_that_comes_first_again_begins_the_next_version(sender: Sender) -
 
 
 @pytest.mark.parametrize("ends", ["a pause", "another label", "a rollback", "a begin"])
-def test_what_begins_anew_is_not_compared_with_what_is_served(
+def test_a_version_that_begins_anew_is_not_compared_with_the_live_weights(
     sender: Sender, ends: str
 ) -> None:
     sender.send(sender.rest, "one")

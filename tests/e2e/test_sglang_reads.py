@@ -34,7 +34,7 @@ def test_weights_are_read_by_the_checkpoints_names(
     assert len(rows) == min(100, len(served["model.norm.weight"]))
 
 
-def test_what_is_no_number_of_json_is_read_as_null(
+def test_a_value_that_is_not_finite_is_read_as_null(
     door: Door, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     served = tensors(folders["old"])
@@ -111,7 +111,7 @@ def test_checksums_tell_two_versions_apart_and_come_back_with_one(
     assert compared == {"match": True, "mismatches": []}
 
 
-def test_what_is_served_is_compared_with_its_digest(
+def test_the_live_weights_are_compared_with_their_digest(
     door: Door, folders: dict[str, Path]
 ) -> None:
     digest = publish(door.core, folders["new"], "new")["digest"]

@@ -77,7 +77,7 @@ def test_a_release_that_fails_is_told_and_leaves_the_engine_awake(
     assert decodes(sleeper)
 
 
-def test_what_sleeps_already_is_released_again_with_nothing_changed(
+def test_a_release_while_asleep_changes_nothing(
     sleeper: Door,
 ) -> None:
     sleeper.post(RELEASE)

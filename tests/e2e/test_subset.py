@@ -264,7 +264,7 @@ def test_a_subset_may_say_what_it_is_based_on(llm: Any, replace: Any) -> None:
     ],
     ids=["undeclared", "a part of qkv", "a strange pattern", "nothing", "half"],
 )
-def test_what_does_not_make_a_subset_is_refused_by_name(
+def test_an_undeclared_or_incomplete_subset_is_rejected_by_name(
     llm: Any,
     replace: Any,
     new: Path,

@@ -114,7 +114,7 @@ def test_all_of_a_larger_model_is_named(
     ids=["twice as many", "one", "the last is one", "another dimension", "integers"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_loaded_in_its_own_way_has_to_be_as_it_was(
+def test_a_tensor_with_a_loader_of_its_own_must_keep_its_shape_and_dtype(
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],
     tmp_path: Path,

@@ -31,7 +31,7 @@ def trainer(door: Door) -> Iterator[TorchTrainer]:
         door.post("/destroy_weights_update_group", group_name=running.name)
 
 
-def test_what_a_trainer_broadcasts_is_served(
+def test_weights_that_a_trainer_broadcasts_are_served(
     door: Door, trainer: TorchTrainer, folders: dict[str, Path], expected: Any
 ) -> None:
     for label in ("d1", "d2"):

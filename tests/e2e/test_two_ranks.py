@@ -24,7 +24,7 @@ def test_two_ranks_commit_together_and_equal_a_fresh_engine(
     assert seen["after commit"] == seen["expected"] != seen["before"]
 
 
-def test_what_two_ranks_serve_adds_up_to_what_was_announced(
+def test_a_scrub_adds_up_two_ranks_and_finds_changed_tensors(
     seen: dict[str, Any],
 ) -> None:
     whole, spoilt = seen["scrubbed"]

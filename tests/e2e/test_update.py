@@ -296,7 +296,7 @@ def test_a_bad_transport_payload_names_the_field(llm: Any) -> None:
 
 
 # ---------------------------------------------- clients of vLLM's older releases
-def test_what_older_clients_say_of_the_format_changes_nothing(
+def test_fields_of_the_format_from_older_clients_are_ignored(
     llm: Any, new: Path, fresh: Any
 ) -> None:
     llm.start_weight_update(True)
@@ -307,7 +307,7 @@ def test_what_older_clients_say_of_the_format_changes_nothing(
     assert greedy(llm) == fresh
 
 
-def test_what_older_clients_say_on_the_workers_changes_nothing(
+def test_fields_of_the_format_in_worker_calls_are_ignored(
     llm: Any, new: Path, fresh: Any
 ) -> None:
     llm.collective_rpc("start_weight_update", args=(True,))
@@ -342,7 +342,7 @@ def test_weights_in_a_kernels_format_are_refused_by_name(llm: Any) -> None:
         ("packed", True),
     ],
 )
-def test_what_an_older_update_would_mean_is_refused_by_name(
+def test_an_unsupported_value_of_an_older_field_is_rejected_by_name(
     llm: Any, new: Path, field: str, value: Any
 ) -> None:
     llm.start_weight_update()

@@ -10,8 +10,8 @@ import torch
 
 from tests.e2e.test_scrub import (  # noqa: F401 (tests, run here on a GPU)
     folders,
+    test_a_regular_scrub_reports_weights_that_have_changed,
     test_every_commit_is_read_back_where_that_was_asked_for,
-    test_what_is_scrubbed_regularly_alarms,
 )
 from tests.support.engines.oracle import differing
 from vllm.inflight.errors import StagingUnavailable

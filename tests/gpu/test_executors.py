@@ -7,8 +7,8 @@ from tests.e2e.test_executors import (  # noqa: F401 (tests, run here on GPUs)
     paths,
     seen,
     test_every_step_of_24_commits_under_load_on_ray_is_of_one_version,
+    test_no_rank_on_ray_commits_an_update_that_one_rank_rejects,
     test_rays_ranks_commit_together_and_roll_back,
-    test_what_one_of_rays_ranks_refuses_no_rank_takes,
 )
 
 pytestmark = [

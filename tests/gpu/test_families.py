@@ -114,7 +114,7 @@ def test_every_tensor_that_may_be_received_in_place_is_and_served_is_a_fresh_loa
 
 @pytest.mark.parametrize("staging", ["device", "host"])
 @pytest.mark.parametrize("family", COMPUTED)
-def test_what_a_loader_computes_is_what_a_fresh_engine_computes(
+def test_weights_that_a_loader_computes_equal_a_fresh_engine(
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],
     family: str,

@@ -52,7 +52,7 @@ def made(
     return readers
 
 
-def test_what_is_read_equals_a_fresh_engine(
+def test_weights_read_from_files_equal_a_fresh_engine(
     made: list[FileReader],
     engine: Any,
     fresh: list[list[int]],

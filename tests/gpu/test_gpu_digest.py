@@ -44,7 +44,7 @@ PLAIN = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 @pytest.mark.parametrize("served_as", PLAIN, ids=str)
-def test_what_is_infinite_in_the_dtype_it_is_served_in_is_counted(served_as):
+def test_values_not_finite_in_the_served_dtype_are_counted(served_as):
     tensors = {}
     for dtype in PLAIN:
         limit = ops.nonfinite_limit(dtype, served_as)

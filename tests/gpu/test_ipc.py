@@ -34,7 +34,7 @@ def engine(start: Callable[..., Any], fresh: Any, old: Path) -> Any:
     )
 
 
-def test_what_is_lent_was_written_on_whatever_stream() -> None:
+def test_settling_waits_for_writes_on_every_stream_of_the_lender() -> None:
     lent = torch.zeros(1 << 20, device=f"cuda:{torch.cuda.device_count() - 1}")
     written = torch.cuda.Event()
     with torch.cuda.device(lent.device), torch.cuda.stream(torch.cuda.Stream()):

@@ -14,7 +14,7 @@ from tests.robustness.pauses.test_oracle import (  # noqa: F401 (tests, run here
     test_a_stamp_of_another_version_is_found,
     test_kv_of_another_version_is_found,
     test_one_changed_token_is_found,
-    test_what_is_right_is_right,
+    test_the_oracle_finds_no_fault_in_correct_streams,
 )
 from tests.robustness.pauses.test_uses import (  # noqa: F401 (tests, run here on a GPU)
     live,

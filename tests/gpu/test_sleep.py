@@ -164,7 +164,7 @@ def test_an_update_in_flight_after_a_sleep_can_be_rolled_back(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_what_needs_weights_is_refused_while_they_are_asleep(
+def test_calls_that_need_weights_are_rejected_while_weights_are_asleep(
     llm: Any, old: Path, new: Path, level: int
 ) -> None:
     before = greedy(llm)

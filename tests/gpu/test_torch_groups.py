@@ -7,8 +7,8 @@ from tests.e2e.test_torch_groups import (  # noqa: F401 (tests, run here over NC
     test_buckets_of_a_version_are_served_when_the_last_one_is_there,
     test_pipeline_stages_of_a_trainer_may_each_have_a_group,
     test_tokens_flow_while_a_version_is_broadcast,
+    test_weights_that_a_trainer_broadcasts_are_served,
     test_weights_that_the_model_refuses_leave_the_group_good,
-    test_what_a_trainer_broadcasts_is_served,
     trainer,
 )
 

@@ -170,7 +170,9 @@ def test_a_request_that_comes_before_they_go_on_sets_none_of_them_going(
     assert both.stamps == {"r0": [("default", "one")[level - 1]] * 40}
 
 
-def test_what_drains_under_a_pause_drains_on_after_waking_up(both: Together) -> None:
+def test_requests_that_drain_under_a_pause_go_on_after_waking_up(
+    both: Together,
+) -> None:
     both.start(1, 0)
     both.of_both(lambda core: core.inflight("pause", {"mode": "wait"}))
     for asleep in both.of_both(lambda core: core.sleep(0, "keep")):

@@ -54,7 +54,7 @@ def decodes(core: Any) -> bool:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_one_engine_has_released_the_other_releases_too(
+def test_a_release_includes_the_engine_that_has_not_released_yet(
     front_end: FrontEnd, first: int
 ) -> None:
     front_end.cores[first].sleep(0)

@@ -57,7 +57,7 @@ def test_the_watch_over_pickles_sees_one() -> None:
     assert "pickle.find_class" in watched
 
 
-def test_what_is_kept_of_pickles_is_refused() -> None:
+def test_every_pickle_in_the_corpus_is_rejected() -> None:
     for name in ("pickle", "spool"):
         assert not any(map(PARSERS[name].accepts, corpus(name)))
 

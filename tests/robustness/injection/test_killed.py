@@ -55,7 +55,7 @@ def says(server: Server, got: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("point", "victim"), CELLS)
-def test_what_a_killed_process_leaves_is_nothing(
+def test_an_engine_with_a_killed_process_ends_and_leaves_nothing_behind(
     server: Server, trap: Trap, new: Path, point: str, victim: str
 ) -> None:
     known = names()

@@ -62,7 +62,9 @@ def wrong(subject: Subject, sent: list[Stream], mode: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_what_is_right_is_right(judged: Subject, mode: str) -> None:
+def test_the_oracle_finds_no_fault_in_correct_streams(
+    judged: Subject, mode: str
+) -> None:
     sent = streams(judged, judged.folders[NEW], mode)
     assert wrong(judged, sent, mode) == []
 

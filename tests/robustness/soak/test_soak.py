@@ -83,7 +83,9 @@ def answer(judge: Judge, trail: Any, eras: Any = None) -> Answer:
     return made
 
 
-def test_what_is_of_its_weights_is_not_torn(judge: Judge, history: History) -> None:
+def test_an_answer_that_its_weights_computed_is_not_judged_torn(
+    judge: Judge, history: History
+) -> None:
     right = answer(judge, [(0, 30, 0), (30, 60, 1)])
     assert covered(right, history) is None
     assert judge.torn(right) == []

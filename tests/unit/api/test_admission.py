@@ -90,7 +90,7 @@ async def test_an_async_llm_raises_what_the_server_answers():
 
 
 @pytest.mark.parametrize("method", ["generate", "encode"])
-async def test_what_an_async_llm_raises_reaches_its_caller(method: str):
+async def test_a_rejection_in_a_pause_of_an_async_llm_reaches_its_caller(method: str):
     from vllm.exceptions import GracefulHTTPError
     from vllm.v1.engine.async_llm import AsyncLLM
 

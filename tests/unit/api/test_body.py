@@ -168,7 +168,7 @@ def test_a_string_without_an_end_is_refused(raw):
     assert told(around, raw) is Malformed
 
 
-def test_what_lies_beside_long_strings_has_its_limit(monkeypatch):
+def test_data_beside_long_strings_is_limited_in_size(monkeypatch):
     monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 100)
     raw = json.dumps({"a": ["x" * 20] * 10}).encode()
     with pytest.raises(Malformed, match="more than 100 bytes beside its tensors"):

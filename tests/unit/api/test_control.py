@@ -68,7 +68,7 @@ async def test_received_bytes_of_all_engines_are_added_up():
     assert (reply["update_id"], reply["phase"]) == ("u", "staging")
 
 
-async def test_what_one_engine_does_not_tell_is_left_as_the_first_tells_it():
+async def test_a_field_that_one_engine_omits_is_taken_from_the_first_engine():
     over = {"update_id": "u", "phase": "aborted"}
     reply = await Control(Two(RECEIVED, over)).update({})
     assert reply["bytes"] == 100

@@ -126,7 +126,7 @@ async def test_ciphers_that_the_server_does_not_speak_open_no_control_port(
     assert (reply is not None) is is_answered
 
 
-async def test_what_generates_is_not_there():
+async def test_the_control_port_does_not_list_models():
     reply = await asked(args(free_port()), Engine(), "/v1/models")
     assert reply.status_code == 404
 

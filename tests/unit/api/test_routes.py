@@ -263,7 +263,7 @@ def test_the_field_of_vllm_0_21_to_0_24_that_trl_sends_is_no_fault():
         "/abort_weight_update?update_id=u",
     ],
 )
-def test_what_upstreams_clients_send_is_known(path):
+def test_fields_that_clients_of_upstream_send_are_accepted(path):
     assert client().post(path).status_code == 200
 
 
@@ -280,7 +280,7 @@ def test_what_upstreams_clients_send_is_known(path):
     ],
 )
 @pytest.mark.parametrize("ids", [None, "r"])
-def test_what_sglang_puts_into_every_request_is_known(path, body, ids):
+def test_fields_that_sglang_adds_to_every_request_are_accepted(path, body, ids):
     body = body | {"rid": ids, "http_worker_ipc": None}
     assert client().post(path, json=body).status_code == 200
 

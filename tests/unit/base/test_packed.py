@@ -91,7 +91,7 @@ def test_short_ones_stay_as_they_are_and_long_ones_become_bytes():
     assert at_once(pack(there)) == there
 
 
-def test_what_cannot_be_sent_is_left_to_whoever_reads_it():
+def test_a_list_that_cannot_be_sent_is_not_changed():
     for entry in (object(), (1, 2), "\ud800"):
         value = {"handles": [entry] * 3000}
         assert at_once(pack(value))["handles"] == value["handles"]

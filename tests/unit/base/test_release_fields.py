@@ -18,7 +18,7 @@ from vllm.inflight.release_fields import START, UPDATE_INFO, settled
         (UPDATE_INFO, {"num_updates_list": None, "packed": None}),
     ],
 )
-def test_what_asks_for_nothing_else_is_ignored(table: Any, body: dict[str, Any]):
+def test_fields_that_change_nothing_are_ignored(table: Any, body: dict[str, Any]):
     assert settled(body | {"names": ["a"]}, table) == {"names": ["a"]}
 
 
@@ -35,7 +35,7 @@ def test_what_asks_for_nothing_else_is_ignored(table: Any, body: dict[str, Any])
         (UPDATE_INFO, "packed_num_buffers", 2, "give it in init_info"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name_with_a_remedy(
+def test_an_unsupported_value_is_rejected_by_name_with_a_remedy(
     table: Any, name: str, value: Any, remedy: str
 ):
     with pytest.raises(Malformed) as raised:
@@ -44,7 +44,7 @@ def test_what_cannot_be_had_is_refused_by_name_with_a_remedy(
         assert part in raised.value.message
 
 
-def test_what_a_transport_was_opened_with_may_be_said_again():
+def test_fields_may_repeat_the_options_that_opened_the_transport():
     transport = SimpleNamespace(packed=True, packed_num_buffers=2)
     said = {"packed": True, "packed_num_buffers": 2}
     assert settled(said, UPDATE_INFO, opened_with=transport) == {}

@@ -201,7 +201,7 @@ def test_names_that_the_model_has_are_left_alone_and_are_nobody_elses():
     assert pairing.unmatched == ["other.norm.weight"]
 
 
-def test_what_has_another_shape_or_is_no_such_number_is_not_meant():
+def test_a_tensor_of_another_shape_dtype_kind_or_suffix_is_not_paired():
     known = {"a.weight": ([8], "bfloat16"), "b.weight": ([4], "int8")}
     pairing = paired([("x.weight", [8], "float32")], known)
     assert pairing.name_map == {"x.weight": "a.weight"}

@@ -305,7 +305,7 @@ def test_a_long_list_of_tensors_is_cut_and_counted():
     assert again.num_tensors == again.to_dict()["num_tensors"] == 100
 
 
-def test_what_is_announced_of_a_drafter_has_its_prefix_once():
+def test_names_in_the_manifest_of_a_drafter_have_its_prefix_once():
     parsed = Manifest.parse(
         manifest(draft=True, subset=["fc.*"], name_map={"head": "draft.lm_head"})
     )

@@ -145,7 +145,7 @@ def test_a_short_loop_has_no_break():
     assert min(len(worked(spin)) for _ in range(5)) == 1  # of the test's own
 
 
-def test_what_waits_has_no_break():
+def test_a_loop_that_only_waits_has_no_break():
     def wait() -> None:
         for _ in with_breaks(range(10)):
             time.sleep(SHORT_S)
@@ -153,7 +153,7 @@ def test_what_waits_has_no_break():
     assert len(worked(wait)) == 1  # of the test's own
 
 
-def test_what_ends_a_break_ends_the_loop():
+def test_an_error_that_ends_a_break_ends_the_loop():
     def stop() -> None:
         raise InterruptedError
 
@@ -187,7 +187,7 @@ def test_of_several_threads_beside_decoding_the_last_one_puts_all_back():
     assert interpreter() == usual
 
 
-def test_what_somebody_else_has_set_meanwhile_for_collections_stays():
+def test_a_collection_threshold_that_others_set_meanwhile_is_kept():
     usual = gc.get_threshold()
     try:
         with beside_decoding():

@@ -67,7 +67,7 @@ def test_rollback_pause_continue_and_abort(engine, run):
     assert run("abort")[:2] == (0, "update 'elsewhere': aborted\n")
 
 
-def test_what_the_server_rejects_is_told_with_its_remedy(engine, run):
+def test_a_rejection_by_the_server_is_printed_with_its_remedy(engine, run):
     engine.faults[FROM_DISK] = [UpdateBusy("another\x1b[2J")] * 2
     code, out, err = run("publish", "/x")
     assert (code, out) == (1, "")

@@ -102,7 +102,7 @@ def test_a_step_in_which_nothing_resumes_tells_no_names():
     assert StepState.of(output).media == {}
 
 
-def test_what_an_older_request_still_reads_is_not_shared_with_a_newer_one(manager):
+def test_an_output_that_an_older_request_reads_is_not_shared_with_a_newer_one(manager):
     older, newer = asking("cat"), asking("cat")
     assert not encode(manager, older)
     NamespacePolicy().plant(newer, CacheNamespace(1))
@@ -111,7 +111,7 @@ def test_what_an_older_request_still_reads_is_not_shared_with_a_newer_one(manage
     assert encode(manager, older)
 
 
-def test_what_nobody_reads_is_dropped_and_its_place_is_free_again(manager):
+def test_an_output_that_no_request_reads_is_dropped_and_its_slots_are_free(manager):
     requests = [asking(str(n)) for n in range(SIZE // NUM_EMBEDS)]
     for request in requests:
         assert not encode(manager, request)

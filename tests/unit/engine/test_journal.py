@@ -54,7 +54,7 @@ def test_a_subset_goes_on_top_of_what_it_was_sent_to() -> None:
     assert made(None, "b", subset=("*.mlp.*",)) is None
 
 
-def test_what_did_not_come_from_files_cannot_be_had_again() -> None:
+def test_a_version_that_did_not_come_from_files_cannot_be_restored() -> None:
     streamed = made(made((), "a"), None)
     assert streamed is None
     assert paths(made(streamed, "b")) == [("b", None)]

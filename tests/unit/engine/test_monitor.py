@@ -60,7 +60,7 @@ def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
 
 
 @pytest.mark.parametrize("is_given_up", [True, False])
-def test_what_a_rank_gives_up_that_is_shut_down_nobody_has_cancelled(
+def test_a_cancelled_rank_is_a_fault_unless_the_engine_cancelled_the_update(
     ranks, is_given_up
 ):
     left = Cancelled("the update was aborted").to_dict()

@@ -69,7 +69,7 @@ def test_the_ranks_that_flipped_flip_back():
         flip([GOOD, BAD], [GOOD, GOOD])
 
 
-def test_what_ranks_give_up_as_they_are_shut_down_was_not_given_up_here():
+def test_a_cancellation_by_a_rank_is_not_a_cancellation_by_the_engine():
     ranks = Ranks(Executor(), 2)
     ranks.cancel(2)
     ranks._board.cancel(3)
@@ -280,7 +280,7 @@ def test_tensors_that_all_ranks_reject_are_named_once_and_counted():
     assert error.num_tensors == error.causes["missing"] == 1000
 
 
-def test_what_filled_nothing_on_any_rank_is_told_with_what_is_missing():
+def test_a_tensor_that_no_rank_uses_is_reported_with_the_missing_tensors():
     statuses = [
         failed(missing("a"), unfilled=["fused", "of rank 1"]),
         failed(missing("b"), unfilled=["fused", "of rank 0"]),

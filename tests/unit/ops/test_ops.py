@@ -34,9 +34,7 @@ PLAIN = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("served_as", PLAIN, ids=str)
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
-def test_what_is_no_finite_number_in_the_dtype_it_is_served_in_is_counted(
-    dtype, served_as
-):
+def test_values_not_finite_in_the_served_dtype_are_counted(dtype, served_as):
     limit = ops.nonfinite_limit(dtype, served_as)
     integer = ops.INTEGERS[dtype.itemsize]
     about = torch.arange(max(0, limit - 50), limit + 50).to(integer).view(dtype)
@@ -111,7 +109,7 @@ def wrapper(tensor: torch.Tensor) -> torch.Tensor:
         (wrapper(torch.zeros(2)), "Wrapper of shape .* has no memory.*gather"),
     ],
 )
-def test_what_has_no_digest_is_refused_with_the_remedy(tensor, remedy):
+def test_a_tensor_that_has_no_digest_is_rejected_with_a_remedy(tensor, remedy):
     for function in (lambda t: digest([t]), digest_reference):
         with pytest.raises(TypeError, match=remedy):
             function(tensor)

@@ -109,7 +109,7 @@ def test_two_versions_with_one_label_are_two_spans():
     ]
 
 
-def test_what_nobody_knows_is_null_and_no_tokens_are_no_spans():
+def test_unknown_spans_are_null_and_an_output_without_tokens_has_no_spans():
     assert as_dicts(decoded(None)) is None
     assert as_dicts(decoded([])) == []
 

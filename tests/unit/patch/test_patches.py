@@ -350,7 +350,7 @@ def test_a_patch_wraps_a_callable_of_any_kind_once(engine, change, call):
     assert problem_with(change) is None
 
 
-def test_what_ray_adds_to_the_methods_of_its_actors_is_no_change(engine):
+def test_a_parameter_that_ray_adds_to_actor_methods_is_no_change(engine):
     def step(self, budget, _ray_trace_ctx=None):
         return [budget]
 

@@ -211,7 +211,7 @@ def test_an_attribute_of_ours_is_found_however_it_is_named(code):
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
-def test_what_we_keep_on_objects_of_upstream_is_under_the_one_name(file):
+def test_our_state_on_objects_of_upstream_is_under_one_name(file):
     """`attached.py` has the name, and `attributes.py` lists the classes."""
     found = attributes_of_ours(file.read_text())
     strangers = [f"{ids(file)}:{line} {name}" for line, name in found]

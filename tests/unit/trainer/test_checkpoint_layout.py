@@ -146,7 +146,7 @@ def test_a_layer_that_a_gpu_has_no_room_for_is_converted_on_the_host(
     assert tried == model.state_dict().keys()
 
 
-def test_what_transformers_cannot_convert_is_refused_with_the_line_to_write(
+def test_a_model_that_transformers_cannot_convert_is_rejected_with_a_remedy(
     monkeypatch,
 ):
     def fails(*_: Any) -> Any:

@@ -93,7 +93,7 @@ def test_an_llm_is_called_by_its_methods():
     assert (outcome.epochs, outcome.version) == ({"Sync": 1}, "v")
 
 
-def test_what_an_llm_raises_is_raised_with_its_name_and_its_remedy():
+def test_an_error_of_an_llm_is_raised_with_the_name_of_the_llm_and_a_remedy():
     llm = Sync()
     llm.refuses = True
     with (

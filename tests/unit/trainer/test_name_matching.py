@@ -136,7 +136,7 @@ def test_a_subset_is_of_names_that_a_whole_version_has_found(engine):
     assert outcome.mapped == {"module.a.weight": "a.weight"}
 
 
-def test_what_an_engine_says_of_its_names_is_raised_with_its_name(engine):
+def test_an_error_about_names_is_raised_with_the_address_of_the_engine(engine):
     engine.faults[NAMES] = [EngineFault("no names")]
     with (
         publisher(engine, name_map="auto") as to,

@@ -221,7 +221,7 @@ def test_parameters_of_zero_3_are_gathered_a_layer_at_a_time(shared, make, wrap)
     assert len(told) == len(expected)
 
 
-def test_what_is_kept_of_a_layer_of_zero_3_stays_when_the_layer_is_let_go(shared):
+def test_tensors_kept_of_a_zero_3_layer_outlive_the_release_of_the_layer(shared):
     expected = found(plain())
     model = plain()
     shared(model)

@@ -78,7 +78,7 @@ def test_an_engine_that_takes_no_update_yet_is_not_a_busy_one(engine):
         assert to.publish("v").version == "v"
 
 
-def test_what_comes_too_late_by_the_rate_is_not_waited_for(engine):
+def test_a_publish_fails_when_the_rate_limit_outlasts_its_timeout(engine):
     engine.faults[START] = [TooManyUpdates("in a minute", retry_after_s=60)]
     with publisher(engine, timeout_s=20) as to, pytest.raises(TooManyUpdates):
         to.publish("v")

@@ -30,7 +30,7 @@ def gathered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_ranks_share_out_is_sent_as_if_it_were_whole(gathered, name, way):
+def test_a_module_sharded_over_ranks_is_sent_as_whole_tensors(gathered, name, way):
     found = load_file(gathered / f"{name}-{way}.safetensors")
     expected = dict(tensors(MODELS[name]()))
     assert found.keys() == expected.keys()

@@ -112,7 +112,9 @@ def test_without_digests_the_manifest_has_none(tmp_path):
         ([("a", freed(torch.ones(2)))], "'a' has no memory of its own; gather it"),
     ],
 )
-def test_what_cannot_be_sent_is_named_and_leaves_no_file(tmp_path, pairs, named):
+def test_a_tensor_that_cannot_be_sent_is_named_and_leaves_no_file(
+    tmp_path, pairs, named
+):
     with pytest.raises(Malformed, match=named):
         Snapshot.pack(pairs, tmp_path)
     assert parcels(tmp_path) == set()

@@ -60,7 +60,7 @@ def test_a_module_gives_its_parameters_and_its_persistent_buffers():
     assert names(Model()) == ["embed.weight", "lm_head.weight", "mean"]
 
 
-def test_what_comes_out_is_detached_and_still_the_modules_own_memory():
+def test_yielded_tensors_are_detached_and_share_the_memory_of_the_module():
     model = Model()
     found = dict(tensors(model))
     assert not found["embed.weight"].requires_grad

@@ -58,7 +58,7 @@ def send(client: ServerClient, num_chunks: int = 1) -> None:
     client.finish_weight_update()
 
 
-def test_what_is_announced_is_said_of_the_next_update_and_of_no_other(engine, client):
+def test_an_announcement_applies_to_the_next_update_only(engine, client):
     client.announce(
         "step-7", step=7, mode="retract", subset=["a.*"], base_version="default"
     )
@@ -219,7 +219,7 @@ def test_the_key_is_the_one_given_or_that_of_the_environment(engine, monkeypatch
         assert engine.key == f"Bearer {sent}"
 
 
-def test_what_cannot_be_is_refused_before_anything_is_sent(engine, client):
+def test_an_invalid_call_is_rejected_before_anything_is_sent(engine, client):
     client.announce("kept")
     for wrong in ({"mode": "now"}, {"version": ""}, {"subset": []}):
         with pytest.raises(Malformed):
@@ -233,7 +233,7 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(engine, client):
     assert engine.version["weight_version"] == "kept"
 
 
-def test_what_a_call_ends_first_takes_its_time_from_that_call(engine, monkeypatch):
+def test_an_abort_before_a_start_spends_the_budget_of_that_start(engine, monkeypatch):
     aborts = noted(monkeypatch, HttpEngine, "abort")
     starts = noted(monkeypatch, HttpEngine, "start")
     with ServerClient(engine.url, timeout_s=20) as client:

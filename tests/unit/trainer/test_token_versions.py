@@ -26,7 +26,7 @@ def test_a_list_has_the_length_that_is_asked_for():
     assert per_token_versions(DICTS, 2) == ["a", "a"]
 
 
-def test_what_no_span_covers_has_no_version():
+def test_a_token_that_no_span_covers_has_no_version():
     assert per_token_versions(DICTS[1:]) == [None, None, "b"]
     assert per_token_versions([]) == []
     assert per_token_versions(None, 2) == [None, None]

@@ -143,9 +143,7 @@ def test_a_publisher_that_nobody_closes_has_its_version_served(
     assert engine.version["weight_version"] == "last"
 
 
-def test_what_waits_in_the_queue_of_a_publisher_that_nobody_closes_is_served(
-    engine, trainer
-):
+def test_a_queued_publish_is_served_though_nobody_closes_the_publisher(engine, trainer):
     engine.delays[UPDATE] = 0.3
     code = """
         publisher.publish("first", block=False)
@@ -156,7 +154,7 @@ def test_what_waits_in_the_queue_of_a_publisher_that_nobody_closes_is_served(
 
 
 @pytest.mark.parametrize("path", [UPDATE, FINISH])
-def test_what_is_not_served_soon_after_the_end_is_given_up_with_one_line(
+def test_a_publish_not_served_soon_after_the_end_is_given_up_with_one_line(
     engine, trainer, path
 ):
     engine.held[path] = threading.Event()
@@ -288,7 +286,7 @@ def test_a_publish_that_is_interrupted_does_not_close_the_publisher(engine):
         assert to.publish("w").epoch == 1
 
 
-def test_what_is_given_up_gives_its_time_back_soon_without_the_engine(
+def test_a_publish_is_given_up_soon_though_the_engine_does_not_answer(
     engine, monkeypatch
 ):
     aborts = noted(monkeypatch, HttpEngine, "abort")

@@ -69,7 +69,7 @@ def test_every_byte_travels_once_aligned_and_in_order(sizes, bucket_bytes):
 
 
 @given(st.lists(st.integers(0, 5000), max_size=40))
-def test_what_fits_into_a_bucket_is_whole_in_one(sizes):
+def test_a_tensor_that_fits_into_a_bucket_is_not_split(sizes):
     pieces = [piece for bucket in plan(sizes, 2048) for piece in bucket.pieces]
     for piece in pieces:
         if sizes[piece.tensor] <= 2048:

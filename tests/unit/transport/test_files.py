@@ -273,14 +273,14 @@ def engine(device: torch.device, staging: str = "auto") -> LocalEngine:
         ("cuda", "host", False),
     ],
 )
-def test_what_is_to_be_on_a_gpu_is_read_for_it(
+def test_files_are_read_for_a_gpu_where_weights_are_staged_on_it(
     device: str, staging: str, fills_gpu: bool
 ) -> None:
     assert engine(torch.device(device), staging).fills_gpu is fills_gpu
 
 
 @pytest.mark.parametrize(("device", "is_shared"), [("cpu", False), ("cuda", True)])
-def test_what_is_read_for_the_host_of_a_gpu_is_read_by_several(
+def test_files_for_the_host_of_a_gpu_are_read_by_several_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, is_shared: bool
 ) -> None:
     seen: list[int] = []

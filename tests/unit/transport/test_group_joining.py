@@ -236,7 +236,7 @@ def test_a_trainer_that_gives_up_while_the_transport_connects_is_heard(
         joining.result(SOON_S)
 
 
-def test_what_nccl_reports_of_a_peer_that_left_is_what_the_peer_said() -> None:
+def test_an_nccl_error_is_reported_with_the_reason_that_the_peer_gave() -> None:
     class Library:
         def state(self, comm: Any) -> bool:
             raise TransferFault("NCCL: remote process exited")

@@ -278,7 +278,7 @@ def test_a_pickle_makes_no_tensor_beyond_the_bytes_that_came_with_it(name, monke
         pass
 
 
-def test_what_torch_makes_of_a_tensor_is_read():
+def test_tensors_that_torch_pickled_are_read_unchanged():
     whole = torch.arange(12.0).reshape(3, 4)
     made = {
         "whole": whole,

@@ -298,7 +298,7 @@ def test_a_header_that_is_too_long_is_not_read(
     assert str(length) not in refusal.value.message
 
 
-def test_what_a_file_begins_with_is_not_told(tmp_path: Path) -> None:
+def test_an_error_does_not_reveal_the_first_bytes_of_a_file(tmp_path: Path) -> None:
     """It may be a file of anybody's that this process can read."""
     file = tmp_path / "secret"
     file.write_bytes(secret := b"s3cr3t-t0ken-of-somebody")

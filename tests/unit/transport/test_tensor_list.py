@@ -33,7 +33,7 @@ def test_nothing_can_be_announced():
         (([7], ["float32"], [[1]]), "7 in 'names'"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(info, named):
+def test_an_invalid_tensor_list_is_rejected_by_name(info, named):
     with pytest.raises(ValueError, match=named):
         TensorList.parse(*info)
 
@@ -54,7 +54,7 @@ def test_what_cannot_be_is_refused_by_name(info, named):
         ),
     ],
 )
-def test_what_differs_from_it_is_not_sent(sent, named):
+def test_tensors_that_differ_from_the_tensor_list_are_rejected(sent, named):
     announced = TensorList.of([("a", torch.zeros(2)), ("b", torch.zeros(3))])
     with pytest.raises(ValueError, match=named):
         list(announced.checked(sent))

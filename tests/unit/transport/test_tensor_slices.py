@@ -251,7 +251,7 @@ def test_slices_with_something_between_are_refused_by_name():
         ([shard(0) | {"rank": True}], "'up': a shard's rank cannot be True"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(given_shards, named):
+def test_an_invalid_slice_is_rejected_by_name(given_shards, named):
     with pytest.raises(ValueError, match=named):
         TensorList.parse(["up"], ["float32"], [[4]], given_shards)
 

@@ -115,7 +115,7 @@ def test_an_adapter_that_one_rank_cannot_load_is_undone_on_the_other(ranks):
     assert ranks.served == [{1: "A"}, {1: "A"}]
 
 
-def test_what_had_to_make_room_is_put_back(ranks):
+def test_an_adapter_that_was_evicted_is_restored_when_loading_fails(ranks):
     ranks.managers[1].unfit = "B"
     with pytest.raises(EngineFault):
         load_everywhere(ranks, request("b", 2))

@@ -90,7 +90,7 @@ def test_consolidating_moves_no_tensor_and_no_byte(arena):
     assert arena.stats()["num_handles"] == len(arena.runs()) == num_files() == 1
 
 
-def test_what_loading_frees_or_drops_is_freed(arena):
+def test_memory_that_loading_frees_or_drops_is_returned(arena):
     tensors = [filled(arena, 4), filled(arena, 8), filled(arena, 1)]
     assert (arena.stats()["backed_bytes"], num_files()) == (13 * PAGE, 3)
     del tensors[1]

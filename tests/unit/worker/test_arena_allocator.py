@@ -71,7 +71,7 @@ def test_torch_gets_memory_while_loading_and_none_later(arena):
     list(map(free, pointers))
 
 
-def test_what_torch_keeps_idle_is_dropped_and_a_failure_is_told(arena, monkeypatch):
+def test_idle_memory_of_torch_is_dropped_and_a_failure_is_reported(arena, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     malloc, _ = callbacks(arena)
     sizes = {malloc(PAGE): PAGE, malloc(PAGE): 0, 8: 0}
@@ -86,7 +86,7 @@ def test_what_torch_keeps_idle_is_dropped_and_a_failure_is_told(arena, monkeypat
     assert (arena.stats()["num_segments"], arena.stats()["num_handles"]) == (1, 2)
 
 
-def test_what_torch_would_do_behind_the_arenas_back_is_refused(arena):
+def test_nested_loading_and_expandable_segments_are_rejected(arena):
     with arena.loading(), pytest.raises(RuntimeError, match="nest"):
         arena.loading().__enter__()
     native.refuse_expandable_segments({"expandable_segments": False})

@@ -55,7 +55,7 @@ def test_a_suspended_arena_has_addresses_and_no_memory(arena):
     assert equal(tensors, before)
 
 
-def test_what_lies_beside_the_weights_outlives_a_sleep_without_them(arena):
+def test_buffers_beside_the_weights_outlive_a_sleep_that_drops_the_weights(arena):
     weights, buffers = loaded(arena), [filled(arena, 3, seed) for seed in (8, 9)]
     before = copies(buffers)
     inner = weights[0][PAGE // 2 : 2 * PAGE]  # a weight that ends within a page

@@ -57,7 +57,7 @@ def renamed(seed: int) -> dict[str, torch.Tensor]:
     return {STRANGE: named.pop("norm"), **named}
 
 
-def test_what_the_loader_knows_by_another_name_is_taken_and_replayed(sets):
+def test_a_name_that_only_the_loader_knows_is_accepted_and_replayed(sets):
     for seed in (1, 2):
         sets.stage(renamed(seed).items())
         sets.stager.flip()
@@ -132,7 +132,7 @@ def test_a_fused_parameter_comes_whole_or_in_parts_and_not_both(sets, asks_loade
     assert shows(sets.live, named)
 
 
-def test_what_is_no_number_of_that_kind_is_refused_by_any_name(sets):
+def test_an_integer_tensor_for_a_float_parameter_is_rejected_by_another_name(sets):
     named = renamed(1)
     named[STRANGE] = named[STRANGE].to(torch.int32)
     with pytest.raises(WeightsMismatch, match="it is int32, the model's is float32"):
@@ -140,7 +140,7 @@ def test_what_is_no_number_of_that_kind_is_refused_by_any_name(sets):
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_what_is_on_the_host_is_looked_into_by_as_many_as_may(
+def test_tensors_on_the_host_are_checked_with_the_allowed_number_of_threads(
     sets, monkeypatch, num_threads
 ):
     seen = []
@@ -176,7 +176,7 @@ def test_a_name_is_looked_up_among_spares_only_if_it_does_not_fit(monkeypatch):
     assert asked == ["two"]
 
 
-def test_what_is_announced_and_may_yet_come_is_not_called_missing(sets):
+def test_an_announced_tensor_that_may_still_arrive_is_not_reported_missing(sets):
     announced = [
         {"name": name, "shape": list(tensor.shape), "dtype": "float32"}
         for name, tensor in version(1).items()
@@ -203,7 +203,7 @@ def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):
         sets.stage([("head.weight", torch.ones(2))], ("head.*",))
 
 
-def test_what_is_kept_of_a_tensor_is_nothing_to_a_collection_of_garbage():
+def test_garbage_collection_does_not_track_the_facts_kept_of_a_tensor():
     named = version(1)
     inspection = TensorChecks(
         Manifest(),

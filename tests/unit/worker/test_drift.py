@@ -36,7 +36,7 @@ class AllBut:
         return name != self._name
 
 
-def test_what_stays_where_it_is_can_be_sampled_at_the_end():
+def test_a_tensor_that_stays_in_place_may_be_sampled_at_the_end():
     named, views = version(), {}
     for step in (1.0, 3.0):
         sampler = Sampler(views, AllBut(LARGE))
@@ -95,7 +95,7 @@ def test_without_a_version_before_nobody_knows():
     assert drift(None, samples(version())) is None
 
 
-def test_what_only_one_version_has_is_left_out():
+def test_a_tensor_that_only_one_version_has_is_left_out():
     old, new = version(), version()
     del old[TOP]
     new[SMALL] = new[SMALL][:10]
@@ -138,7 +138,7 @@ def test_a_sample_outlives_the_memory_it_was_taken_from():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_no_number_leaves_the_drift_unknown(value: float) -> None:
+def test_a_value_that_is_not_finite_leaves_the_drift_unknown(value: float) -> None:
     old = samples({"a.0.w": torch.ones(8), "a.1.w": torch.ones(8)})
     new = samples({"a.0.w": torch.full((8,), value), "a.1.w": torch.full((8,), 2.0)})
     assert drift(old, new) == {"overall": None, "layers": {"a.0": None, "a.1": 1.0}}
@@ -177,7 +177,7 @@ def test_parts_over_parts_keep_no_memory_that_nothing_is_left_of():
     assert torch.equal(whole[TOP], samples({TOP: torch.full((5000,), 8.0)})[TOP])
 
 
-def test_what_is_kept_of_many_tensors_is_few_objects_to_a_collection():
+def test_samples_of_many_tensors_are_few_objects_for_garbage_collection():
     named = {f"layers.{n}.w": torch.ones(4) for n in range(3000)}
     gc.collect()
     before = len(gc.get_objects())

@@ -121,7 +121,7 @@ def engine():
     engine.teardown()
 
 
-def test_what_is_recorded_replayed_and_received_in_place_is_what_may_be(engine):
+def test_exactly_the_eligible_tensors_are_replayed_and_received_in_place(engine):
     for order in range(3):
         engine.commit("in place, in batches", order)
     plan = engine.sets.shadow.plan

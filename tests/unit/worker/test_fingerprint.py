@@ -64,7 +64,7 @@ def test_a_write_of_any_row_or_column_of_a_matrix_is_seen() -> None:
         assert changed(lambda t: t.data[t.shape[0] // 2 :].fill_(1), tensor)
 
 
-def test_what_lies_beside_a_tensor_is_no_part_of_it() -> None:
+def test_memory_beside_a_tensor_is_no_part_of_its_fingerprint() -> None:
     whole = torch.zeros(3, 4096)
     part = whole[1]
     before = sample([part])
@@ -76,7 +76,7 @@ def test_what_lies_beside_a_tensor_is_no_part_of_it() -> None:
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_what_is_left_blank_is_found_to_the_last_word(kind: str) -> None:
+def test_a_blank_rest_is_detected_to_the_last_word(kind: str) -> None:
     tensor = SHAPES[kind].clone(memory_format=torch.preserve_format)
     if not make_blank(tensor):
         assert tensor.nbytes < 8

@@ -69,7 +69,9 @@ class Interrupted(dict):
         super().__setitem__(name, value)
 
 
-def test_what_lies_beside_the_parameters_goes_back_with_them(trees, monkeypatch):
+def test_an_interrupted_flip_restores_the_parameters_and_the_attributes(
+    trees, monkeypatch
+):
     live, second = trees
     before = values(live), values(second)
     flip = Exchange(live, second)

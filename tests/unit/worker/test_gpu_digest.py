@@ -137,7 +137,7 @@ def test_integers_have_nothing_to_count():
     assert nonfinite_width(torch.int8) == 0
 
 
-def test_what_a_kernel_uses_is_not_given_out_again_before_its_stream_is_there(
+def test_memory_that_a_kernel_uses_is_recorded_on_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     users: list[Any] = []

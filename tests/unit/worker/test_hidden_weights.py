@@ -130,7 +130,7 @@ def test_a_layer_is_found_wherever_it_is_kept(keep: Any) -> None:
 
 
 @pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
-def test_what_the_model_has_as_a_layer_or_a_parameter_may_be_kept_anywhere(
+def test_a_layer_or_parameter_of_the_model_may_be_kept_anywhere(
     keep: Any,
 ) -> None:
     model = holding(None)
@@ -178,11 +178,11 @@ def test_a_hidden_layer_without_weights_is_none_of_a_version() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_no_version_has_of_its_own_keeps_no_update_out(value: Any) -> None:
+def test_a_value_that_no_version_changes_is_no_hidden_weight(value: Any) -> None:
     assert paths(holding(value)) == []
 
 
-def test_what_a_quantised_layer_holds_is_looked_into_for_the_others(
+def test_a_value_shared_with_a_quantised_layer_is_searched_for_the_other_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)

@@ -66,7 +66,7 @@ def test_mtp_layers_are_spares_where_nobody_drafts_with_them(name: str, is_mtp: 
     assert not spares.has_left_out(name)
 
 
-def test_what_the_models_own_mapper_drops_may_come_with_all_the_rest():
+def test_a_tensor_that_the_mapper_of_the_model_drops_is_ignored():
     model = torch.nn.Module()
     model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"mtp.": None})
     assert spares_of(model).has_left_out("mtp.fc.weight")

@@ -72,7 +72,7 @@ def served(folder: Path, config: dict[str, Any], overrides: Any = None) -> Any:
         {"a_field_of_a_trainer": "unknown here"},
     ],
 )
-def test_what_does_not_change_a_token_is_let_in(
+def test_a_configuration_that_changes_no_token_is_accepted(
     tmp_path: Path, config: dict[str, Any], change: dict[str, Any]
 ) -> None:
     live = served(tmp_path / "live", config)
@@ -110,7 +110,7 @@ def test_another_model_is_refused_by_the_name_of_the_field(
         require_same_config(written(tmp_path / "new", QWEN3 | change), live)
 
 
-def test_what_an_override_sets_is_not_compared(tmp_path: Path) -> None:
+def test_a_field_that_an_override_sets_is_not_compared(tmp_path: Path) -> None:
     longer = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
     live = served(tmp_path / "live", QWEN3 | longer, overrides=longer)
     require_same_config(written(tmp_path / "new", QWEN3), live)
@@ -136,7 +136,7 @@ def test_what_an_override_sets_is_not_compared(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_configuration_is_refused_by_name(
+def test_an_invalid_configuration_raises_no_error_but_a_rejection(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     live = served(tmp_path / "live", QWEN3 | {"layer_types": ["full_attention"] * 2})

@@ -68,7 +68,7 @@ def test_an_engine_of_one_rank_and_engines_of_several_are_updated():
         {"enable_expert_parallel": True, "all2all_backend": "deepep_low_latency"},
     ],
 )
-def test_what_was_not_tested_is_rejected_by_name(fields):
+def test_parallelism_that_was_not_tested_is_rejected_by_name(fields):
     reason = parallelism.parallelism_obstacle(configured(**fields))
     name, value = list(fields.items())[-1]
     assert reason is not None

@@ -109,7 +109,9 @@ class Directed(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_remembered_is_not_looked_through_for_garbage(sets, monkeypatch):
+def test_records_of_loaders_are_frozen_for_garbage_collection_when_they_are_new(
+    sets, monkeypatch
+):
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(frozen)))
     counts = []
@@ -121,7 +123,7 @@ def test_what_is_remembered_is_not_looked_through_for_garbage(sets, monkeypatch)
     assert counts == [1, 2, 2, 2, 2]
 
 
-def test_what_is_replayed_does_not_ask_for_a_default_device(sets):
+def test_a_replay_calls_no_function_that_follows_the_default_device(sets):
     calls = []
     for seed in (1, 2, 3):
         weights = Batches(version(seed))
@@ -153,7 +155,7 @@ def test_batches_of_a_transport_are_loaded_as_such(sets):
         assert shows(sets.live, version(seed))
 
 
-def test_what_ends_up_in_one_piece_is_received_in_place(sets):
+def test_a_tensor_that_is_stored_in_one_piece_is_received_in_place(sets):
     first = InPlace(version(1))
     sets.stage(first)
     assert not first.placed, "no loader has shown it"

@@ -39,7 +39,7 @@ def test_auto_loads_the_model_all_the_same_and_knows_why():
     assert "take expandable_segments:True out of" in found.reason
 
 
-def test_what_was_asked_for_by_name_is_refused_with_the_reason():
+def test_staging_on_the_device_is_rejected_with_the_reason():
     with pytest.raises(ConfigError, match=r"staging device cannot.*out of PYTORCH"):
         placement.load_into_arena(torch.nn.Identity, config("device"))
 

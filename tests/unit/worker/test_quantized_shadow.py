@@ -236,7 +236,7 @@ class Halves(torch.nn.Module):
 
 
 @pytest.mark.parametrize("order", [("0", "1"), ("1", "0")])
-def test_what_a_checkpoint_repeats_may_come_when_its_layer_is_complete(
+def test_a_repeated_tensor_may_arrive_after_its_layer_is_complete(
     arena: Arena, order: tuple[str, str]
 ) -> None:
     last = order[-1]

@@ -112,7 +112,7 @@ def read(name: str, num_ranks: int) -> dict[str, Any]:
     "name",
     ["mixer.A_log", "gate_up_proj.weight", "in_proj.weight", "out_proj.weight"],
 )
-def test_what_a_loader_of_its_own_has_cut_is_refused_by_name_on_several_ranks(
+def test_a_weight_that_a_custom_loader_splits_is_rejected_by_name_on_several_ranks(
     name: str,
 ) -> None:
     assert name in read(name, 2)["refused"]
@@ -123,7 +123,7 @@ def test_what_a_loader_of_its_own_has_cut_is_refused_by_name_on_several_ranks(
     ("name", "dim"),
     [("mixer.norm", None), ("gate.weight", None), ("up_proj.weight", 0)],
 )
-def test_what_is_whole_or_cut_side_by_side_is_read_on_several_ranks(
+def test_a_weight_that_is_whole_or_split_by_rows_is_read_on_several_ranks(
     name: str, dim: int | None
 ) -> None:
     assert read(name, 2)["dim"] == dim

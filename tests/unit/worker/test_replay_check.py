@@ -164,7 +164,7 @@ def test_a_loader_that_makes_tensors_of_its_own_is_never_replayed(sets):
         assert shows(sets.live, named | {"norm": torch.zeros(HIDDEN)})
 
 
-def test_what_is_refused_once_is_not_recorded_again(sets):
+def test_a_tensor_that_the_plan_rejected_is_not_recorded_again(sets):
     sets.stage(version(1).items())
     sets.arena.flip()
     sets.shadow.plan.reject(["norm"])
@@ -175,7 +175,7 @@ def test_what_is_refused_once_is_not_recorded_again(sets):
         assert sets.shadow.plan.num_proved == EVERYTHING - 1
 
 
-def test_what_the_proof_wrote_is_carried_by_a_subset(sets):
+def test_a_subset_update_restores_weights_that_the_replay_check_overwrote(sets):
     for _ in range(2):
         sets.stage(version(1).items())
         sets.stager.flip()
@@ -241,7 +241,7 @@ class Clearing(Turning):
 
 @pytest.mark.parametrize("kind", [Turning, Clearing])
 @pytest.mark.parametrize("transport", [InPlace, Batches])
-def test_what_its_loader_turns_or_clears_is_not_received_in_place(
+def test_a_tensor_that_its_loader_transposes_or_clears_is_not_received_in_place(
     arena, kind, transport
 ):
     def full(seed):

@@ -77,7 +77,7 @@ def test_padding_is_filled_again():
     assert len(entry.filled) == 2
 
 
-def test_what_is_not_a_copy_of_the_tensor_goes_through_the_loader():
+def test_a_tensor_that_its_loader_does_not_just_copy_is_not_replayed():
     for loader in (scaled, added):
         param = torch.nn.Parameter(torch.zeros(8, 3), requires_grad=False)
         tensor = torch.randn(8, 3)
@@ -125,7 +125,7 @@ def test_only_what_ends_up_whole_and_in_one_piece_has_a_place():
         assert plan.place("t", (*shape, 1), torch.float32) is None
 
 
-def test_what_is_converted_on_its_way_has_no_place():
+def test_a_tensor_that_is_converted_is_replayed_but_has_no_place():
     param = torch.nn.Parameter(torch.zeros(8, 3, dtype=torch.bfloat16), False)
     plan = Plan()
     tensor = torch.randn(8, 3)
@@ -147,7 +147,7 @@ def test_a_view_is_its_place_in_the_storage():
     assert view_of(torch.zeros(4, 6)[1:, ::2]) == (6, (3, 3), (6, 2))
 
 
-def test_what_is_of_several_dtypes_is_not_copied_in_one_call(monkeypatch):
+def test_tensors_of_several_dtypes_are_not_copied_in_one_call(monkeypatch):
     """On a GPU torch 2.11 reads and writes all targets of a call as the first one."""
     calls, together = [], torch._foreach_copy_
 
@@ -185,7 +185,7 @@ def test_loaders_that_are_not_called_are_left_alone_until_one_is():
     assert "load_weights" not in vars(model)
 
 
-def test_what_is_missing_is_counted_on_the_host():
+def test_missing_elements_are_counted_on_the_host():
     fill = Fill(12, {(0, (2, 3), (3, 1)): 6, (3, (5,), (1,)): 5})
     with torch.device("meta"):  # whatever device is the default of a thread
         assert Fill(12).missing == 12
@@ -223,12 +223,12 @@ def test_views_that_overlap_are_not_complete_because_they_add_up(views, missing)
     ],
     ids=["whole", "turned", "padded", "a shard", "cut", "computed", "not used"],
 )
-def test_what_a_loader_leaves_of_a_tensor_is_told(loader, shape, num_unread):
+def test_elements_that_a_loader_leaves_unread_are_counted(loader, shape, num_unread):
     entry = recorded(loader, torch.nn.Parameter(torch.zeros(8, 3)), torch.ones(shape))
     assert entry.num_unread == num_unread
 
 
-def test_what_is_read_twice_is_read_once():
+def test_elements_that_are_read_twice_are_counted_once():
     def twice(param, tensor):
         for _ in range(2):
             param.data[:2].copy_(tensor[:2])

@@ -31,7 +31,7 @@ def of_the_parameter(param, loaded, made):
     made(param.data + 1)
 
 
-def test_what_is_rounded_goes_where_its_origin_is_in_a_fresh_engine():
+def test_rounding_functions_run_on_the_device_where_a_fresh_engine_runs_them():
     assert seen(of_the_tensor, HOST, ELSEWHERE) == [ELSEWHERE, ELSEWHERE, HOST]
     assert seen(of_the_tensor, ELSEWHERE, HOST) == [HOST] * 3
     assert seen(of_the_parameter, ELSEWHERE, HOST) == [ELSEWHERE, HOST]

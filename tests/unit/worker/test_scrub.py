@@ -146,7 +146,7 @@ def test_every_kind_of_loader_that_copies_is_read_back():
             param.data.view(-1).view(torch.int32)[-1] ^= 1
 
 
-def test_what_changes_while_it_is_read_is_read_again():
+def test_a_flip_during_a_scrub_ends_the_scrub_without_a_result():
     with Arena.open(HOST, 1 << 26) as arena:
         sets = Sets(arena, kind=Model, first=version(0))
         sets.shadow.asks_loader = True

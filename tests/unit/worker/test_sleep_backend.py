@@ -187,7 +187,7 @@ def test_a_host_without_memory_refuses_before_anything_has_changed(
     assert worker.serves(0)
 
 
-def test_what_was_copied_for_a_sleep_that_never_came_is_not_brought_back(
+def test_a_copy_for_a_sleep_that_never_came_is_not_restored(
     worker: Worker,
 ) -> None:
     worker.backend.prepare(1)

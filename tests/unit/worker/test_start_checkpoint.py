@@ -52,7 +52,7 @@ def test_a_file_that_is_none_has_no_names_and_hides_no_others(tmp_path: Path):
     assert "a.weight" in origin(str(model))
 
 
-def test_what_is_not_on_this_host_has_no_names(tmp_path: Path):
+def test_a_checkpoint_that_is_not_on_this_host_has_no_names(tmp_path: Path):
     for model in ("someone/no-such-model", "s3://bucket/model", str(tmp_path / "gone")):
         assert "a.weight" not in origin(model)
 

@@ -117,7 +117,7 @@ def test_so_are_adapters_and_what_upstream_writes_and_reads(
     assert steps.stream.num_waits == 1  # done, for whoever looks at it elsewhere
 
 
-def test_what_fails_is_over_before_the_next_step_too(
+def test_work_that_fails_between_two_steps_is_waited_for_too(
     current: threading.local, steps: StepTracker
 ) -> None:
     with pytest.raises(ValueError, match="of a test"), steps.between():

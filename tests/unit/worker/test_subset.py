@@ -67,7 +67,7 @@ def differing(sets: Sets) -> set[str]:
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(UPDATES | st.just("rollback"), max_size=12), st.booleans())
-def test_what_is_served_is_what_was_committed(moves, is_reversible):
+def test_the_live_weights_are_always_those_that_were_committed(moves, is_reversible):
     with Arena.open(torch.device("cpu"), 1 << 26) as arena:
         sets = Sets(arena, is_reversible=is_reversible)
         served, before = version(0), None
@@ -152,7 +152,7 @@ def test_only_what_is_behind_is_carried(sets):
     assert sets.stage([("embed.weight", version(4)["embed.weight"])], ["embed*"]) == 0
 
 
-def test_what_nothing_declares_is_not_received_in_place(sets):
+def test_a_tensor_that_no_pattern_declares_is_not_received_in_place(sets):
     for seed in (1, 2):
         sets.stage(version(seed).items())
         sets.stager.flip()
@@ -172,7 +172,7 @@ def test_a_parameter_that_was_begun_is_filled(sets):
     assert shows(sets.live, version(0) | {"norm": version(1)["norm"]})
 
 
-def test_what_came_in_place_is_behind_though_nobody_has_looked_at_it(sets):
+def test_a_subset_replaces_tensors_that_a_failed_update_received_in_place(sets):
     for seed in (1, 2):
         sets.stage(version(seed).items())
         sets.stager.flip()

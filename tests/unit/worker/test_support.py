@@ -72,7 +72,7 @@ def test_how_pixels_are_normalised_is_of_the_configuration_of_a_processor():
     assert reason(Pixels()) is None
 
 
-def test_what_a_step_clears_again_keeps_no_version():
+def test_an_attribute_that_a_step_clears_again_keeps_no_version():
     features = [torch.zeros(8, 4)]
     assert reason(layer_with(deepstack_input_embeds=features)) is None
     assert "'other_embeds[0]'" in reason(layer_with(other_embeds=features))
@@ -83,7 +83,7 @@ def test_a_norm_without_a_weight_keeps_no_version():
     assert "'weight'" in reason(layer_with(weight=torch.ones(8)))
 
 
-def test_what_attention_has_made_of_its_weights_is_named():
+def test_weights_that_only_the_attention_backend_keeps_are_named():
     sinks = torch.nn.Parameter(torch.zeros(4))
     impl = SimpleNamespace(sinks=sinks, alibi_slopes=torch.ones(4))
     assert reason(layer_with(sinks=sinks, impl=impl)) is None

@@ -123,7 +123,7 @@ def test_the_throttle_does_not_rest_between_steps(
     assert not naps
 
 
-def test_what_it_owes_from_between_two_steps_it_rests_beside_the_next(
+def test_a_rest_owed_from_between_two_steps_is_taken_beside_the_next_step(
     naps: list[float],
 ) -> None:
     steps = StepTracker()
@@ -202,7 +202,7 @@ def test_there_are_breaks_while_steps_follow_each_other_and_none_on_an_idle_engi
 
 
 @pytest.mark.parametrize(("staging", "expected"), [("host", 3), ("auto", 1)])
-def test_what_is_staged_on_a_gpus_host_is_copied_by_several(
+def test_staging_on_the_host_of_a_gpu_copies_with_several_threads(
     staging: str, expected: int
 ) -> None:
     config = InflightConfig(staging=staging)

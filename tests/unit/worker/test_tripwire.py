@@ -63,7 +63,9 @@ def fresh(name: str = "up.weight") -> Iterator[tuple[str, torch.Tensor]]:
     yield name, torch.randn(128, 64) if "up" in name else torch.randn(64, 128)
 
 
-def test_what_is_not_written_is_not_told(worker: Worker) -> None:
+def test_the_tripwire_reports_no_write_where_nothing_was_written(
+    worker: Worker,
+) -> None:
     worker.model.load_weights([])
     worker.model.load_weights(iter(()))
     worker.model.up(torch.randn(3, 64))
@@ -147,7 +149,7 @@ def put_another_there(model: Model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("move", [put_elsewhere, put_another_there])
-def test_what_is_put_elsewhere_comes_home_where_places_count(
+def test_a_weight_put_elsewhere_returns_to_the_place_that_is_kept(
     worker: Worker, move: Any
 ) -> None:
     """A GPU's graphs read the places, and updates exchange the pages of them."""
@@ -162,7 +164,7 @@ def test_what_is_put_elsewhere_comes_home_where_places_count(
     assert not worker.is_written
 
 
-def test_what_has_another_form_stays_where_it_was_put_and_is_told(
+def test_a_weight_of_another_shape_stays_where_it_was_put_and_is_reported(
     worker: Worker,
 ) -> None:
     worker.wire.keep_places()
@@ -223,7 +225,7 @@ def test_the_board_tells_of_a_load_and_not_of_an_update(worker: Worker) -> None:
     board.close()
 
 
-def test_what_was_made_blank_is_missing_until_all_of_it_is_written(
+def test_a_blank_weight_is_missing_until_all_of_it_is_written(
     worker: Worker,
 ) -> None:
     kept = worker.model.down.weight.detach().clone()
