@@ -39,9 +39,11 @@ OF_TRAINERS = ["vllm.distributed.weight_transfer.factory"]
 """Engines on a GPU are spawned: this is enough for what is started beside them."""
 IS_ON_CPU = not torch.accelerator.is_available()
 
-TOO_LATE = ("OMP_NUM_THREADS", "PYTHONPATH", "VLLM_PLUGINS")
+TOO_LATE = ("OMP_NUM_THREADS", "VLLM_PLUGINS")
 """Variables of the environment that are read, or may be, while vLLM is imported."""
 READ = {name: os.environ.get(name) for name in TOO_LATE}
+FOLDERS = os.environ.get("PYTHONPATH", "")
+"""Where modules are found. A process may have more folders before these."""
 
 nursery = multiprocessing.get_context("forkserver")
 nursery.set_forkserver_preload(
@@ -62,7 +64,9 @@ def begin(
 
     A forked one forks its engine, which Ray does not live through.
     """
-    if IS_ON_CPU and not spawned and {name: env.get(name) for name in TOO_LATE} == READ:
+    is_late = {name: env.get(name) for name in TOO_LATE} != READ
+    is_elsewhere = not env.get("PYTHONPATH", "").endswith(FOLDERS)
+    if IS_ON_CPU and not (spawned or is_late or is_elsewhere):
         return Nursling(module, words, env, stdout, stderr)
     with stdout.open("ab") as out, stderr.open("ab") as err:
         return subprocess.Popen(
@@ -128,6 +132,8 @@ def _live(
     setproctitle(" ".join([sys.executable, "-m", module, *words]))
     os.environ.clear()
     os.environ.update(env)
+    more = env.get("PYTHONPATH", "").removesuffix(FOLDERS)
+    sys.path[:0] = [folder for folder in more.split(os.pathsep) if folder]
     # A tracker of shared memory that ends with this family, and not with the tests.
     tracker._resource_tracker._fd = tracker._resource_tracker._pid = None
     os.register_at_fork(after_in_child=_count)
