@@ -19,6 +19,7 @@ from pathlib import Path
 from docs import signatures
 from docs.families import families
 from docs.gpu_runs import gpu_runs
+from docs.pause_plot import picture
 from docs.tables import code, first_line, table
 from vllm.inflight import patch, release_fields
 from vllm.inflight.api.server.flags import GROUP, add_flags
@@ -248,12 +249,14 @@ TABLES: dict[str, list[Callable[[], str]]] = {
 
 
 def pages() -> Iterator[tuple[Path, str, str]]:
-    """(path, text as it is, text as it should be) of every page with tables."""
+    """(path, text as it is, text as it should be) of every page and drawing."""
     for name, made in TABLES.items():
         before = after = (DOCS / name).read_text()
         for content in made:
             after = _filled(name, after, content.__name__, content())
         yield DOCS / name, before, after
+    drawing = DOCS / "pause-modes.svg"
+    yield drawing, drawing.read_text() if drawing.exists() else "", picture()
 
 
 def stale() -> Iterator[str]:
