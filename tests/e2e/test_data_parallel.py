@@ -35,22 +35,36 @@ PROBE = {"model": "tiny", "prompt": [3, 4, 5], "max_tokens": 8, "temperature": 0
 BODY = {"model": "tiny", "prompt": [3, 4, 5], "max_tokens": 900, "ignore_eos": True}
 
 
+FLAGS = (
+    *("--data-parallel-size", "2", "--api-server-count", "2"),
+    *("--weight-transfer-config", '{"backend": "local"}'),
+    *("--dtype", "float32", "--logits-processors", gentle.NAME),
+)
+ENV = KEEP_ALIVE | {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_SERVER_DEV_MODE": "1"}
+IN_STEP = ("--hf-overrides", '{"num_experts": 4}')
+"""A dense model that vLLM takes for a mixture of experts: its engines step together.
+The CPU build runs no mixture with data parallelism."""
+
+
 @pytest.fixture(scope="module")
 def server(old: Path) -> Iterator[Server]:
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_SERVER_DEV_MODE": "1"}
-    flags = (
-        *("--data-parallel-size", "2", "--api-server-count", "2"),
-        *("--weight-transfer-config", '{"backend": "local"}'),
-        *("--dtype", "float32", "--logits-processors", gentle.NAME),
-    )
-    with Server(old, *flags, env=env | KEEP_ALIVE) as running:
+    with Server(old, *FLAGS, env=ENV) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def apis(server: Server) -> Iterator[list[ApiServer]]:
+def server_in_step(old: Path) -> Iterator[Server]:
+    with Server(old, *FLAGS, *IN_STEP, env=ENV) as running:
+        yield running
+
+
+@pytest.fixture(
+    scope="module",
+    params=["server", pytest.param("server_in_step", marks=pytest.mark.slow)],
+)
+def apis(request: pytest.FixtureRequest) -> Iterator[list[ApiServer]]:
     """Both API servers, each by itself."""
-    with api_servers(server) as both:
+    with api_servers(request.getfixturevalue(request.param)) as both:
         assert len(both) == 2
         yield both
 
