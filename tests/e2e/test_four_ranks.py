@@ -16,7 +16,7 @@ from tests.support.serving import Server
 pytestmark = pytest.mark.engine
 
 PARALLEL = ("--tensor-parallel-size", "2", "--data-parallel-size", "2")
-NUM_TOKENS = 200
+NUM_TOKENS = 120
 """Of a request that is paused in its middle."""
 CORES = "0|1|0|1"
 """For each rank, of the first engine and then of the second; two cores are enough."""

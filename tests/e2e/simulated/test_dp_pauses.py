@@ -85,13 +85,14 @@ def ends(both: Together, name: str) -> set[tuple[int, str]]:
     return {(len(both.stamps[each]), both.ends[each]) for each in names}
 
 
+def shorten(core: Any) -> None:
+    """Let the lease of this engine run out now."""
+    held = core.vllm_inflight.pauses._lease
+    held.take(held.owner, 0.0)
+
+
 def run_out(both: Together, rank: int) -> None:
     """The lease of this engine ends, and that of the other one does not yet."""
-
-    def shorten(core: Any) -> None:
-        held = core.vllm_inflight.pauses._lease
-        held.take(held.owner, 0.0)
-
     core = both.cores[rank]
     both.ask(rank, shorten).result(timeout=20)
     until(
@@ -225,12 +226,35 @@ def test_a_lease_that_runs_out_as_a_commit_comes_leaves_nobody_waiting(
     refused = first.result(timeout=20)["error"]
     assert refused["code"] == "engine_fault"
     assert "got different calls" in refused["message"]
-    assert are_paused(mixture) == {True}, "one alone went on"
+    paused = [core.is_scheduler_paused() for core in mixture.cores]
+    assert paused == [True, True], "one alone went on"
+    mixture.ask(1 - early, shorten)  # it is due there too
+    until(lambda: are_paused(mixture) == {False}, "they did not go on")
     replies = mixture.control("commit", weight_version="one")
     assert [reply["ok"]["weight_version"] for reply in replies] == ["one", "one"]
-    asyncio.run(Control(mixture).resume(OWNER))
-    first_forwards, second = mixture.finish()
-    assert all(a == b for a, b in zip(first_forwards, second, strict=False))
+    forwards = mixture.finish()
+    assert all(a == b for a, b in zip(*forwards, strict=False))
+
+
+def test_a_commit_is_told_that_decoding_is_about_to_continue(
+    mixture: Together,
+) -> None:
+    mixture.start(2, 1)
+    mixture.let_end()
+    mixture.stage(1)
+    pause(mixture, "in_place", LONG_S)
+
+    def both_at_once(core: Any) -> Any:
+        return core.inflight("resume", {}), core.inflight("commit", {})
+
+    asked = mixture.of_both(both_at_once)
+    for going_on, commit in asked:
+        assert going_on.result(timeout=20)["ok"]["paused"] is False
+        assert commit["error"]["code"] == "wrong_phase"
+        assert "about to continue" in commit["error"]["message"]
+    mixture.control("abort")
+    mixture.finish()
+    assert set(mixture.ends.values()) == {"length"}
 
 
 def test_continuing_what_is_not_paused_waits_for_nobody(mixture: Together) -> None:

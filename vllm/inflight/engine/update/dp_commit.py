@@ -106,6 +106,10 @@ class DpCommit:
         if self._armed is not None:
             if self._armed.key == key:
                 return self._armed.answer
+            if self.is_to_continue:
+                raise WrongPhase(
+                    "the data-parallel engines are about to continue; call again"
+                )
             raise WrongPhase(
                 "another commit or rollback waits for the other data-parallel engines"
             )
