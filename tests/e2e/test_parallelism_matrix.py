@@ -1,56 +1,19 @@
 """Interfaces and kinds of parallelism: pauses and updates behave the same in all."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engines import gentle
-from tests.support.engines.matrix import NUM_REQUESTS, NUM_TOKENS, both
+from tests.support.engines.matrix import NUM_REQUESTS, NUM_TOKENS, Served, both
 from tests.support.engines.script import run_script
 from tests.support.serving import Server
 
 pytestmark = pytest.mark.engine
 
-PATHS = {
-    "pause_generation": "/pause_generation",
-    "continue_generation": "/continue_generation",
-    "update_weights_from_disk": "/update_weights_from_disk",
-}
 SHAPES = {"one rank": (1, 1), "two data-parallel": (1, 2), "two ranks": (2, 1)}
-
-
-class Http:
-    """A server."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.pool = ThreadPoolExecutor(NUM_REQUESTS)
-
-    def send(self, prompts: list[list[int]], count: int) -> list[Future[Any]]:
-        sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
-
-        def one(tokens: list[int]) -> Any:
-            body = {"token_ids": tokens, "sampling_params": sampling}
-            reply = self.server.post("/inference/v1/generate", body)
-            assert "choices" in reply, reply
-            (choice,) = reply["choices"]
-            return choice["token_ids"], choice["weight_versions"]
-
-        return [self.pool.submit(one, tokens) for tokens in prompts]
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        if name == "is_paused":
-            return self.server.client.get("/is_paused").json()["is_paused"]
-        return self.server.post(PATHS[name], arguments)
-
-    def num_begun(self) -> int:
-        # Told after a step, and these prompts take one: who runs has a token by then.
-        lines = self.server.client.get("/metrics").text.splitlines()
-        gauge = "vllm:num_requests_running{"
-        return sum(int(float(x.split()[-1])) for x in lines if x.startswith(gauge))
 
 
 def over_http(tp: int, dp: int, old: Path, new: Path) -> Any:
@@ -58,7 +21,7 @@ def over_http(tp: int, dp: int, old: Path, new: Path) -> Any:
     flags = (*parallel, "--logits-processors", gentle.NAME)
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if tp * dp > 1 else {}
     with Server(old, "--dtype", "float32", *flags, env=bind) as server:
-        return both(Http(server), str(old), str(new))
+        return both(Served(server), str(old), str(new))
 
 
 QUICK = {("LLM", "one rank"), ("HTTP", "two ranks"), ("HTTP", "two data-parallel")}

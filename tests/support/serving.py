@@ -107,6 +107,10 @@ class Server:
         """What the server has said."""
         return Path(self._log.name).read_text(errors="replace")
 
+    def request(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """Any request, with JSON; returns the reply as it is."""
+        return self.client.request(method, path, json=body)
+
     def post(self, path: str, body: Any = None, **options: Any) -> Any:
         """POST JSON; returns the decoded reply, whatever its status."""
         return self.client.post(path, json=body or {}, **options).json()

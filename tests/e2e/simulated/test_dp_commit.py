@@ -219,7 +219,8 @@ def test_continuing_right_after_waking_up_is_continuing(both: Together) -> None:
         assert not core.engines_running, "the pause goes on, as it was"
         return core.inflight("resume", {})
 
-    assert [r["ok"]["paused"] for r in both.of_both(wake)] == [False, False]
+    answers = map(outcome, both.of_both(wake))
+    assert [answer["ok"]["paused"] for answer in answers] == [False, False]
     first, second = both.finish()
     assert first == second
     assert [len(told) for told in both.stamps.values()] == [150, 150]
@@ -315,7 +316,7 @@ def test_two_different_switches_are_none(both: Together) -> None:
         return core.vllm_inflight.dp_commit.arm("something else", dict)
 
     armed = both.ask(1, other).result(timeout=20)
-    with pytest.raises(Exception, match="got different commits"):
+    with pytest.raises(Exception, match="got different calls"):
         armed.result(timeout=20)
     assert commit.result(timeout=20)["error"]["code"] == "engine_fault"
     assert labels(both) == ["default", "default"]

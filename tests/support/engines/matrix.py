@@ -10,10 +10,15 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle
 from typing import Any, Protocol
 
+import httpx
+
+from tests.support.api_servers import ApiServer
 from tests.support.engines import gentle
 from tests.support.engines.script import tell
+from tests.support.serving import Server
 from tests.support.waiting import until
 
 NUM_REQUESTS = 4
@@ -44,15 +49,8 @@ def prompt(seed: int) -> list[int]:
 
 def live(door: Door, path: str, label: str, mode: str) -> dict[str, Any]:
     """Requests that are paused, updated and let go on in their middle."""
-    prompts = [prompt(seed) for seed in range(NUM_REQUESTS)]
-    sent = begun_together(door, prompts)
-    reply = door.call("pause_generation", mode=mode, flush_cache=False)
-    engines = reply.get("engines", [reply])
-    is_paused = door.call("is_paused")
-    time.sleep(PAUSE_S)
-    updated = door.call("update_weights_from_disk", path=path, weight_version=label)
-    door.call("continue_generation")
-    done = [future.result(timeout=120) for future in sent]
+    life = live_once(door, path, label, mode)
+    prompts, done = life.pop("prompts"), life.pop("told")
     first = [spans[0]["end"] for _, spans in done]
     # What the weights now live make of the same texts, begun anew.
     texts = [p + t[:k] for p, (t, _), k in zip(prompts, done, first, strict=True)]
@@ -60,20 +58,44 @@ def live(door: Door, path: str, label: str, mode: str) -> dict[str, Any]:
     assert left > 0, "a request ended before the pause"
     again = [future.result(timeout=120) for future in door.send(texts, left)]
     rest = [t[k : k + left] for (t, _), k in zip(done, first, strict=True)]
+    same = [r == t for r, (t, _) in zip(rest, again, strict=True)]
+    return life | {"same as begun anew": same}
+
+
+def live_once(
+    door: Door, path: str, label: str, mode: str, num_tokens: int = NUM_TOKENS
+) -> dict[str, Any]:
+    """The same without what comes after; `told` has the tokens and spans of each."""
+    prompts = [prompt(seed) for seed in range(NUM_REQUESTS)]
+    sent = begun_together(door, prompts, num_tokens)
+    reply = door.call("pause_generation", mode=mode, flush_cache=False)
+    num_paused = [
+        engine["num_running"] + engine["num_waiting"]
+        for engine in reply.get("engines", [reply])
+    ]
+    is_paused = door.call("is_paused")
+    time.sleep(PAUSE_S)
+    updated = door.call("update_weights_from_disk", path=path, weight_version=label)
+    door.call("continue_generation")
+    done = [future.result(timeout=120) for future in sent]
     return {
-        "paused": sum(e["num_running"] + e["num_waiting"] for e in engines),
+        "prompts": prompts,
+        "told": done,
+        "paused": sum(num_paused),
+        "paused in each": num_paused,
         "is_paused": is_paused,
         "label": updated["weight_version"],
         "counts": [len(tokens) for tokens, _ in done],
         "versions": [[span["version"] for span in spans] for _, spans in done],
-        "same as begun anew": [r == t for r, (t, _) in zip(rest, again, strict=True)],
     }
 
 
-def begun_together(door: Door, prompts: list[list[int]]) -> list[Future[Any]]:
+def begun_together(
+    door: Door, prompts: list[list[int]], num_tokens: int
+) -> list[Future[Any]]:
     """Requests that run at one time on any machine: a pause has gathered them."""
     door.call("pause_generation", mode="in_place", flush_cache=False)
-    sent = door.send(prompts, NUM_TOKENS)
+    sent = door.send(prompts, num_tokens)
 
     def are_here() -> bool:
         reply = door.call("pause_generation", mode="in_place", flush_cache=False)
@@ -194,6 +216,48 @@ class Online:
         self.engine.shutdown()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.pool.shutdown()
+
+
+class Served:
+    """A server, or the API servers of one, which take turns.
+
+    Attributes:
+        replies: the spans of each request that has ended, and the headers with them.
+
+    """
+
+    def __init__(self, *servers: Server | ApiServer) -> None:
+        self.pool = ThreadPoolExecutor(NUM_REQUESTS)
+        self.replies: list[tuple[list[dict[str, Any]], httpx.Headers]] = []
+        self._turns = cycle(servers)
+
+    def send(self, prompts: list[list[int]], count: int) -> list[Future[Any]]:
+        sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
+
+        def one(tokens: list[int]) -> Any:
+            body = {"token_ids": tokens, "sampling_params": sampling}
+            reply = self._ask("POST", "/inference/v1/generate", body)
+            told = reply.json()
+            assert "choices" in told, told
+            (choice,) = told["choices"]
+            self.replies.append((choice["weight_versions"], reply.headers))
+            return choice["token_ids"], choice["weight_versions"]
+
+        return [self.pool.submit(one, tokens) for tokens in prompts]
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        if name == "is_paused":
+            return self._ask("GET", "/is_paused").json()["is_paused"]
+        return self._ask("POST", f"/{name}", arguments).json()
+
+    def num_begun(self) -> int:
+        # Told after a step, and these prompts take one: who runs has a token by then.
+        lines = self._ask("GET", "/metrics").text.splitlines()
+        gauge = "vllm:num_requests_running{"
+        return sum(int(float(x.split()[-1])) for x in lines if x.startswith(gauge))
+
+    def _ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        return next(self._turns).request(method, path, body)
 
 
 DOORS: dict[str, Callable[..., Any]] = {"LLM": Offline, "AsyncLLM": Online}

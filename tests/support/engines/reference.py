@@ -64,6 +64,34 @@ class Reference:
             start = end
 
 
+def unlikely(
+    reference: Reference, life: Mapping[str, Any], mode: str
+) -> list[tuple[int, int]]:
+    """Tokens in a life of matrix.py that a fresh engine would not have sampled.
+
+    Each is a request's number and the token's place. After `in_place` a fresh engine
+    would have gone on from the KV of the version before; after `retract` from none.
+    """
+    found = []
+    for number, prompt in enumerate(life["prompts"]):
+        tokens, spans = life["told"][number]
+        ends = [span["end"] for span in spans]
+        assert ends[-1] == len(tokens)
+        starts = [0, *ends[:-1]] if mode == "retract" else [0]
+        labels = [
+            span["version"] for span in spans for _ in range(span["start"], span["end"])
+        ]
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            said, by = tokens[start:end], labels[start:end]
+            steps = reference.replay(prompt + tokens[:start], said, by)
+            found += [
+                (number, start + place)
+                for place, (logprobs, label) in enumerate(zip(steps, by, strict=True))
+                if logprobs[label].argmax().item() != said[place]
+            ]
+    return found
+
+
 def labels_of(output: Any) -> list[str]:
     """The version of every token of a completion, from its spans."""
     labels: list[str] = []

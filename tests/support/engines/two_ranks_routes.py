@@ -78,13 +78,19 @@ def shards(folder: Path, rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def odd(payload: list[dict[str, Any]], folder: Path) -> list[str]:
-    """The parameters of either rank that are not the reference's."""
+def odd(
+    payload: list[dict[str, Any]], folder: Path, dtype: torch.dtype = torch.bfloat16
+) -> list[str]:
+    """The parameters of any rank that are not the reference's, served in `dtype`.
+
+    The ranks are those of one engine of two ranks, or of several, one after the other.
+    """
     names = []
     for rank, told in enumerate(payload):
-        assert told["parallelism_info"]["tp_rank"] == rank
+        assert told["parallelism_info"]["tp_rank"] == rank % 2
         reference = {
-            n: ops.digest([t])[0].hex() for n, t in shards(folder, rank).items()
+            name: ops.digest([tensor.to(dtype)])[0].hex()
+            for name, tensor in shards(folder, rank % 2).items()
         }
         found = told["checksums"]
         names += [

@@ -1,8 +1,8 @@
-"""Two simulated engines that step together, each with upstream's own busy loop.
+"""Two simulated data-parallel engines, each with upstream's own busy loop.
 
-They meet over gloo as data-parallel engines of a mixture-of-experts model do. Their
-workers note with which weights each forward ran, those without requests too: forwards
-of one number are one step of both.
+Those that step together meet over gloo, as engines of a mixture-of-experts model do.
+Their workers note with which weights each forward ran, those without requests too:
+forwards of one number are one step of both. Those of a dense model step alone.
 """
 
 import queue
@@ -18,7 +18,12 @@ from typing import Any
 
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineShutdownState
+from vllm.v1.engine.core import (
+    DPEngineCoreProc,
+    EngineCore,
+    EngineCoreProc,
+    EngineShutdownState,
+)
 
 from tests.support.engines.bare_core import add, call, prompt
 from tests.support.simulated.core import simulated_core
@@ -64,10 +69,10 @@ class Noting(SimulatedExecutor):
         return super()._inflight_flip(ranks)
 
 
-class Member(DPEngineCoreProc):
+class Alone(EngineCoreProc):
     """One of the engines; what its process would have been given is given here."""
 
-    group: Any
+    dp_rank: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.input_queue, self.output_queue = queue.Queue(), queue.Queue()
@@ -76,13 +81,7 @@ class Member(DPEngineCoreProc):
         self.process_input_queue_block = True
         self.publish_dp_lb_stats = self.enable_fault_tolerance = False
         self.engines_running = self.has_coordinator = False
-        self.pending_pause = self.ignore_start_dp_wave = False
-        self.step_counter = self.current_wave = 0
-        self.eep_scaling_state = None
-        self.dp_sync_interval, self.prefill_schedule_interval = SYNC_INTERVAL, 1
-        self.dp_group = self.group
-        self.dp_rank = self.engine_index = self.group.rank()
-        self.dp_size = NUM_ENGINES
+        self.engine_index = self.dp_rank
         EngineCore.__init__(self, *args, **kwargs)
 
     def _handle_shutdown(self) -> bool:
@@ -92,15 +91,38 @@ class Member(DPEngineCoreProc):
         EngineCore.shutdown(self)
 
 
+class Member(Alone, DPEngineCoreProc):
+    """One that steps together with the other."""
+
+    dp_group: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.pending_pause = self.ignore_start_dp_wave = False
+        self.step_counter = self.current_wave = 0
+        self.eep_scaling_state = None
+        self.dp_sync_interval, self.prefill_schedule_interval = SYNC_INTERVAL, 1
+        self.dp_size = NUM_ENGINES
+        Alone.__init__(self, *args, **kwargs)
+
+
 class Together:
     """The engines, their loops in threads, and a client of both."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *, is_dense: bool = False) -> None:
+        kinds = [
+            type("Alone", (Alone,), {"dp_rank": rank}) for rank in range(NUM_ENGINES)
+        ]
+        if not is_dense:
+            kinds = [
+                type("Member", (Member,), {"dp_rank": g.rank(), "dp_group": g})
+                for g in _groups()
+            ]
         self.cores: list[Any] = [
-            simulated_core(model, Noting, kind=type("Member", (Member,), {"group": g}))
-            for g in _groups()
+            simulated_core(model, Noting, kind=kind) for kind in kinds
         ]
         self.stamps: dict[str, list[str]] = {}
+        self.ends: dict[str, str] = {}
+        """Why requests have ended."""
         self._num_updates = 0
         self._threads = [
             threading.Thread(target=self._loop, args=(core,), daemon=True)
@@ -133,7 +155,7 @@ class Together:
             for index in range(counts[core.dp_rank]):
                 seed = 10 * core.dp_rank + index
                 add(core, f"r{seed}", prompt(seed), max_tokens=150)
-            core.engines_running = True
+            core.engines_running = isinstance(core, Member)
 
         self.of_both(begin)
 
@@ -177,31 +199,46 @@ class Together:
 
     def finish(self) -> tuple[list[int], list[int]]:
         """Until both are idle; the weights of each forward, of both engines."""
-        self._let_end()
+        self.let_end()
         deadline = time.monotonic() + 30
         while any(c.scheduler.has_requests() or c.engines_running for c in self.cores):
             assert time.monotonic() < deadline, "they do not come to an end"
             time.sleep(0.01)
         self.of_both(lambda core: None)  # what their last steps brought is out
         for core in self.cores:
-            self._read(core)
+            self.read(core)
         first, second = (list(c.model_executor.forwards) for c in self.cores)
         return first, second
 
-    def _let_end(self) -> None:
+    def start_over(self) -> None:
+        """Without requests and without a pause; what they have noted is forgotten."""
+        self.control("resume")
+        self.finish()
+        for core in self.cores:
+            core.reset_prefix_cache()
+            core.model_executor.forwards.clear()
+            core.model_executor.sampled.clear()
+            core.model_executor.may_end.clear()
+        self.stamps, self.ends = {}, {}
+
+    def let_end(self) -> None:
+        """Let requests come to their end soon."""
         for core in self.cores:
             core.model_executor.may_end.set()
 
-    def _read(self, core: Any) -> None:
+    def read(self, core: Any) -> None:
+        """Note what an engine has put out, in `stamps` and `ends`."""
         while not core.output_queue.empty():
             _, group = core.output_queue.get()
             label = Stamp.decode(group.weight_version or "").label
             for output in group.outputs:
                 told = self.stamps.setdefault(output.request_id, [])
                 told += [label] * len(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.ends[output.request_id] = str(output.finish_reason)
 
     def close(self) -> None:
-        self._let_end()
+        self.let_end()
         for core in self.cores:
             core.shutdown_state = EngineShutdownState.SHUTTING_DOWN
             core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
@@ -232,9 +269,9 @@ def _groups() -> Iterator[Any]:
 
 
 @contextmanager
-def together(model: Path) -> Iterator[Together]:
-    """Both engines, for the length of a `with`."""
-    both = Together(model)
+def together(model: Path, *, is_dense: bool = False) -> Iterator[Together]:
+    """Both engines, for the length of a `with`; those of a dense model step alone."""
+    both = Together(model, is_dense=is_dense)
     try:
         yield both
     finally:

@@ -197,7 +197,7 @@ PATCHES = [
     Patch(
         target="vllm.v1.engine.core:DPEngineCoreProc._has_global_unfinished_reqs",
         expects=("self", "local_unfinished"),
-        why="data-parallel engines that step together commit at the same step",
+        why="data-parallel engines that step together commit and continue at one step",
         remove_when="upstream commits versions at its data-parallel sync points",
         around=_meet,
     ),

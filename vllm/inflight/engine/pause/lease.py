@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from vllm.inflight import upstream
@@ -26,7 +27,8 @@ class Lease:
 
     Args:
         turn: runs a call between two steps.
-        expire: called when the lease runs out.
+        expire: called when the lease runs out. If it returns a Future, the lease ends
+            when the Future is done; a renewal before that counts.
         what: the thing that is leased, for the log.
 
     """
@@ -92,15 +94,29 @@ class Lease:
                 self._what,
             )
             try:
-                self._expire()
-            except Exception:
-                logger.exception(
-                    "%s could not be ended; trying again in %g s", self._what, RETRY_S
-                )
-                self.take(self.owner, RETRY_S)
+                answer = self._expire()
+            except Exception as error:
+                ended(error)
                 return
-            self.num_expired += 1
-            self.drop()
+            if isinstance(answer, Future):
+                answer.add_done_callback(lambda done: ended(done.exception()))
+            else:
+                ended(None)
+
+        def ended(error: BaseException | None) -> None:
+            if self._timer is not timer:
+                return  # renewed or ended while the Future was not done
+            if error is None:
+                self.num_expired += 1
+                self.drop()
+                return
+            logger.error(
+                "%s could not be ended; trying again in %g s",
+                self._what,
+                RETRY_S,
+                exc_info=error,
+            )
+            self.take(self.owner, RETRY_S)
 
         self._turn(end)
 

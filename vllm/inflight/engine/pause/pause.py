@@ -49,7 +49,7 @@ class Pauses:
         self._controller = controller
         self.asked: PauseMode | None = None
         """The mode that a call of ours asked for; upstream's own calls set none."""
-        self._lease = Lease(controller.step_queue.submit, self._go_on)
+        self._lease = Lease(controller.step_queue.submit, self._expire)
         self._lease_s = lease_s
         self._settling: list[Future[Reply]] = []
         """Replies to pauses that wait for steps in flight before they take effect."""
@@ -105,6 +105,12 @@ class Pauses:
             request_checks.check_flush(self._core.scheduler, mode, is_later=True)
         if is_trial:
             return self._reply(started)
+        if self._controller.dp_commit.is_to_continue:
+            # Its lease ran out here, and not yet on the other engines: they renew it.
+            self._lease.drop()
+            self._controller.dp_commit.disarm(
+                PauseConflict("another pause came before decoding went on")
+            )
         counts = {"num_aborted": 0, "num_retracted": 0}
         if mode is PauseMode.ABORT and not is_renewal:
             counts |= abort.abort_requests(self._controller)
@@ -171,19 +177,21 @@ class Pauses:
                     "new ones wait for it; abort that update to go on without it"
                 )
             self.give_up(PauseConflict("decoding was continued before it was made"))
-        if getattr(self._core, "pending_pause", False):
-            raise PauseConflict(
-                "not every data-parallel rank has paused; continue after the reply"
-            )
-        if self._controller.dp_commit.is_armed:
+        self._require_settled()
+        dp_commit = self._controller.dp_commit
+        if dp_commit.is_armed and not dp_commit.is_to_continue:
             raise PauseConflict(
                 "a commit waits for the other data-parallel engines; continue after "
                 "its reply"
             )
-        self._go_on(is_asked=True)
-        self._lease.drop()
-        self._controller.sleep.is_paused_by_sleep = False
-        return self._reply(started)
+
+        def act() -> Reply:
+            self._go_on(is_asked=True)
+            self._lease.drop()
+            self._controller.sleep.is_paused_by_sleep = False
+            return self._reply(started)
+
+        return dp_commit.continue_together(act) if self.is_paused else act()
 
     def hold(self) -> bool:
         """Stop the scheduler again in the current mode; False if there is no pause."""
@@ -363,6 +371,32 @@ class Pauses:
         states = upstream.PauseState
         state = states.PAUSED_NEW if _holds_new(mode) else states.PAUSED_ALL
         self._core.scheduler.set_pause_state(state)
+
+    def _expire(self) -> Any:
+        """Continue, because the lease has run out; a Future if engines step together.
+
+        Raises:
+            PauseConflict: the pause has not taken effect on every engine yet.
+
+        """
+        started = time.perf_counter()
+
+        def act() -> Reply:
+            self._go_on()
+            return self._reply(started)
+
+        may_go_on = self.commit is None and self._controller.sleep.may_go_on()
+        if not (self.is_paused and may_go_on):
+            return act()
+        self._require_settled()
+        return self._controller.dp_commit.continue_together(act)
+
+    def _require_settled(self) -> None:
+        """Raise `PauseConflict` while data-parallel engines agree on a pause."""
+        if getattr(self._core, "pending_pause", False):
+            raise PauseConflict(
+                "not every data-parallel rank has paused; continue after the reply"
+            )
 
     def _go_on(self, *, is_asked: bool = False) -> None:
         if self.commit is None and self._controller.sleep.may_go_on(is_asked):

@@ -7,6 +7,9 @@ these engines every `dp_sync_interval` steps, to agree on whether any of them ha
 At each of these points the engines all-reduce the id of their pending switch. If all
 ids are equal, every engine switches, and they all-reduce its success. If one failed,
 the others undo the switch before the next step. Decoding goes on until then.
+
+The end of a pause is such a switch too. Upstream's resume would wait for every engine,
+and one whose pause was renewed meanwhile never comes to it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from vllm.inflight.errors import EngineFault, InflightError, UpdateBusy, WrongPh
 
 Reply = dict[str, Any]
 NOTHING = 0
+CONTINUE = ("continue",)
+"""What engines are armed with to continue after a pause."""
 PATIENCE_S = 30.0
 """How long an engine waits for the same call to reach the others; it decodes on."""
 
@@ -69,12 +74,20 @@ class DpCommit:
         """Whether a switch waits for the other engines."""
         return self._armed is not None
 
+    @property
+    def is_to_continue(self) -> bool:
+        """Whether the end of a pause waits for the other engines."""
+        return self._armed is not None and self._armed.key == _key(CONTINUE)
+
     def is_armed_for(self, update: Update | None) -> bool:
         """Whether the commit of `update`, or a rollback if None, waits for others."""
-        return self._armed is not None and self._armed.update is update
+        armed = None if self.is_to_continue else self._armed
+        return armed is not None and armed.update is update
 
     def require_unarmed(self, active: Update | None) -> None:
         """Raise `UpdateBusy` while a switch waits that is not of `active`."""
+        if self.is_to_continue:
+            return  # it needs no rollback target
         if self._armed is not None and self._armed.update is not active:
             raise UpdateBusy(
                 "a rollback waits for the other data-parallel engines, at most "
@@ -93,6 +106,10 @@ class DpCommit:
         if self._armed is not None:
             if self._armed.key == key:
                 return self._armed.answer
+            if self.is_to_continue:
+                raise WrongPhase(
+                    "the data-parallel engines are about to continue; call again"
+                )
             raise WrongPhase(
                 "another commit or rollback waits for the other data-parallel engines"
             )
@@ -138,7 +155,7 @@ class DpCommit:
             return True
         assert self._armed is not None
         if lowest != highest:
-            self.disarm(EngineFault("the data-parallel engines got different commits"))
+            self.disarm(EngineFault("the data-parallel engines got different calls"))
             return False
         armed, self._armed = self._armed, None
         self._owes_vote = self._is_meeting = True
@@ -171,13 +188,33 @@ class DpCommit:
             self._core.pending_pause = True
         return self._extent(int(is_left))[1] == 1
 
+    def continue_together(self, act: Callable[[], Reply]) -> Any:
+        """Call `act`, which ends a pause, at a sync point of all engines.
+
+        Returns a Future, or the result of `act` if this engine steps alone or the
+        engines have no sync points.
+        """
+        if not (self.is_kept and self._known[0] is self._group and self._known[1]):
+            return act()
+
+        def switch() -> Reply:
+            self.all_could(True)  # nothing in it can fail
+            return act()
+
+        return self.arm(CONTINUE, switch)
+
     def resume(self) -> None:
         """Resume the scheduler, also while the engines step.
 
         Upstream's resume expects that paused engines do not step. Here they step during
-        a pause to commit, and at the commit all of them resume together.
+        a pause to commit, and at the commit all of them resume together. Engines that
+        are not paused do not meet for it: a request may have woken some of them.
         """
         core = self._core
+        if self.is_kept and not (
+            core.is_scheduler_paused() or core.ignore_start_dp_wave
+        ):
+            return
         is_going = self._is_meeting
         if self.is_kept and core.engines_running and not is_going:
             is_going = not (core.pending_pause or core.ignore_start_dp_wave)
