@@ -1,0 +1,278 @@
+"""An engine that trainers and files feed while its requests run; prints JSON.
+
+Usage: python -m tests.support.engines.fed_engine KIND OLD NEW SOURCE...
+
+KIND is `llm`, `async_llm`, or `two_engines` of data parallelism. A SOURCE is `files` or
+a backend of a trainer's process. For each of them this tells the digests of every rank
+after a version came, after a rollback, and after one rank refused what it got.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from itertools import count, repeat
+from pathlib import Path
+from typing import Any
+
+from tests.support.engines.far_trainer import FarTrainer
+from tests.support.engines.probe import GREEDY, greedy, outputs_during, prompts
+from tests.support.engines.script import OPTIONS, tell
+from vllm.inflight.api.control.core_client import run_sync
+from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.calls import ReadChecksums, StartUpdate
+from vllm.inflight.errors import InflightError
+
+FILES = "files"
+NUM_STREAMS = 4
+LENGTH = 600
+PATIENCE_S = 120
+WRONG = "model.layers.0.mlp.dawn_proj.weight"
+"""In the place of a name that the model knows."""
+
+Digests = list[dict[str, str]]
+"""Of every parameter, of each rank of each engine."""
+
+
+class Engine:
+    """An engine that another thread may call, while this one has requests run.
+
+    Attributes:
+        num_ranks: of all its engines together.
+        is_last_refusing: whether the last rank gets a name that its model has not.
+
+    """
+
+    num_ranks = 1
+    is_last_refusing = False
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a coroutine, waited for."""
+        raise NotImplementedError
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """One of our methods, waited for."""
+        raise NotImplementedError
+
+    def tokens(self) -> list[list[int]]:
+        """What the weights served make of eight prompts."""
+        raise NotImplementedError
+
+    def during(self, work: Callable[[], Any]) -> list[Any]:
+        """Have requests run until `work`, in a thread, is done; their outputs."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End it."""
+        raise NotImplementedError
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *arguments, **options: self.call(method, *arguments, **options)
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        """A chunk, of which each rank gets its own description."""
+        infos = [request["update_info"]] * self.num_ranks
+        if self.is_last_refusing:
+            _, *names = infos[-1]["names"]
+            infos[-1] = infos[-1] | {"names": [WRONG, *names]}
+        self.call("update_weights", {"update_info": infos})
+
+    def digests(self) -> Digests:
+        """Of what every rank serves."""
+        replies = self.run(control_of(self.served).ask(ReadChecksums()))
+        return [rank["checksums"] for reply in replies for rank in reply["ranks"]]
+
+    served: Any
+    """Upstream's object."""
+
+
+class Blocking(Engine):
+    """An `LLM`, whose core is a process of its own."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        from vllm import LLM
+
+        self.served = LLM(str(folder), **options)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return run_sync(coroutine)
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.served, method)(*arguments, **options)
+
+    def tokens(self) -> list[list[int]]:
+        return greedy(self.served)
+
+    def during(self, work: Callable[[], Any]) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+        return outputs_during(work, self.served, NUM_STREAMS, repeat(params))
+
+    def close(self) -> None:
+        self.served.llm_engine.engine_core.shutdown()
+
+
+class Async(Engine):
+    """An `AsyncLLM`, on an event loop in a thread."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self._numbers = count()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.num_ranks = options.get("data_parallel_size", 1)
+        self.served = self.run(self._started(folder, options))
+
+    async def _started(self, folder: Path, options: dict[str, Any]) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **options))
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        asked = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asked.result(4 * PATIENCE_S)
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self.run(getattr(self.served, method)(*arguments, **options))
+
+    async def _stream(self, prompt: Any, params: Any, begun: asyncio.Event) -> Any:
+        name = f"request-{next(self._numbers)}"
+        async for output in self.served.generate(prompt, params, name):
+            begun.set()
+            last = output
+        return last
+
+    def tokens(self) -> list[list[int]]:
+        async def all_of_them() -> list[Any]:
+            begun = asyncio.Event()
+            streams = [self._stream(each, GREEDY, begun) for each in prompts(8)]
+            return await asyncio.gather(*streams)
+
+        return [list(o.outputs[0].token_ids) for o in self.run(all_of_them())]
+
+    def during(self, work: Callable[[], Any]) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+
+        async def streaming() -> list[Any]:
+            outputs: list[Any] = []
+            is_over, begun = threading.Event(), asyncio.Event()
+
+            async def client(prompt: Any) -> None:
+                while not is_over.is_set():
+                    outputs.append(await self._stream(prompt, params, begun))
+
+            async def working() -> None:
+                try:
+                    await begun.wait()
+                    await asyncio.to_thread(work)
+                finally:
+                    is_over.set()
+
+            await asyncio.gather(working(), *map(client, prompts(NUM_STREAMS)))
+            return outputs
+
+        found: list[Any] = self.run(streaming())
+        return found
+
+    def close(self) -> None:
+        async def shutdown() -> None:
+            self.served.shutdown()
+
+        self.run(shutdown())
+
+
+KINDS: dict[str, tuple[type[Engine], dict[str, Any]]] = {
+    "llm": (Blocking, {}),
+    "async_llm": (Async, {}),
+    "two_engines": (Async, {"data_parallel_size": 2}),
+}
+
+
+class Files:
+    """A source whose trainer writes checkpoints; as `FarTrainer`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def send(self, folder: Path) -> None:
+        """In one call; if a rank is to refuse, it gets a path that is not there."""
+        engine = self._engine
+        if not engine.is_last_refusing:
+            engine.call("update_weights_from_disk", str(folder))
+            return
+        infos = [{"path": str(folder)}] * (engine.num_ranks - 1)
+        infos.append({"path": str(folder / "nowhere")})
+        control = control_of(engine.served)
+        engine.run(control.start(StartUpdate(transport="local")))
+        engine.call("update_weights", {"update_info": infos})
+        engine.call("finish_weight_update")
+
+
+def fed(engine: Engine, source: str, old: Path, new: Path) -> dict[str, Any]:
+    """What one source does to an engine that serves `old`, and serves it in the end."""
+    seen: dict[str, Any] = {}
+
+    def trainer() -> Any:
+        if source == FILES:
+            return Files(engine)
+        options = {"num_workers": engine.num_ranks, "bucket_bytes": 1 << 20}
+        return FarTrainer(engine, source, old, **options)
+
+    def work() -> None:
+        first.send(new)
+        seen["sent"] = engine.digests()
+        engine.call("rollback_weights")
+        seen["rolled back"] = engine.digests()
+        engine.is_last_refusing = True
+        try:
+            first.send(new)
+        except InflightError as error:
+            seen["refused"] = error.code
+        engine.is_last_refusing = False
+        seen["after a refusal"] = engine.digests()
+
+    with trainer() as first:
+        outputs = engine.during(work)
+    choices = [output.outputs[0] for output in outputs]
+    seen["lengths"] = sorted({len(choice.token_ids) for choice in choices})
+    seen["versions"] = max(len(choice.weight_versions) for choice in choices)
+    with trainer() as second:  # the update that was refused has ended the first one
+        second.send(new)
+        seen["sent again"], seen["tokens"] = engine.digests(), engine.tokens()
+    engine.call("rollback_weights")
+    seen["rolled back again"], seen["old tokens"] = engine.digests(), engine.tokens()
+    return seen
+
+
+def main(kind: str, old: Path, new: Path, sources: list[str]) -> None:
+    def start(of: str, folder: Path, **options: Any) -> Engine:
+        make, more = KINDS[of]
+        return make(folder, **OPTIONS | {"dtype": "float32"} | more | options)
+
+    fresh = start("llm", new)
+    seen: dict[str, Any] = {"fresh": fresh.digests(), "tokens": fresh.tokens()}
+    fresh.close()
+    (backend,) = {source for source in sources if source != FILES} or {"local"}
+    engine = start(kind, old, weight_transfer_config={"backend": backend})
+    seen["old"], seen["old tokens"] = engine.digests(), engine.tokens()
+    for source in sources:
+        seen[source] = fed(engine, source, old, new)
+    engine.close()
+    tell(seen)
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    if sys.argv[1] == "two_engines":
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
