@@ -7,15 +7,16 @@ a backend of a trainer's process. For each of them this tells the digests of eve
 after a version came, after a rollback, and after one rank refused what it got.
 """
 
-import asyncio
 import os
 import sys
-import threading
 from collections.abc import Callable, Coroutine
-from itertools import count, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.robustness.pauses.live import Live, Stream
 from tests.support.engines.far_trainer import FarTrainer
 from tests.support.engines.probe import GREEDY, greedy, outputs_during, prompts
 from tests.support.engines.script import OPTIONS, tell
@@ -23,11 +24,12 @@ from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.calls import ReadChecksums, StartUpdate
 from vllm.inflight.errors import InflightError
+from vllm.inflight.transport.waiting import in_background
 
 FILES = "files"
 NUM_STREAMS = 4
 LENGTH = 600
-PATIENCE_S = 120
+PATIENCE_S = 180.0
 WRONG = "model.layers.0.mlp.dawn_proj.weight"
 """In the place of a name that the model knows."""
 
@@ -39,11 +41,13 @@ class Engine:
     """An engine that another thread may call, while this one has requests run.
 
     Attributes:
+        served: upstream's object.
         num_ranks: of all its engines together.
         is_last_refusing: whether the last rank gets a name that its model has not.
 
     """
 
+    served: Any
     num_ranks = 1
     is_last_refusing = False
 
@@ -59,16 +63,28 @@ class Engine:
         """What the weights served make of eight prompts."""
         raise NotImplementedError
 
-    def during(self, work: Callable[[], Any]) -> list[Any]:
-        """Have requests run until `work`, in a thread, is done; their outputs."""
+    def during(self, work: Callable[[], Any]) -> list[tuple[int, int]]:
+        """Have requests run until `work`, in a thread, is done.
+
+        Returns the number of tokens and of versions of each.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
         """End it."""
         raise NotImplementedError
 
-    def __getattr__(self, method: str) -> Any:
-        return lambda *arguments, **options: self.call(method, *arguments, **options)
+    def digests(self) -> Digests:
+        """Of what every rank serves."""
+        replies = self.run(control_of(self.served).ask(ReadChecksums()))
+        return [rank["checksums"] for reply in replies for rank in reply["ranks"]]
+
+    # What a trainer asks of the inference side, as `LLM` has it.
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", request)
+
+    def start_weight_update(self) -> None:
+        self.call("start_weight_update")
 
     def update_weights(self, request: dict[str, Any]) -> None:
         """A chunk, of which each rank gets its own description."""
@@ -78,13 +94,8 @@ class Engine:
             infos[-1] = infos[-1] | {"names": [WRONG, *names]}
         self.call("update_weights", {"update_info": infos})
 
-    def digests(self) -> Digests:
-        """Of what every rank serves."""
-        replies = self.run(control_of(self.served).ask(ReadChecksums()))
-        return [rank["checksums"] for reply in replies for rank in reply["ranks"]]
-
-    served: Any
-    """Upstream's object."""
+    def finish_weight_update(self) -> None:
+        self.call("finish_weight_update")
 
 
 class Blocking(Engine):
@@ -104,11 +115,10 @@ class Blocking(Engine):
     def tokens(self) -> list[list[int]]:
         return greedy(self.served)
 
-    def during(self, work: Callable[[], Any]) -> list[Any]:
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-        return outputs_during(work, self.served, NUM_STREAMS, repeat(params))
+    def during(self, work: Callable[[], Any]) -> list[tuple[int, int]]:
+        outputs = outputs_during(work, self.served, NUM_STREAMS, repeat(long()))
+        choices = [output.outputs[0] for output in outputs]
+        return [(len(c.token_ids), len(c.weight_versions)) for c in choices]
 
     def close(self) -> None:
         self.served.llm_engine.engine_core.shutdown()
@@ -118,71 +128,47 @@ class Async(Engine):
     """An `AsyncLLM`, on an event loop in a thread."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self._numbers = count()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._live = Live(str(folder), **options)
+        self.served = self._live.engine
         self.num_ranks = options.get("data_parallel_size", 1)
-        self.served = self.run(self._started(folder, options))
-
-    async def _started(self, folder: Path, options: dict[str, Any]) -> Any:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **options))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        asked = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return asked.result(4 * PATIENCE_S)
+        return self._live.later(coroutine).result(PATIENCE_S)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return self.run(getattr(self.served, method)(*arguments, **options))
+        return self._live.call(method, *arguments, **options)
 
-    async def _stream(self, prompt: Any, params: Any, begun: asyncio.Event) -> Any:
-        name = f"request-{next(self._numbers)}"
-        async for output in self.served.generate(prompt, params, name):
-            begun.set()
-            last = output
-        return last
+    def _begin(self, count: int, params: Any) -> list[Stream]:
+        texts = [prompt["prompt_token_ids"] for prompt in prompts(count)]
+        return [self._live.send(text, params) for text in texts]
 
     def tokens(self) -> list[list[int]]:
-        async def all_of_them() -> list[Any]:
-            begun = asyncio.Event()
-            streams = [self._stream(each, GREEDY, begun) for each in prompts(8)]
-            return await asyncio.gather(*streams)
+        streams = self._begin(8, GREEDY)
+        self._live.wait(streams)
+        return [stream.choices[0].tokens for stream in streams]
 
-        return [list(o.outputs[0].token_ids) for o in self.run(all_of_them())]
-
-    def during(self, work: Callable[[], Any]) -> list[Any]:
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-
-        async def streaming() -> list[Any]:
-            outputs: list[Any] = []
-            is_over, begun = threading.Event(), asyncio.Event()
-
-            async def client(prompt: Any) -> None:
-                while not is_over.is_set():
-                    outputs.append(await self._stream(prompt, params, begun))
-
-            async def working() -> None:
-                try:
-                    await begun.wait()
-                    await asyncio.to_thread(work)
-                finally:
-                    is_over.set()
-
-            await asyncio.gather(working(), *map(client, prompts(NUM_STREAMS)))
-            return outputs
-
-        found: list[Any] = self.run(streaming())
-        return found
+    def during(self, work: Callable[[], Any]) -> list[tuple[int, int]]:
+        streams = wave = self._begin(NUM_STREAMS, long())
+        self._live.until_begun(wave, 1)
+        working = in_background(work)
+        self._live.wait(wave)
+        while not working.done():
+            wave = self._begin(NUM_STREAMS, long())
+            self._live.wait(wave)
+            streams = streams + wave
+        working.result()
+        choices = [stream.choices[0] for stream in streams]
+        return [(len(choice.tokens), len(choice.spans)) for choice in choices]
 
     def close(self) -> None:
-        async def shutdown() -> None:
-            self.served.shutdown()
+        self._live.close()
 
-        self.run(shutdown())
+
+def long() -> Any:
+    """The sampling of requests that live through versions."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 
 
 KINDS: dict[str, tuple[type[Engine], dict[str, Any]]] = {
@@ -242,10 +228,9 @@ def fed(engine: Engine, source: str, old: Path, new: Path) -> dict[str, Any]:
         seen["after a refusal"] = engine.digests()
 
     with trainer() as first:
-        outputs = engine.during(work)
-    choices = [output.outputs[0] for output in outputs]
-    seen["lengths"] = sorted({len(choice.token_ids) for choice in choices})
-    seen["versions"] = max(len(choice.weight_versions) for choice in choices)
+        streams = engine.during(work)
+    seen["lengths"] = sorted({num_tokens for num_tokens, _ in streams})
+    seen["versions"] = max(num_versions for _, num_versions in streams)
     with trainer() as second:  # the update that was refused has ended the first one
         second.send(new)
         seen["sent again"], seen["tokens"] = engine.digests(), engine.tokens()
@@ -273,6 +258,8 @@ def main(kind: str, old: Path, new: Path, sources: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    if torch.cuda.is_available():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if sys.argv[1] == "two_engines":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
