@@ -16,14 +16,19 @@ MIB = 1 << 20
 class Rank(Oracle):
     """A worker extension."""
 
-    def tests_held(self) -> dict[str, Any]:
-        """Groups that are there, open or not, and memory of this rank's tensors."""
-        gc.collect()
-        groups: list[Any] = [g for g in gc.get_objects() if type(g) in GROUPS]
-        on_gpu = torch.cuda.is_available()
-        return {
-            "groups": len(groups),
-            "open_groups": sum(group.ended is None for group in groups),
-            "undrained": len(nccl._undrained),
-            "tensors_mib": torch.cuda.memory_allocated() / MIB if on_gpu else 0.0,
-        }
+    def tests_held(self) -> dict[str, float]:
+        """See `held`."""
+        return held()
+
+
+def held() -> dict[str, float]:
+    """Groups that are in this process, open or not, and memory of its tensors."""
+    gc.collect()
+    groups: list[Any] = [g for g in gc.get_objects() if type(g) in GROUPS]
+    on_gpu = torch.cuda.is_available()
+    return {
+        "groups": len(groups),
+        "open_groups": sum(group.ended is None for group in groups),
+        "undrained": len(nccl._undrained),
+        "tensors_mib": torch.cuda.memory_allocated() / MIB if on_gpu else 0.0,
+    }

@@ -116,7 +116,8 @@ class Blocking(Engine):
         return greedy(self.served)
 
     def during(self, work: Callable[[], Any]) -> list[tuple[int, int]]:
-        outputs = outputs_during(work, self.served, NUM_STREAMS, repeat(long()))
+        params = repeat(sampling(LENGTH))
+        outputs = outputs_during(work, self.served, NUM_STREAMS, params)
         choices = [output.outputs[0] for output in outputs]
         return [(len(c.token_ids), len(c.weight_versions)) for c in choices]
 
@@ -143,17 +144,17 @@ class Async(Engine):
         return [self._live.send(text, params) for text in texts]
 
     def tokens(self) -> list[list[int]]:
-        streams = self._begin(8, GREEDY)
+        streams = self._begin(8, sampling(GREEDY.max_tokens))
         self._live.wait(streams)
         return [stream.choices[0].tokens for stream in streams]
 
     def during(self, work: Callable[[], Any]) -> list[tuple[int, int]]:
-        streams = wave = self._begin(NUM_STREAMS, long())
+        streams = wave = self._begin(NUM_STREAMS, sampling(LENGTH))
         self._live.until_begun(wave, 1)
         working = in_background(work)
         self._live.wait(wave)
         while not working.done():
-            wave = self._begin(NUM_STREAMS, long())
+            wave = self._begin(NUM_STREAMS, sampling(LENGTH))
             self._live.wait(wave)
             streams = streams + wave
         working.result()
@@ -164,11 +165,11 @@ class Async(Engine):
         self._live.close()
 
 
-def long() -> Any:
-    """The sampling of requests that live through versions."""
+def sampling(length: int | None) -> Any:
+    """Of a request of so many tokens; `Live` reads their log-probabilities."""
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    return SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=0)
 
 
 KINDS: dict[str, tuple[type[Engine], dict[str, Any]]] = {
