@@ -1,10 +1,11 @@
 """A long run: `python -m tests.robustness.soak --seconds 1200`, or `make soak`.
 
 A real engine under mixed load, an update every second, faults in between. Versions come
-from files, from this process, and from a trainer's process by the backend that the
-engine is configured with. On a GPU the engine has CUDA graphs, and sleeps now and then.
-The last line says how much was done, and what was lost or torn; the exit status is 1 if
-anything was, or if memory, threads, descriptors, files or groups grow.
+from files, and from this process in shared memory, or from a trainer's process, if the
+engine is configured with a backend that has one. On a GPU the engine has CUDA graphs,
+and sleeps now and then. The last line says how much was done, and what was lost or
+torn; the exit status is 1 if anything was, or if memory, threads, descriptors, files or
+groups grow.
 """
 
 import argparse
@@ -52,8 +53,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel")
     parser.add_argument(
         "--backend",
-        choices=("inflight_nccl", "inflight_ipc", "inflight_gloo"),
-        help="of the trainer's process; by default what the host has GPUs for",
+        choices=("local", "inflight_gloo", "inflight_nccl", "inflight_ipc"),
+        help="of the engine; by default what the host has GPUs for, and else local",
     )
     parser.add_argument("--out", type=Path, default=Path("out/soak"))
     return parser.parse_args()
@@ -94,8 +95,8 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     import torch
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from tests.robustness.soak.far import Far, usual_backend
-    from tests.robustness.soak.faults import FAULTS, suffer
+    from tests.robustness.soak.far import FILES, Far, usual_backend
+    from tests.robustness.soak.faults import FAULTS, suffer, trainer_killed
     from tests.robustness.soak.history import History
     from tests.robustness.soak.judge import Answer, Judge, covered
     from tests.robustness.soak.load import Load
@@ -139,7 +140,9 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         judged_share=JUDGED_SHARE,
         judge=answers.put_nowait,
     )
-    far = Far(engine, backend, options.ranks, folders["a"])
+    far = None
+    if backend != FILES:
+        far = Far(engine, backend, options.ranks, folders["a"])
     trainer = Trainer(
         engine, far, folders, history, seed=options.seed, can_sleep=on_gpu
     )
@@ -150,9 +153,10 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     ]
     asking, judging, beating = background
     began = time.monotonic()
-    kinds = list(FAULTS)
+    kinds = [each for each in FAULTS if far is not None or each is not trainer_killed]
     try:
-        await far.join()
+        if far is not None:
+            await far.join()
         while (left := began + options.seconds - time.monotonic()) > 0:
             for task in background:
                 if task.done():
@@ -203,7 +207,7 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         "backend": backend,
         "updates": history.num_updates,
         "sent": history.num_sent,
-        "joined": far.num_joined,
+        "joined": 0 if far is None else far.num_joined,
         "turns": history.num_turns,
         "rollbacks": history.num_rollbacks,
         "renames": history.num_renames,

@@ -14,14 +14,16 @@ from vllm.inflight.errors import InflightError
 
 PATIENCE_S = 100.0
 LENDS = "inflight_ipc"
+FILES = "local"
+"""The backend without a trainer's process; `Publisher` needs it."""
 OPTIONS = {"bucket_bytes": 1 << 16}
 """So that the tiny model is many buckets."""
 
 
 def usual_backend() -> str:
-    """NCCL where the trainer can have a GPU of its own; else it lends its memory."""
+    """NCCL where a trainer has a GPU of its own; on one GPU it lends its memory."""
     if not torch.cuda.is_available():
-        return "inflight_gloo"
+        return FILES
     return "inflight_nccl" if torch.cuda.device_count() > 1 else LENDS
 
 

@@ -40,6 +40,7 @@ async def broken_off(trainer: Trainer, at: Path) -> str | None:
 async def trainer_killed(trainer: Trainer, at: Path) -> str | None:
     """A trainer's process that is killed after half of its tensors."""
     del at
+    assert trainer.far is not None
     return await trainer.far.die_half_way(trainer.folders["b"])
 
 

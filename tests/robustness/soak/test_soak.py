@@ -24,11 +24,19 @@ LAST = re.compile(r"\d+ updates, \d+ faults, \d+ tokens, \d+ lost, \d+ torn")
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("minutes", [0.5, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("minutes", "backend"),
+    [
+        (0.5, "local"),
+        pytest.param(3, "local", marks=pytest.mark.slow),
+        pytest.param(1, "inflight_gloo", marks=pytest.mark.slow),
+    ],
+)
 def test_minutes_of_updates_and_faults_lose_and_tear_nothing(
-    tmp_path: Path, minutes: float
+    tmp_path: Path, minutes: float, backend: str
 ) -> None:
     options = "--seconds", f"{60 * minutes:.0f}", "--seed", "1", "--out", str(tmp_path)
+    options += "--backend", backend
     done = subprocess.run(
         [sys.executable, "-m", "tests.robustness.soak", *options],
         cwd=ROOT,
@@ -44,7 +52,7 @@ def test_minutes_of_updates_and_faults_lose_and_tear_nothing(
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())
     assert found["updates"] >= 3 * minutes and found["faults"]
-    assert found["sent"] and found["joined"]
+    assert (found["sent"] > 0) is (found["joined"] > 0) is (backend != "local")
     assert found["tokens"] > 1000 * minutes
     assert found["replayed"]["answers"] >= 0.05 * found["requests"]
 

@@ -30,14 +30,14 @@ class Trainer:
     """Drives one `AsyncLLM`, from its event loop.
 
     Attributes:
-        far: the trainer that is a process of its own.
+        far: the trainer that is a process of its own; None without one.
 
     """
 
     def __init__(
         self,
         engine: Any,
-        far: Far,
+        far: Far | None,
         folders: Mapping[str, Path],
         history: History,
         *,
@@ -54,21 +54,21 @@ class Trainer:
 
     async def close(self) -> None:
         """Let the publisher's thread and the other process end."""
-        await self.far.close()
+        if self.far is not None:
+            await self.far.close()
         await asyncio.to_thread(self._publisher.close)
 
     @property
     def is_steady(self) -> bool:
         """Whether all that holds memory now also holds it most of the time."""
-        return self._is_awake and self.far.is_up
+        return self._is_awake and (self.far is None or self.far.is_up)
 
     async def act(self) -> str:
         """Do one thing at random; returns what."""
         ways = {
-            self.publish: 4.0,
+            self.publish if self.far is None else self.send: 5.0,
             self.from_disk: 4.0,
             self.phase_by_phase: 3.0,
-            self.send: 4.0,
             self.take_turn: 0.7 if self._can_sleep else 0.0,
             self.roll_back: 1.5,
             self.rename: 0.7,
@@ -109,6 +109,7 @@ class Trainer:
         label, content, _ = self.next_version()
         content = content[1] * 2
         mode = self._mode()
+        assert self.far is not None
         await self.far.join()
         with self._treating(mode):
             reply = await self.far.send(self.folders[content[0]], label, mode)
@@ -162,7 +163,7 @@ class Trainer:
         """To the version before, where it is held; else a refusal is right."""
         before, now = self.history.can_go_back, self.history.now
         if before is None:
-            await self.publish()
+            await self.from_disk()
             return
         mode = self._mode()
         with self._treating(mode):

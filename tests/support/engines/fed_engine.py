@@ -261,6 +261,8 @@ if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     if torch.cuda.is_available():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # The tokens of different batches are compared: no product is to be of TF32.
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
     if sys.argv[1] == "two_engines":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
