@@ -23,8 +23,10 @@ class Rank(Oracle):
 
 def held() -> dict[str, float]:
     """Groups that are in this process, open or not, and memory of its tensors."""
+    gc.unfreeze()  # a rank freezes what it has before it stages
     gc.collect()
     groups: list[Any] = [g for g in gc.get_objects() if type(g) in GROUPS]
+    gc.freeze()
     on_gpu = torch.cuda.is_available()
     return {
         "groups": len(groups),
