@@ -143,6 +143,7 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     far = None
     if backend != FILES:
         far = Far(engine, backend, options.ranks, folders["a"])
+        await far.join()
     trainer = Trainer(
         engine, far, folders, history, seed=options.seed, can_sleep=on_gpu
     )
@@ -155,8 +156,6 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     began = time.monotonic()
     kinds = [each for each in FAULTS if far is not None or each is not trainer_killed]
     try:
-        if far is not None:
-            await far.join()
         while (left := began + options.seconds - time.monotonic()) > 0:
             for task in background:
                 if task.done():
