@@ -116,3 +116,13 @@ def test_many_groups_one_after_another_leave_nothing(
 
         stays_flat(open_groups, *GROUPS)
         assert greedy(llm) == fresh
+
+
+def test_memory_that_is_kept_is_told() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(count: int) -> None:
+        kept.extend(torch.ones(MIB // 4) for _ in range(count))
+
+    with pytest.raises(AssertionError, match="resident_mib grows"):
+        stays_flat(keep, 1, 40)
