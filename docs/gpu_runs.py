@@ -23,10 +23,13 @@ HEADER = ("test file", "what it proves", "also on the CPU", "GPUs", "last run")
 
 ON_CPU = {
     "test_audit": "unit/ops/test_digest.py",
+    "test_dp_sources": "e2e/test_fed_engines.py",
     "test_files": "e2e/test_file_reader.py",
     "test_ranks_asleep": "e2e/test_sleep.py",
     "test_scrubbed": "e2e/test_scrub.py",
+    "test_soak": "robustness/soak/test_soak.py",
     "test_trainer": "e2e/test_trainer_failures.py",
+    "test_nccl_from_second_gpu": "e2e/test_fed_engines.py",
     "test_lockstep": "e2e/test_data_parallel.py",
     "test_engine": "e2e/test_update.py",
     "test_expert_ranks": "e2e/test_experts.py",

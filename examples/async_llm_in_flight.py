@@ -63,6 +63,7 @@ async def main() -> None:
                 dtype="float32",
                 enforce_eager=True,
                 max_model_len=MAX_LENGTH,
+                gpu_memory_utilization=0.3,
                 weight_transfer_config={"backend": "local"},
             )
         )

@@ -34,6 +34,7 @@ def main() -> None:
             dtype="float32",
             enforce_eager=True,
             max_model_len=MAX_LENGTH,
+            gpu_memory_utilization=0.3,
             weight_transfer_config={"backend": "local"},
         )
         say(llm)

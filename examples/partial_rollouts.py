@@ -17,6 +17,8 @@ from typing import Any
 
 # The engine steps in this process, so that an update comes at a given token.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Attention on a GPU would round float32 to TF32, and no ratio would be 1.
+os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 import torch
 from vllm import LLM, SamplingParams
@@ -72,7 +74,13 @@ def main() -> None:
     """Run once with the KV of running rollouts kept, once with it recomputed."""
     with tempfile.TemporaryDirectory() as served, tempfile.TemporaryDirectory() as sent:
         trainer = Trainer(make_checkpoint(served))
-        llm = LLM(served, dtype="float32", enforce_eager=True)
+        llm = LLM(
+            served,
+            dtype="float32",
+            enforce_eager=True,
+            gpu_memory_utilization=0.3,
+            async_scheduling=False,  # each step returns its tokens
+        )
         for mode in ("in_place", "retract"):
             trainer.train(STEPS[0])
             publish(llm, trainer, sent, "in_place")

@@ -82,7 +82,9 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as old, tempfile.TemporaryDirectory() as new:
         make_checkpoint(old, seed=0)
         make_checkpoint(new, seed=1)
-        args = AsyncEngineArgs(old, dtype="float32", enforce_eager=True)
+        args = AsyncEngineArgs(
+            old, dtype="float32", enforce_eager=True, gpu_memory_utilization=0.3
+        )
         engine = AsyncLLM.from_engine_args(args)
         try:
             await paused_in_the_middle(engine, "in_place", new)

@@ -22,7 +22,7 @@ import httpx
 from examples.tiny_model import PROMPT, Trainer, make_checkpoint
 from vllm.inflight.trainer import Publisher
 
-START_S = 180
+START_S = 300
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def served(folder: str, backend: str = "local") -> Iterator[str]:
         port = str(probe.getsockname()[1])
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder]
     command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager"]
-    command += ["--dtype", "float32"]
+    command += ["--dtype", "float32", "--gpu-memory-utilization", "0.3"]
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     url = f"http://127.0.0.1:{port}"
     print(f"starting vllm serve on {url} …")

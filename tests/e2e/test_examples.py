@@ -93,10 +93,23 @@ def test_rollouts_that_live_through_updates_know_their_ratios():
         assert (newest < 0.01) is is_exact
 
 
-def test_a_hybrid_engine_says_what_it_needs():
+def freed(shown: str) -> list[float]:
+    """GiB that were free while a trainer had its turn, beside those before."""
+    return [float(gib) for gib in re.findall(r"([\d.]+) GiB more", shown)]
+
+
+def test_a_hybrid_engine_learns_or_says_what_it_needs():
     shown = run("hybrid_engine")
-    # Where there is a GPU, tests/gpu/test_sleep.py reads what it shows.
-    assert torch.cuda.is_available() or "on GPUs only" in shown
+    if not torch.cuda.is_available():
+        assert "on GPUs only" in shown
+        return
+    said = re.findall(r"\[(\S+)\] '(.*)'", shown)
+    assert [version for version, _ in said] == [
+        *("default", "step-15", "step-30", "step-45", "step-60")
+    ]
+    assert LEARNED not in said[0][1]
+    assert LEARNED in said[-1][1]
+    assert len(freed(shown)) == 4 and min(freed(shown)) > 1
 
 
 def test_requests_outlive_the_turns_of_a_trainer():
@@ -109,6 +122,8 @@ def test_requests_outlive_the_turns_of_a_trainer():
     assert [int(begin) for begin, *_ in said] == [0, *ends[:-1]]
     assert ends[-1] == 504
     assert LEARNED in said[-1][-1]
+    is_on_gpu = torch.cuda.is_available()
+    assert [gib > 1 for gib in freed(shown)] == [is_on_gpu] * 3
 
 
 def test_a_trainer_process_and_a_server_over_http():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.e2e.test_examples import LEARNED, run
 from tests.gpu.test_sleep import KV_BYTES, MIB, free_bytes, one_set
 from tests.support.engines.probe import prompts
 from vllm.inflight.errors import PauseConflict
@@ -257,12 +256,3 @@ def test_kv_in_place_is_refused_before_anything_is_given_back(llm: Any) -> None:
     assert abs(free_bytes() - awake) < 64 * MIB
     llm.continue_generation()
     assert requests.run().tokens == expected
-
-
-def test_the_example_of_a_colocated_round_learns_its_sentence() -> None:
-    shown = run("colocated_round").splitlines()
-    freed = [float(line.split()[-5]) for line in shown if "GiB more" in line]
-    assert len(freed) == 3 and min(freed) > 1
-    versions = [line.split()[1] for line in shown[-4:]]
-    assert versions == ["default", "step-15", "step-30", "step-45"]
-    assert LEARNED in shown[-1]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.e2e.test_examples import LEARNED, run
 from tests.support.engines.adapters import make_adapter
 from tests.support.engines.bare_core import call
 from tests.support.engines.probe import greedy, prompts
@@ -263,11 +262,3 @@ def test_an_adapter_beside_a_second_set_on_the_host_outlives_every_sleep(
     llm.sleep(level=1)
     seen = run_script("asleep_on_host", old, old, int(eager), tmp_path)
     assert seen["before"] == seen["level_1"] == seen["level_2"] != without
-
-
-def test_the_example_of_a_hybrid_engine_learns_its_sentence() -> None:
-    shown = run("hybrid_engine").splitlines()
-    said = [line for line in shown if line.startswith("  [")]
-    freed = [float(line.split()[-5]) for line in shown if "GiB more" in line]
-    assert LEARNED in said[-1] and LEARNED not in said[0]
-    assert len(freed) == 4 and min(freed) > 1

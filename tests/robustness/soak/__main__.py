@@ -1,8 +1,11 @@
 """A long run: `python -m tests.robustness.soak --seconds 1200`, or `make soak`.
 
-A real engine under mixed load, an update every second, faults in between. The last
-line says how much was done, and what was lost or torn; the exit status is 1 if
-anything was, or if memory, threads, descriptors or files grow.
+A real engine under mixed load, an update every second, faults in between. Versions come
+from files, and from this process in shared memory, or from a trainer's process, if the
+engine is configured with a backend that has one. On a GPU the engine has CUDA graphs,
+and sleeps now and then. The last line says how much was done, and what was lost or
+torn; the exit status is 1 if anything was, or if memory, threads, descriptors, files or
+groups grow.
 """
 
 import argparse
@@ -20,6 +23,8 @@ from typing import Any
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# Attention on a GPU would round float32 to TF32, and the judge's replay does not.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 # oneDNN keeps what it has compiled for 1024 shapes, about 1 MiB for each new length of
 # a prompt, updates or not: memory would grow for hours until all lengths have come.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
@@ -46,42 +51,52 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--seed", default=str(random.randrange(1 << 32)))
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel")
+    parser.add_argument(
+        "--backend",
+        choices=("local", "inflight_gloo", "inflight_nccl", "inflight_ipc"),
+        help="of the engine; by default what the host has GPUs for, and else local",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/soak"))
     return parser.parse_args()
 
 
-def start(folder: Path, ranks: int) -> Any:
+def start(folder: Path, ranks: int, backend: str) -> Any:
     """An engine in processes of its own."""
+    import torch
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from tests.support.engines.script import OPTIONS
+
+    on_gpu = torch.cuda.is_available()
+    own: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": not on_gpu,
+        "enable_sleep_mode": on_gpu,
+        # In use after a minute: memory that grows then is none of the cache.
+        "num_gpu_blocks_override": 1024,
+        "tensor_parallel_size": ranks,
+        "weight_transfer_config": {"backend": backend},
+        "worker_extension_cls": "tests.robustness.soak.rank.Rank",
+        "additional_config": {"inflight": {"health_s": HEALTH_S}},
+    }
+
+    if on_gpu:
+        # This process has computed on a CPU's threads, and is not to be forked.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     # A core for each rank; what stages, and this process, have the others, if any.
     cores = sorted(os.sched_getaffinity(0), reverse=True)[:ranks]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
-    return AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            str(folder),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=1024,
-            block_size=32,
-            max_num_seqs=16,
-            # In use after a minute: memory that grows then is none of the cache.
-            num_gpu_blocks_override=1024,
-            tensor_parallel_size=ranks,
-            disable_log_stats=True,
-            weight_transfer_config={"backend": "local"},
-            worker_extension_cls="tests.support.engines.oracle.Oracle",
-            additional_config={"inflight": {"health_s": HEALTH_S}},
-        )
-    )
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **OPTIONS | own))
 
 
 async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     """Run for the seconds asked for; returns all that was found."""
+    import torch
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from tests.robustness.soak.faults import FAULTS, suffer
+    from tests.robustness.soak.far import FILES, Far, usual_backend
+    from tests.robustness.soak.faults import FAULTS, suffer, trainer_killed
     from tests.robustness.soak.history import History
     from tests.robustness.soak.judge import Answer, Judge, covered
     from tests.robustness.soak.load import Load
@@ -94,9 +109,12 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     folders = {name: make_checkpoint(root / name, i) for i, name in enumerate("abc")}
     for folder in folders.values():
         split(folder)
-    pulse, history = Pulse(), History("aa")
+    backend = options.backend or usual_backend()
+    on_gpu = torch.cuda.is_available()
+    pulse = Pulse(options.ranks, lambda: trainer.is_steady)
+    history = History("aa")
     judge = Judge(folders, history)
-    engine = start(folders["a"], options.ranks)
+    engine = start(folders["a"], options.ranks, backend)
     answers: asyncio.Queue[Answer] = asyncio.Queue()
 
     async def judge_all() -> None:
@@ -122,7 +140,13 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         judged_share=JUDGED_SHARE,
         judge=answers.put_nowait,
     )
-    trainer = Trainer(engine, folders, history, seed=options.seed)
+    far = None
+    if backend != FILES:
+        far = Far(engine, backend, options.ranks, folders["a"])
+        await far.join()
+    trainer = Trainer(
+        engine, far, folders, history, seed=options.seed, can_sleep=on_gpu
+    )
     background = [
         asyncio.create_task(load.run(NUM_CLIENTS)),
         asyncio.create_task(judge_all()),
@@ -130,7 +154,7 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     ]
     asking, judging, beating = background
     began = time.monotonic()
-    kinds = list(FAULTS)
+    kinds = [each for each in FAULTS if far is not None or each is not trainer_killed]
     try:
         while (left := began + options.seconds - time.monotonic()) > 0:
             for task in background:
@@ -166,6 +190,8 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     if shares < LEAST_JUDGED:
         history.wrong.append(f"only {shares:.1%} of the answers were replayed")
     history.wrong += [f"{n} grow: {s}" for n, s in slopes.items() if s["grows"]]
+    if (grown := history.tensors_grow()) is not None:
+        history.wrong.append(f"tensors of a rank grow: {grown}")
     try:
         until(lambda: not pulse.left_behind())  # those of others come and go
     except AssertionError:
@@ -176,8 +202,12 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         "seed": options.seed,
         "ranks": options.ranks,
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, CPU build",
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {_device()}",
+        "backend": backend,
         "updates": history.num_updates,
+        "sent": history.num_sent,
+        "joined": 0 if far is None else far.num_joined,
+        "turns": history.num_turns,
         "rollbacks": history.num_rollbacks,
         "renames": history.num_renames,
         "pauses": history.num_pauses,
@@ -191,11 +221,23 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         "gaps_while_stopped_ms": load.gaps_stopped.to_dict(),
         "pulse": slopes,
         "memory_by_process": pulse.by_process(),
+        "held": history.held,
         "lost": history.num_lost,
         "torn": history.num_torn,
         "wrong": history.wrong,
-        "beats": [[b.at_s, round(b.memory_mib, 2)] for b in pulse.beats],
+        "beats": [
+            [b.at_s, round(b.memory_mib, 2), b.threads, b.descriptors, round(b.gpu_mib)]
+            for b in pulse.beats
+        ],
     }
+
+
+def _device() -> str:
+    """What the engine runs on."""
+    from vllm.platforms import current_platform
+
+    name = current_platform.get_device_name(0)
+    return "CPU build" if current_platform.is_cpu() else str(name)
 
 
 def tell(found: dict[str, Any]) -> None:
@@ -204,6 +246,10 @@ def tell(found: dict[str, Any]) -> None:
     print(
         f"updates {found['updates']}, rollbacks {found['rollbacks']}, renames "
         f"{found['renames']}, pauses {found['pauses']}, audits {found['audits']}"
+    )
+    print(
+        f"{found['sent']} of the updates by {found['backend']}, in {found['joined']} "
+        f"groups; the engine slept {found['turns']} times"
     )
     print(f"faults survived: {json.dumps(found['faults'])}")
     print(f"requests {found['requests']}, ended: {json.dumps(found['ends'])}")

@@ -31,10 +31,17 @@ async def broken_off(trainer: Trainer, at: Path) -> str | None:
     engine = trainer.engine
     name = f"broken-off-{uuid.uuid4().hex}"
     # On a busy host these alone are too much for the deadline, with the same end.
-    await _code(engine.start_weight_update(update_id=name, deadline_s=0.5))
+    await _code(trainer.start(update_id=name, deadline_s=0.5))
     half = part(trainer.folders["a"], "rest")
     await _code(engine.update_weights({"update_info": {"path": str(half)}}, name))
     return await _ended(engine, name)
+
+
+async def trainer_killed(trainer: Trainer, at: Path) -> str | None:
+    """A trainer's process that is killed after half of its tensors."""
+    del at
+    assert trainer.far is not None
+    return await trainer.far.die_half_way(trainer.folders["b"])
 
 
 async def deadline_too_short(trainer: Trainer, at: Path) -> str | None:
@@ -104,10 +111,10 @@ async def duplicate_begin(trainer: Trainer, at: Path) -> str | None:
     del at
     engine, body = trainer.engine, {"update_id": f"twice-{trainer.rng.random()}"}
     for _ in range(2):
-        await engine.start_weight_update(**body)
+        await trainer.start(**body)
     codes = {
-        await _code(engine.start_weight_update(update_id="another")),
-        await _code(engine.start_weight_update(**body, weight_version="other")),
+        await _code(trainer.start(update_id="another")),
+        await _code(trainer.start(**body, weight_version="other")),
     }
     await engine.abort_weight_update(body["update_id"])
     return " ".join(sorted(map(str, codes)))
@@ -117,7 +124,7 @@ async def given_up(trainer: Trainer, at: Path) -> str | None:
     """A trainer that changes its mind when all is there."""
     del at
     engine = trainer.engine
-    begun = await engine.start_weight_update()
+    begun = await trainer.start()
     await engine.update_weights({"update_info": {"path": str(trainer.folders["b"])}})
     await engine.abort_weight_update(begun["update_id"])
     return await _code(engine.finish_weight_update(update_id=begun["update_id"]))
@@ -126,7 +133,7 @@ async def given_up(trainer: Trainer, at: Path) -> str | None:
 async def finished_empty(trainer: Trainer, at: Path) -> str | None:
     """A finish without a tensor."""
     del at
-    await trainer.engine.start_weight_update()
+    await trainer.start()
     return await _code(trainer.engine.finish_weight_update())
 
 
@@ -134,7 +141,7 @@ async def wrong_expectation(trainer: Trainer, at: Path) -> str | None:
     """A trainer that does not know what is served; its update stays, and is aborted."""
     del at
     engine = trainer.engine
-    await engine.start_weight_update()
+    await trainer.start()
     await engine.update_weights({"update_info": {"path": str(trainer.folders["b"])}})
     code = await _code(engine.finish_weight_update(expect_version="what was"))
     await engine.abort_weight_update()
@@ -145,7 +152,7 @@ async def nothing_held(trainer: Trainer, at: Path) -> str | None:
     """A rollback to a version that an update has begun to overwrite."""
     del at
     engine, half = trainer.engine, part(trainer.folders["a"], "rest")
-    await engine.start_weight_update()
+    await trainer.start()
     await engine.update_weights({"update_info": {"path": str(half)}})
     await engine.abort_weight_update()
     return await _code(engine.rollback_weights())
@@ -196,6 +203,7 @@ async def core_hangs(trainer: Trainer, at: Path) -> str | None:
 
 FAULTS: dict[Fault, str | None] = {
     broken_off: "deadline_exceeded",
+    trainer_killed: "aborted",
     deadline_too_short: "deadline_exceeded",
     wrong_name: "weights_mismatch",
     missing_tensor: "weights_mismatch",

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+TENSORS_MIB = 8.0
+"""By which the memory of a rank's tensors may vary; buckets come and go."""
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -27,6 +30,10 @@ class History:
         """What an engine must not do, in words; lost requests and torn tokens too."""
         self.num_lost = self.num_torn = 0
         self.num_updates = self.num_rollbacks = self.num_renames = self.num_pauses = 0
+        self.num_sent = self.num_turns = 0
+        """Updates by another process; times that the engine slept for a trainer."""
+        self.held: list[dict[str, Any]] = []
+        """What the ranks held at each audit: groups, and memory of tensors."""
         self.num_audits = 0
         """Comparisons of what is served with a fresh load of its files."""
         self.faults: dict[str, int] = {}
@@ -53,6 +60,21 @@ class History:
         digest = reply.get("digest")
         if digest and self._digests.setdefault(content, digest) != digest:
             self.wrong.append(f"{content} has two digests in epoch {reply['epoch']}")
+
+    def note_held(self, ranks: list[dict[str, Any]]) -> None:
+        """Keep what the ranks hold; a group that ended must be gone by the next."""
+        for rank, held in enumerate(ranks):
+            if held["open_groups"] > 1 or held["groups"] > 2:
+                self.wrong.append(f"rank {rank} keeps groups: {held}")
+        self.held.append(ranks[0])
+
+    def tensors_grow(self) -> str | None:
+        """How much more tensors held in the second half of the audits, if too much."""
+        told = [held["tensors_mib"] for held in self.held]
+        first, second = told[: len(told) // 2], told[len(told) // 2 :]
+        if first and max(second) > max(first) + TENSORS_MIB:
+            return f"{max(first):.1f} MiB became {max(second):.1f}"
+        return None
 
     # ------------------------------------------------------ reasons of an end
     @contextmanager

@@ -17,8 +17,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.robustness.soak.history import History
 
-NOISE = 2e-3
-"""Largest difference of log-probabilities between engine and replay, with room."""
+NOISE = 0.03 if torch.cuda.is_available() else 2e-3
+"""Largest difference of log-probabilities between engine and replay, with room.
+
+The replay runs on the CPU. Versions differ by 0.4 and more.
+"""
 
 MLP = ".mlp."
 

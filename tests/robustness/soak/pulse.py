@@ -6,19 +6,26 @@ first half is for allocators and caches to find their level.
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import psutil
+import torch
 
 from tests.support import shared_memory
 
 MIB = 1 << 20
 INTERVAL_S = 1.0
 
+VARIES_MIB = 24.0 if torch.cuda.is_available() else 12.0
+"""By which memory varies by itself; a host with GPUs has more cores, and more heaps."""
+
 LIMITS = {
-    "memory_mib": (60.0, 12.0, 240.0),
+    "memory_mib": (60.0, VARIES_MIB, 220.0),
+    "gpu_mib": (60.0, 32.0, 100.0),
     "threads": (6.0, 1.5, 100.0),
     "descriptors": (6.0, 1.5, 100.0),
     "shared_files": (6.0, 1.5, 100.0),
@@ -37,13 +44,41 @@ class Beat:
     threads: int
     descriptors: int
     shared_files: int
+    gpu_mib: float = 0.0
+    """Used on the GPUs of the engine, by whatever process."""
+
+
+def gpu_memory(num_gpus: int) -> Callable[[], float]:
+    """How to ask what is used of the first GPUs, in MiB.
+
+    The driver is asked. Torch would take memory of a GPU for itself.
+    """
+    if not torch.cuda.is_available():
+        return lambda: 0.0
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import import_pynvml
+
+    nvml = import_pynvml()
+    nvml.nvmlInit()
+    numbers = map(current_platform.device_id_to_physical_device_id, range(num_gpus))
+    gpus = [nvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
+    return lambda: sum(nvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in gpus) / MIB
 
 
 class Pulse:
-    """Beats of this process and its children."""
+    """Beats of this process and its children.
 
-    def __init__(self) -> None:
+    Args:
+        num_gpus: of the engine.
+        is_steady: whether all that holds memory is there; no beat is taken else.
+
+    """
+
+    def __init__(
+        self, num_gpus: int = 1, is_steady: Callable[[], bool] = lambda: True
+    ) -> None:
         self._root = psutil.Process()
+        self._num_gpus, self._is_steady = num_gpus, is_steady
         self._began = time.monotonic()
         self._others = shared_memory.names()
         self.beats: list[Beat] = []
@@ -53,7 +88,11 @@ class Pulse:
     async def run(self) -> None:
         """Take a beat every second, for ever."""
         while True:
-            self.beats.append(await asyncio.to_thread(self.take))
+            if self._is_steady():
+                with suppress(psutil.NoSuchProcess):  # a trainer was killed meanwhile
+                    beat = await asyncio.to_thread(self.take)
+                    if self._is_steady():
+                        self.beats.append(beat)
             await asyncio.sleep(INTERVAL_S)
 
     def take(self) -> Beat:
@@ -70,7 +109,13 @@ class Pulse:
             sum(p.num_threads() for p in family),
             sum(p.num_fds() for p in family),
             len(self.left_behind()),
+            self._gpu_mib(),
         )
+
+    @cached_property
+    def _gpu_mib(self) -> Callable[[], float]:
+        """First asked for when the engine is there, which may be forked off."""
+        return gpu_memory(self._num_gpus)
 
     def left_behind(self) -> set[str]:
         """Names in shared memory that came during the run and are nobody else's."""

@@ -23,12 +23,10 @@ ROOT = Path(__file__).parents[3]
 LAST = re.compile(r"\d+ updates, \d+ faults, \d+ tokens, \d+ lost, \d+ torn")
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("minutes", [0.5, pytest.param(3, marks=pytest.mark.slow)])
-def test_minutes_of_updates_and_faults_lose_and_tear_nothing(
-    tmp_path: Path, minutes: float
-) -> None:
-    options = "--seconds", f"{60 * minutes:.0f}", "--seed", "1", "--out", str(tmp_path)
+def soak(out: Path, minutes: float, backend: str) -> dict[str, Any]:
+    """Run it, and check what every run must have; the report."""
+    options = "--seconds", f"{60 * minutes:.0f}", "--seed", "1", "--out", str(out)
+    options += "--backend", backend
     done = subprocess.run(
         [sys.executable, "-m", "tests.robustness.soak", *options],
         cwd=ROOT,
@@ -41,11 +39,28 @@ def test_minutes_of_updates_and_faults_lose_and_tear_nothing(
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     last = done.stdout.splitlines()[-1]
     assert LAST.fullmatch(last) and last.endswith(" 0 lost, 0 torn")
-    (file,) = tmp_path.glob("*.json")
-    found = json.loads(file.read_text())
+    (file,) = out.glob("*.json")
+    found: dict[str, Any] = json.loads(file.read_text())
     assert found["updates"] >= 3 * minutes and found["faults"]
+    assert (found["sent"] > 0) is (found["joined"] > 0) is (backend != "local")
     assert found["tokens"] > 1000 * minutes
     assert found["replayed"]["answers"] >= 0.05 * found["requests"]
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("minutes", "backend"),
+    [
+        (0.5, "local"),
+        pytest.param(3, "local", marks=pytest.mark.slow),
+        pytest.param(1.5, "inflight_gloo", marks=pytest.mark.slow),
+    ],
+)
+def test_minutes_of_updates_and_faults_lose_and_tear_nothing(
+    tmp_path: Path, minutes: float, backend: str
+) -> None:
+    soak(tmp_path, minutes, backend)
 
 
 # ------------------------------------------------------------------- the judge
@@ -151,8 +166,22 @@ def test_memory_that_grows_is_told_from_memory_that_varies(
         for at in range(1200)
     ]
     told = {name: slope["grows"] for name, slope in pulse.slopes().items()}
-    flat = {"threads": False, "descriptors": False, "shared_files": False}
-    assert told == {"memory_mib": grows} | flat
+    flat = ("threads", "descriptors", "shared_files", "gpu_mib")
+    assert told == {"memory_mib": grows} | dict.fromkeys(flat, False)
+
+
+@pytest.mark.parametrize(
+    ("open_groups", "tensors_mib", "is_wrong", "grow"),
+    [(1, 100, False, False), (2, 100, True, False), (1, 120, False, True)],
+)
+def test_groups_and_tensors_that_a_rank_keeps_are_told(
+    history: History, open_groups: int, tensors_mib: float, is_wrong: bool, grow: bool
+) -> None:
+    kept = {"groups": open_groups, "open_groups": open_groups}
+    for memory in (100, 100, 100, tensors_mib):
+        history.note_held([kept | {"tensors_mib": memory}])
+    assert bool(history.wrong) is is_wrong
+    assert bool(history.tensors_grow()) is grow
 
 
 class Mute:

@@ -1,4 +1,4 @@
-"""The trainer: versions in every way there is, rollbacks, renames and pauses.
+"""The trainer: versions in every way there is, rollbacks, renames, pauses and sleep.
 
 Whatever it asks, it notes in the history what the engine must serve from then on.
 """
@@ -6,17 +6,19 @@ Whatever it asks, it notes in the history what the engine must serve from then o
 import asyncio
 import random
 import uuid
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from tests.robustness.soak.far import Far
 from tests.robustness.soak.history import History
 from tests.robustness.soak.judge import MLP
 from tests.support.engines.mixtures import mixed
 from vllm.inflight.api.control.methods import control_of
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.trainer import Publisher
 
 FILE = "model.safetensors"
@@ -25,27 +27,49 @@ MODES = ("in_place", "in_place", "in_place", "retract", "abort", "wait")
 
 
 class Trainer:
-    """Drives one `AsyncLLM`, from its event loop."""
+    """Drives one `AsyncLLM`, from its event loop.
+
+    Attributes:
+        far: the trainer that is a process of its own; None without one.
+
+    """
 
     def __init__(
-        self, engine: Any, folders: Mapping[str, Path], history: History, *, seed: str
+        self,
+        engine: Any,
+        far: Far | None,
+        folders: Mapping[str, Path],
+        history: History,
+        *,
+        seed: str,
+        can_sleep: bool,
     ) -> None:
         self.engine, self.folders, self.history = engine, folders, history
+        self.far = far
+        self._is_awake, self._can_sleep = True, can_sleep
         self.rng = random.Random(f"trainer {seed}")
         self.tensors = {name: load_file(p / FILE) for name, p in folders.items()}
         self._to_publish: dict[str, Any] = {}
         self._publisher = Publisher(engine, lambda: self._to_publish)
 
     async def close(self) -> None:
-        """Let the publisher's thread end."""
+        """Let the publisher's thread and the other process end."""
+        if self.far is not None:
+            await self.far.close()
         await asyncio.to_thread(self._publisher.close)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether all that holds memory now also holds it most of the time."""
+        return self._is_awake and (self.far is None or self.far.is_up)
 
     async def act(self) -> str:
         """Do one thing at random; returns what."""
         ways = {
-            self.publish: 5.0,
+            self.publish if self.far is None else self.send: 5.0,
             self.from_disk: 4.0,
             self.phase_by_phase: 3.0,
+            self.take_turn: 0.7 if self._can_sleep else 0.0,
             self.roll_back: 1.5,
             self.rename: 0.7,
             self.pause: 1.2,
@@ -75,6 +99,23 @@ class Trainer:
         reply = {"weight_version": outcome.version, "digest": outcome.digest}
         self._updated(reply | {"epoch": outcome.epoch}, label, content)
 
+    async def start(self, **fields: Any) -> dict[str, Any]:
+        """Open an update whose pieces are files, whatever transport is configured."""
+        start = StartUpdate(transport="local", **fields)
+        return await control_of(self.engine).start(start)
+
+    async def send(self) -> None:
+        """From another process, over a wire or in memory that it lends."""
+        label, content, _ = self.next_version()
+        content = content[1] * 2
+        mode = self._mode()
+        assert self.far is not None
+        await self.far.join()
+        with self._treating(mode):
+            reply = await self.far.send(self.folders[content[0]], label, mode)
+        self._updated(reply, label, content)
+        self.history.num_sent += 1
+
     async def from_disk(self) -> None:
         """In one call, from files."""
         label, content, subset = self.next_version()
@@ -94,7 +135,7 @@ class Trainer:
         manifest = None if subset is None else {"format": 1, "subset": subset}
         parts = ("mlp", "rest") if subset is None else ("mlp",)
         mode = self._mode()
-        started = await self.engine.start_weight_update(
+        started = await self.start(
             weight_version=label,
             manifest=manifest,
             base_version=self.history.now.label,
@@ -122,7 +163,7 @@ class Trainer:
         """To the version before, where it is held; else a refusal is right."""
         before, now = self.history.can_go_back, self.history.now
         if before is None:
-            await self.publish()
+            await self.from_disk()
             return
         mode = self._mode()
         with self._treating(mode):
@@ -162,6 +203,25 @@ class Trainer:
         )
         self._updated(reply, label, content)
 
+    async def take_turn(self) -> None:
+        """The engine gives its memory back, and wakes up with other weights."""
+        label, content, _ = self.next_version()
+        content = content[1] * 2
+        engine = self.engine
+        with self.history.stopping(), self._asleep():
+            await engine.pause_generation(mode="retract", lease_s=60.0, owner="soak")
+            await engine.release_memory_occupation()
+            await engine.wake_up(["weights"])
+            reply = await engine.update_weights_from_disk(
+                str(self.folders[content[0]]), label
+            )
+            await engine.wake_up(["kv_cache"])
+            await engine.continue_generation("soak")
+        self._updated(reply, label, content)
+        if (await engine.weight_info())["previous"] is None:
+            self.history.can_go_back = None
+        self.history.num_turns += 1
+
     async def audit(self) -> None:
         """Compare every parameter of every rank with a fresh load, and the digests."""
         whole, mlp = self.history.now.content
@@ -174,13 +234,21 @@ class Trainer:
             ranks = await self.engine.collective_rpc(
                 "tests_differing", args=(str(folder),)
             )
+            held = await self.engine.collective_rpc("tests_held")
         for rank, names in enumerate(ranks):
             if names:
                 self.history.wrong.append(f"rank {rank} serves other {names}")
+        self.history.note_held(held)
         found = await self.engine.verify_weights()
         if found["result"] == "different":
             self.history.wrong.append(f"not what was committed: {found['different']}")
         self.history.num_audits += 1
+
+    @contextmanager
+    def _asleep(self) -> Iterator[None]:
+        self._is_awake = False
+        yield
+        self._is_awake = True
 
     def _mode(self) -> str:
         return self.rng.choice(MODES)

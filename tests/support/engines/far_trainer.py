@@ -86,14 +86,24 @@ def run(
         torch.cuda.set_device(device)
     source = Weights(device, silent, num_slices)
     source.load(folder)
-    engine = WeightTransferTrainerFactory.trainer_init(
-        _init_info(backend, common), client=Client(pipe), source=source
-    )
+
+    def joined() -> Any:
+        return WeightTransferTrainerFactory.trainer_init(
+            _init_info(backend, common), client=Client(pipe), source=source
+        )
+
+    engine = joined()
     pipe.send(("done", None))
     while True:
-        folder, source.is_to_fall_silent = pipe.recv()
-        source.load(folder)
-        engine.send_weights()
+        order = pipe.recv()
+        if isinstance(order, int):
+            engine.shutdown()
+            common["master_port"] = order
+            engine = joined()
+        else:
+            folder, source.is_to_fall_silent = order
+            source.load(folder)
+            engine.send_weights()
         pipe.send(("done", None))
 
 
@@ -173,6 +183,12 @@ class FarTrainer:
     def send(self, folder: Path) -> None:
         """One update, served when this returns; raises what the engine refused."""
         self._pipe.send((str(folder), False))
+        self._attend()
+
+    def join_again(self) -> None:
+        """Leave the group, and open another one."""
+        self._llm.shutdown_weight_transfer_engine()
+        self._pipe.send(_free_port())
         self._attend()
 
     def fall_silent(self, folder: Path) -> Any:

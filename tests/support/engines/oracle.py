@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from vllm.config import set_current_vllm_config
+from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
@@ -113,6 +113,8 @@ def _fresh(worker: Any, folder: str) -> torch.nn.Module:
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
+    # It is only read. Torch's compiler would keep it for as long as the process lives.
+    config.compilation_config.mode = CompilationMode.NONE
     loader = get_model_loader(config.load_config)
     with (
         set_current_vllm_config(config),

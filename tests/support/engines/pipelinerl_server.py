@@ -13,20 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.engines import gentle
+from tests.support.engines.pipelinerl_actor import asked
 from tests.support.engines.script import tell
 from tests.support.engines.torch_trainer import HOST, facts, training
-
-
-def asked(folder: Path, version: int) -> dict[str, Any]:
-    told = facts(folder)
-    return {
-        "kind": "weight_update_request",
-        "version": version,
-        "parameters_info": [
-            {"name": name, "shape": shape, "dtype": f"torch.{dtype}"}
-            for name, dtype, shape in zip(*told.values(), strict=True)
-        ],
-    }
 
 
 async def main(old: Path, new: Path) -> None:

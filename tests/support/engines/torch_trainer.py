@@ -20,8 +20,10 @@ BACKEND = "nccl" if torch.cuda.device_count() > 1 else "gloo"
 """Over NCCL where the trainer can have a GPU of its own, the last one."""
 
 
-def open_group(name: str, port: int, world_size: int) -> Any:
-    """Rank 0 of a new group."""
+def open_group(
+    name: str, port: int, world_size: int, backend: str, rank: int = 0
+) -> Any:
+    """One rank of a new group."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import (
         PrefixStore,
@@ -32,13 +34,13 @@ def open_group(name: str, port: int, world_size: int) -> Any:
 
     timeout = timedelta(seconds=300)
     store, rank, size = next(
-        rendezvous(f"tcp://{HOST}:{port}", 0, world_size, timeout=timeout)
+        rendezvous(f"tcp://{HOST}:{port}", rank, world_size, timeout=timeout)
     )
     group, _ = _new_process_group_helper(
         size,
         rank,
         [],
-        dist.Backend(BACKEND),
+        dist.Backend(backend),
         PrefixStore(name, store),
         group_name=name,
         timeout=timeout,
@@ -47,16 +49,16 @@ def open_group(name: str, port: int, world_size: int) -> Any:
     return group
 
 
-def trainer(pipe: Any, name: str, port: int, world_size: int) -> None:
+def trainer(pipe: Any, name: str, port: int, world_size: int, backend: str) -> None:
     """Open the group, then broadcast what is asked for: (path, names, flattened)."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    if BACKEND == "nccl":
+    if backend == "nccl":
         device = torch.device("cuda", torch.cuda.device_count() - 1)
         torch.cuda.set_device(device)
-    group = open_group(name, port, world_size)
+    group = open_group(name, port, world_size, backend)
     pipe.send("joined")
     while (order := pipe.recv()) is not None:
         path, names, flattened = order
@@ -67,27 +69,47 @@ def trainer(pipe: Any, name: str, port: int, world_size: int) -> None:
         try:
             for tensor in parts:
                 dist.broadcast(tensor, src=0, group=group)
-            if BACKEND == "nccl":
+            if backend == "nccl":
                 torch.cuda.synchronize()
             pipe.send("sent")
         except RuntimeError as error:
             pipe.send(f"broke: {error}")
 
 
+def member(
+    pipe: Any, name: str, port: int, world_size: int, backend: str, rank: int
+) -> None:
+    """A worker without an engine: it tells which tensors came otherwise than sent."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)  # the first GPU is an engine's
+        torch.cuda.set_device(device)
+    group = open_group(name, port, world_size, backend, rank)
+    while (path := pipe.recv()) is not None:
+        sent = load_file(path)
+        got = {n: torch.empty_like(t, device=device) for n, t in sent.items()}
+        for tensor in got.values():
+            dist.broadcast(tensor, src=0, group=group)
+        pipe.send([n for n, t in got.items() if not torch.equal(t.cpu(), sent[n])])
+
+
 class TorchTrainer:
     """The process, and what it is told."""
 
-    def __init__(self, name: str, world_size: int) -> None:
+    def __init__(self, name: str, world_size: int, backend: str) -> None:
         spawn = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             self.port = probe.getsockname()[1]
         self.name = name
         self.world_size = world_size
+        self.backend = backend
         self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(
-            target=trainer, args=(theirs, name, self.port, world_size), daemon=True
-        )
+        arguments = (theirs, name, self.port, world_size, backend)
+        self.process = spawn.Process(target=trainer, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -100,7 +122,7 @@ class TorchTrainer:
             "rank_offset": 1,
             "world_size": self.world_size,
             "group_name": self.name,
-            "backend": BACKEND,
+            "backend": self.backend,
             "timeout_s": 120.0,
         }
 
@@ -113,6 +135,22 @@ class TorchTrainer:
         assert self.pipe.poll(60), "the trainer says nothing"
         return str(self.pipe.recv())
 
+    @contextmanager
+    def beside(self, rank: int) -> Iterator[Any]:
+        """A worker of another engine that is only played; the pipe to it."""
+        spawn = multiprocessing.get_context("spawn")
+        pipe, theirs = spawn.Pipe()
+        group = (self.name, self.port, self.world_size, self.backend)
+        playing = spawn.Process(target=member, args=(theirs, *group, rank), daemon=True)
+        playing.start()
+        theirs.close()
+        try:
+            yield pipe
+        finally:
+            playing.kill()
+            playing.join()
+            pipe.close()
+
     def stop(self) -> None:
         self.process.kill()
         self.process.join()
@@ -120,9 +158,11 @@ class TorchTrainer:
 
 
 @contextmanager
-def training(name: str = "weight_update_group", world_size: int = 2) -> Iterator[Any]:
+def training(
+    name: str = "weight_update_group", world_size: int = 2, backend: str = BACKEND
+) -> Iterator[Any]:
     """A trainer, for the length of a `with`."""
-    running = TorchTrainer(name, world_size)
+    running = TorchTrainer(name, world_size, backend)
     try:
         yield running
     finally:

@@ -1,0 +1,47 @@
+"""Trainers and files feed an engine while requests run, in every kind of engine.
+
+After each version and each rollback, and after one rank has refused its part, the
+digests of every rank are those of a fresh load. Over gloo here; tests/gpu has NCCL and
+lent memory.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.fed_engine import LENGTH
+from tests.support.engines.script import run_script
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+CODES = {"files": "malformed"}
+"""Of a refusal; other sources send a name that the model does not know."""
+
+
+def feed(kind: str, old: Path, new: Path, *sources: str) -> None:
+    """Feed an engine of this kind from each source, and check all that is seen."""
+    seen = run_script("fed_engine", kind, old, new, *sources)
+    num_ranks = 2 if kind == "two_engines" else 1
+    (of_new,), of_old = seen["fresh"], seen["old"][0]
+    assert of_new != of_old and of_new.keys() == of_old.keys()
+    assert seen["old"] == [of_old] * num_ranks
+    assert seen["tokens"] != seen["old tokens"]
+    for source in sources:
+        told: dict[str, Any] = seen[source]
+        for moment in ("sent", "sent again"):
+            assert told[moment] == [of_new] * num_ranks, (source, moment)
+        for moment in ("rolled back", "after a refusal", "rolled back again"):
+            assert told[moment] == [of_old] * num_ranks, (source, moment)
+        assert told["refused"] == CODES.get(source, "weights_mismatch"), source
+        assert told["tokens"] == seen["tokens"], source
+        assert told["old tokens"] == seen["old tokens"], source
+        assert told["lengths"] == [LENGTH], f"{source}: a request lost tokens"
+        assert told["versions"] > 1, f"{source}: no request lived through a version"
+
+
+@pytest.mark.parametrize("kind", ["llm", "async_llm", "two_engines"])
+def test_what_files_and_a_trainer_send_is_what_every_rank_serves(
+    old: Path, new: Path, kind: str
+) -> None:
+    feed(kind, old, new, "files", "inflight_gloo")

@@ -1,0 +1,128 @@
+"""Hundreds of updates in one group, and many groups of an engine, leave nothing behind.
+
+Over gloo here; tests/gpu runs the same over NCCL.
+"""
+
+import ctypes
+from collections.abc import Callable
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.robustness.soak.rank import held as held_of_groups
+from tests.support.engines.far_trainer import FarTrainer
+from tests.support.engines.probe import greedy, outputs_during
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+MIB = 1 << 20
+BUCKET_BYTES = 1 << 18
+UPDATES = 200, 100
+"""Until allocators have found their level, and in each of three rounds after that."""
+GROUPS = 20, 10
+MEMORY = {"resident_mib": 24.0, "gpu_mib": 16.0, "tensors_mib": 4.0}
+"""By which a round may grow. A leak of each update, or of each group, is larger, and
+comes in every round; what an allocator keeps comes once."""
+COUNTS = "threads", "descriptors", "groups", "open_groups", "undrained"
+
+
+@pytest.fixture(scope="module")
+def backend() -> str:
+    return "inflight_gloo"
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Any], fresh: Any, old: Path, backend: str) -> Any:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    transport = WeightTransferConfig(backend=backend)
+    inflight = {"stage_share": 1}
+    return start(
+        old,
+        weight_transfer_config=transport,
+        additional_config={"inflight": inflight},
+    )
+
+
+def held() -> dict[str, float]:
+    """What this process, and the GPU that it decodes on, hold."""
+    found = held_of_groups()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc keeps some of what is freed
+    process = psutil.Process()
+    found["resident_mib"] = process.memory_info().rss / MIB
+    found["gpu_mib"] = 0.0
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found["gpu_mib"] = (total - free) / MIB
+    found["threads"], found["descriptors"] = process.num_threads(), process.num_fds()
+    return found
+
+
+def stays_flat(act: Callable[[int], None], first: int, each: int) -> None:
+    """`act` so many times at first, and then three rounds, which leave nothing."""
+    act(first)
+    before = now = held()
+    grown = []
+    for _ in range(3):
+        act(each)
+        last, now = now, held()
+        grown.append({name: round(now[name] - last[name], 2) for name in MEMORY})
+    print(f"\n{before}\n{now}\n{grown}")
+    for name, limit in MEMORY.items():
+        assert min(round_[name] for round_ in grown) < limit, f"{name} grows: {grown}"
+
+    def are_back() -> bool:
+        counted = held()
+        return all(counted[name] <= before[name] for name in COUNTS)
+
+    until(are_back, f"{COUNTS} were {before}, and became {held()}", 20)
+
+
+def test_hundreds_of_updates_in_one_group_leave_nothing(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path, backend: str
+) -> None:
+    before = greedy(llm)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    with FarTrainer(llm, backend, old, bucket_bytes=BUCKET_BYTES) as far:
+
+        def update(count: int) -> None:
+            def send_all() -> None:
+                for index in range(count):
+                    far.send((new, old)[index % 2])
+
+            outputs_during(send_all, llm, 4, repeat(params))
+
+        stays_flat(update, *UPDATES)
+        assert greedy(llm) == before
+        far.send(new)
+        assert greedy(llm) == fresh
+
+
+def test_many_groups_one_after_another_leave_nothing(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path, backend: str
+) -> None:
+    with FarTrainer(llm, backend, old, bucket_bytes=BUCKET_BYTES) as far:
+
+        def open_groups(count: int) -> None:
+            for index in range(count):
+                far.join_again()
+                far.send((old, new)[index % 2])
+
+        stays_flat(open_groups, *GROUPS)
+        assert greedy(llm) == fresh
+
+
+def test_memory_that_is_kept_is_told() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(count: int) -> None:
+        kept.extend(torch.ones(MIB // 4) for _ in range(count))
+
+    with pytest.raises(AssertionError, match="resident_mib grows"):
+        stays_flat(keep, 1, 40)

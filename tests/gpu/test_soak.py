@@ -1,0 +1,25 @@
+"""Two minutes of the long run on a GPU: CUDA graphs, sleep, NCCL and lent memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.robustness.soak.test_soak import soak
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not NUM_GPUS, reason="needs an NVIDIA GPU"),
+]
+needs_two = pytest.mark.skipif(NUM_GPUS == 1, reason="NCCL needs a GPU for each end")
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("inflight_nccl", marks=needs_two), "inflight_ipc"]
+)
+def test_two_minutes_of_updates_faults_and_sleep_lose_and_tear_nothing(
+    tmp_path: Path, backend: str
+) -> None:
+    found = soak(tmp_path, 2, backend)
+    assert found["turns"] and found["audits"] and found["updates"] > 30
