@@ -34,6 +34,7 @@ from vllm.inflight.errors import (
     UpstreamChanged,
 )
 from vllm.inflight.patch import api as doors
+from vllm.inflight.patch.records.attributes import ATTRIBUTES
 from vllm.inflight.update import ACTIVE, MOVES, PAUSE_MOVES, STRICTNESS
 
 DOCS = Path(__file__).parent
@@ -144,6 +145,12 @@ def patches() -> str:
         )
         title = first_line(module.__doc__).rstrip(".")
         parts.append(f"## {title}\n\n{table(header, rows)}")
+    ours = (
+        [code(each.target), code(each.holds), each.why, each.remove_when]
+        for each in ATTRIBUTES
+    )
+    header = ["object of vLLM", "what the attribute holds", "why", "goes when"]
+    parts.append(f"## Attributes on objects of vLLM\n\n{table(header, ours)}")
     return "\n\n".join(parts)
 
 
