@@ -51,7 +51,7 @@ class StartUpdate:
     """Whether NaN and Inf are accepted; None: no."""
     owner: str | None = None
     transport: str = "configured"
-    """`configured`, `groups` or `local`."""
+    """`configured`, or one of `messages.TRANSPORTS`."""
     source: str | None = None
     """Folder that all tensors of the model are read from; None: another source."""
     draft_source: str | None = None

@@ -107,7 +107,7 @@ class Start:
     manifest: dict[str, Any] | None
     """As `Manifest.packed` makes it."""
     transport: str
-    """`configured`, `groups` or `local`."""
+    """`configured`, or one of `TRANSPORTS`."""
     allow_nonfinite: bool
     deadline_s: float
     """Seconds from now until the update is aborted."""

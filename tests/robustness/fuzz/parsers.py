@@ -289,7 +289,7 @@ PARSERS: dict[str, Parser] = {
     "bucket": Parser([bucket(PARTS)], spool("flattened_bucket")),
     "parts": Parser([PARTS], lambda parts: spool("flattened_bucket")(bucket(parts))),
     "pickle": Parser(pickles(), lambda data: safe_unpickler.tensors(data, "it")),
-    "message": Parser(messages(), lambda data: safe_unpickler.message(data, "it")),
+    "message": Parser(messages(), lambda data: safe_unpickler.message(data, "it", [])),
     "sockets": Parser(
         [{"zmq_handles": {"GPU-0": "ipc://a"}}],
         info(checkpoint_engine.CheckpointEngine, "update"),

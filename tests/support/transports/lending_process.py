@@ -21,6 +21,7 @@ class LendingProcess:
     Attributes:
         address: of its socket.
         replies: the answers to its messages.
+        has_ended: whether all messages were taken, and answered where they must be.
 
     """
 
@@ -28,6 +29,7 @@ class LendingProcess:
         self.address = f"ipc://{folder}/checkpoint-engine.sock"
         self.replies: list[bytes] = []
         self.buffer = buffer
+        self.has_ended = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -46,9 +48,9 @@ class LendingProcess:
                 made = message() if callable(message) else message
                 is_raw = isinstance(made, bytes)
                 self._socket.send(made if is_raw else pickle.dumps(made))
-                if isinstance(made, Exception):
-                    return
-                self.replies.append(self._socket.recv())
+                if not isinstance(made, Exception):
+                    self.replies.append(self._socket.recv())
+            self.has_ended = True
 
         self._thread = threading.Thread(target=run)
         self._thread.start()
@@ -71,4 +73,5 @@ class LendingProcess:
         """Wait until everything is sent, and close the socket."""
         if self._thread is not None:
             self._thread.join(timeout=60)
-        self._context.destroy(linger=0)
+        if not self._context.closed:
+            self._context.destroy(linger=0)

@@ -34,6 +34,7 @@ class Exporter:
 
     Attributes:
         counters: the name of its file of counters.
+        counts: the counters. Torch keeps the memory of a tensor until its own is 0.
 
     """
 
@@ -42,6 +43,12 @@ class Exporter:
         self._file = torch.UntypedStorage._new_using_filename_cpu(8 * COUNTERS_PER_FILE)
         _, self.counters, _ = self._file._share_filename_cpu_()
         self._index = 0
+        self.counts = torch.empty(0, dtype=torch.int64).set_(self._file)
+
+    def release(self, name: bytes, index: int) -> None:
+        """As torch counts down, which its CPU build cannot."""
+        assert name == self.counters
+        self.counts[index] -= 1
 
     def arguments(self, tensor: torch.Tensor, **changes: Any) -> list[Any]:
         """What `reduce_tensor` gives for a tensor on a GPU.
@@ -75,6 +82,7 @@ class Exporter:
             "event_handle": event,
             "event_sync_required": True,
         }
+        self.counts[self._index] = int(storage.nbytes() > 0)  # else it has no memory
         self._index += 1
         return list((facts | changes).values())
 

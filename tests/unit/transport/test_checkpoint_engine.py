@@ -6,6 +6,8 @@ On host memory here; tests/gpu reads a GPU's.
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,9 +23,11 @@ from tests.support.transports.lending_process import LendingProcess
 from tests.support.transports.peers import CPU, Recorder, digests, tensors
 from tests.support.transports.torch_exporter import Exporter
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
-from vllm.inflight.transport.cuda_ipc import torch_exports
 from vllm.inflight.transport.sglang import checkpoint_engine
-from vllm.inflight.transport.sglang.checkpoint_engine import CheckpointEngine
+from vllm.inflight.transport.sglang.checkpoint_engine import (
+    CheckpointEngine,
+    ZmqUpdateInfo,
+)
 
 GPU = "GPU-0a1b"
 BUFFER_BYTES = 1 << 16
@@ -66,10 +70,10 @@ def engine(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> CheckpointEng
 
 
 @pytest.fixture(autouse=True)
-def released(monkeypatch: pytest.MonkeyPatch) -> list[torch_exports.Counter]:
-    counted: list[torch_exports.Counter] = []
-    monkeypatch.setattr(torch_exports, "release", counted.extend)
-    return counted
+def counted(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = torch.UntypedStorage
+    release = staticmethod(process.exporter.release)
+    monkeypatch.setattr(storage, "_release_ipc_counter_cuda", release)
 
 
 def receive(engine: CheckpointEngine, process: Process) -> None:
@@ -77,22 +81,29 @@ def receive(engine: CheckpointEngine, process: Process) -> None:
     engine.receive_weights(engine.parse_update_info({"zmq_handles": handles}))
 
 
+@pytest.mark.parametrize("num_ends", [1, 2], ids=["until 0.3", "since 0.4"])
 def test_a_buffer_that_is_filled_again_and_again_brings_all_tensors(
-    engine: CheckpointEngine,
-    process: Process,
-    memory: HostMemory,
-    released: list[torch_exports.Counter],
+    engine: CheckpointEngine, process: Process, memory: HostMemory, num_ends: int
 ) -> None:
     named = {name: tensor.contiguous() for name, tensor in tensors().items()}
     small = {n: t for n, t in named.items() if t.nbytes <= BUFFER_BYTES}
     assert len(small) > 3
+    whole = dict(list(small.items())[:3])
     fills = [partial(process.put, dict([pair])) for pair in small.items()]
-    process.send(process.lent(), *fills, None)
+    seen: list[tuple[int, bool]] = []
+
+    def is_free() -> None:
+        """Between the two ends, the process frees its buffer."""
+        seen.append((int(process.exporter.counts.sum()), bool(memory.mapped)))
+
+    ends = [None, lambda: is_free()][:num_ends]
+    process.send(process.lent(), partial(process.put, whole), *fills, *ends)
     receive(engine, process)
     process.close()
     assert digests(engine.model.loaded.items()) == digests(small.items())
-    assert process.replies == [b""] * (len(small) + 2)
-    assert (memory.mapped, memory.num_maps, len(released)) == (set(), 1, 1)
+    assert process.replies == [b""] * (len(small) + 2 + num_ends)
+    assert memory.num_maps == 1
+    assert seen == [(0, False)] * (num_ends - 1)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +122,14 @@ def test_a_tensor_beyond_the_buffer_is_rejected_and_the_sender_is_told(
     engine: CheckpointEngine, process: Process, change: dict[str, Any], told: str
 ) -> None:
     (entry,) = process.put({"a": torch.ones(4)})
-    process.send(process.lent(), [entry | change])
+    process.send(process.lent(), [entry | change], RuntimeError("Some workers failed"))
     with pytest.raises(Malformed, match=told):
         receive(engine, process)
     process.close()
+    assert process.has_ended
     assert process.replies[0] == b""
     assert told in process.replies[1].decode()
+    assert process.exporter.counts.sum() == 0
     assert engine.model.loaded == {}
 
 
@@ -159,6 +172,51 @@ def test_waiting_for_a_silent_sender_ends(
     monkeypatch.setattr(checkpoint_engine, "TIMEOUT_S", 0.2)
     with pytest.raises(TransferFault, match="for the checkpoint-engine"):
         receive(engine, process)
+    process.close()
+    assert process.has_ended
+
+
+def test_a_rank_that_is_cancelled_tells_the_sender_at_its_next_message(
+    engine: CheckpointEngine, process: Process
+) -> None:
+    parts = process.put({"a": torch.ones(4)})
+
+    def late() -> Any:
+        engine.cancelled = lambda: True
+        time.sleep(0.5)
+        return parts
+
+    process.send(process.lent(), late, RuntimeError("Some workers failed"))
+    with pytest.raises(Cancelled):
+        receive(engine, process)
+    process.close()
+    assert process.has_ended
+    assert process.replies[-1].startswith(b"Cancelled")
+
+
+def test_a_sender_that_ends_is_noticed_at_once(
+    engine: CheckpointEngine, process: Process
+) -> None:
+    process.send(process.lent())
+    begun = time.monotonic()
+    threading.Timer(0.5, process.close).start()
+    with pytest.raises(TransferFault, match="has ended"):
+        receive(engine, process)
+    assert time.monotonic() - begun < 10
+
+
+def test_a_rejected_call_tells_every_sender(process: Process) -> None:
+    process.send(process.lent(), RuntimeError("Some workers failed"))
+    info = ZmqUpdateInfo({"GPU-0": process.address})
+    checkpoint_engine.reject(info, "requests are paused in place")
+    process.close()
+    assert process.has_ended
+    assert process.replies == [b"requests are paused in place"]
+
+
+def test_waiting_for_a_silent_sender_can_be_cancelled(
+    engine: CheckpointEngine, process: Process
+) -> None:
     engine.cancelled = lambda: True
     with pytest.raises(Cancelled):
         receive(engine, process)

@@ -87,6 +87,7 @@ async def take(
     begin: dict[str, Any] | None = None,
     names: Collection[str] = (),
     is_broadcast: bool = False,
+    is_whole: bool = False,
 ) -> Reply:
     """Stage the tensors of one call; commit if they complete the model.
 
@@ -101,6 +102,7 @@ async def take(
         names: the names of the tensors.
         is_broadcast: whether a trainer broadcasts the tensors to a group. Otherwise a
             tensor that has come before begins a new version.
+        is_whole: whether the call brings a whole version, which lacks no tensor.
 
     Raises:
         UpdateBusy: a version with a label is under way, and these tensors have none.
@@ -133,7 +135,7 @@ async def take(
         return await _finish(control, active, memory)
     every, parts = progress["parameters"], [reply["parameters"] for reply in replies]
     is_complete = all(part["complete"] >= part["total"] for part in parts)
-    if is_complete and not memory.has_begun:
+    if (is_complete or is_whole) and not memory.has_begun:
         return await _finish(control, active, memory)
     when = "at POST /end_weight_update" if memory.has_begun else "when all are"
     return {
@@ -212,8 +214,15 @@ async def _open(
     control: Control, transport: str, label: str | None, memory: PartialUpdate
 ) -> str | None:
     active = (await control.status())["active"]
-    if active is None or not active["update_id"].startswith(f"{PREFIX}{transport}-"):
+    if active is None or not active["update_id"].startswith(PREFIX):
         return None
+    if not active["update_id"].startswith(f"{PREFIX}{transport}-"):
+        raise UpdateBusy(
+            "the tensors of the open version came in another way (as bytes, as GPU "
+            "memory, or from a group). Send all tensors of a version in one way, or "
+            "abort the open version with POST /begin_weight_update",
+            update_id=active["update_id"],
+        )
     known = active["weight_version"]
     if label is None and known is not None:
         raise UpdateBusy(

@@ -24,7 +24,8 @@ from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.api.request.schema import OPENING
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import Malformed, PauseConflict
+from vllm.inflight.errors import InflightError, Malformed, PauseConflict
+from vllm.inflight.transport.sglang.checkpoint_engine import ZmqUpdateInfo, reject
 from vllm.inflight.transport.sglang.request_tensors import spooled
 from vllm.inflight.update import check_label, check_owner
 
@@ -194,13 +195,14 @@ async def update_weights_from_tensor(
         )
     load_format = fields.one_of("load_format", (None, "flattened_bucket"))
     control = control_of(engine)
-    commit = await commit_options(engine, control, fields)
-    label = fields.only("weight_version").get("weight_version")
     allow = InflightConfig.of(engine.vllm_config).pickled_tensors == "on"
-    with ExitStack() as stack:
-        # In a thread, since this thread sends the tokens of all streams.
-        spool = spooled(entries, load_format, allow_pickle=allow)
+    # In a thread, since this thread sends the tokens of all streams.
+    spool = spooled(entries, load_format, allow_pickle=allow)
+    stack = ExitStack()
+    try:
         tensors = await asyncio.to_thread(stack.enter_context, spool)
+        commit = await commit_options(engine, control, fields)
+        label = fields.only("weight_version").get("weight_version")
         info: Any = tensors.infos
         replicas = engine.vllm_config.parallel_config.data_parallel_size
         info = info * replicas if len(info) > 1 else info[0]
@@ -213,6 +215,8 @@ async def update_weights_from_tensor(
             memory=partial_updates.memory_of(engine),
             names=tensors.names,
         )
+    finally:
+        await asyncio.to_thread(stack.close)
     return _ok(reply, reply["message"])
 
 
@@ -314,8 +318,23 @@ async def update_weights_from_ipc(
     Its messages are pickles. They are read only if the server was started for pickles.
     """
     fields = _fields(body)
-    info = {"zmq_handles": fields.needed("zmq_handles")}
-    control = control_of(engine)
+    try:
+        info = ZmqUpdateInfo(fields.needed("zmq_handles"))
+    except ValueError as error:
+        raise Malformed(str(error)) from None
+    try:
+        reply = await _from_checkpoint_engine(engine, fields, info)
+    except InflightError as error:
+        # Its processes wait for an answer, and perhaps no rank has come to give one.
+        reject(info, str(error))
+        raise
+    return _ok(reply, reply["message"])
+
+
+async def _from_checkpoint_engine(
+    engine: upstream.EngineClient, fields: Fields, info: ZmqUpdateInfo
+) -> Reply:
+    control, memory = control_of(engine), partial_updates.memory_of(engine)
     commit = await commit_options(engine, control, fields)
     label = fields.only("weight_version").get("weight_version")
     if InflightConfig.of(engine.vllm_config).pickled_tensors != "on":
@@ -323,16 +342,18 @@ async def update_weights_from_ipc(
             "the messages of a checkpoint-engine are pickles, which can run anything; "
             "start with --inflight-pickled-tensors on, or use another route"
         )
-    reply = await partial_updates.take(
+    if not memory.has_begun:
+        await partial_updates.drop(control, memory)  # of a sender that is gone
+    return await partial_updates.take(
         control,
         "checkpoint_engine",
-        info,
+        {"zmq_handles": info.zmq_handles},
         label=label,
         commit=commit,
-        memory=partial_updates.memory_of(engine),
+        memory=memory,
         is_broadcast=True,
+        is_whole=True,
     )
-    return _ok(reply, reply["message"])
 
 
 async def update_weight_version(

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -74,9 +75,9 @@ class Counter:
             file = (SHARED_MEMORY / text[1:]).lstat()
         except OSError as error:
             raise Malformed(
-                "an exported tensor is of another host, or of a container with another "
-                f"/dev/shm ({error}). GPU memory cannot be mapped from there: give "
-                "both containers the same IPC namespace, or use a group"
+                "the process of an exported tensor has ended, or is on another host or "
+                f"in a container with another /dev/shm ({error}). Give both containers "
+                "the same IPC namespace, or use a group"
             ) from None
         if file.st_uid != os.geteuid():
             raise Malformed(
@@ -103,7 +104,7 @@ class TorchExport:
     dtype: torch.dtype
     shape: tuple[int, ...]
     counter: Counter | None
-    """None for a tensor without elements, which has no memory."""
+    """None for a tensor without memory."""
     event: bytes | None
     """A handle of the event that follows the work on it; None if that is over."""
 
@@ -122,7 +123,7 @@ class TorchExport:
                 f"2.13 give {NUM_ARGUMENTS}"
             )
         _, shape, strides, offset, _, dtype, _, handle, size, start, *rest = arguments
-        _, counter, index, event, has_event = rest
+        *_, event, has_event = rest
         if not (
             isinstance(dtype, torch.dtype)
             and _are_counts(shape)
@@ -131,7 +132,7 @@ class TorchExport:
             and _is_count(offset)
         ):
             raise Malformed("an exported tensor's dtype, shape or strides are invalid")
-        if handle is None or size == 0 or 0 in shape:
+        if handle is None or size == 0:
             if 0 not in shape:
                 raise Malformed("an exported tensor has elements, and no memory")
             return cls(bytes(HANDLE_BYTES), 0, dtype, tuple(shape), None, None)
@@ -150,7 +151,7 @@ class TorchExport:
             start + offset * itemsize,
             dtype,
             tuple(shape),
-            Counter.of(counter, index),
+            counter_of(arguments),
             _event(event) if has_event else None,
         )
 
@@ -170,6 +171,8 @@ class TorchExport:
         """
         if not (_are_counts(shape) and _is_count(start) and _is_count(end)):
             raise ValueError("a shape or a place that is no count")
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("a dtype that is none")
         itemsize = self.dtype.itemsize
         part = replace(
             self, start=self.start + start * itemsize, dtype=dtype, shape=shape
@@ -184,7 +187,7 @@ def update_info(tensors: dict[str, TorchExport]) -> dict[str, Any]:
     handles: dict[bytes, int] = {}
     places = []
     for tensor in tensors.values():
-        if tensor.counter is None:
+        if not tensor.num_bytes:
             places.append((0, 0))
         else:
             index = handles.setdefault(tensor.handle, len(handles))
@@ -205,18 +208,40 @@ def update_info(tensors: dict[str, TorchExport]) -> dict[str, Any]:
     }
 
 
+def counter_of(arguments: Sequence[Any]) -> Counter | None:
+    """The counter in the arguments of `rebuild_cuda_tensor`; None without memory.
+
+    Raises:
+        Malformed: it is no counter of this host and user.
+
+    """
+    if len(arguments) != NUM_ARGUMENTS or arguments[7] is None or arguments[8] == 0:
+        return None
+    return Counter.of(arguments[11], arguments[12])
+
+
 def release(counters: Iterable[Counter]) -> None:
     """Tell the trainer that nobody here uses its tensors any more.
 
-    Each counter must have been pickled once for this process. Torch ignores a file that
-    is gone, because its trainer has ended.
+    A counter that is 0 stays so: the same pickle may have been sent again. Torch
+    ignores a file that is gone, because its trainer has ended.
     """
     for counter in counters:
         # A torch without CUDA cannot count, and its engines read no GPU memory.
-        with suppress(RuntimeError):
-            torch.UntypedStorage._release_ipc_counter_cuda(
-                counter.name.encode(), counter.index
-            )
+        with _counting, suppress(RuntimeError, OSError):
+            if _value_of(counter) > 0:
+                torch.UntypedStorage._release_ipc_counter_cuda(
+                    counter.name.encode(), counter.index
+                )
+
+
+_counting = threading.Lock()
+
+
+def _value_of(counter: Counter) -> int:
+    with (SHARED_MEMORY / counter.name[1:]).open("rb") as file:
+        file.seek(COUNTERS_BYTES - 8 * (COUNTERS_PER_FILE - counter.index))
+        return int.from_bytes(file.read(8), "little", signed=True)
 
 
 def _bare(handle: object) -> bytes:

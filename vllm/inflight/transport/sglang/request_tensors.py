@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.inflight.errors import EngineFault, Malformed
 from vllm.inflight.trainer.snapshot import sweep, write_tensors
 from vllm.inflight.transport.cuda_ipc import torch_exports
-from vllm.inflight.transport.cuda_ipc.torch_exports import TorchExport
+from vllm.inflight.transport.cuda_ipc.torch_exports import Counter, TorchExport
 from vllm.inflight.transport.files.receiver_engine import SHARED_MEMORY
 from vllm.inflight.transport.sglang import safe_unpickler
 
@@ -105,6 +105,8 @@ def spooled(
     """
     sweep(PREFIX)  # removes files that a killed server has left
     with ExitStack() as files:
+        counters: list[Counter] = []
+        files.callback(lambda: torch_exports.release(dict.fromkeys(counters)))
         infos: list[dict[str, Any]] = []
         names: set[str] = set()
         transports: set[str] = set()
@@ -120,7 +122,9 @@ def spooled(
                     file, fcntl.LOCK_EX
                 )  # the lock keeps `sweep` from removing the file
                 _decode(entry, file, where)
-                tensors = _lay(file, load_format, where, allow_pickle=allow_pickle)
+                tensors = _lay(
+                    file, load_format, where, counters if allow_pickle else None
+                )
             except OSError as error:
                 raise EngineFault(
                     f"{where} could not be written to {SHARED_MEMORY}: {error}"
@@ -129,8 +133,6 @@ def spooled(
             if exports is None:
                 infos.append({"shm": Path(file.name).name})
             else:
-                counters = [e.counter for e in exports.values() if e.counter]
-                files.callback(torch_exports.release, dict.fromkeys(counters))
                 infos.append(torch_exports.update_info(exports))
             names.update(tensors)
             transports.add("local" if exports is None else "exported")
@@ -150,6 +152,11 @@ def _exports(tensors: dict[str, Any], where: str) -> dict[str, TorchExport] | No
 
     """
     exports = {n: t for n, t in tensors.items() if isinstance(t, TorchExport)}
+    for name in exports:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise Malformed(f"{where}: {name!r:.300} is no text: {error}") from None
     if exports and len(exports) < len(tensors):
         raise Malformed(f"{where} has tensors with bytes, and others in GPU memory")
     return exports or None
@@ -181,9 +188,18 @@ def _decode(entry: object, file: IO[bytes], where: str) -> None:
 
 
 def _lay(
-    file: IO[bytes], load_format: str | None, where: str, *, allow_pickle: bool
+    file: IO[bytes],
+    load_format: str | None,
+    where: str,
+    counters: list[Counter] | None,
 ) -> dict[str, Any]:
     """Turn a decoded entry into a plain safetensors file, in the same locked file.
+
+    Args:
+        file: the entry.
+        load_format: as in `spooled`.
+        where: names the entry in errors.
+        counters: gets the counters of GPU memory; None if the entry may be no pickle.
 
     Returns:
         the tensors by name. Only for those in GPU memory, which are not written, the
@@ -192,12 +208,12 @@ def _lay(
     """
     path = Path(file.name)
     if _is_pickle(file):
-        if not allow_pickle:
+        if counters is None:
             raise Malformed(
                 f"{where} is a pickle, which can run anything; send a "
                 "safetensors file, or start with --inflight-pickled-tensors on"
             )
-        whole = safe_unpickler.tensors(path.read_bytes(), where)
+        whole = safe_unpickler.tensors(path.read_bytes(), where, counters)
         if isinstance(whole, dict) != (load_format is not None):
             found = "a bucket" if isinstance(whole, dict) else "a list of tensors"
             raise Malformed(

@@ -22,7 +22,11 @@ import torch
 from torch.storage import TypedStorage
 
 from vllm.inflight.errors import Malformed
-from vllm.inflight.transport.cuda_ipc.torch_exports import TorchExport
+from vllm.inflight.transport.cuda_ipc.torch_exports import (
+    Counter,
+    TorchExport,
+    counter_of,
+)
 from vllm.inflight.update import INT64, MAX_DIMENSIONS
 
 PROTOCOLS = tuple(bytes([0x80, version]) for version in range(2, 6))
@@ -115,6 +119,18 @@ class _View(_Placeholder):
         return typed.set_(memory, self.offset, self.shape, self.strides)
 
 
+class _Part(_Placeholder):
+    """Stands for SGLang's record of a tensor in a bucket."""
+
+    __slots__ = ("facts",)
+    facts: dict[str, Any]
+
+    def __setstate__(self, state: object) -> None:
+        if not isinstance(state, dict):
+            raise Malformed("the record of a part of a bucket is no object")
+        self.facts = state
+
+
 class _Exported(_Placeholder):
     """A tensor in GPU memory of the sender."""
 
@@ -128,24 +144,29 @@ class _Exported(_Placeholder):
         return self.export
 
 
-def tensors(data: bytes, where: str) -> Any:
+def tensors(data: bytes, where: str, counters: list[Counter] | None = None) -> Any:
     """The list of (name, tensor), or the bucket, in a pickle; see request_tensors.py.
 
-    A tensor is a `torch.Tensor`, or a `TorchExport` if it is in GPU memory.
+    A tensor is a `torch.Tensor`, or a `TorchExport` if it is in GPU memory. The
+    counters of GPU memory are added to `counters`, also if the pickle is rejected.
 
     Raises:
         Malformed: the pickle names or holds something that is not allowed.
 
     """
     with _named(where):
-        found = _to_tensors(_load(data), MAX_EXPANSION * len(data))
+        found = _to_tensors(_load(data, counters), MAX_EXPANSION * len(data))
     if found is None:
         raise Malformed(f"{where} holds no list of (name, tensor) and no bucket")
     return found
 
 
-def message(data: bytes, where: str) -> TorchExport | list[Any] | str | None:
-    """A message of a checkpoint-engine; see cuda_ipc/checkpoint_engine.py.
+def message(
+    data: bytes, where: str, counters: list[Counter]
+) -> TorchExport | list[Any] | str | None:
+    """A message of a checkpoint-engine; see checkpoint_engine.py.
+
+    The counter of a buffer is added to `counters`, also if the buffer is rejected.
 
     Returns:
         the sender's buffer; or a list of the tensors in it; or what has failed, as
@@ -158,6 +179,8 @@ def message(data: bytes, where: str) -> TorchExport | list[Any] | str | None:
     with _named(where):
         match _load(data):
             case (_Function(), tuple(arguments)):
+                if (counter := counter_of(arguments)) is not None:
+                    counters.append(counter)
                 return TorchExport.of(arguments)
             case _Failure(text):
                 return text
@@ -177,12 +200,12 @@ def _named(where: str) -> Iterator[None]:
         raise Malformed(f"{where} cannot be read: {error}") from None
 
 
-def _load(data: bytes) -> Any:
+def _load(data: bytes, counters: list[Counter] | None = None) -> Any:
     for opcode, place, _ in pickletools.genops(data):
         # The memo is a list that is as long as its highest index.
         if opcode.name in MEMOS and int(place or 0) > len(data):
             raise Malformed(f"the pickle has no {place} things to remember")
-    return _Tensors(io.BytesIO(data)).load()
+    return _Tensors(data, [] if counters is None else counters).load()
 
 
 def _to_tensors(found: object, most: int) -> Any:
@@ -192,13 +215,13 @@ def _to_tensors(found: object, most: int) -> Any:
         bucket = found.get("flattened_tensor")
         if (
             isinstance(parts, list)
-            and all(type(part).__name__ == METADATA for part in parts)
+            and all(type(part) is _Part for part in parts)
             and isinstance(bucket, _View | _Exported)
             and bucket.num_bytes <= most
         ):
             return {
                 "flattened_tensor": bucket.tensor(),
-                "metadata": [vars(part) for part in parts],
+                "metadata": [part.facts for part in parts],
             }
     if (
         isinstance(found, list | tuple)
@@ -272,13 +295,6 @@ def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < INT64
 
 
-def _exported(*arguments: object) -> _Exported:
-    """Stands for `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
-    made = _Exported()
-    made.export = TorchExport.of(arguments)
-    return made
-
-
 def _parameter(data: object, *_: object) -> _View | _Exported:
     """Stands for `torch._utils._rebuild_parameter`."""
     if not isinstance(data, _View | _Exported):
@@ -290,7 +306,6 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _view,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch.storage", "_load_from_bytes"): _storage,
-    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _exported,
     ("builtins", "RuntimeError"): _Failure,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
@@ -309,16 +324,33 @@ REBUILD = "_rebuild_cuda_tensor_modified"
 """SGLang's function for an exported tensor, which names the GPU by its UUID."""
 
 
+OF_TORCH = "torch.multiprocessing.reductions", "rebuild_cuda_tensor"
+DTYPES = {name: d for name, d in vars(torch).items() if isinstance(d, torch.dtype)}
+
+
 class _Tensors(pickle.Unpickler):
+    def __init__(self, data: bytes, counters: list[Counter]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._counters = counters
+
+    def _exported(self, *arguments: object) -> _Exported:
+        """Stands for torch's function that rebuilds a tensor in GPU memory."""
+        if (counter := counter_of(arguments)) is not None:
+            self._counters.append(counter)
+        made = _Exported()
+        made.export = TorchExport.of(arguments)
+        return made
+
     def find_class(self, module: str, name: str) -> Any:
         if (found := ALLOWED.get((module, name))) is not None:
             return found if isinstance(found, type) else _Function(found)
         if (module, name) in ARGUMENTS:
             return _Placeholder()
         if module.startswith("sglang.srt.") and name == METADATA:
-            return type(METADATA, (), {})
-        if module.startswith("sglang.srt.") and name == REBUILD:
-            return _Function(_exported)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+            return _Part
+        is_sglangs = module.startswith("sglang.srt.") and name == REBUILD
+        if is_sglangs or (module, name) == OF_TORCH:
+            return _Function(self._exported)
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
         raise Malformed(f"the pickle names {module}.{name}, which is not allowed")

@@ -362,7 +362,7 @@ class StagingWorker:
         if self._job is not None:
             self._board.cancel(self._job.serial)
             self._job.join(timeout=1.0)
-        for made in set(messages.TRANSPORTS) & vars(self).keys():
+        for made in {"groups", "local"} & vars(self).keys():
             getattr(self, made).shutdown()
         # A job that cannot be interrupted may still post: leave it its memory.
         if not self.is_busy:
