@@ -52,7 +52,7 @@ def request(
 
 
 @pytest.mark.parametrize("peer", [HERE, "::1", "::ffff:127.0.0.1"])
-def test_without_a_key_a_caller_on_this_host_is_let_in(peer):
+def test_a_caller_on_this_host_is_allowed_if_no_key_is_set(peer):
     auth.authorize(request(peer))
 
 
@@ -73,7 +73,7 @@ def test_without_a_key_a_caller_on_this_host_is_let_in(peer):
         None,
     ],
 )
-def test_without_a_key_anybody_else_is_refused(peer):
+def test_a_caller_on_another_host_is_rejected_if_no_key_is_set(peer):
     with pytest.raises(Forbidden, match="--inflight-admin-key"):
         auth.authorize(request(peer))
 
@@ -241,7 +241,7 @@ def test_this_host_may_be_called_by_its_own_name(monkeypatch):
 # With keys: whoever has the right one, from anywhere
 
 
-def test_the_api_key_opens_the_routes_while_there_is_no_other():
+def test_the_api_key_opens_the_control_routes_if_no_admin_key_is_set():
     auth.authorize(request(ELSEWHERE, api_key=["a", "b"], authorization="Bearer b"))
     auth.authorize(request(ELSEWHERE, api_key=["a"], authorization="bearer a"))
     auth.authorize(request(ELSEWHERE, api_key=["a"], authorization="Bearer a", via="x"))
@@ -257,7 +257,9 @@ def test_the_api_key_of_the_environment_counts(monkeypatch):
         auth.authorize(request(HERE))
 
 
-def test_with_an_admin_key_the_api_key_opens_nothing(monkeypatch):
+def test_the_api_key_does_not_open_the_control_routes_if_an_admin_key_is_set(
+    monkeypatch,
+):
     monkeypatch.setenv(ADMIN_KEY_ENV, "admin")
     auth.authorize(request(ELSEWHERE, api_key=["api"], authorization="Bearer admin"))
     with pytest.raises(Forbidden, match="does not open"):
@@ -270,7 +272,7 @@ def test_with_a_key_set_a_call_without_one_is_not_authorised(sent):
         auth.authorize(request(HERE, api_key=["key"], authorization=sent))
 
 
-def test_with_a_key_set_this_host_needs_it_too():
+def test_a_caller_on_this_host_also_needs_the_key_that_is_set():
     with pytest.raises(Unauthorized):
         auth.authorize(request(HERE, api_key=["key"]))
 
@@ -305,7 +307,7 @@ def path_of(route: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=" ".join)
-def test_no_route_answers_a_stranger(route):
+def test_no_control_route_answers_a_remote_caller_without_a_key(route):
     engine = Engine()
     client = TestClient(served(engine), client=(ELSEWHERE, 1))
     reply = client.request(route[0], path_of(route))
@@ -359,7 +361,9 @@ def test_only_the_get_routes_that_are_listed_change_anything(route):
         ("http://localhost:8000", FIREFOX | {"origin": "null"}),
     ],
 )
-def test_a_page_reads_and_changes_nothing_by_any_route(route, url, headers):
+def test_a_web_page_can_neither_read_nor_change_anything_by_a_control_route(
+    route, url, headers
+):
     engine = Engine()
     client = TestClient(served(engine), base_url=url, client=(HERE, 1))
     reply = client.request(route[0], path_of(route), headers=headers)

@@ -16,7 +16,7 @@ from vllm.inflight.errors import TooManyUpdates
 LIMITED = {"inflight": {"begin_rate": 2}}
 
 
-def test_a_minutes_worth_at_once_and_then_at_the_rate():
+def test_a_caller_may_start_one_minutes_updates_at_once_and_then_at_the_rate():
     now = [0.0]
     rate = RateLimit(2, lambda: now[0])
     rate.spend("a")
@@ -32,7 +32,7 @@ def test_a_minutes_worth_at_once_and_then_at_the_rate():
     rate.spend("a")
 
 
-def test_no_rate_is_no_limit():
+def test_a_rate_of_zero_is_no_limit():
     rate = RateLimit(0)
     for _ in range(10_000):
         rate.spend("a")
@@ -114,7 +114,7 @@ def test_without_a_rate_no_engine_is_asked_what_it_knows():
     assert engine.asked == ["start"]
 
 
-def test_callers_are_told_apart_by_their_keys():
+def test_callers_are_distinguished_by_their_keys():
     app = served(Engine(), api_key=["a", "b"], additional_config=LIMITED)
     door = TestClient(app, client=("10.0.0.1", 1))
 

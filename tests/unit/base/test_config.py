@@ -62,7 +62,7 @@ JSON = st.recursive(
 # The configuration itself
 
 
-def test_nothing_given_is_the_default():
+def test_an_empty_configuration_has_the_defaults():
     assert InflightConfig.parse(None) == InflightConfig.parse({}) == InflightConfig()
 
 
@@ -93,7 +93,7 @@ def test_any_other_json_is_refused_as_a_configuration(values):
 
 
 @pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.name)
-def test_every_knob_says_what_it_is_and_what_it_may_be(knob):
+def test_every_knob_documents_each_of_its_choices(knob):
     assert knob.metadata["doc"].endswith(".")
     for choice in knob.metadata["choices"]:
         assert choice == "auto" or f"'{choice}'" in knob.metadata["doc"]
@@ -139,7 +139,7 @@ def test_a_flag_is_carried_in_additional_config(parser):
     }
 
 
-def test_without_a_flag_nothing_is_carried(parser):
+def test_additional_config_stays_empty_without_a_flag(parser):
     assert not parser.parse_args([]).additional_config
 
 
@@ -194,7 +194,7 @@ def test_an_additional_config_that_is_no_object_is_refused(parser, capsys, order
     assert "must be an object, got 3" in capsys.readouterr().err
 
 
-def test_one_command_line_leaves_nothing_to_the_next(parser):
+def test_flags_of_one_command_line_do_not_affect_the_next(parser):
     parser.parse_args(["--inflight-staging", "host"])
     assert not parser.parse_args([]).additional_config
 
@@ -262,7 +262,7 @@ def test_a_variable_that_is_set_and_cannot_be_a_key_ends_the_start(
         monkeypatch.delenv(variable)
 
 
-def test_a_trainer_takes_an_empty_variable_for_no_key(monkeypatch):
+def test_a_trainer_treats_an_empty_key_variable_as_no_key(monkeypatch):
     monkeypatch.setenv(ADMIN_KEY_ENV, "")
     assert admin_key() is None
 

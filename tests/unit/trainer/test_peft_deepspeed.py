@@ -114,7 +114,7 @@ def test_adapters_that_are_not_merged_are_refused_by_name_with_the_line_to_write
         found(model)
 
 
-def test_merged_adapters_are_sent_as_the_model_that_they_were_merged_into():
+def test_merged_adapters_are_sent_as_the_merged_model():
     model, layers = adapted()
     expected = found(mixtral())
     for layer in layers:
@@ -129,7 +129,7 @@ def test_merged_adapters_are_sent_as_the_model_that_they_were_merged_into():
 
 
 @pytest.mark.parametrize("is_off", [False, True])
-def test_of_modules_that_are_saved_whole_the_one_that_is_used_is_sent(is_off):
+def test_the_active_copy_of_a_module_saved_by_peft_is_sent(is_off):
     model = plain()
     trained = nn.Linear(8, 6)
     original = model.layers[1].up

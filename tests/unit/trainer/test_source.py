@@ -92,7 +92,7 @@ def test_views_of_one_memory_are_not_the_same_tensor():
     assert names(source) == ["all", "embed.weight", "lm_head.weight"]
 
 
-def test_names_lose_what_wrappers_of_torch_wrote_into_them():
+def test_names_lose_the_parts_that_torch_wrappers_add():
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     compiled = torch.compile(model)  # compiles nothing until it is called
     assert names(compiled) == names(compiled.state_dict()) == ["0.weight"]

@@ -87,7 +87,7 @@ def named() -> Tensors:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 4 << 30])
-def test_all_that_a_source_has_arrives(
+def test_every_tensor_of_a_source_arrives(
     memory: HostMemory, named: Tensors, chunk_bytes: int
 ) -> None:
     client = Five(worker(memory))
@@ -184,7 +184,7 @@ def test_an_abort_that_is_refused_does_not_take_the_place_of_what_failed(
     assert client.calls[-1] == "abort"
 
 
-def test_a_client_of_upstreams_gets_the_error_itself(
+def test_a_client_without_abort_gets_the_original_error(
     memory: HostMemory, named: Tensors
 ) -> None:
     client = Four(worker(memory))

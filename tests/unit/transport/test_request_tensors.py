@@ -59,7 +59,7 @@ def file_of(tensors: RequestTensors) -> Path:
     return SHARED_MEMORY / info["shm"]
 
 
-def test_the_files_are_there_as_long_as_they_are_read(prefix):
+def test_the_files_of_a_request_exist_until_they_have_been_read(prefix):
     assert spool() == [{"a": [1.0, 1.0]}] * 2
     assert left(prefix) == []
 
@@ -297,7 +297,7 @@ def test_tensors_that_torch_pickled_are_read_unchanged():
         assert torch.equal(found[each], tensor_.detach()), each
 
 
-def test_without_room_the_reason_is_told_and_nothing_stays(prefix, monkeypatch):
+def test_full_shared_memory_is_reported_and_leaves_no_files(prefix, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")
 

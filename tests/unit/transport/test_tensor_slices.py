@@ -165,7 +165,7 @@ def test_many_tensors_of_one_bucket_are_put_together_in_two_buffers():
     worker.shutdown()
 
 
-def test_of_what_several_ranks_hold_a_worker_takes_its_own():
+def test_a_worker_takes_its_own_copy_of_a_slice_that_several_ranks_send():
     whole = torch.arange(12.0).reshape(4, 3)
     told = [
         ("w", whole[:2] + 100 * rank, Shard(dim=0, start=0, size=4, rank=rank))
@@ -275,7 +275,7 @@ def test_a_worker_receives_slices_over_gloo():
     worker.shutdown()
 
 
-def test_holding_small_tensors_keeps_no_other_memory():
+def test_a_kept_small_tensor_keeps_no_larger_buffer():
     scratch = Buffers(2, 4096, CPU)
     held = [scratch.take(number, 16)[:16] for number in range(6)]
     whole = {h.untyped_storage().data_ptr(): h.untyped_storage().nbytes() for h in held}

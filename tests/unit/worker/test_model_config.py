@@ -136,7 +136,7 @@ def test_a_field_that_an_override_sets_is_not_compared(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_an_invalid_configuration_raises_no_error_but_a_rejection(
+def test_an_invalid_configuration_is_rejected_without_another_error(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     live = served(tmp_path / "live", QWEN3 | {"layer_types": ["full_attention"] * 2})
@@ -144,7 +144,7 @@ def test_an_invalid_configuration_raises_no_error_but_a_rejection(
         require_same_architecture(change, live)
 
 
-def test_no_configuration_says_nothing_and_a_broken_one_is_named(
+def test_a_folder_without_a_configuration_is_accepted_and_a_broken_one_is_named(
     tmp_path: Path,
 ) -> None:
     live = served(tmp_path / "live", QWEN3)

@@ -46,7 +46,7 @@ def test_a_buffer_that_a_checkpoint_may_fill_is_refused(name, tensor):
 
 
 @pytest.mark.parametrize("name", ["_k_scale", "position_ids"])
-def test_buffers_that_no_version_has_of_its_own_are_not(name):
+def test_buffers_that_no_checkpoint_fills_are_allowed(name):
     assert reason(buffered(name, torch.arange(4.0))) is None
 
 
@@ -117,7 +117,7 @@ class GptOssForCausalLM(torch.nn.Module):
     """The name of a model whose loader writes past its parameters'."""
 
 
-def test_a_loader_that_writes_into_what_it_is_handed_is_refused_on_several_ranks():
+def test_a_loader_that_writes_into_its_input_is_rejected_on_several_ranks():
     for world_size, is_refused in (1, False), (2, True):
         parallel = SimpleNamespace(enable_eplb=False, world_size=world_size)
         config = SimpleNamespace(**CONFIG | {"parallel_config": parallel})
@@ -186,7 +186,7 @@ def test_weights_that_other_engines_have_mapped_are_never_written_to(given, is_r
     assert (reason is not None and "--load-format ipc_cache" in reason) is is_refused
 
 
-def test_a_look_that_fails_is_a_reason_and_no_end(monkeypatch):
+def test_a_check_that_fails_blocks_updates_and_not_the_start(monkeypatch):
     """An engine that can be started without this package starts with it."""
 
     def fail(*_: object) -> None:
