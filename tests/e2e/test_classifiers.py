@@ -148,7 +148,7 @@ def test_a_head_that_lacks_the_rows_is_refused_by_its_name(
     assert error.tensors == list(HEAD)
 
 
-def test_a_bias_that_the_score_has_not_is_refused_and_leaves_no_trace(
+def test_a_tensor_for_a_bias_that_the_score_lacks_is_rejected_and_changes_nothing(
     reranker: Any, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """vLLM's loader would give the layer one, in the tree that it loads."""

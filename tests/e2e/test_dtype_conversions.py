@@ -32,7 +32,7 @@ def sent(
 
 
 @pytest.mark.parametrize("dtype", TOO_LARGE, ids=str)
-def test_a_number_that_is_infinite_in_the_dtype_it_is_served_in_is_refused(
+def test_a_tensor_that_is_infinite_in_the_served_dtype_is_rejected(
     start: Callable[..., Any], old: Path, new: Path, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     llm = start(old, dtype=str(dtype).removeprefix("torch."))

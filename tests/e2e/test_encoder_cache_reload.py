@@ -66,7 +66,7 @@ def finish(llm: Any) -> dict[str, list[int]]:
     raise AssertionError("requests did not finish")
 
 
-def test_a_request_in_the_middle_of_a_picture_sees_it_again(
+def test_a_request_recomputes_the_output_of_a_half_read_picture_after_a_reload(
     llm: Any, old: Path, new: Path
 ) -> None:
     reload(llm, new)

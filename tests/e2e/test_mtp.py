@@ -261,7 +261,7 @@ def test_an_update_of_the_drafter_alone_is_refused(
     assert drafted(llm) == said["old", "old"]
 
 
-def test_the_digest_is_the_checkpoints(
+def test_the_digest_of_a_model_with_mtp_layers_is_that_of_its_checkpoint(
     llm: Any,
     new: str,
     parts: dict[str, str],

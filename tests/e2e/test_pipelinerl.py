@@ -179,7 +179,7 @@ def test_a_request_that_cannot_be_is_refused_by_name(
 
 
 # ------------------------------------------------------------- of an engine's own
-def test_pause_and_update_of_an_llm(
+def test_pause_and_update_of_an_llm_serves_the_broadcast_weights(
     start: Callable[..., Any],
     fresh: list[list[int]],
     trainer: TorchTrainer,
@@ -207,7 +207,7 @@ def test_pause_and_update_of_an_llm(
     ],
     ids=["an extension", "a worker"],
 )
-def test_methods_that_the_workers_have_themselves_are_left_to_them(
+def test_worker_methods_of_the_users_own_extension_are_called_unchanged(
     start: Callable[..., Any], old: Path, new: Path, more: dict[str, Any]
 ) -> None:
     llm = start(old, **more)
@@ -229,7 +229,7 @@ def test_methods_that_the_workers_have_themselves_are_left_to_them(
 
 
 # -------------------------------------------------------- in PipelineRL's server
-def test_its_servers_own_steps_serve_what_is_broadcast(
+def test_pipelinerls_own_server_steps_serve_the_broadcast_weights(
     checkpoint: Callable[..., Path],
 ) -> None:
     old, new = checkpoint(0), checkpoint(1)

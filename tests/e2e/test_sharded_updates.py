@@ -51,7 +51,7 @@ def test_a_slice_of_a_rank_that_there_is_not_is_refused_by_name(
     assert seen["after refusals"] == seen["before"]
 
 
-def test_ranks_that_hold_different_values_of_one_slice_commit_none(
+def test_no_rank_commits_if_ranks_hold_different_values_of_one_slice(
     seen: dict[str, Any],
 ) -> None:
     assert seen["ranks that differ"]["code"] == "weights_mismatch"

@@ -23,7 +23,7 @@ OFFLOADING = {
 
 
 @pytest.mark.parametrize("flag", OFFLOADING)
-def test_an_engine_that_offloads_says_what_it_says_without_and_is_not_updated(
+def test_an_offloading_engine_decodes_as_usual_and_rejects_updates(
     start: Callable[..., Any], old: Path, new: Path, flag: str
 ) -> None:
     plain = greedy(start(old))
