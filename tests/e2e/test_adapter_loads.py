@@ -105,7 +105,7 @@ def test_an_adapter_outside_of_the_allowed_folders_is_not_looked_at(
 
 
 @pytest.mark.parametrize("path", ["~/adapter", "someone/adapter", "adapter", "./here"])
-def test_a_path_that_vllm_would_look_for_is_refused_where_folders_are_allowed(
+def test_a_path_that_vllm_would_look_for_is_rejected_where_folders_are_allowed(
     llm: Any,
     adapter: LoRARequest,
     old: Path,

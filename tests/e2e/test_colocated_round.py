@@ -288,7 +288,7 @@ def test_upstreams_release_of_the_kv_cache_keeps_requests(
     check_went_on(core, streams.run(), before, "old")
 
 
-def test_upstreams_release_of_the_kv_cache_is_refused_under_requests_in_place(
+def test_upstreams_release_of_the_kv_cache_is_rejected_under_requests_in_place(
     sleeper: Door,
 ) -> None:
     core = sleeper.core

@@ -204,7 +204,7 @@ def test_a_drafter_alone_is_rejected_while_the_models_weights_are_gone(
     assert llm.weight_info()["weights"] == "live"
 
 
-def test_half_a_drafter_is_refused_with_what_is_missing(
+def test_an_incomplete_drafter_is_rejected_with_the_names_of_missing_tensors(
     llm: Any, said: Said, new: Path, drafters: dict[str, Path], tmp_path: Path
 ) -> None:
     tensors = load_file(drafters["new"] / "model.safetensors")

@@ -59,7 +59,7 @@ def test_a_tensor_that_is_infinite_in_the_served_dtype_is_rejected(
     assert llm.get_weight_version() == "asked for"
 
 
-def test_a_number_that_is_infinite_in_fp16_alone_is_refused_as_bf16_too(
+def test_a_number_that_is_infinite_in_fp16_alone_is_rejected_as_bf16_too(
     start: Callable[..., Any], old: Path, new: Path, tmp_path: Path
 ) -> None:
     llm = start(old, dtype="float16")

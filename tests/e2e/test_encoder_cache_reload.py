@@ -101,7 +101,7 @@ def test_pictures_seen_before_are_seen_with_what_was_reloaded(
     assert described(llm) == expected
 
 
-def test_a_session_in_the_middle_of_a_picture_refuses_a_reload(
+def test_a_session_in_the_middle_of_a_picture_rejects_a_reload(
     llm: Any, new: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = look(llm, "session")

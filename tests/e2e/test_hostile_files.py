@@ -63,7 +63,7 @@ def test_files_that_lie_about_themselves_are_malformed(
     ],
     ids=["20,000 unknown ones", "long ones", "odd ones"],
 )
-def test_whatever_its_tensors_are_called_a_file_is_refused_at_once(
+def test_a_file_with_hostile_tensor_names_is_rejected_at_once(
     fenced: Any, root: Path, before: Any, names: list[str]
 ) -> None:
     save_file({name: torch.zeros(1) for name in names}, root / "names.safetensors")

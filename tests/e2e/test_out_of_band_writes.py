@@ -592,7 +592,7 @@ def test_a_step_in_the_middle_of_a_reload_does_not_end_the_engine(
 
 
 @pytest.mark.parametrize("method", ["tests_update"])
-def test_a_phase_of_an_update_that_an_extension_calls_alone_is_refused(
+def test_a_single_phase_of_an_update_called_by_an_extension_is_rejected(
     writable: EngineCore, folders: dict[str, Path], method: str
 ) -> None:
     core = writable

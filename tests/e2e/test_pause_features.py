@@ -272,7 +272,7 @@ def test_a_pause_with_only_a_mode_uses_the_defaults_of_that_mode(
 
 
 # ------------------------------------------- engines of their own, from here on
-def test_arrivals_are_refused_where_that_is_configured(
+def test_arrivals_are_rejected_where_that_is_configured(
     start: Callable[..., Any], old: Path
 ) -> None:
     from vllm.inflight.errors import EnginePaused

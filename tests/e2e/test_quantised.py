@@ -110,7 +110,7 @@ def test_biases_beside_quantised_weights_are_updated_with_them(
     commits_and_rollbacks(start(old, **options), old, new, fresh)
 
 
-def test_scales_of_activations_and_kernels_that_were_not_tried_are_refused_by_name(
+def test_scales_of_activations_and_kernels_that_were_not_tried_are_rejected_by_name(
     start: Callable[..., Any],
     folder: Folder,
     monkeypatch: pytest.MonkeyPatch,
@@ -254,7 +254,7 @@ def test_a_subset_of_a_part_of_a_layer_names_the_rest(
 
 
 @pytest.mark.parametrize("name", ["q_proj.weight", "qkv_proj.weight_scale"])
-def test_rows_of_a_quantised_layer_are_refused_by_name(llm: Any, name: str) -> None:
+def test_rows_of_a_quantised_layer_are_rejected_by_name(llm: Any, name: str) -> None:
     full = f"model.layers.0.self_attn.{name}"
     with pytest.raises(Malformed, match=rf"{name}.*quantised layer.*checksums"):
         run_sync(control_of(llm).ask(ReadRows(full, 2)))

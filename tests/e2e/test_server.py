@@ -259,7 +259,7 @@ def test_control_routes_need_their_key(
     assert httpx.get(running.url + route, headers=headers).status_code == status
 
 
-def test_every_refusal_has_its_status_and_its_code(server: Server, new: Path) -> None:
+def test_every_rejection_has_its_status_and_its_code(server: Server, new: Path) -> None:
     def refused(path: str, body: Any) -> tuple[int, str]:
         reply = server.client.post(path, json=body)
         return reply.status_code, reply.json()["error"]["code"]

@@ -107,7 +107,7 @@ def test_a_server_cannot_be_joined_without_its_key(
         assert known.get_world_size() == 1
 
 
-def test_a_refusal_names_its_tensors_and_the_version_is_sent_again(
+def test_a_rejection_names_its_tensors_and_the_version_is_sent_again(
     client: ServerClient,
     trainer: Any,
     source: CheckpointSource,

@@ -232,14 +232,14 @@ def test_a_pause_that_is_to_abort_nothing_aborts_nothing(door: Door, said: Any) 
 
 
 @pytest.mark.parametrize("body", [{"mode": "online"}, {"online": True}])
-def test_a_pause_that_would_be_none_is_refused_by_name(
+def test_sglangs_online_pause_mode_is_rejected_by_name(
     door: Door, body: dict[str, Any]
 ) -> None:
     status, message = door.refused("/pause_generation", **body)
     assert (status, "an update needs no pause" in message) == (400, True)
 
 
-def test_a_flush_under_frozen_requests_is_refused_before_anything_is_sent(
+def test_a_flush_under_frozen_requests_is_rejected_before_anything_is_sent(
     door: Door, folders: dict[str, Path]
 ) -> None:
     add(door.core, "r", prompt(5))

@@ -308,7 +308,9 @@ def test_nothing_is_committed_between_the_begin_and_end_calls_of_a_version(
     assert sender.door.post("/end_weight_update")["weight_version"] == "new"
 
 
-def test_a_head_that_is_another_is_refused_at_the_end(sender: Sender) -> None:
+def test_a_different_tied_head_is_rejected_at_the_end_of_the_version(
+    sender: Sender,
+) -> None:
     before = said(sender.door.core)
     sender.door.post("/begin_weight_update")
     sender.send(sender.rest, "new")

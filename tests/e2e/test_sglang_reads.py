@@ -78,7 +78,7 @@ def test_an_invalid_read_of_weights_is_rejected(door: Door, body: Any) -> None:
     assert door.refused("/get_weights_by_name", **body)[0] == 400
 
 
-def test_more_numbers_than_are_read_at_once_are_refused(
+def test_a_read_of_too_many_numbers_is_rejected(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readback, "MOST_NUMBERS", 1000)
@@ -138,7 +138,7 @@ def test_checksums_leave_out_what_is_to_be_skipped(door: Door) -> None:
         ("/weight_checker", "reset"),
     ],
 )
-def test_an_action_that_would_touch_live_weights_is_refused(
+def test_an_action_that_would_touch_live_weights_is_rejected(
     door: Door, path: str, action: str
 ) -> None:
     status, message = door.refused(path, action=action)

@@ -74,7 +74,7 @@ def test_calls_that_need_weights_are_rejected_while_the_weights_sleep(
 
 
 @pytest.mark.parametrize("method", ["compute_weight_checksums", "reload_weights"])
-def test_upstreams_own_calls_of_sleeping_weights_are_refused(
+def test_upstreams_own_calls_of_sleeping_weights_are_rejected(
     sleeper: EngineCore, method: str
 ) -> None:
     sleeper.sleep(1)

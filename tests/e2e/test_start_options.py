@@ -60,7 +60,7 @@ def test_an_engine_whose_weights_are_offloaded_serves_and_is_not_updated(
     assert offloader.num_models == 1
 
 
-def test_offloading_is_refused_by_name_where_a_second_set_was_asked_for(
+def test_offloading_is_rejected_by_name_if_shadow_weights_were_requested(
     start: Callable[..., Any], old: Path, offloader: Once
 ) -> None:
     with pytest.raises(ConfigError, match=r"is not possible: .* offloaded by Once"):
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_built_twice_is_served_and_not_updated(
     assert _hpc_rope_norm_instances[Peculiar.NAME] is live
 
 
-def test_a_model_that_cannot_be_built_twice_is_refused_where_that_was_asked_for(
+def test_a_model_that_cannot_be_built_twice_is_rejected_if_updates_were_requested(
     start: Callable[..., Any],
     old: Path,
     peculiar: dict[str, Any],

@@ -76,7 +76,7 @@ def test_a_head_that_was_a_copy_of_the_embedding_may_be_left_out(
 @pytest.mark.parametrize(
     "has_head", [pytest.param(True, marks=pytest.mark.slow), False]
 )
-def test_a_tied_head_that_is_not_the_embedding_is_refused(
+def test_a_tied_head_that_is_not_the_embedding_is_rejected(
     start: Callable[..., Any], tied: tuple[Path, Path], tmp_path: Path, has_head: bool
 ) -> None:
     old, _ = tied

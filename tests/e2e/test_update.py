@@ -246,7 +246,7 @@ def test_start_and_finish_must_agree_on_the_version(llm: Any, new: Path) -> None
     assert llm.finish_weight_update("a")["weight_version"] == "a"
 
 
-def test_an_update_based_on_another_version_is_refused(llm: Any, new: Path) -> None:
+def test_an_update_based_on_another_version_is_rejected(llm: Any, new: Path) -> None:
     with pytest.raises(VersionConflict, match="base_version"):
         llm.start_weight_update(base_version="elsewhere")
     llm.start_weight_update(base_version="old")
@@ -319,7 +319,7 @@ def test_fields_of_the_format_in_worker_calls_are_ignored(
     assert greedy(llm) == fresh
 
 
-def test_weights_in_a_kernels_format_are_refused_by_name(llm: Any) -> None:
+def test_weights_in_a_kernels_format_are_rejected_by_name(llm: Any) -> None:
     before = state(llm)
     for begin in (
         lambda: llm.start_weight_update(is_checkpoint_format=False),

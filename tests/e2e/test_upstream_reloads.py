@@ -151,7 +151,7 @@ UNKNOWN = {
         ("reset_weights", ("something",), {}),
     ],
 )
-def test_a_call_that_is_refused_before_it_writes_changes_nothing(
+def test_a_call_that_is_rejected_before_it_writes_changes_nothing(
     core: EngineCore, folders: dict[str, Path], method: str, args: Any, kwargs: Any
 ) -> None:
     reload(core, folders["old"])  # one that succeeds leaves nothing behind

@@ -170,7 +170,7 @@ def test_the_second_range_settles_beside_a_stream_that_computes(arena):
     assert failures == []
 
 
-def test_a_twin_looks_like_its_tensor(arena):
+def test_a_shadow_tensor_has_the_layout_of_its_live_tensor(arena):
     with arena.loading():
         whole = torch.zeros(64, 48, dtype=torch.bfloat16, device="cuda")
         small = torch.zeros(33, dtype=torch.uint8, device="cuda")
@@ -243,7 +243,7 @@ def test_an_arena_that_is_full_is_torchs_out_of_memory():
     assert "addresses" in caught.value.__notes__[-1]
 
 
-def test_expandable_segments_are_refused():
+def test_expandable_segments_are_rejected():
     configure = torch._C._accelerator_setAllocatorSettings
     configure("expandable_segments:True")
     try:

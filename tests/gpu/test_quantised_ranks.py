@@ -134,7 +134,7 @@ def test_quantised_stages_equal_a_fresh_engine_and_reject_a_missing_tensor_of_on
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_channel"])
-def test_schemes_whose_ranks_agree_on_a_scale_are_refused(
+def test_schemes_whose_ranks_agree_on_a_scale_are_rejected(
     two: Callable[..., Any], folder: Folder, quantization: str
 ) -> None:
     llm = two(folder(0, None), enforce_eager=True, quantization=quantization)

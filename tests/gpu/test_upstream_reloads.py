@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.e2e.test_upstream_reloads import (  # noqa: F401 (tests, run here on a GPU)
-    test_a_call_that_is_refused_before_it_writes_changes_nothing,
+    test_a_call_that_is_rejected_before_it_writes_changes_nothing,
     test_a_folder_that_is_not_there_is_not_where_the_next_reload_looks,
     test_a_loader_that_reloads_nothing_changes_nothing,
     test_a_reload_in_kernel_format_that_fails_leaves_the_weights_gone,

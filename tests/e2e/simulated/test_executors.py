@@ -96,7 +96,7 @@ Strange: Any = type("Strange", (Executor,), dict(vars(SimulatedExecutor)))
 """Of no kind that is known."""
 
 
-def test_an_unknown_executor_serves_and_is_refused_by_name(model: Path) -> None:
+def test_an_unknown_executor_serves_and_is_rejected_by_name(model: Path) -> None:
     core = simulated_core(model, Strange, kind=Loop)
     assert core.model_executor.board is None, "it was asked for something"
     calls = {"start": {"transport": "groups"}, "join_group": {"init_info": {}}}

@@ -47,7 +47,7 @@ def test_a_flush_reports_what_it_dropped(
     assert call(core, "flush")["dropped"]["blocks"] == 0
 
 
-def test_a_flush_is_refused_while_requests_stay_in_place(core: EngineCore) -> None:
+def test_a_flush_is_rejected_while_requests_stay_in_place(core: EngineCore) -> None:
     streams = started(core)
     for method, body in (
         ("pause", {"mode": "in_place", "flush_cache": True}),

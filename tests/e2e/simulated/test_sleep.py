@@ -197,7 +197,7 @@ def test_an_engine_with_a_rank_that_failed_to_sleep_recovers_by_waking_up(
     assert set(Streams(core).run().stamps["arrives"]) == {"one"}
 
 
-def test_a_sleep_that_is_refused_holds_no_pause_beyond_its_lease(
+def test_a_rejected_sleep_does_not_hold_a_pause_beyond_its_lease(
     core: EngineCore,
 ) -> None:
     with pytest.raises(ValueError, match="nap"):

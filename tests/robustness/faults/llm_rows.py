@@ -184,7 +184,7 @@ class W17(Row):
     play = "checked"
     tests = (
         "tests/e2e/test_rejected_updates.py::"
-        "test_a_digest_that_differs_from_the_manifests_is_refused",
+        "test_a_digest_that_differs_from_the_manifests_is_rejected",
     )
 
     @staticmethod

@@ -51,7 +51,7 @@ def post(engine: Engine) -> Any:
     return TestClient(app).post("/v1/completions", json={})
 
 
-def test_a_request_is_refused_while_the_engine_is_paused():
+def test_a_request_is_rejected_while_the_engine_is_paused():
     reply = post(Pausing("reject", {"lease_left_s": 12.2}))
     assert reply.status_code == 503
     assert reply.headers["Retry-After"] == "13"

@@ -136,19 +136,19 @@ PROXIES = [
 
 
 @pytest.mark.parametrize("header", PROXIES)
-def test_a_request_that_came_through_a_proxy_is_refused_without_a_key(header):
+def test_a_request_that_came_through_a_proxy_is_rejected_without_a_key(header):
     with pytest.raises(Forbidden, match=f"{header}'.*leave it out.*--inflight-admin-k"):
         auth.authorize(request(HERE, **{header: HERE}))
 
 
-def test_a_header_that_is_not_known_is_refused_without_a_key():
+def test_a_header_that_is_not_known_is_rejected_without_a_key():
     for number in range(200):
         name = "".join(random.Random(number).choices(string.ascii_lowercase, k=9))
         with pytest.raises(Forbidden, match=name):
             auth.authorize(request(HERE, **CLIENTS["curl"], **{name: "1"}))
 
 
-def test_a_long_header_does_not_make_a_long_refusal():
+def test_a_long_header_does_not_make_a_long_rejection():
     with pytest.raises(Forbidden) as refusal:
         auth.authorize(request(HERE, **{"x" * 100_000: "1"}))
     assert len(refusal.value.message) < 500
@@ -159,7 +159,7 @@ def test_a_forwarded_header_does_not_make_anybody_local():
         auth.authorize(request(ELSEWHERE, **{"x-forwarded-for": HERE}))
 
 
-def test_a_request_in_the_http_of_proxies_is_refused_without_a_key():
+def test_a_request_in_the_http_of_proxies_is_rejected_without_a_key():
     with pytest.raises(Forbidden, match=r"HTTP/1\.0"):
         auth.authorize(request(HERE, http_version="1.0"))
     auth.authorize(request(HERE, http_version="1.1"))
@@ -187,7 +187,7 @@ FIREFOX = {
         {"upgrade-insecure-requests": "1"},
     ],
 )
-def test_a_page_in_a_browser_on_this_host_is_refused_without_a_key(more):
+def test_a_page_in_a_browser_on_this_host_is_rejected_without_a_key(more):
     with pytest.raises(Forbidden, match="browser"):
         auth.authorize(request(HERE, **FIREFOX, **more))
     if more:  # whatever it says it is
@@ -210,7 +210,7 @@ def test_a_page_in_a_browser_on_this_host_is_refused_without_a_key(more):
         "0x7f000001",
     ],
 )
-def test_a_name_that_may_lead_here_from_elsewhere_is_refused_without_a_key(host):
+def test_a_host_name_that_allows_dns_rebinding_is_rejected_without_a_key(host):
     with pytest.raises(Forbidden, match="--inflight-admin-key"):
         auth.authorize(request(HERE, host=host))
 

@@ -166,7 +166,7 @@ def test_a_slash_may_be_escaped_in_base64():
     "raw",
     [b'{"a": "xxxxxxxxxxxxxxx', b'{"a": "xxxxxxx\\"}', b'"' * 7, b'{"a": "\\\\\\"'],
 )
-def test_a_string_without_an_end_is_refused(raw):
+def test_an_unterminated_string_is_rejected(raw):
     assert told(around, raw) is Malformed
 
 

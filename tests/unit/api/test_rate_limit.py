@@ -126,7 +126,7 @@ def test_callers_are_distinguished_by_their_keys():
     assert begin("c") == 403
 
 
-def test_a_refusal_says_nothing_of_the_key():
+def test_a_rejection_does_not_contain_the_key():
     app = served(Engine(), api_key=["s3cret"], additional_config=LIMITED)
     door = TestClient(app)
     said = [

@@ -66,7 +66,7 @@ def refusal(reply: Any) -> tuple[int, str]:
     ],
     ids=lambda raw: repr(raw[:24]),
 )
-def test_a_body_that_cannot_be_read_is_refused(raw):
+def test_a_body_that_cannot_be_read_is_rejected(raw):
     engine = Engine()
     reply = client(engine).post("/start_weight_update", content=raw)
     assert refusal(reply) == (400, "malformed")
@@ -114,7 +114,7 @@ def test_a_null_body_counts_as_an_empty_body():
         ("/start_draft_weight_update", {"manifest": 0}),
     ],
 )
-def test_a_field_that_is_missing_unknown_or_wrong_is_refused(path, body):
+def test_a_field_that_is_missing_unknown_or_wrong_is_rejected(path, body):
     engine = Engine()
     assert refusal(client(engine).post(path, json=body)) == (400, "malformed")
     assert engine.asked == []
@@ -123,7 +123,7 @@ def test_a_field_that_is_missing_unknown_or_wrong_is_refused(path, body):
 @pytest.mark.parametrize(
     "path", ["/is_paused", "/weight_update", "/weight_info", "/get_world_size"]
 )
-def test_a_query_that_is_not_known_is_refused(path):
+def test_a_query_that_is_not_known_is_rejected(path):
     engine = Engine()
     reply = client(engine).get(path, params={"updat_id": "u"})
     assert refusal(reply) == (400, "malformed")
@@ -157,7 +157,7 @@ def test_a_folder_may_hold_a_model_and_its_drafter():
 
 
 @pytest.mark.parametrize("told", [None, 10, MAX_MANIFEST_BYTES, 1 << 80, "ten"])
-def test_a_body_that_is_too_large_is_refused_while_it_arrives(told):
+def test_a_body_that_is_too_large_is_rejected_while_it_arrives(told):
     drawn = 0
 
     async def chunks() -> Any:
@@ -176,7 +176,7 @@ def test_a_body_that_is_too_large_is_refused_while_it_arrives(told):
     assert drawn == most
 
 
-def test_a_body_that_breaks_off_is_refused():
+def test_a_truncated_body_is_rejected():
     async def left() -> Any:
         return {"type": "http.disconnect"}
 

@@ -112,7 +112,7 @@ def test_suggestions_are_known_names_up_to_a_maximum_number(name, most):
     assert set(near) <= MODEL.keys()
 
 
-def test_a_refusal_names_every_unknown_tensor_with_its_neighbours():
+def test_a_rejection_names_every_unknown_tensor_with_its_neighbours():
     text = describe_unknown(
         [("x.norm.weight", [8], "float32"), ("rotary", [3], "int8")], MODEL
     )

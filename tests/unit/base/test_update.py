@@ -111,7 +111,7 @@ def test_a_dtype_may_carry_torchs_prefix():
         (manifest(draft=1), "'draft' must be true or false"),
     ],
 )
-def test_a_manifest_that_is_wrong_is_refused_by_the_entry(body, named):
+def test_a_manifest_that_is_wrong_is_rejected_by_the_entry(body, named):
     with pytest.raises(Malformed, match=named):
         Manifest.parse(body)
 
@@ -125,7 +125,7 @@ def test_a_manifest_that_is_wrong_is_refused_by_the_entry(body, named):
         JSON,
     ),
 )
-def test_hostile_json_is_refused_or_read_and_nothing_else_happens(body, entry):
+def test_hostile_json_is_either_parsed_or_rejected(body, entry):
     for candidate in (body, manifest(entry), manifest(ENTRY, **entry)):
         try:
             parsed = Manifest.parse(candidate)
@@ -142,7 +142,7 @@ def test_a_manifest_contains_the_models_names_after_the_name_map():
     assert renamer({"a": "b"})("c") == "c"
 
 
-def test_two_tensors_that_get_one_name_are_refused():
+def test_two_tensors_that_get_one_name_are_rejected():
     specs = [TensorSpec(name, (1,), "int8") for name in ("a", "b")]
     with pytest.raises(Malformed, match="'w'"):
         Manifest.of(specs, name_map=lambda _: "w")
@@ -194,7 +194,7 @@ def test_upstreams_pause_mode_keep_means_in_place():
 
 
 @pytest.mark.parametrize("mode", ["", "KEEP", "stop", 3, None, ["abort"], {}])
-def test_an_unknown_mode_is_refused_with_the_known_ones(mode):
+def test_an_unknown_mode_is_rejected_with_the_known_ones(mode):
     with pytest.raises(Malformed) as refusal:
         PauseMode.parse(mode)
     assert "in_place, retract, abort, wait (or keep)" in str(refusal.value)

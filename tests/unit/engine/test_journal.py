@@ -174,7 +174,7 @@ def test_a_file_that_is_not_a_journal_is_rejected_and_kept(
     assert path.read_text() == content
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_journal_path_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none/served\.json cannot be read and"):
         journal(tmp_path / "none" / "served.json")
 

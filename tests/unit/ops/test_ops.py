@@ -115,7 +115,7 @@ def test_a_tensor_that_has_no_digest_is_rejected_with_a_remedy(tensor, remedy):
             function(tensor)
 
 
-def test_a_slice_outside_the_whole_is_refused():
+def test_a_slice_outside_the_whole_is_rejected():
     with pytest.raises(ValueError, match=r"\(4,\) at \(3,\) is not inside .*\(6,\)"):
         digest_slice(torch.zeros(4), (6,), (3,))
     with pytest.raises(ValueError, match="not inside"):

@@ -359,7 +359,7 @@ def test_a_parameter_that_ray_adds_to_actor_methods_is_no_change(engine):
     assert engine.Core().step(0) == ["ours", 0]
 
 
-def test_a_changed_signature_is_refused_naming_both(engine):
+def test_a_changed_signature_is_rejected_naming_both(engine):
     change = record("Core.step", "self")
     before = engine.Core.step
     with pytest.raises(UpstreamChanged) as refusal:
@@ -371,12 +371,12 @@ def test_a_changed_signature_is_refused_naming_both(engine):
 
 
 @pytest.mark.parametrize("target", ["Core.gone", "Gone.step", "Core.step.deeper"])
-def test_a_target_that_is_gone_is_refused_by_name(engine, target):
+def test_a_target_that_is_gone_is_rejected_by_name(engine, target):
     with pytest.raises(UpstreamChanged, match=r"stand_in_engine:.* is gone"):
         apply(record(target, "self"))
 
 
-def test_a_module_that_is_gone_is_refused_by_name():
+def test_a_module_that_is_gone_is_rejected_by_name():
     with pytest.raises(UpstreamChanged, match="no_such_module"):
         apply(record("", target="vllm.no_such_module:f"))
 
@@ -404,7 +404,7 @@ def test_the_installed_release_is_a_supported_one():
 
 
 @pytest.mark.parametrize("found", ["0.31.0", "0.33.0", "0.32.1", "0.32.0rc1", "dev"])
-def test_an_untested_release_is_refused_naming_both(monkeypatch, found):
+def test_an_untested_release_is_rejected_naming_both(monkeypatch, found):
     monkeypatch.setattr("vllm.version.__version__", found)
     monkeypatch.delenv(patch.ALLOW_UNTESTED_ENV, raising=False)
     with pytest.raises(UpstreamChanged) as refusal:

@@ -154,7 +154,7 @@ async def test_a_future_of_a_publish_can_be_awaited():
         assert (await asyncio.wrap_future(future)).epoch == 1
 
 
-async def test_a_publish_that_would_block_the_engines_loop_is_refused():
+async def test_a_publish_that_would_block_the_engines_loop_is_rejected():
     engine = Async()
     with Publisher(engine, weights()) as to:
         with pytest.raises(RuntimeError, match=r"block=False.*asyncio\.to_thread"):
@@ -238,7 +238,7 @@ async def test_the_loop_may_be_given_from_another_thread():
     assert await asyncio.to_thread(train) == 1
 
 
-def test_an_async_llm_without_a_loop_is_refused():
+def test_an_async_llm_without_a_loop_is_rejected():
     with pytest.raises(ConfigError, match="loop="):
         Publisher(Async(), weights())
 

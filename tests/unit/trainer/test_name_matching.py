@@ -86,7 +86,7 @@ def test_names_are_unchanged_and_no_engine_is_asked_if_name_map_is_not_set(engin
         ),
     ],
 )
-def test_a_name_that_means_several_or_none_is_refused_before_anything_is_sent(
+def test_an_ambiguous_or_unmatched_name_is_rejected_before_anything_is_sent(
     engine, names, sent, told
 ):
     engine.names = names
@@ -115,7 +115,7 @@ def test_a_head_that_may_be_tied_is_left_to_the_engine(engine):
     assert "lm_head.weight" in engine.served
 
 
-def test_engines_that_would_pair_otherwise_are_refused(engine, other):
+def test_engines_whose_names_pair_differently_are_rejected(engine, other):
     other.names = {"b.weight": torch.ones(4, 4), "c.weight": torch.ones(3)}
     with (
         publisher([engine, other], prefixed(), name_map="auto") as to,

@@ -91,7 +91,7 @@ def test_a_subset_cannot_be_published_in_a_mode_that_may_skip_it(engine):
     assert engine.calls == []
 
 
-def test_two_names_that_become_one_are_refused(engine):
+def test_two_names_that_become_one_are_rejected(engine):
     with publisher(engine, name_map=lambda _: "x") as to, pytest.raises(Malformed):
         to.publish()
     assert engine.calls == []
@@ -258,7 +258,7 @@ def test_a_wrong_argument_is_named_at_once(options, named):
     assert "s3cr" not in str(refused.value)
 
 
-def test_a_wrong_mode_or_label_is_refused_before_anything_is_sent(engine):
+def test_a_wrong_mode_or_label_is_rejected_before_anything_is_sent(engine):
     with publisher(engine) as to:
         with pytest.raises(Malformed, match="mode"):
             to.publish(mode="now")

@@ -76,7 +76,7 @@ def test_an_announcement_applies_to_the_next_update_only(engine, client):
     assert "mode" not in engine.bodies(FINISH)[1]
 
 
-def test_an_update_that_was_refused_is_sent_again_as_it_was_announced(engine, client):
+def test_a_rejected_update_is_sent_again_with_the_same_announcement(engine, client):
     client.announce("step-7")
     engine.faults[FINISH] = [WeightsMismatch("missing: b", tensors=["b"])]
     with pytest.raises(WeightsMismatch, match=f"{engine.url}: missing: b") as raised:

@@ -59,7 +59,7 @@ def test_every_engine_class_is_one_of_upstreams_and_has_a_cancellation_check(cls
         ({"colour": "red"}, "colour"),
     ],
 )
-def test_an_init_info_that_cannot_be_is_refused_by_name(changes, named):
+def test_an_invalid_init_info_is_rejected_by_name(changes, named):
     with pytest.raises(ValueError, match=named):
         engine().parse_init_info(init_info(1, **changes))
 
@@ -87,7 +87,7 @@ OF_TESTS = {"other"}
 
 
 @pytest.mark.parametrize("backend", REGISTERED)
-def test_a_registered_backend_is_known_to_hand_whole_tensors_or_refused_by_name(
+def test_a_registered_backend_is_known_to_hand_whole_tensors_or_rejected_by_name(
     backend,
 ):
     reason = transports.transport_obstacle(backend)
@@ -267,7 +267,7 @@ def test_upstreams_trainer_can_drive_our_backend(client, module):
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_an_engines_refusal_is_what_the_trainer_raises_and_the_next_update_works(
+def test_an_engines_rejection_is_what_the_trainer_raises_and_the_next_update_works(
     client, module, is_late
 ):
     sending = begin(client, module)
@@ -364,7 +364,7 @@ def test_a_model_in_memory_is_sent_as_its_checkpoint(client):
     assert digests(loaded.items()) == digests(expected.items())
 
 
-def test_a_source_that_can_be_read_only_once_is_refused():
+def test_a_source_that_can_be_read_only_once_is_rejected():
     with pytest.raises(ConfigError, match="only once"):
         Weights(iter([("a", torch.ones(1))]))
 

@@ -56,20 +56,20 @@ def join(worker, port, **changes):
     worker.init_transfer_engine(info)
 
 
-def test_a_worker_outside_the_world_is_refused(worker):
+def test_a_worker_outside_the_world_is_rejected(worker):
     outside = engine(rank=1, replica=1, size=2)
     with pytest.raises(Malformed, match="rank 4 of the group, whose world_size is 4"):
         join(outside, 1, world_size=4)
 
 
-def test_a_group_on_other_terms_is_refused(worker):
+def test_a_group_on_other_terms_is_rejected(worker):
     meeting = host()
     with pytest.raises(Malformed, match=r"'bucket_bytes': 4096.*: 8192"):
         join(worker, meeting.port, bucket_bytes=8192)
     meeting.end("is over")
 
 
-def test_the_wrong_kind_of_device_is_refused(worker):
+def test_the_wrong_kind_of_device_is_rejected(worker):
     worker.device = torch.device("meta")
     with pytest.raises(Malformed, match="inflight_gloo receives on cpu"):
         join(worker, 1)

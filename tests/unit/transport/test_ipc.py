@@ -173,14 +173,14 @@ def test_a_forked_process_has_an_identity_of_its_own(memory: HostMemory) -> None
         assert pool.apply(handles.process) != handles.process()
 
 
-def test_a_trainer_on_another_host_is_refused(memory: HostMemory) -> None:
+def test_a_trainer_on_another_host_is_rejected(memory: HostMemory) -> None:
     info = lent({"a": torch.randn(40)}, memory)
     info["exports"]["host"] = "elsewhere"
     with pytest.raises(Malformed, match="another host"):
         receive(worker(memory), info)
 
 
-def test_a_place_outside_of_its_allocation_is_refused(memory: HostMemory) -> None:
+def test_a_place_outside_of_its_allocation_is_rejected(memory: HostMemory) -> None:
     info = lent({"a": torch.randn(40)}, memory)
     info["exports"]["places"] = [[0, 8]]
     engine = worker(memory)
@@ -236,7 +236,7 @@ def test_a_cancelled_update_stops_reading_and_the_next_one_works(
         ({"places": [[0, True]]}, "'places' is no number of bytes"),
     ],
 )
-def test_exports_that_cannot_be_read_are_refused_by_name(
+def test_exports_that_cannot_be_read_are_rejected_by_name(
     memory: HostMemory, changes: dict[str, Any], named: str
 ) -> None:
     info = lent({"a": torch.randn(40)}, memory)
@@ -245,7 +245,7 @@ def test_exports_that_cannot_be_read_are_refused_by_name(
         worker(memory).parse_update_info(info)
 
 
-def test_a_tensor_without_a_handle_is_refused(memory: HostMemory) -> None:
+def test_a_tensor_without_a_handle_is_rejected(memory: HostMemory) -> None:
     info = lent({"a": torch.randn(40)}, memory)
     info["exports"] |= {"handles": [], "bases": []}
     with pytest.raises(Malformed, match="there is no handle 0"):

@@ -119,7 +119,7 @@ def test_a_safetensors_file_that_begins_and_ends_like_a_pickle_is_one(low):
 @pytest.mark.parametrize(
     ("made", "load_format"), [(bucket, "flattened_bucket"), (pickled, None)]
 )
-def test_a_name_that_comes_twice_in_one_entry_is_refused(made, load_format):
+def test_a_name_that_comes_twice_in_one_entry_is_rejected(made, load_format):
     with spooled([made(["a", "b"])], load_format, allow_pickle=True) as tensors:
         assert load_file(file_of(tensors)).keys() == {"a", "b"}
     with (

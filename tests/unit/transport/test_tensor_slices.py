@@ -216,21 +216,21 @@ def shard(start: int, **changes: int) -> dict[str, int]:
         ([[4], [0]], [shard(0), shard(4)], "no elements; leave that out"),
     ],
 )
-def test_slices_that_are_not_a_tensor_are_refused_by_name(shapes, shards, named):
+def test_slices_that_are_not_a_tensor_are_rejected_by_name(shapes, shards, named):
     with pytest.raises(WeightsMismatch, match=named) as refused:
         TensorList.parse(["up", "up"], ["float32"] * 2, shapes, shards)
     assert refused.value.tensors == ["up"]
     assert "'up'" in str(refused.value)
 
 
-def test_slices_of_several_dtypes_are_refused_by_name():
+def test_slices_of_several_dtypes_are_rejected_by_name():
     with pytest.raises(WeightsMismatch, match=r"'up'.*bfloat16.*float32"):
         TensorList.parse(
             ["up", "up"], ["float32", "bfloat16"], [[2], [2]], [shard(0), shard(2)]
         )
 
 
-def test_slices_with_something_between_are_refused_by_name():
+def test_slices_interleaved_with_another_tensor_are_rejected_by_name():
     names = ["up", "down", "up"]
     told = [shard(0), None, shard(2)]
     with pytest.raises(WeightsMismatch, match=r"'up'.*do not follow one another"):
@@ -256,7 +256,7 @@ def test_an_invalid_slice_is_rejected_by_name(given_shards, named):
         TensorList.parse(["up"], ["float32"], [[4]], given_shards)
 
 
-def test_a_rank_that_the_engine_has_not_is_refused_by_name_before_anything_comes():
+def test_a_slice_for_a_missing_rank_is_rejected_by_name_before_any_transfer():
     worker = engine(size=2)
     told = announced(slices("up", torch.zeros(4, 2), 0, [1, 2], ranks=True))
     with pytest.raises(WeightsMismatch, match=r"'up': a slice is of rank 2, .* has 2"):

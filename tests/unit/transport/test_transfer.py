@@ -132,7 +132,7 @@ def test_an_update_may_be_empty(worker):
     sender.group.close()
 
 
-def test_a_model_that_refuses_a_tensor_does_not_cost_the_group(worker):
+def test_a_group_survives_a_tensor_that_the_model_rejects(worker):
     class Refusing(Recorder):
         def load_weights(self, weights):
             next(iter(weights))
@@ -184,7 +184,7 @@ def test_large_tensors_are_received_in_place(worker):
 
 
 @pytest.mark.parametrize("shape", [[10**18], [2**40, 2**40]])
-def test_an_announcement_of_absurd_size_is_refused_by_name_at_once(worker, shape):
+def test_an_announcement_of_absurd_size_is_rejected_by_name_at_once(worker, shape):
     sender = connect(worker)
     told = {"names": ["small", "vast"], "dtype_names": ["float32"] * 2}
     info = worker.parse_update_info(told | {"shapes": [[3], shape]})

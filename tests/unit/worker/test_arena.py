@@ -127,7 +127,7 @@ def test_staged_weights_are_live_after_the_flip_and_not_before(arena):
     assert equal(tensors, before) and equal(twins(arena, tensors), staged)
 
 
-def test_a_twin_is_refused_until_the_second_range_is_settled(arena):
+def test_a_shadow_tensor_is_not_available_until_the_second_range_is_settled(arena):
     tensors = paired(arena)
     before = copies(tensors)
     stage(arena, tensors)
@@ -140,7 +140,7 @@ def test_a_twin_is_refused_until_the_second_range_is_settled(arena):
     assert equal(twins(arena, tensors), before)
 
 
-def test_a_twin_looks_like_its_tensor(arena):
+def test_a_shadow_tensor_has_the_layout_of_its_live_tensor(arena):
     whole = arena.empty((8, 6), torch.bfloat16).fill_(1)
     small = arena.empty((5,), torch.float8_e4m3fn)
     scale = arena.empty((), torch.float32)
@@ -244,7 +244,7 @@ def test_a_flip_that_cannot_be_undone_is_reported_as_a_torn_arena(arena, call, s
 
 
 @pytest.mark.parametrize("step", ["pair", "flip", "settle"])
-def test_steps_out_of_order_are_refused(arena, step):
+def test_steps_out_of_order_are_rejected(arena, step):
     with pytest.raises(RuntimeError, match=f"{step}: .* must be .*, and it is loading"):
         getattr(arena, step)()
     arena.consolidate()

@@ -131,7 +131,7 @@ def test_model_and_drafter_change_together_or_alone_at_the_flip(arenas):
         sets.change(before, after)
 
 
-def test_half_a_drafter_is_refused_and_neither_is_touched(arenas):
+def test_an_incomplete_drafter_is_rejected_and_changes_nothing(arenas):
     sets = Tandems(arenas)
     half = of_draft(2)
     del half["draft.attention.k"]
@@ -159,7 +159,9 @@ def test_mtp_layers_are_updated_with_or_without_their_model(arenas):
     )
 
 
-def test_a_model_without_its_mtp_layers_is_refused_by_their_names(arenas):
+def test_a_model_without_its_mtp_layers_is_rejected_by_the_names_of_these_tensors(
+    arenas,
+):
     sets = Tandems(arenas, is_mtp=True)
     with pytest.raises(WeightsMismatch, match=r"missing: mtp\.") as refused:
         sets.stage(version(1).items())

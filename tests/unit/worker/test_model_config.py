@@ -102,7 +102,7 @@ def test_the_spelling_of_older_transformers_is_the_same_model(tmp_path: Path) ->
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
-def test_another_model_is_refused_by_the_name_of_the_field(
+def test_another_model_is_rejected_by_the_name_of_the_field(
     tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
     live = served(tmp_path / "live", QWEN3)

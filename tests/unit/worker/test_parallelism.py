@@ -80,6 +80,6 @@ def test_options_for_sharing_out_experts_do_not_block_models_without_experts():
     assert parallelism.parallelism_obstacle(configured(**fields)) is None
 
 
-def test_experts_that_move_by_themselves_are_refused_by_their_flag():
+def test_expert_load_balancing_is_rejected_by_its_flag():
     reason = parallelism.parallelism_obstacle(configured(enable_eplb=True))
     assert reason == "expert load balancing is enabled (--enable-eplb)"

@@ -285,7 +285,7 @@ class MarlinLinearKernel:
     """The name of a kernel that moves a bias when it processes it."""
 
 
-def test_a_bias_that_its_kernel_would_move_out_of_its_place_is_refused(
+def test_a_bias_that_its_kernel_would_move_out_of_its_place_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = processed(0).linear

@@ -172,7 +172,7 @@ def test_a_wake_up_without_room_can_be_repeated(
     assert worker.serves(1)
 
 
-def test_a_host_without_memory_refuses_before_anything_has_changed(
+def test_a_sleep_is_rejected_before_any_change_if_the_host_lacks_memory(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.publish(1)

@@ -197,7 +197,7 @@ def test_a_rank_posts_to_the_entry_that_its_engine_reads_under_any_launcher(
     assert board.read(0) == {}
 
 
-def test_a_rank_that_its_engine_has_no_place_for_is_refused_when_it_attaches(
+def test_a_rank_that_its_engine_has_no_place_for_is_rejected_when_it_attaches(
     stager: StagingWorker, board: StatusBoard
 ) -> None:
     with pytest.raises(ValueError, match="it has 1 ranks, and this is number 1"):

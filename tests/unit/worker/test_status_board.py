@@ -112,7 +112,7 @@ def test_a_stage_can_name_all_tensors_of_another_one_of_a_large_model(board):
     assert board.read(1) == {"state": "open"}
 
 
-def test_a_notice_that_does_not_fit_is_refused_and_the_last_one_stays(board):
+def test_a_notice_that_does_not_fit_is_rejected_and_the_last_one_stays(board):
     board.post(0, {"state": "open"})
     with pytest.raises(ValueError, match="does not fit"):
         board.post(0, {"text": os.urandom(PAGE_BYTES).hex()})

@@ -40,7 +40,7 @@ def buffered(name: str, tensor: torch.Tensor, *, persistent: bool = True):
         ("codes", torch.zeros(4, dtype=torch.int64)),
     ],
 )
-def test_a_buffer_that_a_checkpoint_may_fill_is_refused(name, tensor):
+def test_a_buffer_that_a_checkpoint_may_fill_is_rejected(name, tensor):
     assert reason(buffered(name, tensor)) == f"layer it loads the buffer {name!r}"
     assert reason(buffered(name, tensor, persistent=False)) is None
 
@@ -92,7 +92,7 @@ def test_weights_that_only_the_attention_backend_keeps_are_named():
     assert "keeps weights in its attribute 'impl.sinks'" in reason(cast)
 
 
-def test_weights_that_are_read_in_the_first_step_only_are_refused():
+def test_weights_that_are_read_in_the_first_step_only_are_rejected():
     half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
     casting = layer_with(sinks=half, impl=SimpleNamespace(sinks=half))
     assert reason(casting) == (
@@ -101,12 +101,12 @@ def test_weights_that_are_read_in_the_first_step_only_are_refused():
     assert "into the KV cache" in reason(layer_with(sink_populated=False))
 
 
-def test_encoder_outputs_of_another_engine_are_refused():
+def test_encoder_outputs_of_another_engine_are_rejected():
     shared = {"ec_transfer_config": SimpleNamespace()}
     assert "of other engines" in reason(torch.nn.Identity(), **shared)
 
 
-def test_a_drafter_that_drafts_in_parallel_is_refused():
+def test_a_drafter_that_drafts_in_parallel_is_rejected():
     drafting = SimpleNamespace(
         method="eagle", parallel_drafting=True, draft_model_config=None
     )
@@ -134,14 +134,14 @@ class Latent(MLAAttention):
         self.impl = None
 
 
-def test_latent_attention_is_refused_over_quantised_weights(monkeypatch):
+def test_latent_attention_is_rejected_over_quantised_weights(monkeypatch):
     layer = Latent()
     assert reason(layer) is None
     monkeypatch.setattr(layer.kv_b_proj, "quant_method", object(), raising=False)
     assert "over quantised weights" in mla.derived_obstacle(layer)
 
 
-def test_a_parameter_that_its_loader_made_is_refused_by_name():
+def test_a_parameter_that_its_loader_made_is_rejected_by_name():
     """As vLLM's models by way of transformers make a bias of their head."""
     live, second = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
     assert support.difference(live, second) is None
@@ -166,7 +166,7 @@ def on_gpu(**config: object) -> str | None:
         ),
     ],
 )
-def test_weights_that_are_offloaded_are_refused_by_the_flag(offloading, flag):
+def test_weights_that_are_offloaded_are_rejected_by_the_flag(offloading, flag):
     """Before a second set takes memory of a GPU that was too small for one."""
     reason = on_gpu(offload_config=offloading)
     assert reason == f"its weights are offloaded to the host ({flag})"
