@@ -135,9 +135,7 @@ def load_one(worker: Any, name: str, tensor: torch.Tensor) -> None:
     worker.model_runner.model.load_weights([(name, tensor)])
 
 
-def test_a_call_while_the_weights_sleep_does_not_read_them(
-    sleeper: Any, old: Path
-) -> None:
+def test_a_worker_call_does_not_read_sleeping_weights(sleeper: Any, old: Path) -> None:
     llm = sleeper
     llm.update_weights_from_disk(str(old), "old")
     said = greedy(llm)

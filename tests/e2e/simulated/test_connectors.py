@@ -112,7 +112,7 @@ def test_a_session_between_two_inputs_keeps_its_kv_and_a_commit_out(
     assert switched(core, "commit", mode="abort")[1] == [0]
 
 
-def test_a_session_that_ends_its_turn_keeps_out_the_commit_that_waited_for_it(
+def test_a_session_that_ends_its_turn_makes_the_waiting_commit_fail(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = Saving(core)

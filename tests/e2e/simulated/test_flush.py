@@ -61,7 +61,7 @@ def test_a_flush_is_rejected_while_requests_stay_in_place(core: EngineCore) -> N
     assert call(core, "flush")["dropped"]["blocks"] > 0
 
 
-def test_a_commit_with_a_flush_retracts_requests_unless_told_to_keep_them_in_place(
+def test_a_commit_with_a_flush_retracts_requests_and_rejects_mode_in_place(
     make: Callable[..., EngineCore],
 ) -> None:
     core = make()

@@ -98,7 +98,7 @@ def test_a_pause_ends_a_commit_that_waits_for_the_paused_requests(
     assert call(core, "paused")["mode"] == "in_place", "the pause is its owner's"
 
 
-def test_a_commit_that_waited_leaves_the_pause_of_somebody_else(
+def test_a_waiting_commit_leaves_another_owners_pause_in_force(
     core: EngineCore,
 ) -> None:
     streams = started(core)
@@ -211,7 +211,7 @@ def test_a_pause_ends_a_rollback_that_waits_and_says_what_is_served(
     assert call(core, "info")["weight_version"] == "two"
 
 
-def test_a_rollback_that_waits_goes_on_when_somebody_elses_pause_ends(
+def test_a_waiting_rollback_continues_when_another_owners_pause_ends(
     core: EngineCore,
 ) -> None:
     streams, rollback = waiting_rollback(core)

@@ -107,7 +107,7 @@ def test_a_start_that_every_engine_knows_is_not_spent_for(known, update_id, stat
     assert [reply.status_code for reply in replies] == statuses
 
 
-def test_without_a_rate_no_engine_is_asked_what_it_knows():
+def test_no_engine_is_asked_about_update_ids_without_a_rate_limit():
     engine = Engine()
     door = caller(served(engine))
     door.post("/start_weight_update", json={"update_id": "u"})

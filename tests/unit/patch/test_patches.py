@@ -450,7 +450,7 @@ def test_vllm_does_not_start_in_an_untested_release():
     assert "0.99.0" in done.stderr.strip().splitlines()[-1]
 
 
-def test_a_controller_made_before_there_is_a_scheduler_says_so():
+def test_a_controller_made_before_the_scheduler_raises_an_error():
     """Upstream may move the step that makes the controller, and keep its signature."""
     with pytest.raises(UpstreamChanged, match="before it has a scheduler"):
         Controller(SimpleNamespace(vllm_config=None, model_executor=None))

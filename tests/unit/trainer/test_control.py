@@ -184,7 +184,7 @@ def test_an_exception_in_the_block_ends_the_pause(engine, client):
     assert engine.pause is None
 
 
-def test_a_pause_that_somebody_continued_is_lost_and_not_begun_again(
+def test_a_pause_that_another_client_ended_is_lost_and_not_started_again(
     engine, client, logged
 ):
     with pytest.raises(PauseLost, match="continued"), client.pause(lease_s=0.3) as it:

@@ -240,7 +240,7 @@ SEEDS = [
 ]
 
 
-def test_a_file_is_accepted_if_and_only_if_safetensors_accepts_it(
+def test_a_file_is_accepted_only_if_safetensors_accepts_it(
     tmp_path: Path,
 ) -> None:
     """Whole ones and such as have one to four things changed."""
